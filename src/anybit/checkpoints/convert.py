@@ -108,8 +108,7 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
             "hands models of one scheme over"
         )
     scheme = quantization.scheme
-    reason = why_not(scheme)
-    if reason is not None:
+    if (reason := why_not(scheme)) is not None:
         raise ConversionError(f"compressed-tensors cannot express {scheme}: {reason}")
     layers = _layers(source)
     _check_layers(source, layers, scheme.weights)

@@ -221,8 +221,7 @@ def fuse(model: nn.Module) -> nn.Module:
     if (reason := graph.on_several_devices(model)) is not None:
         raise LayerError(f"the model cannot be fused: {reason}")
     for index, layer in enumerate(layers):
-        reason = _why_not(layer)
-        if reason is not None:
+        if (reason := _why_not(layer)) is not None:
             raise LayerError(f"layer {index} cannot be fused: {reason}")
     for index, layer in enumerate(layers):
         try:

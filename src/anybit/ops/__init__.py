@@ -23,6 +23,7 @@ from anybit.ops.call_cache import linear as cached_linear
 from anybit.ops.call_cache import linear_key
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
 from anybit.ops.layouts import MultiLayoutBackend
+from anybit.ops.library import COMPLIANT, define
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.packing import QuantizedWeight
@@ -186,19 +187,13 @@ def _hadamard_cuda(x: Tensor) -> Tensor:
 
 # A Library rather than custom_op: its calls cost a few microseconds less, and decoding makes hundreds of them a token.
 _library = torch.library.Library("anybit", "DEF")
-_library.define(
-    "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.define(
-    "rows(Tensor ids, Tensor[] weight, ScalarType dtype, str spec) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.define("hadamard(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-for _device in ("CPU", "CUDA"):
-    _library.impl("linear", cached_linear, _device)
-    _library.impl("rows", _rows, _device)
-_library.impl("hadamard", transform, "CPU")
-_library.impl("hadamard", _hadamard_cuda, "CUDA")
+define(
+    _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", _linear_fake, cached_linear,
+    tags=COMPLIANT,
+)  # fmt: skip
+define(
+    _library, "rows(Tensor ids, Tensor[] weight, ScalarType dtype, str spec) -> Tensor", _rows_fake, _rows,
+    tags=COMPLIANT,
+)  # fmt: skip
+define(_library, "hadamard(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape), transform, _hadamard_cuda, COMPLIANT)
 under_autocast(_library, "linear", "hadamard")
-torch.library.register_fake("anybit::hadamard", lambda x: x.new_empty(x.shape))
-torch.library.register_fake("anybit::linear", _linear_fake)
-torch.library.register_fake("anybit::rows", _rows_fake)

@@ -18,6 +18,7 @@ from anybit.kernels.elementwise.rope import NO_NORMS, RopeStoreArgs
 from anybit.kernels.elementwise.rope import Norms as Norms
 from anybit.kernels.elementwise.rope import paired_channels as paired_channels
 from anybit.ops import call_cache
+from anybit.ops.library import define
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -307,36 +308,27 @@ STEP = (
 """``RopeStoreArgs`` in an op's signature."""
 _NORMS = "Tensor? q_gamma, Tensor? k_gamma, float epsilon, bool paired"
 _library = torch.library.Library("anybit", "FRAGMENT")
-for _signature, _cpu, _cuda in (
-    ("rms_norm(Tensor x, Tensor gamma, float epsilon) -> Tensor", _rms_norm_cpu, _rms_norm_cuda),
-    (
-        "add_rms_norm(Tensor x, Tensor residual, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
-        _add_rms_norm_cpu,
-        _add_rms_norm_cuda,
-    ),
-    ("silu_mul(Tensor gate_up, bool paired=False) -> Tensor", _silu_mul_cpu, _silu_mul_cuda),
-    (
-        f"rotate(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, {_NORMS}) -> (Tensor, Tensor)",
-        _rotate_cpu,
-        _rotate_cuda,
-    ),
-    (f"rotate_store(Tensor qkv, {STEP}, {_NORMS}) -> Tensor", _rotate_store_cpu, _rotate_store_cuda),
-):
-    _library.define(_signature)
-    _name = _signature.partition("(")[0]
-    _library.impl(_name, _cpu, "CPU")
-    _library.impl(_name, _cuda, "CUDA")
-torch.library.register_fake("anybit::rms_norm", lambda x, gamma, epsilon: x.new_empty(x.shape))
-torch.library.register_fake(
-    "anybit::add_rms_norm", lambda x, residual, gamma, epsilon: (x.new_empty(x.shape), x.new_empty(x.shape))
-)
-torch.library.register_fake(
-    "anybit::silu_mul", lambda gate_up, paired=False: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-)
-torch.library.register_fake("anybit::rotate", _rotate_fake)
-torch.library.register_fake(
-    "anybit::rotate_store",
+define(
+    _library, "rms_norm(Tensor x, Tensor gamma, float epsilon) -> Tensor",
+    lambda x, gamma, epsilon: x.new_empty(x.shape), _rms_norm_cpu, _rms_norm_cuda,
+)  # fmt: skip
+define(
+    _library, "add_rms_norm(Tensor x, Tensor residual, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
+    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)), _add_rms_norm_cpu, _add_rms_norm_cuda,
+)  # fmt: skip
+define(
+    _library, "silu_mul(Tensor gate_up, bool paired=False) -> Tensor",
+    lambda x, paired=False: x.new_empty(*x.shape[:-1], x.shape[-1] // 2), _silu_mul_cpu, _silu_mul_cuda,
+)  # fmt: skip
+define(
+    _library,
+    f"rotate(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, {_NORMS}) -> (Tensor, Tensor)",
+    _rotate_fake, _rotate_cpu, _rotate_cuda,
+)  # fmt: skip
+define(
+    _library, f"rotate_store(Tensor qkv, {STEP}, {_NORMS}) -> Tensor",
     lambda qkv, cosine, sine, ring, lengths, sequences, query_heads, *_: qkv.new_empty(
         cosine.shape[0], query_heads, cosine.shape[1]
     ),
-)
+    _rotate_store_cpu, _rotate_store_cuda,
+)  # fmt: skip

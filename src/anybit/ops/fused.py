@@ -21,6 +21,7 @@ from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import copy_of, rows_of
 from anybit.ops.elementwise import STEP, add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.library import define
 from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat
 
@@ -173,41 +174,38 @@ def _hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec:
 
 
 _library = torch.library.Library("anybit", "FRAGMENT")
-_library.define(
+define(
+    _library,
     "norm_linear(Tensor x, Tensor? residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, str spec, "
-    "bool silu=False, bool rotated=False) -> (Tensor, Tensor)"
-)
-_library.define(
-    "norm_rotate_store(Tensor x, Tensor residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, "
-    f"str spec, {STEP}) -> (Tensor, Tensor)"
-)
-_library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec, bool rotated=False) -> Tensor")
-_library.define("hadamard_linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _library.impl("norm_linear", _norm_linear, _device)
-    _library.impl("norm_rotate_store", _norm_rotate_store, _device)
-    _library.impl("silu_linear", _silu_linear, _device)
-    _library.impl("hadamard_linear", _hadamard_linear, _device)
-under_autocast(_library, "hadamard_linear")
-torch.library.register_fake(
-    "anybit::norm_linear",
+    "bool silu=False, bool rotated=False) -> (Tensor, Tensor)",
     lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False, rotated=False: (
         x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n // (1 + silu)),
         x.new_empty(x.shape),
     ),
+    _norm_linear,
 )
-torch.library.register_fake(
-    "anybit::norm_rotate_store",
+define(
+    _library,
+    "norm_rotate_store(Tensor x, Tensor residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, "
+    f"str spec, {STEP}) -> (Tensor, Tensor)",
     lambda x, residual, gamma, epsilon, weight, bias, spec, *step: (
         x.new_empty(step[0].shape[0], step[5], step[0].shape[1]),
         x.new_empty(x.shape),
     ),
+    _norm_rotate_store,
 )
-torch.library.register_fake(
-    "anybit::silu_linear",
-    lambda gate_up, weight, bias, spec, rotated=False: gate_up.new_empty(*gate_up.shape[:-1], LinearSpec.parse(spec).n),
-)
-torch.library.register_fake(
-    "anybit::hadamard_linear",
-    lambda x, weight, bias, spec: x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n),
-)
+
+
+def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False) -> Tensor:
+    return x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n)
+
+
+define(
+    _library, "silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec, bool rotated=False) -> Tensor",
+    _linear_fake, _silu_linear,
+)  # fmt: skip
+define(
+    _library, "hadamard_linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor",
+    _linear_fake, _hadamard_linear,
+)  # fmt: skip
+under_autocast(_library, "hadamard_linear")

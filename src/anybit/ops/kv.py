@@ -27,6 +27,7 @@ from anybit.kernels.attention.decode import Config as Config
 from anybit.kernels.attention.decode import Problem as Problem
 from anybit.kernels.attention.decode import default as default
 from anybit.kernels.attention.kv_page import PageLayout
+from anybit.ops.library import define
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,7 @@ def _quantize(
     debug = kv_page.debugging()
     device, config = Device.of(view.pages), kv_quantize.default(problem, checked=debug)
     errors = torch.zeros(1, dtype=torch.int32, device=view.pages.device) if debug else None
-    reason = kv_quantize.why_not(problem, config, device)
-    if reason is not None:
+    if (reason := kv_quantize.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
     params = kv_quantize.Params(
         pages=view.pages,
@@ -435,18 +435,17 @@ def _decode(
 
 
 _library = torch.library.Library("anybit", "FRAGMENT")
-_library.define(
+define(
+    _library,
     "kv_write(Tensor k, Tensor v, Tensor(a!) pages, Tensor(b!) residual, Tensor lengths, int store, int layer, "
-    "int[] rows) -> ()"
+    "int[] rows) -> ()",
+    lambda *_: None,
+    _write,
 )
-_library.define(
+define(
+    _library,
     "kv_decode(Tensor q, Tensor pages, Tensor residual, Tensor lengths, int store, int layer, int[] rows, "
-    "float? scale, int? window, float? softcap, Tensor? sinks, Tensor? alibi) -> Tensor"
-)
-for _device in ("CPU", "CUDA"):
-    _library.impl("kv_write", _write, _device)
-    _library.impl("kv_decode", _decode, _device)
-torch.library.register_fake("anybit::kv_write", lambda *_: None)
-torch.library.register_fake(
-    "anybit::kv_decode", lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format)
+    "float? scale, int? window, float? softcap, Tensor? sinks, Tensor? alibi) -> Tensor",
+    lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format),
+    _decode,
 )

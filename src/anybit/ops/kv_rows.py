@@ -92,8 +92,7 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
     """
     problem = kv_unpack.Problem(of.layout, of.front, of.slots, of.kv_heads, jobs.shape[0], of.bf16)
     config, device = kv_unpack.default(problem), Device.of(of.pages)
-    reason = kv_unpack.why_not(problem, config, device)
-    if reason is not None:
+    if (reason := kv_unpack.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
     strides: dict[str, Any] = {
         "k_token_stride": k.stride(0),
@@ -136,8 +135,7 @@ def kernels_for(
             rows.layout, 1, kv_heads, 1, rows.ring, PAGE, bf16, rows.front, rows.slots, ragged
         )  # fmt: skip
         config = kv_quantize.default(store, checked=checked)
-        reason = kv_quantize.why_not(store, config, device)
-        if reason is not None:
+        if (reason := kv_quantize.why_not(store, config, device)) is not None:
             raise KernelError(reason)
         found[kv_quantize.kernel(config)] = None
     unpacked = kv_unpack.Problem(rows.layout, rows.front, rows.slots, kv_heads, 1, bf16)

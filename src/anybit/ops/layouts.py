@@ -68,8 +68,7 @@ class MultiLayoutBackend(Backend):
             return "it does not support activation order"
         formats = (activations, _EIGHT[0] if self.eight else activations)
         for part, form in zip(self.parts, formats, strict=True):
-            reason = part.why_not(weight, form)
-            if reason is not None:
+            if (reason := part.why_not(weight, form)) is not None:
                 return f"{part.name}: {reason}"
         return None
 

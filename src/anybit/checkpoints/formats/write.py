@@ -148,8 +148,7 @@ def _refuse_mixed(source: Translation, to: str) -> None:
     from anybit.checkpoints.convert import why_not
 
     for name, scheme in source.layers.items():
-        reason = (gptq_write.why_not if to == "gptq" else why_not)(scheme)
-        if reason is not None:
+        if (reason := (gptq_write.why_not if to == "gptq" else why_not)(scheme)) is not None:
             raise ConversionError(f"{to} cannot express layer {name} in {scheme}: {reason}")
         if scheme != source.scheme:
             raise ConversionError(

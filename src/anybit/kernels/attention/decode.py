@@ -314,12 +314,7 @@ def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, in
 def kernel(config: Config, layout: PageLayout) -> Kernel:
     """The kernel of a config, made once."""
     return Kernel(
-        header="attention/decode.cuh",
-        entry="decode::kernel",
-        config=config,
-        params=Params,
-        threads=32 * config.warps,
-        shared_bytes=shared_bytes(config, layout),
+        "attention/decode.cuh", "decode::kernel", config, Params, 32 * config.warps, shared_bytes(config, layout)
     )
 
 

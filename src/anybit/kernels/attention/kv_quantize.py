@@ -141,10 +141,5 @@ def grid(problem: Problem, packs: bool = True) -> tuple[int, int, int]:
 def kernel(config: Config) -> Kernel:
     """The kernel of a config, made once."""
     return Kernel(
-        header="attention/kv_quantize.cuh",
-        entry="kv_quantize::kernel",
-        config=config,
-        params=Params,
-        threads=config.threads,
-        shared_bytes=shared_bytes(config),
+        "attention/kv_quantize.cuh", "kv_quantize::kernel", config, Params, config.threads, shared_bytes(config)
     )

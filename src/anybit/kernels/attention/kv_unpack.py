@@ -81,11 +81,4 @@ def grid(problem: Problem) -> tuple[int, int, int]:
 @cache
 def kernel(config: Config) -> Kernel:
     """The kernel of a config, made once."""
-    return Kernel(
-        header="attention/kv_unpack.cuh",
-        entry="kv_unpack::kernel",
-        config=config,
-        params=Params,
-        threads=config.threads,
-        shared_bytes=0,
-    )
+    return Kernel("attention/kv_unpack.cuh", "kv_unpack::kernel", config, Params, config.threads, 0)

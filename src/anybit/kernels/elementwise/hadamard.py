@@ -65,8 +65,7 @@ def why_not(problem: Problem) -> str | None:
 @cache
 def default(problem: Problem) -> Config:
     """Four values a thread, as far as a block goes. Raises KernelError where no kernel rotates these vectors."""
-    reason = why_not(problem)
-    if reason is not None:
+    if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the Hadamard transform: {reason}")
     order, power = hadamard.factor(problem.k)
     threads = min(max(32, 1 << (problem.k // 4).bit_length()), 1024)

@@ -99,8 +99,7 @@ def shared_bytes(config: Config) -> int:
 
 
 def _refuse(problem: Problem) -> None:
-    reason = why_not(problem)
-    if reason is not None:
+    if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for these rows: {reason}")
 
 

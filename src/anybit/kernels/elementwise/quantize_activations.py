@@ -218,8 +218,7 @@ def default(problem: Problem) -> Config:
 
     Raises KernelError, with the reason, where no kernel quantizes such rows.
     """
-    reason = why_not(problem)
-    if reason is not None:
+    if (reason := why_not(problem)) is not None:
         raise KernelError(f"no quantize-and-pack kernel: {reason}")
     width, in_bytes = _width(problem), problem.target is Target.bytes
     normed, gated = problem.source is Source.rms_norm, problem.source is Source.silu_mul
@@ -278,8 +277,7 @@ def quantize(
         raise KernelError(f"x is on {x.device}, and quantize-and-pack needs a CUDA device")
     problem = problem_of(x, format, target)
     config = config or default(problem)
-    reason = why_not(problem, config)
-    if reason is not None:
+    if (reason := why_not(problem, config)) is not None:
         raise KernelError(f"no quantize-and-pack kernel: {reason}")
     packed = Packed(problem.m, problem.k, format, target, x.device)
     launch(problem, config, packed, x, pdl=pdl)

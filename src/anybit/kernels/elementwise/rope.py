@@ -129,8 +129,7 @@ def why_not(problem: Problem, head_dims: tuple[int, ...] = HEAD_DIMS) -> str | N
 
 def default(problem: Problem, gamma_offset: int = 0) -> Config:
     """Few heads a block, so that a token's heads spread over many SMs. Raises KernelError for other heads."""
-    reason = why_not(problem)
-    if reason is not None:
+    if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the rotary embedding: {reason}")
     return Config(
         2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset, problem.stores, problem.paired

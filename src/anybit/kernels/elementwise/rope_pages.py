@@ -94,8 +94,7 @@ def why_not(problem: Problem) -> str | None:
 
 def default(problem: Problem) -> Config:
     """Small blocks for few tokens, so that a token's heads spread over SMs. Raises KernelError for other heads."""
-    reason = why_not(problem)
-    if reason is not None:
+    if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the rotary embedding into pages: {reason}")
     threads = 32 if problem.tokens <= 16 else 256
     return Config(threads, problem.head_dim, problem.dtype == torch.bfloat16, problem.paired)

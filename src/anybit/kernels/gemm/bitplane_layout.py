@@ -104,8 +104,7 @@ class PlaneWeight:
 
 def prepare(weight: QuantizedWeight) -> PlaneWeight:
     """Lay a layer's weights out as planes; whole-row scales only. Raises KernelError for a format without planes."""
-    reason = why_not(weight.format)
-    if reason is not None:
+    if (reason := why_not(weight.format)) is not None:
         raise KernelError(f"{weight.format} cannot be laid out as planes: {reason}")
     (n, k), bits = weight.shape, weight.format.bits
     stored = torch.empty(chunks(k), bits, padded_rows(n), ROW_BYTES, dtype=torch.uint8, device=weight.words.device)

@@ -95,8 +95,7 @@ class KernelFamily:
 
     def default(self, product: LinearProblem) -> Any:
         """The built-in choice among the family's configs. Raises KernelError where there is none."""
-        reason = self.why_not(product)
-        if reason is not None:
+        if (reason := self.why_not(product)) is not None:
             raise KernelError(f"{self.name} cannot run {product}: {reason}")
         return self._ready(self.module.default(product), product)
 

@@ -180,12 +180,10 @@ def round_up(value: int, multiple: int) -> int:
 
 def checked_default(problem: _P, choose: Callable[[_P], _C], why_not: Callable[[_P, _C | None], str | None]) -> _C:
     """What ``choose`` takes, known to be legal. Raises KernelError with the reason where it is not, or nothing is."""
-    reason = why_not(problem, None)
-    if reason is not None:
+    if (reason := why_not(problem, None)) is not None:
         raise KernelError(reason)
     found = choose(problem)
-    reason = why_not(problem, found)
-    if reason is not None:
+    if (reason := why_not(problem, found)) is not None:
         raise KernelError(f"no config for {problem}: {reason}")
     return found
 
@@ -199,8 +197,7 @@ def checked_config(
     """The config that a launch was given, known to be legal, or the default. Raises KernelError with the reason."""
     if config is None:
         return default(problem)
-    reason = _reason(problem, config, why_not)
-    if reason is not None:
+    if (reason := _reason(problem, config, why_not)) is not None:
         raise KernelError(reason)
     return config
 

@@ -137,8 +137,7 @@ def default(problem: LinearProblem) -> Config:
     Wide row tiles read activations less often; narrow ones are enough for few tokens (the paper's equation 1), and are
     all that registers hold of sums in integers and in floats, of 64 tokens or of 32 with the scales of small groups.
     """
-    reason = why_not(problem)
-    if reason is not None:
+    if (reason := why_not(problem)) is not None:
         raise KernelError(reason)
     tokens = next((t for t in (8, 16, 32, 64) if t >= problem.m), 64)
     if tokens <= 16:

@@ -61,8 +61,7 @@ _FEW = 64
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    reason = bitplane_problem.why_not(problem)
-    if reason is not None:
+    if (reason := bitplane_problem.why_not(problem)) is not None:
         return reason
     if refused := why_not_tma(problem):
         return refused

@@ -112,8 +112,7 @@ class RotaryPagesParams(NormParams):
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)
-    if reason is not None:
+    if (reason := why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)) is not None:
         return reason
     if config is None:
         return None
@@ -265,8 +264,7 @@ NORM_TOKENS = 2
 
 def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why a product cannot norm its own activations, in a sentence; None if it can."""
-    reason = why_not(problem, config)
-    if reason is not None:
+    if (reason := why_not(problem, config)) is not None:
         return reason
     if problem.m > NORM_TOKENS:
         return f"rows are normed by the product for up to {NORM_TOKENS} tokens, and there are {problem.m}"
@@ -283,8 +281,7 @@ def norm_default(problem: LinearProblem) -> Config:
     config = default(problem)
     resident = -(-problem.column_blocks // config.warps)
     config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
-    reason = norm_why_not(problem, config)
-    if reason is not None:
+    if (reason := norm_why_not(problem, config)) is not None:
         raise KernelError(reason)
     return config
 

@@ -59,8 +59,7 @@ class Config(FewFacts):
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     p = problem
-    reason = why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)
-    if reason is not None:
+    if (reason := why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)) is not None:
         return reason
     if p.activations.quantized and p.tile_columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
         return f"sums over K = {p.k} of {p.weights.bits}-bit weights and int8 activations may not fit int32"

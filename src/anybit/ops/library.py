@@ -1,0 +1,21 @@
+"""How an op of torch.library is defined: its signature, its results' shapes, and what runs it on each device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+
+
+def define(
+    library: torch.library.Library, signature: str, fake: Function, cpu: Function, cuda: Function | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:  # fmt: skip
+    """Define an op of anybit. fake: makes room for its results.  cuda: runs it on GPUs; None: as CPUs do."""
+    library.define(signature, tags=tags)
+    name = signature.partition("(")[0]
+    library.impl(name, cpu, "CPU")
+    library.impl(name, cuda or cpu, "CUDA")
+    torch.library.register_fake(f"anybit::{name}", fake)
