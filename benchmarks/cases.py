@@ -8,12 +8,7 @@ if TYPE_CHECKING:  # the tables need no torch
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 
-LLAMA3_8B = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-}
+LLAMA3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """The linear layers of Llama-3-8B, fused as they are served: name -> (N, K)."""
 
 LLAMA2_7B = {"qkv": (12288, 4096), "o": (4096, 4096), "gate_up": (22016, 4096), "down": (4096, 11008)}

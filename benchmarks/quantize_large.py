@@ -124,12 +124,7 @@ def learned_135m(scheme: Scheme, count: int, keep: Keep) -> None:
     weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in linears(model)}
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    distill(
-        model,
-        weights,
-        tokens(count, 512, 49152),
-        Distillation(step_tokens=4096, run_tokens=4096, device="cuda"),
-    )
+    distill(model, weights, tokens(count, 512, 49152), Distillation(step_tokens=4096, run_tokens=4096, device="cuda"))
     torch.cuda.synchronize()
     keep(
         {

@@ -102,12 +102,7 @@ def evaluate(
         check_tokens(other.model, ids, baseline)
         with progress_bar("Comparing", counted=True) as update:
             compared = measure.agreement(
-                loaded.model,
-                other.model,
-                rows,
-                lambda d, t: update("Comparing", d, t),
-                cache,
-                _cache(other, context),
+                loaded.model, other.model, rows, lambda d, t: update("Comparing", d, t), cache, _cache(other, context)
             )
         figures |= {"baseline": baseline, "same_token": compared.same, "divergence": compared.divergence}
     if as_json:

@@ -24,8 +24,7 @@ from anybit.scheme import Scheme
 
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Generate at most this many tokens.")]
 Temperature = Annotated[
-    float,
-    typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token."),
+    float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
 ]
 TopP = Annotated[
     float | None,

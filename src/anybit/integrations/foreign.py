@@ -17,11 +17,7 @@ from anybit.scheme import Scheme
 
 
 def load_translated(
-    source: Translation,
-    empty: Any,
-    dtype: torch.dtype,
-    device_map: Any = None,
-    backend: str | None = None,
+    source: Translation, empty: Any, dtype: torch.dtype, device_map: Any = None, backend: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """(model, loading info) of a translated folder, as ``from_pretrained`` gives them; read a layer at a time.
 

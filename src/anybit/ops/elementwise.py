@@ -89,10 +89,7 @@ def _rotate_cpu(
     tokens, dim = cosine.shape
     heads = qkv.view(tokens, -1, dim)
     results = []
-    for part, gamma in (
-        (heads[:, :query_heads], q_gamma),
-        (heads[:, query_heads : query_heads + key_heads], k_gamma),
-    ):
+    for part, gamma in ((heads[:, :query_heads], q_gamma), (heads[:, query_heads : query_heads + key_heads], k_gamma)):
         x = part if gamma is None else _rms_norm_cpu(part, gamma, epsilon)
         if paired:
             x = x.unflatten(-1, (-1, 2, 8)).transpose(-2, -3).flatten(-3)

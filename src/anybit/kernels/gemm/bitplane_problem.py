@@ -202,11 +202,7 @@ class Params:
 
 
 def arguments(
-    x: Packed,
-    weight: bitplane_layout.PlaneWeight,
-    y: Tensor,
-    bias: Tensor | None = None,
-    y_map: bytes = bytes(128),
+    x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bias: Tensor | None = None, y_map: bytes = bytes(128)
 ) -> Params:
     """The arguments of a launch; ``y_map`` where results leave by TMA."""
     codes, scale, sum, zero = x.addresses

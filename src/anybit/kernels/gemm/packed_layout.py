@@ -189,10 +189,7 @@ def checked_default(problem: _P, choose: Callable[[_P], _C], why_not: Callable[[
 
 
 def checked_config(
-    problem: _P,
-    config: _C | None,
-    default: Callable[[_P], _C],
-    why_not: Callable[[_P, _C | None], str | None],
+    problem: _P, config: _C | None, default: Callable[[_P], _C], why_not: Callable[[_P, _C | None], str | None]
 ) -> _C:
     """The config that a launch was given, known to be legal, or the default. Raises KernelError with the reason."""
     if config is None:

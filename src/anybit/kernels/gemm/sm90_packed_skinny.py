@@ -10,15 +10,7 @@ from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import round_up
-from anybit.kernels.gemm.packed_problem import (
-    FewFacts,
-    Params,
-    facts,
-    legal,
-    ring,
-    why_not_config,
-    why_not_few,
-)
+from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
 
 MOST_TOKENS = 16
 """Above this many tokens other kernels are faster, and this one's shared memory and registers run out."""

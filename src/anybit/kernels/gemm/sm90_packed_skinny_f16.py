@@ -9,15 +9,7 @@ from anybit import jit
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import UNIT_ROWS, round_up
-from anybit.kernels.gemm.packed_problem import (
-    FewFacts,
-    Params,
-    facts,
-    legal,
-    ring,
-    why_not_config,
-    why_not_few,
-)
+from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
 
 MOST_TOKENS = 32
 """Above this many tokens sums take too many registers, and sm90_packed_gemm is faster."""

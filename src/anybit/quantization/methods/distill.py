@@ -98,9 +98,7 @@ def learn_masks(
         return SparseWeight(weight, original, decay=settings.decay)
 
     learned = _banks(model, start, settings, learnable)
-    groups: list[dict[str, object]] = [
-        {"params": [bank.soft.latent for bank in learned], "lr": settings.weight_rate},
-    ]
+    groups: list[dict[str, object]] = [{"params": [bank.soft.latent for bank in learned], "lr": settings.weight_rate}]
 
     def choose(done: float) -> None:
         for bank in learned:

@@ -297,12 +297,7 @@ class _Run:
 
     @torch.no_grad()
     def _quantize(
-        self,
-        name: str,
-        original: nn.Module,
-        work: nn.Module,
-        linears: dict[str, nn.Module],
-        calls: list[walk.Call],
+        self, name: str, original: nn.Module, work: nn.Module, linears: dict[str, nn.Module], calls: list[walk.Call]
     ) -> dict[str, QuantizedWeight]:
         """Quantize a block's layers in the order in which they run, and move the reference stream past it."""
         weights: dict[str, QuantizedWeight] = {}

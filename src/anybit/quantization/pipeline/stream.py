@@ -250,8 +250,7 @@ def run_rtn(job: Job) -> Saved:
             f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false, and a device"
         )
     return write_quantized(
-        job,
-        lambda layer, weight: quantize_weight(weight.to(device), job.scheme_of(layer.name).weights, search),
+        job, lambda layer, weight: quantize_weight(weight.to(device), job.scheme_of(layer.name).weights, search)
     )
 
 
