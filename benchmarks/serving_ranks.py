@@ -76,7 +76,7 @@ def answer(folder: Path, found: Path, **options: Any) -> None:
     }  # fmt: skip
     llm = LLM(str(folder), **{**settings, **options})
     up = time.time() - begin
-    sampling = SamplingParams(temperature=0, min_tokens=NEW, max_tokens=NEW, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers = {}
     for how, asked in (("together", [given]), ("alone", [[one] for one in given])):
@@ -169,7 +169,8 @@ class Own:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.float16 if self.device == "cuda" else torch.float32
         self.model, self.prompts = load_model(model, dtype=dtype, device=self.device).model, prompts
-        ask = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+        self.model.generation_config.eos_token_id = None  # as ignore_eos: no token is an end, or is ruled out as one
+        ask = {"max_new_tokens": NEW, "do_sample": False}
         given = [torch.tensor([prompt], device=self.device) for prompt in prompts]
         self.answers = [self.model.generate(ids, **ask)[0, ids.shape[1] :].tolist() for ids in given]
 
@@ -177,13 +178,11 @@ class Own:
         """How far each token is below the largest logit after the same tokens."""
         import torch
 
-        found, end = [], self.model.generation_config.eos_token_id
-        ends = [] if end is None else end if isinstance(end, list) else [end]
+        found = []
         with torch.inference_mode():
             for prompt, tokens in zip(self.prompts, answers, strict=True):
                 ids = torch.tensor([prompt + tokens], device=self.device)
                 logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
-                logits[:, ends] = float("-inf")  # no answer may end
                 found += (logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]).tolist()
         return found
 
