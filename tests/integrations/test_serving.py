@@ -126,6 +126,17 @@ def test_vllm_gets_the_same_flags(tmp_path: Path) -> None:
     assert "--trust-remote-code" in serving.vllm_command(serving.Server("m", trust_remote_code=True), tmp_path)
 
 
+def test_a_worker_has_a_process_of_its_own_unless_arguments_lay_processes_out(tmp_path: Path) -> None:
+    own = "--distributed-executor-backend mp"
+    for others in ([], ["--seed", "1"], ["--enforce-eager"]):
+        assert own in " ".join(serving.vllm_command(serving.Server("m", others=others), tmp_path))
+    for words in (
+        "--distributed_executor_backend uni", "--config=some.yaml", "-pp 2", "--data-parallel-size 2", "--nnodes 2",
+    ):  # fmt: skip
+        assert own not in " ".join(serving.vllm_command(serving.Server("m", others=words.split()), tmp_path))
+    assert own not in " ".join(serving.vllm_command(serving.Server("m", tensor_parallel=2), tmp_path))
+
+
 def test_a_key_reaches_vllm_and_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (["--api-key", "secret", "--seed", "1"], ["--seed", "1", "--api-key=secret"]):
         assert serving.without_key(words) == (["--seed", "1"], "secret")

@@ -57,9 +57,11 @@ def serve(
         model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()), trust_remote_code
     )
     name = {"vllm": "vLLM", "transformers": "transformers serve"}[chosen]
+    worker = ", its worker in a process of its own" if chosen == "vllm" and server.own_worker else ""
     errors.print(
-        f"{name} serves {model}{f' in {parsed}' if parsed else ''} at {server.url}: {why}", markup=False, soft_wrap=True
-    )
+        f"{name} serves {model}{f' in {parsed}' if parsed else ''} at {server.url}: {why}{worker}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
 
     def ready() -> None:
         errors.print(f"ready; try it:\n{server.example()}", markup=False, soft_wrap=True)

@@ -60,6 +60,17 @@ class Server:
         text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
         return f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d {text}"
 
+    @property
+    def own_worker(self) -> bool:
+        """Whether vLLM's worker gets a process of its own on one GPU, so that it launches a step while the scheduler is
+        busy with others. Not where arguments for vLLM may say how its processes are laid out.
+        """
+        words = [word.partition("=")[0].replace("_", "-") for word in self.others]
+        return self.tensor_parallel == 1 and not any(word.startswith(_LAYOUTS) for word in words)
+
+
+_LAYOUTS = ("--distributed-executor", "--config", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
+
 
 def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
     """What serves here, and why, in words. Raises KernelError where what is wanted is not installed."""
@@ -155,6 +166,8 @@ def vllm_command(server: Server, path: Path) -> list[str]:
         command += ["--dtype", server.dtype]
     if server.tensor_parallel != 1:
         command += ["--tensor-parallel-size", str(server.tensor_parallel)]
+    if server.own_worker:
+        command += ["--distributed-executor-backend", "mp"]
     if server.max_length is not None:
         command += ["--max-model-len", str(server.max_length)]
     if server.memory is not None:
