@@ -194,7 +194,7 @@ def test_patterns_are_checked_before_they_are_saved(llama: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"num_hidden_layers": 10_000}, r"num_hidden_layers is 10000, more than \d+ tensors bear out"),
+        ({"num_hidden_layers": 10_000}, r"num_hidden_layers is 10000, more than \d+ tensors allow"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1e"),
         ({"num_labels": 10**9}, "num_labels is 1e"),
         ({"vocab_size": 10**12}, "vocab_size is 1e"),

@@ -92,7 +92,7 @@ def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, S
     for pattern, text in (overrides or {}).items():
         if len(pattern) > _LONGEST_PATTERN or pattern.count("*") > _MOST_REPETITIONS:
             raise SchemeError(
-                f"{_short(pattern)} is no pattern of layers: at most {_LONGEST_PATTERN} characters and "
+                f"{_short(pattern)} is not a valid pattern of layers: at most {_LONGEST_PATTERN} characters and "
                 f"{_MOST_REPETITIONS} stars are allowed"
             )
         try:
@@ -226,7 +226,7 @@ def check_pattern(pattern: str, place: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{place} has {pattern!r}, which is no pattern: {error}") from None
+        raise CheckpointError(f"{place} has {pattern!r}, which is not a valid pattern: {error}") from None
 
 
 def _check_settings(settings: dict[str, Any], place: str) -> None:

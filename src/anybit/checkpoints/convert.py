@@ -104,8 +104,8 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
         raise ConversionError(f"{source.path} scales the inputs of its layers: compressed-tensors cannot express it")
     if quantization.overrides:
         raise ConversionError(
-            f"{source.path} has layers in schemes of their own, {next(iter(quantization.overrides))} for one: anybit "
-            "hands models of one scheme over"
+            f"{source.path} has layers in schemes of their own, such as {next(iter(quantization.overrides))}: a "
+            "compressed-tensors folder of anybit's has one scheme"
         )
     scheme = quantization.scheme
     if (reason := why_not(scheme)) is not None:
@@ -130,7 +130,7 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
         raise ConversionError(f"{source.path} has {len(groups)} config_groups; anybit has one scheme a model")
     (group,) = groups.values()
     if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
-        raise ConversionError(f"{source.path}: its config_groups are no descriptions of weights")
+        raise ConversionError(f"{source.path}: its config_groups do not describe weights")
     kind = group.get("format") or config.get("format")
     if kind != FORMAT:
         raise ConversionError(f"{source.path} is in the format {kind!r}; anybit's tensors are those of {FORMAT!r}")

@@ -55,7 +55,7 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read a GGUF file's header. Raises CheckpointError, naming the entry, for one that the file cannot bear out."""
+    """Read a GGUF file's header. Raises CheckpointError, naming the entry, for one that the file contradicts."""
     try:
         with file.open("rb") as stream:
             if stream.read(4) != MAGIC:
@@ -116,7 +116,7 @@ class _Reader:
             most = _LARGEST_SIZE if match is None else len(table) if match[1] == "block_count" else max(largest, 1)
             sized = match is not None or name.startswith(f"{metadata['general.architecture']}.")
             if sized and isinstance(value, int | float) and value > most:
-                raise self.fault(f"{name} is {value}, and {most} is the most that its tensors bear out")
+                raise self.fault(f"{name} is {value}, and its tensors allow {most} at most")
         blocks = metadata.get(f"{metadata['general.architecture']}.block_count")
         beyond = [
             name for name in table if (found := _BLOCK.match(name)) and blocks is not None and int(found[1]) >= blocks
@@ -127,7 +127,7 @@ class _Reader:
         for tensor in table.values():
             if tensor.begin % alignment or start + tensor.begin >= len(self.data):
                 raise self.fault(
-                    f"tensor {tensor.name} begins at byte {tensor.begin} of its data, which is no place for it"
+                    f"tensor {tensor.name} begins at byte {tensor.begin} of its data, where no tensor can begin"
                 )
         return start
 
@@ -150,7 +150,7 @@ class _Reader:
         if kind == _STRING:
             return self.text(len(self.data))
         if kind != _ARRAY:
-            raise self.fault(f"entry {name} has type {kind}, which there is not")
+            raise self.fault(f"entry {name} has type {kind}, which does not exist")
         kind, count = self.take("IQ")
         if count > _MOST_ELEMENTS:
             raise self.fault(f"entry {name} has {count} elements")

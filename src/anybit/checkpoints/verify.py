@@ -57,10 +57,10 @@ def check_config(
     for name, value in _numbers(config, where):
         key = name.rpartition(".")[2]
         if isinstance(value, float) and math.isnan(value):
-            raise CheckpointError(f"{where}: {name} is NaN, which is no number")
+            raise CheckpointError(f"{where}: {name} is NaN, and must be a number")
         for pattern, most in ((_LAYERS, layers), (_UNITS, largest), (_SIZES, _LARGEST_SIZE)):
             if pattern.fullmatch(key) and value > most:
-                why = "" if entries is None else f", more than {len(entries)} tensors bear out"
+                why = "" if entries is None else f", more than {len(entries)} tensors allow"
                 raise CheckpointError(f"{where}: {name} is {value:.6g}{why}; at most {most} can be")
     _check_names(config, where)
     quantization = Quantization.of(config, where)
@@ -157,7 +157,7 @@ def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
     shape = tensors.get("weight_shape")
     pairs = places.shape[-2] if shape is None else int(shape[1]) // 4
     if bool((places[..., :pairs, 0] == places[..., :pairs, 1]).any()):
-        raise CheckpointError(f"layer {layer}: weight_indices name one of four places twice, and two are kept")
+        raise CheckpointError(f"layer {layer}: weight_indices name one of four places twice, not two of them")
 
 
 def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, Entry]) -> None:

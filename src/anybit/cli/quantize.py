@@ -161,7 +161,7 @@ def _bytes(text: str) -> float:
     except ValueError:
         count = 0.0
     if match is None or not count:
-        raise OptionError(f"--memory {text!r} is no size: write 3GiB, 900MB or a number of bytes")
+        raise OptionError(f"--memory {text!r} is not a size: write 3GiB, 900MB or a number of bytes")
     power = " KMGT".index((match[2] or " ").upper())
     return count * float(1024 if match[3] else 1000) ** power
 

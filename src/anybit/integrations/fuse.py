@@ -304,13 +304,13 @@ def _why_not(layer: nn.Module) -> str | None:
     names |= {f"mlp.{n}": getattr(mlp, n) for n in ("gate_proj", "up_proj", "down_proj")}
     for name, module in names.items():
         if not isinstance(module, QuantLinear):
-            return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer of a layer"
+            return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer"
     for shared in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         for name in shared:
             if names[name].input_scale is not None:
-                return f"{name} scales its inputs by itself, so it cannot be joined with its neighbours"
+                return f"{name} has scales of its own for its inputs, so it cannot be joined with its neighbours"
             if names[name].hadamard != names[shared[0]].hadamard:
-                return f"of {shared[0]} and {name} one rotates its inputs, so they cannot be joined"
+                return f"only one of {shared[0]} and {name} rotates its inputs, so they cannot be joined"
     if attention.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
     return None

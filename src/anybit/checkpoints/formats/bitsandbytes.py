@@ -55,7 +55,7 @@ def read(layer: StoredLayer) -> QuantizedWeight:
 
 def _state(layer: StoredLayer) -> dict[str, Any]:
     if _STATE not in layer:
-        raise layer.refuse("it is in bitsandbytes' FP4, whose values no table of anybit's has; save it as NF4")
+        raise layer.refuse("it is in bitsandbytes' FP4, which anybit does not read; save it as NF4")
     state: dict[str, Any] = json.loads(bytes(layer[_STATE].tolist()))
     return state
 

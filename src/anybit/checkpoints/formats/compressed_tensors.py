@@ -125,7 +125,7 @@ def _whole(layer: StoredLayer) -> StoredLayer:
         return layer
     if layer.entry("compressed").dtype != torch.float8_e4m3fn:
         kind = dtype_name(layer.entry("compressed").dtype)
-        raise layer.refuse(f"it has scales, and 2:4 sparse weights in {kind}; int8 and float8_e4m3fn ones can be")
+        raise layer.refuse(f"its 2:4 sparse weights with scales are {kind}; int8 and float8_e4m3fn are read")
     return replace(layer, source=_Whole(layer))
 
 

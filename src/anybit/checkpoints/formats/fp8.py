@@ -55,7 +55,7 @@ def _shape(layer: StoredLayer) -> tuple[int, int]:
     """Of the grid of scales."""
     shape = layer.shape(_scale_name(layer))
     if len(shape) > 2:
-        raise layer.refuse(f"scales of shape {shape}, which is no grid over a matrix")
+        raise layer.refuse(f"scales of shape {shape} are not a grid over a matrix")
     return (shape[0] if shape else 1, shape[1] if len(shape) == 2 else 1)
 
 
@@ -69,7 +69,7 @@ def _grid(layer: StoredLayer) -> tuple[Groups, int]:
     if isinstance(block, list) and len(block) == 2 and (rows, columns) == (-(-n // block[0]), -(-k // block[1])):
         return Groups.of(layer, block[1], k), block[0]
     if n % rows or k % columns:
-        raise layer.refuse(f"a grid of {rows} x {columns} scales over {n} x {k} weights, which it does not divide")
+        raise layer.refuse(f"a grid of {rows} x {columns} scales does not divide {n} x {k} weights evenly")
     return Groups.of(layer, None if columns == 1 else k // columns, k), n // rows
 
 

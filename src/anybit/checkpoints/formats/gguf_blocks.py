@@ -215,7 +215,7 @@ def stored_bytes(tensor: GgufTensor) -> int:
     weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
     if tensor.shape and tensor.shape[0] % weights:
         raise CheckpointError(
-            f"tensor {tensor.name} has rows of {tensor.shape[0]}, which blocks of {weights} do not fill"
+            f"tensor {tensor.name} has rows of {tensor.shape[0]} weights, not a multiple of its blocks of {weights}"
         )
     return math.prod(tensor.shape) // int(weights) * int(size)
 

@@ -55,7 +55,7 @@ class GgufTranslation(Translation):
             if tensor.name in FACTORS:
                 continue
             if tensor.name not in names or len(tensor.shape) > 2:
-                raise NotNative(f"its tensor {tensor.name} is no single tensor of {type(model).__name__}")
+                raise NotNative(f"its tensor {tensor.name} does not stand for one tensor of {type(model).__name__}")
             self._tensors[names[tensor.name]] = tensor
         self._rows: dict[str, Tensor | None] = {}
         self.layers, self.dequantized = {}, set()
@@ -119,15 +119,15 @@ def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor
     try:
         done = processor.process(weights=numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
     except ValueError as error:  # it wants whole matrices
-        raise NotNative(f"its tensor {name} is laid out anew: {error}") from None
+        raise NotNative(f"transformers rearranges its tensor {name}: {error}") from None
     found = done.weights
     if found.shape == numbers.T.shape and transposed:
         found = found.T
     if done.name != name or found.shape != numbers.shape:
-        raise NotNative(f"its tensor {name} is laid out anew")
+        raise NotNative(f"transformers rearranges its tensor {name}")
     rows = torch.from_numpy(found[:, 0].astype(np.int64))
     if not torch.equal(rows.sort().values, torch.arange(rows.numel())):
-        raise NotNative(f"the values of its tensor {name} are computed anew")
+        raise NotNative(f"transformers computes other values from its tensor {name}")
     return None if torch.equal(rows, torch.arange(rows.numel())) else rows
 
 

@@ -89,7 +89,7 @@ class _Tensors:
             return _floats(self._plain(name, model))
         module = self._modules.get(layer)
         if isinstance(module, Conv1D) or not isinstance(module, nn.Linear):
-            raise ConversionError(f"layer {layer} is no plain linear layer, which GGUF expects")
+            raise ConversionError(f"layer {layer} is not a plain linear layer, as GGUF expects")
         weight = self._source.read(layer)
         rows = self._rows(name, weight.shape[0])
         try:
@@ -107,7 +107,7 @@ class _Tensors:
             values = tensor.float().numpy()
             done = self._processor.process(weights=values, name=name, tensor_key_mapping={}, parsed_parameters={})
             if not np.array_equal(done.weights, values):
-                raise ConversionError(f"GGUF holds other values of {model}, which anybit does not compute")
+                raise ConversionError(f"GGUF stores {model} with other values, which anybit does not compute")
         return tensor
 
     def _rows(self, name: str, count: int) -> Tensor | None:
@@ -170,9 +170,9 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
         or model.get("byte_fallback")
         or (found.get("decoder") or {}).get("type") != "ByteLevel"
     ):
-        raise ConversionError("its tokenizer is no byte-level BPE, which GGUF files are written with")
+        raise ConversionError("its tokenizer is not a byte-level BPE, the one kind that is written")
     if found.get("normalizer"):
-        raise ConversionError(f"its tokenizer normalizes text ({found['normalizer'].get('type')}), as no reader would")
+        raise ConversionError(f"its tokenizer normalizes text ({found['normalizer'].get('type')}), and readers do not")
     tokens: list[str | None] = [None] * size
     types = [gguf.TokenType.UNUSED] * size
     for token, number in model["vocab"].items():
@@ -192,7 +192,7 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
         special.chat_template = template.read_text(encoding="utf-8")
     if not special.merges:
         raise ConversionError(
-            f"{folder}: its tokenizer merges nothing, and readers of GGUF files take it for another kind then; other "
+            f"{folder}: its tokenizer has no merges, so readers of GGUF files would take it for another kind; other "
             "formats hold it (--to anybit)"
         )
     special.add_to_gguf(writer, quiet=True)
@@ -203,7 +203,7 @@ def _rule(found: dict[str, Any]) -> str:
     steps = found.get("pretokenizers") or [found]
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
-        raise ConversionError("its tokenizer puts a space before a text, as no reader of GGUF files would")
+        raise ConversionError("its tokenizer puts a space before a text, and readers of GGUF files do not")
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
@@ -213,4 +213,4 @@ def _rule(found: dict[str, Any]) -> str:
         if name is not None and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
             return name
     rule = ", ".join(map(str, kinds))
-    raise ConversionError(f"its tokenizer splits text by a rule ({rule}) that anybit has no name of GGUF's for")
+    raise ConversionError(f"its tokenizer splits text by a rule ({rule}) whose name in GGUF anybit does not know")

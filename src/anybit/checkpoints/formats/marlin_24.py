@@ -66,7 +66,7 @@ def _names(layer: StoredLayer) -> tuple[str, str, str]:
 def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
     codes, meta, scales = (layer.shape(name) for name in _names(layer))
     if len(codes) != 2 or len(meta) != 2 or len(scales) != 2:
-        raise layer.refuse(f"codes of shape {codes}, metadata of {meta} and scales of {scales} are no matrices")
+        raise layer.refuse(f"codes of shape {codes}, metadata of {meta} and scales of {scales} must be matrices")
     n, k = scales[1], meta[0] * 32
     bits = 2 * codes[1] // n if n else 0
     if bits not in _INTERLEAVED or codes != (k // 32, n * bits // 2) or meta != (k // 32, 2 * n) or n % _COLUMNS:

@@ -230,7 +230,7 @@ class OwnTranslation(Translation):
         assert quantization is not None
         if quantization.hadamard or quantization.input_scale:
             raise CheckpointError(
-                f"{folder.path} has layers whose inputs are scaled or rotated first, as no other format"
+                f"{folder.path} has layers whose inputs are scaled or rotated first, which no other format has"
             )
         self.path, self._folder, self.group_index = folder.path, folder, quantization.group_index
         names = [n.removesuffix(".weight_packed") for n in folder.entries if n.endswith(".weight_packed")]

@@ -51,9 +51,9 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 def _why_not_tile(problem: LinearProblem, config: Config) -> str | None:
     if config.tile_n % (16 * config.warps_n):
-        return f"{config.tile_n} weight rows are not shared out by {config.warps_n} warps in sixteens"
+        return f"tile_n must be a multiple of 16 for each of {config.warps_n} warps, not {config.tile_n}"
     if config.tile_m % (8 * config.warps_m):
-        return f"{config.tile_m} tokens are not shared out by {config.warps_m} warps in eights"
+        return f"tile_m must be a multiple of 8 for each of {config.warps_m} warps, not {config.tile_m}"
     if bitplane_layout.CHUNK % config.stage_k or config.stage_k % (256 * config.warps_k):
         return f"a stage of {config.stage_k} columns does not divide 1024, or not into 256s for {config.warps_k} warps"
     if config.threads > 1024 or config.threads * 128 // config.stage_k % 8:

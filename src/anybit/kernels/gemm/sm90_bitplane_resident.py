@@ -56,11 +56,11 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     if c.reserved_bytes < 0 or c.reserved_bytes % 16:
-        return f"shared memory is kept in sixteens of bytes, not {c.reserved_bytes}"
+        return f"reserved_bytes must be a multiple of 16, not {c.reserved_bytes}"
     if c.k_chunks != problem.chunks or not 0 <= c.prologue_stages <= c.k_chunks:
         return f"shared memory must hold all {problem.chunks} chunks of k, and the config is for {c.k_chunks}"
     if c.cp_async_activations and c.a_operand is AOperand.weights and c.tile_b % 16:
-        return f"128 threads copy 16 tokens of a plane at a time, and a tile of {c.tile_b} is not made of these"
+        return f"128 threads copy 16 tokens of a plane at a time, so tile_b must be a multiple, not {c.tile_b}"
     if not 1 <= c.accumulator_sets <= c.a_planes:
         return f"sets of sums are for 1 to {c.a_planes} planes, not {c.accumulator_sets}"
     sums = c.accumulator_sets * c.wgmma_n // 2

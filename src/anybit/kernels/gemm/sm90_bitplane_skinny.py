@@ -103,7 +103,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 def why_not_columns(config: SkinnyFacts, parts: int = 1) -> str | None:
     """Why a product of ``wgmma_n`` columns does not hold B's planes, in ``parts``; None if it does."""
     if config.tile_b % 8:
-        return f"a tile of {config.tile_b} rows of B is not made of eights"
+        return f"tile_b must be a multiple of 8 rows, not {config.tile_b}"
     needed = config.b_planes * config.tile_b // parts
     if config.tile_b % (8 * parts) or config.wgmma_n != wgmma_n(config.wgmma_n) or config.wgmma_n < needed:
         return f"{config.b_planes} planes of {config.tile_b} rows are {needed} columns, and the most is {MOST_WGMMA_N}"
@@ -134,9 +134,9 @@ def _why_not_split(c: Config) -> str | None:
     if c.split_k_warpgroups > 1 and c.split_k_warpgroups * c.tile_b * 256 > room:
         return f"the sums of {c.warpgroups} warpgroups do not fit over {c.a_stages} planes and {c.b_stages} chunks"
     if sums % c.warpgroups:
-        return f"the {sums} sums of a thread are not shared out by {c.warpgroups} warpgroups"
+        return f"{c.warpgroups} warpgroups cannot share the {sums} sums of a thread evenly"
     if c.cluster_k not in (1, 2, 4, 8) or sums % c.cluster_k:
-        return f"the {sums} sums of a thread are not shared out by {c.cluster_k} blocks"
+        return f"{c.cluster_k} blocks cannot share the {sums} sums of a thread evenly: 1, 2, 4 or 8 can"
     registers = 65536 // (128 * -(-c.min_blocks_per_sm * c.threads // 128)) // 8 * 8  # warps lie in four partitions
     if c.wgmma_n * 9 // 16 + 36 > registers:
         return f"{c.wgmma_n // 2} sums are too many for the {registers} registers of each of so many threads"

@@ -74,7 +74,7 @@ def _why_not_split(p: LinearProblem, c: Config) -> str | None:
     if c.bits not in (1, 2, 4, 8):
         return f"split activations meet widths of 1, 2, 4 or 8 bits, not {c.bits}"
     if not c.x_resident:
-        return "split activations must all be at hand (x_stages)"
+        return "split activations must all be in shared memory at once: give more x_stages"
     if p.k % 2:
         return f"split activations need an even K, not {p.k}"
     return None

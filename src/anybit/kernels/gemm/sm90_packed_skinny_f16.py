@@ -60,7 +60,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 def _why_not_tile(c: Config) -> str | None:
     if c.tile_m % 8 or c.tile_m % c.cluster_k:
-        return f"{c.tile_m} tokens are not made of eights, or not shared out by {c.cluster_k} blocks"
+        return f"tile_m must be a multiple of 8 that {c.cluster_k} blocks can share evenly, not {c.tile_m}"
     if c.split_k_warps > 15:
         return f"up to 15 warps share columns, not {c.split_k_warps}"
     if c.cluster_k not in (1, 2, 4):
