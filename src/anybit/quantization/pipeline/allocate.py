@@ -60,9 +60,9 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None) -
     Raises OptionError for a size that no choice meets, TextError without a text.
     """
     if (bits is None) == (memory is None):
-        raise OptionError("a search meets an average of bits or a size in memory: give one of bits and memory")
+        raise OptionError("give bits, an average, or memory, a size: one of them, and not both")
     if not {"text", "sequences"} & job.options.keys():
-        raise TextError("a search for widths measures on a text: name a file with --text")
+        raise TextError("widths are chosen by what they cost on a text: name a file with --text")
     options = Options.of({name: value for name, value in job.options.items() if name in OPTIONS})
     free = [layer for layer in job.layers if override_of(layer.name, job.overrides) is None]
     if not free:
