@@ -50,7 +50,8 @@ def quantize(
         typer.Option(help="Choose the width of each layer, at most this many bits a weight on average; needs --text."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Choose the width of each layer so that the model takes at most this much (3GiB); needs --text.")
+        str | None,
+        typer.Option(help="Choose the width of each layer to fit the model into this size (3GiB); needs --text."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")

@@ -138,6 +138,14 @@ def legal(first: _C, candidates: Iterable[_C], why_not: Callable[[_C], str | Non
             yield found
 
 
+def first_that_fits(configs: Iterable[_C], fits: Callable[[_C], bool]) -> _C:
+    """The first config that fits, else the last."""
+    for found in configs:
+        if fits(found):
+            break
+    return found
+
+
 @dataclass(frozen=True)
 class Params:
     """Arguments of one launch for few tokens; see sm90_packed_skinny.cuh."""

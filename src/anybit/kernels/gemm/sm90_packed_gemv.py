@@ -17,7 +17,7 @@ from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.common.types import Code
 from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
-from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm import packed_layout, packed_problem
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import UNIT_ROWS, PackedWeight, round_up
 from anybit.kernels.gemm.packed_problem import (
@@ -198,15 +198,11 @@ def _sparse(p: LinearProblem) -> Config:
     units, bits, blocks = p.block_units, p.weights.bits, p.column_blocks
     if units <= 2 or bits == 2:
         return fitted(p, 16, units, 52 if bits <= 4 else 108, 2, 2 if bits == 2 else 0)
-    half = (p.device.shared_bytes - 2048) // 2
-    found = None
-    for kibibytes in (200, 160, 120, 88, 64, 24, 8, 1):
-        found = fitted(p, 8, -(-units // -(-units // 7)), kibibytes, -(-blocks // 8) if blocks <= 32 else 4,
-                       4 if bits == 4 and units > 6 else 1)  # fmt: skip
-        if shared_bytes(found) <= (half if units == 3 else p.device.shared_bytes):
-            break
-    assert found is not None
-    return found
+    room = (p.device.shared_bytes - 2048) // 2 if units == 3 else p.device.shared_bytes
+    tall, at_hand = -(-units // -(-units // 7)), -(-blocks // 8) if blocks <= 32 else 4
+    prefetch = 4 if bits == 4 and units > 6 else 1
+    rings = (fitted(p, 8, tall, kibibytes, at_hand, prefetch) for kibibytes in (200, 160, 120, 88, 64, 24, 8, 1))
+    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= room)
 
 
 @functools.cache
@@ -243,15 +239,10 @@ def _default(p: LinearProblem) -> Config:
     # Activations of the blocks to come become digits between products: the first products begin earlier.
     lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (many and p.m == 1 and bits in (2, 3))
     prefetch = 0 if most > 1 else 1 if bits == 4 else 2
-    found = None
-    for kibibytes in (first, 96, 72, 48, 24, 8, 1):
-        if kibibytes > first:
-            continue
-        at_hand = 1 if lean else resident if resident <= 4 and p.m <= 2 else 2
-        found = fitted(p, warps, stage_units, kibibytes, at_hand, prefetch)
-        if shared_bytes(found) <= room:
-            break
-    assert found is not None
+    at_hand = 1 if lean else resident if resident <= 4 and p.m <= 2 else 2
+    sizes = [first, *(kibibytes for kibibytes in (96, 72, 48, 24, 8, 1) if kibibytes <= first)]
+    rings = (fitted(p, warps, stage_units, kibibytes, at_hand, prefetch) for kibibytes in sizes)
+    found = packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= room)
     # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
     late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
     late = late or (bits == 3 and p.m == 1 and not half and not many)
@@ -269,9 +260,7 @@ def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | 
     if problem.m > NORM_TOKENS:
         return f"rows are normed by the product for up to {NORM_TOKENS} tokens, and there are {problem.m}"
     if problem.act_order or not problem.aligned or problem.k % 4:
-        return (
-            "the fused norm reads aligned rows in the order of their columns, in fours; others are normed first"
-        )
+        return "the fused norm reads aligned rows in the order of their columns, in fours; others are normed first"
     if config is not None and not config.x_resident:
         return "the config does not hold whole rows of activations"
     return None
@@ -300,10 +289,7 @@ def norm_arguments(
 ) -> NormParams:  # fmt: skip
     """The NormParams of a launch, unchecked."""
     p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
-    return NormParams(
-        p.tiles, p.row_scale, p.row_zero, p.permutation, p.x, p.x_scale, p.bias, p.y, p.m, p.n, p.k, p.x_stride,
-        p.column_blocks, p.row_tiles, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
-    )  # fmt: skip
+    return NormParams(*vars(p).values(), residual, residual_sum, gamma, stride, epsilon, 1 / p.k)
 
 
 def launch_norm(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from anybit import jit
 from anybit.kernels.common.types import Operand
-from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm import packed_layout, packed_problem
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import round_up
 from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
@@ -141,16 +141,13 @@ def _default(p: LinearProblem) -> Config:
         alone = fitted(p, 8, 1, 7, 180, 2)
         if shared_bytes(alone) <= p.device.shared_bytes:
             return alone
-    found = None
     # With more tokens their sums and activations want the room, and the next kernel's blocks fit no more anyway: down
     # at 3 and 4 tokens of int8 takes 10.4 us with 68 KB, 11.8 with 112; qkv at 6 tokens 5.7 with 80 KB, 7.4 with 68.
     few = p.m <= 2 or (p.m <= 4 and (whole or units > 3 or not p.activations.quantized))
-    for kibibytes in (112, 64, 32, 16) if few else (80 if units == 3 else 68, 32, 16):
-        found = fitted(p, 16 if more_warps else 8, 1, units if units <= 3 else 2, kibibytes, split=split)
-        if shared_bytes(found) <= p.device.shared_bytes:
-            break
-    assert found is not None
-    return found
+    sizes = (112, 64, 32, 16) if few else (80 if units == 3 else 68, 32, 16)
+    warps, row_units = 16 if more_warps else 8, units if units <= 3 else 2
+    rings = (fitted(p, warps, 1, row_units, kibibytes, split=split) for kibibytes in sizes)
+    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
 
 
 def fitted(

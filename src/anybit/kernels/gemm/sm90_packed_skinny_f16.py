@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from anybit import jit
-from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm import packed_layout, packed_problem
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
@@ -149,20 +149,18 @@ def _default(p: LinearProblem) -> Config:
     activations takes longest; sixteen warps hide latency.
     """
     units = -(-p.units // p.device.sms)
-    found = None
-    for kibibytes in (72, 48, 24, 8, 1):
-        if p.m > 16:  # never chosen unasked: sm90_packed_gemm is faster; few warps leave registers for the sums
-            shape = (4, 2, 2, kibibytes, 2, 1) if units > 4 else (2, 4, 2, kibibytes, 1, 2)
-        elif units > 4:
-            shape = (1, 8, 2, kibibytes, 2, 1) if p.m <= 4 else (4, 4, 2, kibibytes, 2, 1)
-        elif p.m <= 8:
-            shape = (2 if units <= 2 else 1, 8, 2, kibibytes, 2, 2)
-        else:
-            shape = (2, 4, 2, kibibytes, 2, 2) if units <= 2 else (4, 4, 1, kibibytes, 2, 2)
-        # Of small layers the next kernel's block finds registers beside this one, whose warps then have 64 each.
-        beside = units <= 4 and shape[0] * shape[1] == 16 and p.weights.bits not in (6, 7)
-        found = fitted(p, *shape, min_blocks_per_sm=1 + beside)
-        if shared_bytes(found) <= p.device.shared_bytes:
-            break
-    assert found is not None
-    return found
+    if p.m > 16:  # never chosen unasked: sm90_packed_gemm is faster; few warps leave registers for the sums
+        (rows, along_k, height), at_hand, cluster = ((4, 2, 2), 2, 1) if units > 4 else ((2, 4, 2), 1, 2)
+    elif units > 4:
+        (rows, along_k, height), at_hand, cluster = (1, 8, 2) if p.m <= 4 else (4, 4, 2), 2, 1
+    elif p.m <= 8:
+        (rows, along_k, height), at_hand, cluster = (2 if units <= 2 else 1, 8, 2), 2, 2
+    else:
+        (rows, along_k, height), at_hand, cluster = (2, 4, 2) if units <= 2 else (4, 4, 1), 2, 2
+    # Of small layers the next kernel's block finds registers beside this one, whose warps then have 64 each.
+    beside = units <= 4 and rows * along_k == 16 and p.weights.bits not in (6, 7)
+    rings = (
+        fitted(p, rows, along_k, height, kibibytes, at_hand, cluster, min_blocks_per_sm=1 + beside)
+        for kibibytes in (72, 48, 24, 8, 1)
+    )
+    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
