@@ -22,7 +22,7 @@ template <class Config> struct EpilogueShared {
 // A thread owns weights row + 16 * warp + lane / 4 (+ 8) and, of every eight tokens, 2 * (lane % 4) and the next. Weights'
 // constants stay in registers; tokens' go through shared memory, {scale, term} of a token in eight bytes. 16-bit results
 // are transposed by stmatrix, so that a token's 64 weights are one line of 128 bytes, and another warp stores whole
-// buffers by tensor map (gemm_store); or, where Y's rows do not start on 16 bytes, the threads themselves store pieces.
+// buffers by tensor map (store_results); or, where Y's rows do not start on 16 bytes, the threads themselves store pieces.
 // 32-bit results fill whole sectors straight from registers.
 template <class Config> struct Epilogue {
     using T = Terms<Config>;
@@ -156,5 +156,28 @@ template <class Config> struct Epilogue {
         }
     }
 };
+
+// One thread stores the buffers that a warpgroup fills, in turn. A buffer is given back one store later, when this one
+// has long been read: so three buffers or more never make the warpgroup wait.
+template <class Config, class Shared, class Tiles> PTX void store_results(const Params& p, uint32_t shared, int warpgroup) {
+    using W = EpilogueShared<Config>;
+    const W epilogue = Shared::epilogue(shared, warpgroup);
+    int buffer = 0, parity = 0, previous = -1;
+    for (Tiles tiles(p); tiles.more(); tiles.next()) {
+        const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
+#pragma unroll 1
+        for (int first = 0; first < tiles.width(); first += Config::epilogue_tile) {
+            ptx::mbarrier_wait_parity(epilogue.filled(buffer), parity);
+            if (token + first < p.m && row < p.n)
+                ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, epilogue.shared + buffer * W::buffer_bytes);
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group_read<1>();
+            if (previous >= 0) ptx::mbarrier_arrive(epilogue.read(previous));
+            previous = buffer;
+            if (++buffer == W::buffers) buffer = 0, parity ^= 1;
+        }
+    }
+    ptx::cp_async_bulk_wait_group_read<0>();  // shared memory must stand until everything has left it
+}
 
 #endif  // ANYBIT_BITPLANE_EPILOGUE_CUH

@@ -314,29 +314,6 @@ template <class Config> PTX void gemm_multiply(const Params& p, uint32_t shared)
     if ((C::alternating || C::pingpong) && warpgroup == 0) consumer.take_turn();  // takes up the turn that was passed last
 }
 
-// One thread stores the buffers that a warpgroup fills, in turn. A buffer is given back one store later, when this one
-// has long been read: so three buffers or more never make the warpgroup wait.
-template <class Config> PTX void gemm_store(const Params& p, uint32_t shared, int warpgroup) {
-    using W = EpilogueShared<Config>;
-    const W epilogue = GemmShared<Config>::epilogue(shared, warpgroup);
-    int buffer = 0, parity = 0, previous = -1;
-    for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
-        const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
-#pragma unroll 1
-        for (int first = 0; first < tiles.width(); first += Config::epilogue_tile) {
-            ptx::mbarrier_wait_parity(epilogue.filled(buffer), parity);
-            if (token + first < p.m && row < p.n)
-                ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, epilogue.shared + buffer * W::buffer_bytes);
-            ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read<1>();
-            if (previous >= 0) ptx::mbarrier_arrive(epilogue.read(previous));
-            previous = buffer;
-            if (++buffer == W::buffers) buffer = 0, parity ^= 1;
-        }
-    }
-    ptx::cp_async_bulk_wait_group_read<0>();  // shared memory must stand until everything has left it
-}
-
 template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_gemm(const __grid_constant__ Params p) {
     using S = GemmShared<Config>;
     static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
@@ -366,7 +343,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
         ptx::setmaxnreg_dec<40>();
         if (threadIdx.x == 256) gemm_load<Config>(p, shared);
         if constexpr (Terms<Config>::is_16bit && Config::tma_store) {
-            if (threadIdx.x == 288 || threadIdx.x == 320) gemm_store<Config>(p, shared, (threadIdx.x - 288) / 32);
+            if (threadIdx.x == 288 || threadIdx.x == 320) store_results<Config, S, Tiles<Config>>(p, shared, (threadIdx.x - 288) / 32);
         }
     } else {
         ptx::setmaxnreg_inc<232>();

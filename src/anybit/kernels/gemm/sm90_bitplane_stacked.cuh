@@ -51,6 +51,7 @@ template <class Config> struct StackedTiles {
         inner = first % inner_tiles, outer = first / inner_tiles;
     }
     PTX bool more() const { return left > 0; }
+    static PTX int width() { return Config::tile_m; }
     PTX void next() {
         left--;
         if (++inner == inner_tiles) inner = 0, outer++;
@@ -242,27 +243,6 @@ template <class Config> struct StackedConsumer {
     }
 };
 
-// One thread stores the buffers that a warpgroup fills, in turn.
-template <class Config> PTX void stacked_store(const Params& p, uint32_t shared, int warpgroup) {
-    using W = EpilogueShared<Config>;
-    const W epilogue = StackedShared<Config>::epilogue(shared, warpgroup);
-    int buffer = 0, parity = 0, previous = -1;
-    for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
-        const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
-#pragma unroll 1
-        for (int first = 0; first < Config::tile_m; first += Config::epilogue_tile) {
-            ptx::mbarrier_wait_parity(epilogue.filled(buffer), parity);
-            if (token + first < p.m && row < p.n) ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, epilogue.shared + buffer * W::buffer_bytes);
-            ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read<1>();
-            if (previous >= 0) ptx::mbarrier_arrive(epilogue.read(previous));
-            previous = buffer;
-            if (++buffer == W::buffers) buffer = 0, parity ^= 1;
-        }
-    }
-    ptx::cp_async_bulk_wait_group_read<0>();  // shared memory must stand until everything has left it
-}
-
 template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_stacked(const __grid_constant__ Params p) {
     using S = StackedShared<Config>;
     static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
@@ -284,7 +264,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
     if (threadIdx.x >= 256) {
         ptx::setmaxnreg_dec<40>();
         if (threadIdx.x == 256) stacked_load<Config>(p, shared);
-        if (threadIdx.x == 288 || threadIdx.x == 320) stacked_store<Config>(p, shared, (threadIdx.x - 288) / 32);
+        if (threadIdx.x == 288 || threadIdx.x == 320) store_results<Config, S, StackedTiles<Config>>(p, shared, (threadIdx.x - 288) / 32);
     } else {
         ptx::setmaxnreg_inc<232>();
         const int warpgroup = ptx::warp_id() / 4;
