@@ -327,20 +327,16 @@ def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, s
         if name in names:
             raise CheckpointError(f"{folder.path}: tensor {name} appears twice, also as {stored}")
         names[name] = stored
-    wanted = {f"{layer.name}.weight": layer for layer in layers}
-    # Other tensors may be stored in another arrangement, which transformers converts while loading.
-    converted = any(name not in parameters for name in names)
-    missing = sorted(set(wanted if converted else parameters) - set(names) - tied_names(model))
+    # Of other tensors ``check_model`` says what is missing: transformers may convert them while it loads.
+    wanted = {f"{layer.name}.weight" for layer in layers}
+    missing = sorted(wanted - set(names) - tied_names(model))
     if missing:
         count = "" if len(missing) == 1 else f" and {len(missing) - 1} more"
         raise CheckpointError(f"{folder.path} has no tensor {missing[0]}{count}, which {type(model).__name__} needs")
-    for name, stored in names.items():
-        entry = folder.entries[stored]
-        if name in parameters and tuple(parameters[name].shape) != entry.shape:
+    for name in sorted(wanted & set(names)):
+        entry = folder.entries[names[name]]
+        if not (entry.dtype.is_floating_point and entry.dtype.itemsize >= 2):
             raise CheckpointError(
-                f"{entry.file}: tensor {stored} has shape {entry.shape}, "
-                f"and {type(model).__name__} takes {tuple(parameters[name].shape)}"
+                f"{entry.file}: tensor {entry.name} has dtype {entry.dtype}, which is quantized already"
             )
-        if name in wanted and not (entry.dtype.is_floating_point and entry.dtype.itemsize >= 2):
-            raise CheckpointError(f"{entry.file}: tensor {stored} has dtype {entry.dtype}, which is quantized already")
     return names
