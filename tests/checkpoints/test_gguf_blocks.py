@@ -2,14 +2,17 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests.cases_damage import random_blocks, save_gguf
 
 from anybit.checkpoints import local_folder
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks, summary
+from anybit.checkpoints.formats.gguf_file import open_gguf
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.errors import CheckpointError, ConversionError
@@ -92,3 +95,16 @@ def test_info_reads_the_header_alone(tmp_path: Path) -> None:
     counts = [(BLOCKS[kind], math.prod(tensors[f"{n}.weight"].shape)) for n, kind in MIXED.items() if n != "token_embd"]
     bits = sum(count * block.bits_per_weight for block, count in counts) / sum(count for _, count in counts)
     assert found.bits_per_weight == pytest.approx(bits)
+
+
+def test_texts_end_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = transformers.AutoTokenizer.from_pretrained
+
+    def of_another_version(*given: Any, **options: Any) -> Any:
+        tokenizer = true(*given, **options)
+        tokenizer.eos_token = tokenizer.bos_token
+        return tokenizer
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", of_another_version)
+    _, tokenizer, _ = open_gguf(save_gguf(tmp_path / "model.gguf", 256, 2, MIXED))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)

@@ -205,3 +205,16 @@ def linked_alone(file: Path, folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
         ) from error
+
+
+def tokenizer_of(folder: Path, name: str, header: GgufHeader) -> Any:
+    """The tokenizer of a GGUF file, begin and end as the file has them: transformers 5.17 takes one for both."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
+    for part in ("bos", "eos"):
+        number = header.metadata.get(f"tokenizer.ggml.{part}_token_id")
+        known = isinstance(number, int) and 0 <= number < len(tokenizer)
+        if known and getattr(tokenizer, f"{part}_token_id") != number:
+            setattr(tokenizer, f"{part}_token", tokenizer.convert_ids_to_tokens(number))
+    return tokenizer

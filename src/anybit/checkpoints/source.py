@@ -13,7 +13,7 @@ from typing import Any
 from anybit.checkpoints.folder import Folder, path_of, read_json
 from anybit.checkpoints.formats.compressed_tensors import matches, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
-from anybit.checkpoints.gguf import linked_alone, read_gguf_header
+from anybit.checkpoints.gguf import linked_alone, read_gguf_header, tokenizer_of
 from anybit.checkpoints.gguf_rotary import scale_rotary
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import Scratch
@@ -125,7 +125,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
         with linked_alone(file, alone):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(alone, **arguments, **options)
             scale_rotary(model.config, file, header)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(alone, **arguments)
+            tokenizer = tokenizer_of(alone, file.name, header)
     finally:
         shutil.rmtree(alone)
     _refuse_other_model(file, found)

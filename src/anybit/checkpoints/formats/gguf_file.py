@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, FLOATS, kind_of, read_blocks, stored_bytes
 from anybit.checkpoints.formats.translate import Translation
-from anybit.checkpoints.gguf import GgufTensor, linked_alone, read_gguf_header
+from anybit.checkpoints.gguf import GgufTensor, linked_alone, read_gguf_header, tokenizer_of
 from anybit.checkpoints.gguf_rotary import FACTORS, scale_rotary
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.scratch import Scratch
@@ -136,7 +136,7 @@ def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
     header = read_gguf_header(file)
     with Scratch(Path(tempfile.gettempdir())) as alone, linked_alone(file, alone):
         config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+        tokenizer = tokenizer_of(alone, file.name, header)
         scale_rotary(config, file, header)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
