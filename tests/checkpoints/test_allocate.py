@@ -87,12 +87,22 @@ def test_a_size_in_memory_is_met_with_a_head_that_is_given(source: Path, tmp_pat
     assert saved.overrides["lm_head"] == "w8a16"
 
 
+@pytest.mark.parametrize(("scheme", "context", "bits"), [("w4a16g64", 140, 16), ("w4a16g64-kv4", 500, 4.5625)])
+def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: float, tmp_path: Path) -> None:
+    """Of 2 layers, and 2 heads of 64 channels."""
+    source, cache = save_tiny("llama-wide", tmp_path / "source"), context * 2 * 2 * 2 * 64 * bits / 8
+    saved = quantize_folder(source, tmp_path / "out", scheme, memory=300_000, context=context, options=TEXT)
+    assert 280_000 < saved.bytes_after + cache <= 300_000
+
+
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
+        ({"bits": 4.0, "context": 8, "options": TEXT}, OptionError, "give memory, a size, too"),
+        ({"memory": 1000, "context": 8, "options": TEXT}, OptionError, r"bytes, 2048 of them its KV cache"),
         ({"bits": 1.5, "options": TEXT}, OptionError, r"1.5 bits a weight cannot be met: .* the average is 2\."),
         ({"memory": 1000, "options": TEXT}, OptionError, r"the model takes \d{5} bytes"),
-        ({"bits": 4.0, "memory": 1e6, "options": TEXT}, OptionError, "give one of bits and memory"),
+        ({"bits": 4.0, "memory": 1e6, "options": TEXT}, OptionError, "one of them, and not both"),
         ({"bits": 4.0}, TextError, "name a file with --text"),
         ({"bits": 4.0, "method": "onebit"}, OptionError, "a search for widths works with rtn and gptq"),
         ({"bits": 4.0, "options": TEXT, "scheme": "w4a16g32nf4"}, LayerError, "quantize to sym, asym"),

@@ -53,6 +53,10 @@ def quantize(
         str | None,
         typer.Option(help="Choose the width of each layer to fit the model into this size (3GiB); needs --text."),
     ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --memory: leave room for a KV cache of so many tokens, in the scheme's format."),
+    ] = None,
     text: Annotated[
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")
     ] = None,
@@ -108,6 +112,7 @@ def quantize(
                 overrides=others,
                 bits=bits,
                 memory=size,
+                context=context,
                 overwrite=overwrite,
                 progress=update,
                 options=options,

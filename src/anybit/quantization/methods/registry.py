@@ -59,6 +59,7 @@ def quantize_folder(
     overrides: Mapping[str, str | Scheme] | None = None,
     bits: float | None = None,
     memory: float | None = None,
+    context: int | None = None,
     overwrite: bool = False,
     progress: "Progress | None" = None,
     shard_bytes: int | None = None,
@@ -72,6 +73,7 @@ def quantize_folder(
     "*.down_proj"; a name comes before patterns, and of these the last that matches. A head that is named is quantized,
     tied or not. bits, memory: choose a width for every layer that has no override, on the text in ``options``, so
     that the stored bits a weight, or the bytes of the result, are at most this many (``pipeline.allocate``).
+    context: with memory, tokens of a KV cache that it holds, too, in the scheme's format.
     overwrite: replace the output if it is a model folder, never another folder, nor the source.
     progress: called with the layer just done, the weights done so far, and all there are. shard_bytes: the most a file
     of the output holds. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
@@ -85,7 +87,7 @@ def quantize_folder(
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"options must be a dict of names and values, not {options!r}")
     options = dict(options or {})
-    search = bits is not None or memory is not None
+    search = bits is not None or memory is not None or context is not None
     if not METHODS[method].calibrated and not search:
         for name in ("text", "tokens"):
             if name in options:
@@ -103,7 +105,7 @@ def quantize_folder(
     if search:
         from anybit.quantization.pipeline.allocate import OPTIONS, allocate
 
-        job = allocate(job, bits, memory)
+        job = allocate(job, bits, memory, context)
         if not METHODS[method].calibrated:
             # What is left is the method's own.
             rest = {name: value for name, value in options.items() if name not in OPTIONS or name == "device"}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from anybit.checkpoints.configuration import override_of
 from anybit.checkpoints.verify import layer_shapes
 from anybit.errors import CalibrationError, OptionError, TextError
+from anybit.kernels.attention.kv_page import PageLayout
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.blocks import weight_of
 from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of
@@ -51,28 +52,37 @@ class Choice:
     loss: float
 
 
-def allocate(job: Job, bits: float | None = None, memory: float | None = None) -> Job:
+def allocate(job: Job, bits: float | None = None, memory: float | None = None, context: int | None = None) -> Job:
     """The job with a scheme for every layer, chosen so that together they meet a size.
 
     The job's scheme says all but the width; layers with overrides keep those, and count.
     bits: stored bits a weight, on average over all quantized layers and experts, scales included.
     memory: bytes of all tensors of the result.  One of the two is to be given.
+    context: with memory, leave room in it for so many tokens of a KV cache, in the scheme's format or in 16 bits.
     Raises OptionError for a size that no choice meets, TextError without a text.
     """
     if (bits is None) == (memory is None):
         raise OptionError("give bits, an average, or memory, a size: one of them, and not both")
+    if context is not None and (memory is None or context < 1):
+        raise OptionError(
+            f"context, {context}, is tokens of a cache in memory: at least 1, and give memory, a size, too"
+        )
     if not {"text", "sequences"} & job.options.keys():
         raise TextError("widths are chosen by what they cost on a text: name a file with --text")
     options = Options.of({name: value for name, value in job.options.items() if name in OPTIONS})
     free = [layer for layer in job.layers if override_of(layer.name, job.overrides) is None]
     if not free:
         raise OptionError("every layer has an override, so there is nothing to choose")
-    budget = _budget(job, free, bits, memory)
+    cache = 0.0 if context is None else _cache_bytes(job, context)
+    budget = _budget(job, free, bits, None if memory is None else memory - cache)
     wanted = f"{bits:g} bits a weight" if bits is not None else f"{memory:g} bytes"
     formats = {width: replace(job.scheme.weights, bits=width) for width in WIDTHS}
     least = sum(_stored(job, layer, formats[min(WIDTHS)]) for layer in free)
     if least > budget:
-        raise OptionError(f"{wanted} cannot be met: {_reached(job, free, least, budget, bits, memory)}")
+        reached = _reached(job, free, least, budget, bits, memory)
+        raise OptionError(
+            f"{wanted} cannot be met: {reached}" + (f", {cache:.0f} of them its KV cache" if cache else "")
+        )
     tokens = min(options.calibration_tokens, _TOKENS_ON_A_GPU if options.on_gpu else _TOKENS)
     model = load_whole(job).to(options.where)
     samples = sample(model, sequences_of(job, options, tokens), [layer.name for layer in free], options.seed)
@@ -252,6 +262,15 @@ def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: f
     whole = {f"{layer.name}.weight" for layer in every}
     rest = sum(job.source.entries[stored].bytes for name, stored in job.names.items() if name not in whole)
     return 8 * (memory - rest) - fixed
+
+
+def _cache_bytes(job: Job, context: int) -> float:
+    """The bytes of a KV cache of so many tokens, in the scheme's format or in 16 bits, if all layers keep all tokens."""
+    config = job.model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bits = 16 if job.scheme.kv is None else PageLayout(job.scheme.kv, dim).bits_per_element
+    return context * config.num_hidden_layers * 2 * heads * dim * bits / 8
 
 
 def _reached(
