@@ -265,7 +265,7 @@ def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: f
 
 
 def _cache_bytes(job: Job, context: int) -> float:
-    """The bytes of a KV cache of so many tokens, in the scheme's format or in 16 bits, if all layers keep all tokens."""
+    """Bytes of a KV cache of so many tokens, in the scheme's format or in 16 bits, where all layers keep all tokens."""
     config = job.model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
