@@ -158,8 +158,8 @@ def row(mode: str, args: argparse.Namespace, checked: bool, **fields: Any) -> Ro
     empty = {"requests": None, "prompt": None, "new_tokens": None, "rate": None}
     empty |= {"step_ms": None, "ttft_ms": None, "tpot_ms": None, "tokens_per_second": None}
     return dict(
-        engine=own.get(mode, "vllm-anybit"), scheme=scheme, ranks=args.ranks,
-        model=args.model if args.layers is None else f"{args.model}, {args.layers} layers",
+        engine=own.get(mode, "vllm-anybit"), scheme=scheme,
+        model=args.model if args.layers is None else f"{args.model}, {args.layers} layers", ranks=args.ranks,
         executor=args.engine.get("distributed_executor_backend", "uni" if args.ranks == 1 else "mp"),
         **{**empty, **fields}, checked=checked, link=link(args.ranks),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", vllm=vllm.__version__,
