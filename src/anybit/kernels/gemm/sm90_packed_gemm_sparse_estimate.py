@@ -27,8 +27,9 @@ class _Costs(NamedTuple):
     chain_token: of one warpgroup's waits, dequantizing and products; unspanned: of it, where a stage holds one step.
     launch: of a kernel.  around, around_tokens: a tile, and 64 tokens of each of its row tiles.  meeting: of
     warpgroups along K, 64 tokens.  cluster, sending: of blocks along K, and 64 tokens.  neighbour: of one that shares
-    x.  halving.  store: what a tensor map saves, 64 tokens.  alone: where one warpgroup has nobody to cover its waits.
-    both: the part of many tiles in a row that a tensor map saves where neighbours load x for each other.
+    x.  halving.  store: the part that a tensor map saves for 64 tokens more than four times 64 of a tile of two or three
+    row tiles.  both: where neighbours load x for each other, too.  late: of a tensor map where a block ends with a tile
+    of its own.  alone: where one warpgroup has nobody to cover its waits.
     """
 
     product: float = 1.74
@@ -46,9 +47,10 @@ class _Costs(NamedTuple):
     sending: float = 0.224
     neighbour: float = 0.58
     halving: float = 1.67
-    store: float = 0.03
+    store: float = 0.012
     alone: float = 1.05
-    both: float = 0.1
+    both: float = 0.02
+    late: float = 1.05
 
 
 _S8 = _Costs()
@@ -77,9 +79,9 @@ def estimate(problem: LinearProblem, config: Config) -> float:
         tile += costs.cluster + costs.sending * c.split_k_warpgroups * held
     if c.warpgroups == 1:
         tile *= costs.alone
-    if c.tensor_store and (c.row_warpgroups == 4 or c.cluster_n > 1):  # others were not timed
-        tile -= costs.store * held
-    if c.tensor_store and c.cluster_n > 1 and c.stages >= _STAGES_SHARED:
-        # H100, us: gate_up at 1,024 and 4,096 tokens 124.4 for 137.3 and 478.8 for 530.9, down at 4,096 222.2 for 256.6
-        tile *= 1 - costs.both * max(0.0, 1 - 2 / waves)
+    if c.tensor_store and c.row_warpgroups < 4:
+        tile *= 1 - costs.store * max(0.0, held - 4)
+        tile *= 1 - costs.both * (c.cluster_n > 1 and waves > 5 and c.stages >= _STAGES_SHARED)
+    elif c.tensor_store and c.block_tiles:
+        tile *= costs.late
     return costs.launch + waves * tile + costs.neighbour * (c.cluster_n - 1) + costs.halving * c.halves
