@@ -18,6 +18,7 @@ PLAIN_GPTQ = {
 }  # fmt: skip
 """Perplexity by a plain GPTQ on the same sample: clip search, act-order, 24 thousand tokens."""
 _METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate")
+_COLUMNS = ("rtn", "gptq", "distill")
 _RENAMED = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
 """What older rows call some methods."""
 
@@ -39,22 +40,29 @@ def _perplexity(value: float) -> str:
 
 
 def quantizers() -> str:
-    """Perplexity of every scheme and method from folder to folder, over the machines: schemes down, methods across."""
+    """Perplexity of every scheme and method from folder to folder: schemes down, methods across, the rare in one.
+
+    What an H200 did stands alone; elsewhere the machine is named.
+    """
     mine = _quantized()
+    known = {(row["scheme"], row["method"]) for row in mine if row["on"] == "H200"}
+    mine = [row for row in mine if row["on"] == "H200" or (row["scheme"], row["method"]) not in known]
     plain = next((row["perplexity"] for row in mine if row["scheme"] == "float32"), None)
-    methods = [m for m in _METHODS if any(row["method"] == m for row in mine)]
     body = []
     order = [*PLAIN_GPTQ, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
     for scheme in dict.fromkeys(scheme for scheme in order if scheme != "float32"):
-        cells = []
-        for method in methods:
-            each = [row for row in mine if (row["scheme"], row["method"]) == (scheme, method)]
-            cells.append("; ".join(f"{_perplexity(row['perplexity'])} ({row['on']})" for row in each))
-        if any(cells):
-            body.append([f"`{scheme}`", *cells, f"{PLAIN_GPTQ.get(scheme, '')}"])
+        cells: dict[str, list[str]] = {name: [] for name in (*_COLUMNS, "others")}
+        for row in (row for method in _METHODS for row in mine if (row["scheme"], row["method"]) == (scheme, method)):
+            own = row["method"] in _COLUMNS
+            words = [*([] if own else [f"`{row['method']}`"]), *([row["on"]] if row["on"] != "H200" else [])]
+            shown = _perplexity(row["perplexity"]) + f" ({', '.join(words)})" * bool(words)
+            cells[row["method"] if own else "others"].append(shown)
+        if any(cells.values()):
+            body.append([f"`{scheme}`", *map("; ".join, cells.values()), f"{PLAIN_GPTQ.get(scheme, '')}"])
     if plain is None:
         return ""
-    return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods), "plain GPTQ"], body)
+    header = [f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in _COLUMNS), "others", "plain GPTQ"]
+    return table(header, body)
 
 
 def peers() -> str:

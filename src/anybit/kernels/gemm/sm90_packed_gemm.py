@@ -237,8 +237,7 @@ def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple
 
 
 def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> Iterator[Config]:
-    """2:4 sparse weights: outputs by a tensor map, neighbours that load x for each other or not; of four row tiles
-    also blocks that have a range of rows each."""
+    """2:4 sparse weights: outputs by a tensor map, x shared or not; of four row tiles also a range of rows a block."""
     tried = [config_for(problem, tile_m, row_warpgroups, cluster_n=n, tensor_store=True) for n in (1, 2)]
     if row_warpgroups == 4:
         token_tiles, sms = -(-problem.m // tile_m), problem.device.sms

@@ -27,9 +27,9 @@ class _Costs(NamedTuple):
     chain_token: of one warpgroup's waits, dequantizing and products; unspanned: of it, where a stage holds one step.
     launch: of a kernel.  around, around_tokens: a tile, and 64 tokens of each of its row tiles.  meeting: of
     warpgroups along K, 64 tokens.  cluster, sending: of blocks along K, and 64 tokens.  neighbour: of one that shares
-    x.  halving.  store: the part that a tensor map saves for 64 tokens more than four times 64 of a tile of two or three
-    row tiles.  both: where neighbours load x for each other, too.  late: of a tensor map where a block ends with a tile
-    of its own.  alone: where one warpgroup has nobody to cover its waits.
+    x.  halving.  store: the part that a tensor map saves of tiles of two or three row tiles, for 64 tokens beyond four
+    times as many; both: where neighbours load x for each other, too; few: of four row tiles and up to 64 tokens, us a
+    row tile; late: what it costs where a block has a range of rows.  alone: of one warpgroup, which nobody covers.
     """
 
     product: float = 1.74
@@ -50,6 +50,7 @@ class _Costs(NamedTuple):
     store: float = 0.012
     alone: float = 1.05
     both: float = 0.02
+    few: float = 0.03
     late: float = 1.05
 
 
@@ -82,6 +83,8 @@ def estimate(problem: LinearProblem, config: Config) -> float:
     if c.tensor_store and c.row_warpgroups < 4:
         tile *= 1 - costs.store * max(0.0, held - 4)
         tile *= 1 - costs.both * (c.cluster_n > 1 and waves > 5 and c.stages >= _STAGES_SHARED)
+    elif c.tensor_store and c.tile_m <= 64:
+        tile -= costs.few * held
     elif c.tensor_store and c.block_tiles:
         tile *= costs.late
     return costs.launch + waves * tile + costs.neighbour * (c.cluster_n - 1) + costs.halving * c.halves
