@@ -1,6 +1,9 @@
 """GGUF's blocks against the gguf package's own dequantization, bit for bit."""
 
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import transformers
 from tests.cases_damage import random_blocks, save_gguf
 
 from anybit.checkpoints import local_folder
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks, summary
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
 from anybit.checkpoints.formats.gguf_file import open_gguf
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.gguf_summary import summary
 from anybit.errors import CheckpointError, ConversionError
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
@@ -95,6 +99,9 @@ def test_info_reads_the_header_alone(tmp_path: Path) -> None:
     counts = [(BLOCKS[kind], math.prod(tensors[f"{n}.weight"].shape)) for n, kind in MIXED.items() if n != "token_embd"]
     bits = sum(count * block.bits_per_weight for block, count in counts) / sum(count for _, count in counts)
     assert found.bits_per_weight == pytest.approx(bits)
+    told = "import sys; from anybit.cli import app; app(sys.argv[1:], standalone_mode=False); print({*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", told, "info", str(file)], capture_output=True, text=True, check=True)
+    assert "Q4_K" in done.stdout and not {"'torch'", "'transformers'"} & {*re.findall(r"'\w+'", done.stdout)}
 
 
 def test_texts_end_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

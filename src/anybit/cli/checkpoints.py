@@ -89,7 +89,12 @@ def info(
             if "/" not in what:
                 meant = f"{error}; and" if re.match(r"\s*w\d", what) else "it is no scheme such as w4a16g128, and"
                 raise SchemeError(f"{meant} there is no file or folder {what!r}") from None
-    figures = _model(what, trust_remote_code) if scheme is None else _scheme(scheme)
+    if scheme is not None:
+        figures = _scheme(scheme)
+    elif Path(what).expanduser().is_file():
+        figures = _gguf(Path(what).expanduser())
+    else:
+        figures = _model(what, trust_remote_code)
     if as_json:
         print_json(figures)
         return
@@ -171,7 +176,7 @@ def _cache_room(model: Any) -> list[str] | None:
 
 
 def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
-    from anybit.checkpoints import Folder, is_gguf, local_folder
+    from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import method_of
     from anybit.checkpoints.formats.translate import FolderTranslation, schemes_of
     from anybit.quantization.pipeline.modules import (
@@ -183,8 +188,6 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     )
     from anybit.quantization.pipeline.stream import experts_of
 
-    if is_gguf(what):
-        return _gguf(Path(what).expanduser())
     with status(f"Reading {what}"), local_folder(what, trust_remote_code) as path:
         folder = Folder(path)
         saved = folder.quantization
@@ -231,8 +234,8 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _gguf(file: Path) -> dict[str, Any]:
-    """A GGUF file by its header alone, which takes no part of a second."""
-    from anybit.checkpoints.formats.gguf_blocks import summary
+    """A GGUF file by its header alone, in less than a second: torch and transformers are not loaded."""
+    from anybit.checkpoints.gguf_summary import summary
 
     found = summary(file)
     return {

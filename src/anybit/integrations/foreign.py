@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
+from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation, linear_shapes
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line

@@ -5,17 +5,14 @@ scale, and smaller integers for groups of 16 or 32 inputs) is multiplied in floa
 The layouts are those of ggml-quants.c and of the ``gguf`` package, which the tests compare with bit for bit.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import nibbles, powers_of_two
-from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
+from anybit.checkpoints.gguf_summary import SCHEMES
 from anybit.errors import CheckpointError
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
@@ -178,90 +175,20 @@ def _mxfp4(data: Tensor) -> _Decoded:
 
 
 BLOCKS = {
-    "Q4_0": BlockType("w4a16g32", 32, 18, _q4_0),
-    "Q4_1": BlockType("w4a16g32min", 32, 20, _q4_1),
-    "Q5_0": BlockType("w5a16g32", 32, 22, _q5_0),
-    "Q5_1": BlockType("w5a16g32min", 32, 24, _q5_1),
-    "Q8_0": BlockType("w8a16g32", 32, 34, _q8_0),
-    "Q2_K": BlockType("w2a16g16min", 256, 84, _q2_k),
-    "Q3_K": BlockType("w3a16g16", 256, 110, _q3_k),
-    "Q4_K": BlockType("w4a16g32min", 256, 144, _q4_k),
-    "Q5_K": BlockType("w5a16g32min", 256, 176, _q5_k),
-    "Q6_K": BlockType("w6a16g16", 256, 210, _q6_k),
-    "TQ1_0": BlockType("w2a16g256", 256, 54, _tq1_0),
-    "TQ2_0": BlockType("w2a16g256", 256, 66, _tq2_0),
-    "IQ4_NL": BlockType("w4a16g32iq4", 32, 18, _iq4_nl),
-    "IQ4_XS": BlockType("w4a16g32iq4", 256, 136, _iq4_xs),
-    "MXFP4": BlockType("w4a16g32e2m1", 32, 17, _mxfp4),
+    "Q4_0": BlockType(SCHEMES["Q4_0"], 32, 18, _q4_0),
+    "Q4_1": BlockType(SCHEMES["Q4_1"], 32, 20, _q4_1),
+    "Q5_0": BlockType(SCHEMES["Q5_0"], 32, 22, _q5_0),
+    "Q5_1": BlockType(SCHEMES["Q5_1"], 32, 24, _q5_1),
+    "Q8_0": BlockType(SCHEMES["Q8_0"], 32, 34, _q8_0),
+    "Q2_K": BlockType(SCHEMES["Q2_K"], 256, 84, _q2_k),
+    "Q3_K": BlockType(SCHEMES["Q3_K"], 256, 110, _q3_k),
+    "Q4_K": BlockType(SCHEMES["Q4_K"], 256, 144, _q4_k),
+    "Q5_K": BlockType(SCHEMES["Q5_K"], 256, 176, _q5_k),
+    "Q6_K": BlockType(SCHEMES["Q6_K"], 256, 210, _q6_k),
+    "TQ1_0": BlockType(SCHEMES["TQ1_0"], 256, 54, _tq1_0),
+    "TQ2_0": BlockType(SCHEMES["TQ2_0"], 256, 66, _tq2_0),
+    "IQ4_NL": BlockType(SCHEMES["IQ4_NL"], 32, 18, _iq4_nl),
+    "IQ4_XS": BlockType(SCHEMES["IQ4_XS"], 256, 136, _iq4_xs),
+    "MXFP4": BlockType(SCHEMES["MXFP4"], 32, 17, _mxfp4),
 }
 """The types that keep their codes, by GGML's names; all others are dequantized."""
-FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def kind_of(tensor: GgufTensor) -> str:
-    """The name of a tensor's type."""
-    import gguf
-
-    try:
-        return str(gguf.GGMLQuantizationType(tensor.kind).name)
-    except ValueError:
-        raise CheckpointError(f"tensor {tensor.name} has type {tensor.kind}, which gguf does not know") from None
-
-
-def stored_bytes(tensor: GgufTensor) -> int:
-    """How many bytes of the file a tensor takes."""
-    import gguf
-
-    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
-    if tensor.shape and tensor.shape[0] % weights:
-        raise CheckpointError(
-            f"tensor {tensor.name} has rows of {tensor.shape[0]} weights, not a multiple of its blocks of {weights}"
-        )
-    return math.prod(tensor.shape) // int(weights) * int(size)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a GGUF file holds, by its header. kinds: how many tensors are of each type. schemes: of its matrices, the
-    one of most weights first. dequantized: types of matrices that anybit has no codes for. matrices, weights and bits
-    leave out the embedding, of which no product is made.
-    """
-
-    architecture: str
-    bytes: int
-    kinds: dict[str, int]
-    schemes: list[str]
-    dequantized: list[str]
-    matrices: int
-    weights: int
-    bits_per_weight: float
-
-
-def summary(file: Path) -> Summary:
-    """Read a file's header; no tensor is read. Raises CheckpointError for one that is corrupt."""
-    header = read_gguf_header(file)
-    kinds: Counter[str] = Counter(kind_of(tensor) for tensor in header.tensors.values())
-    matrices = [t for t in header.tensors.values() if len(t.shape) > 1 and not t.name.startswith("token_")]
-    of_kind: Counter[str] = Counter()
-    for tensor in matrices:
-        of_kind[kind_of(tensor)] += math.prod(tensor.shape)
-    of_scheme: Counter[str] = Counter()
-    for kind in of_kind.keys() & BLOCKS.keys():
-        of_scheme[BLOCKS[kind].scheme] += of_kind[kind]
-    total = of_kind.total()
-    return Summary(
-        str(header.metadata["general.architecture"]),
-        file.stat().st_size,
-        dict(kinds.most_common()),
-        [scheme for scheme, _ in of_scheme.most_common()],
-        sorted(of_kind.keys() - BLOCKS.keys() - set(FLOATS)),
-        len(matrices),
-        total,
-        8 * sum(map(stored_bytes, matrices)) / total if total else 0.0,
-    )
-
-
-def gguf_scheme(file: Path) -> Scheme | None:
-    """The scheme that most weights of a file's matrices have, by its header; None where none keeps its codes."""
-    schemes = summary(file).schemes
-    return Scheme.parse(schemes[0]) if schemes else None

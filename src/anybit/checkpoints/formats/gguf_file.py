@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS, FLOATS, kind_of, read_blocks, stored_bytes
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf import GgufTensor, linked_alone, read_gguf_header, tokenizer_of
 from anybit.checkpoints.gguf_rotary import FACTORS, scale_rotary
+from anybit.checkpoints.gguf_summary import FLOATS, kind_of, stored_bytes
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CheckpointError

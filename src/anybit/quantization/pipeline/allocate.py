@@ -270,7 +270,7 @@ def _cache_bytes(job: Job, context: int) -> float:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bits = 16 if job.scheme.kv is None else PageLayout(job.scheme.kv, dim).bits_per_element
-    return context * config.num_hidden_layers * 2 * heads * dim * bits / 8
+    return float(context * config.num_hidden_layers * 2 * heads * dim * bits / 8)
 
 
 def _reached(

@@ -1,0 +1,102 @@
+"""What a GGUF file holds, by its header alone: no tensor is read, and neither torch nor transformers is loaded."""
+
+import importlib.util
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
+from anybit.errors import CheckpointError
+from anybit.scheme import Scheme
+
+SCHEMES = {
+    "Q4_0": "w4a16g32",
+    "Q4_1": "w4a16g32min",
+    "Q5_0": "w5a16g32",
+    "Q5_1": "w5a16g32min",
+    "Q8_0": "w8a16g32",
+    "Q2_K": "w2a16g16min",
+    "Q3_K": "w3a16g16",
+    "Q4_K": "w4a16g32min",
+    "Q5_K": "w5a16g32min",
+    "Q6_K": "w6a16g16",
+    "TQ1_0": "w2a16g256",
+    "TQ2_0": "w2a16g256",
+    "IQ4_NL": "w4a16g32iq4",
+    "IQ4_XS": "w4a16g32iq4",
+    "MXFP4": "w4a16g32e2m1",
+}
+"""The types that keep their codes, by GGML's names, and what they are; all others are dequantized."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def kind_of(tensor: GgufTensor) -> str:
+    """The name of a tensor's type."""
+    import gguf
+
+    try:
+        return str(gguf.GGMLQuantizationType(tensor.kind).name)
+    except ValueError:
+        raise CheckpointError(f"tensor {tensor.name} has type {tensor.kind}, which gguf does not know") from None
+
+
+def stored_bytes(tensor: GgufTensor) -> int:
+    """How many bytes of the file a tensor takes."""
+    import gguf
+
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
+    if tensor.shape and tensor.shape[0] % weights:
+        raise CheckpointError(
+            f"tensor {tensor.name} has rows of {tensor.shape[0]} weights, not a multiple of its blocks of {weights}"
+        )
+    return math.prod(tensor.shape) // int(weights) * int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a GGUF file holds, by its header. kinds: how many tensors are of each type. schemes: of its matrices, the
+    one of most weights first. dequantized: types of matrices that anybit has no codes for. matrices, weights and bits
+    leave out the embedding, of which no product is made.
+    """
+
+    architecture: str
+    bytes: int
+    kinds: dict[str, int]
+    schemes: list[str]
+    dequantized: list[str]
+    matrices: int
+    weights: int
+    bits_per_weight: float
+
+
+def summary(file: Path) -> Summary:
+    """Read a file's header; no tensor is read. Raises CheckpointError for one that is corrupt."""
+    header = read_gguf_header(file)
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
+    kinds: Counter[str] = Counter(kind_of(tensor) for tensor in header.tensors.values())
+    matrices = [t for t in header.tensors.values() if len(t.shape) > 1 and not t.name.startswith("token_")]
+    of_kind: Counter[str] = Counter()
+    for tensor in matrices:
+        of_kind[kind_of(tensor)] += math.prod(tensor.shape)
+    of_scheme: Counter[str] = Counter()
+    for kind in of_kind.keys() & SCHEMES.keys():
+        of_scheme[SCHEMES[kind]] += of_kind[kind]
+    total = of_kind.total()
+    return Summary(
+        str(header.metadata["general.architecture"]),
+        file.stat().st_size,
+        dict(kinds.most_common()),
+        [scheme for scheme, _ in of_scheme.most_common()],
+        sorted(of_kind.keys() - SCHEMES.keys() - set(FLOATS)),
+        len(matrices),
+        total,
+        8 * sum(map(stored_bytes, matrices)) / total if total else 0.0,
+    )
+
+
+def gguf_scheme(file: Path) -> Scheme | None:
+    """The scheme that most weights of a file's matrices have, by its header; None where none keeps its codes."""
+    schemes = summary(file).schemes
+    return Scheme.parse(schemes[0]) if schemes else None
