@@ -36,7 +36,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 LIVES: dict[str, dict[str, Any]] = {
@@ -193,6 +193,10 @@ def in_float64() -> None:
         found = attend(q[0].transpose(0, 1), k[0], v[0], attention.Masks(scale=scale))[0]
         return found.transpose(0, 1)[None].to(q.dtype)
 
+    def norm(self: Any, x: Tensor) -> Tensor:  # transformers' own goes through float32
+        return self.weight * x * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    LlamaRMSNorm.forward = norm
     attention.attend = kvrows.attend = attend
     attention.decode_kernel, RowBuilder.build = decode, build
     torch.nn.functional.scaled_dot_product_attention = product  # of a whole prompt, in generate
