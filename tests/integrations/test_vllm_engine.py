@@ -152,9 +152,9 @@ def test_floats_are_quantized_while_loading(small: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("format", "lives"),
     [
-        ("kv8", ["together", "everything"]),
+        ("kv8", ["everything"]),
         ("kv4", ["alone", "chunks", "hits", "preempted", "drafts", "everything"]),
-        ("kv2", ["alone", "everything"]),
+        ("kv2", ["everything"]),
     ],
 )
 def test_a_low_bit_cache_answers_as_generate_does_whatever_the_scheduler_does(format: str, lives: list[str]) -> None:
@@ -163,9 +163,7 @@ def test_a_low_bit_cache_answers_as_generate_does_whatever_the_scheduler_does(fo
     assert done.returncode == 0, done.stderr[-3000:]  # also where nothing was preempted, hit or drafted
     found = {line["life"]: line for line in map(json.loads, re.findall(r'^{.*"life".*}$', done.stdout, re.MULTILINE))}
     assert found.keys() == set(lives)
-    assert {life: line["alike"] for life, line in found.items()} == {
-        life: line["tokens"] for life, line in found.items()
-    }
+    assert all(line["alike"] == line["tokens"] for line in found.values())
 
 
 @pytest.mark.skipif(OLD, reason="vLLM's Mamba layers run on a CPU from 0.32 on")
