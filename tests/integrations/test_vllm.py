@@ -376,11 +376,37 @@ def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[
     ],
 )
 def test_norms_and_silu_become_part_of_products(scheme: str, paired: bool, rotated: bool, calls: list[str]) -> None:
+    block, inputs = _block(scheme, paired, rotated)
+    assert _calls_of_anybit(block, inputs) == calls
+
+
+@pytest.mark.parametrize(
+    ("adds", "product", "calls"),
+    [(True, False, ["add_rms_norm"]), (False, False, []), (False, True, ["norm_linear"])],
+)
+def test_a_models_first_and_last_norm_run_on_anybit(adds: bool, product: bool, calls: list[str]) -> None:
+    from anybit import ops
+
+    layer = cases_vllm.layer_of("w4a16g32", 128, 64)
+    weight = ops.prepare(layer.quantized_weight(), layer.scheme.activations)
+
+    def block(x: Tensor, residual: Tensor, gamma: Tensor, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        normed, total = torch.ops.vllm_ir.rms_norm(x, gamma, 1e-5), x
+        if adds:
+            normed, total = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, gamma, 1e-5)
+        return torch.ops.anybit.linear(normed, tensors, None, weight.spec_text) if product else normed, total + 1
+
+    generator = torch.Generator().manual_seed(5)
+    x, residual, gamma = (torch.randn(shape, generator=generator) for shape in ((3, 64), (3, 64), (64,)))
+    assert _calls_of_anybit(block, [x, residual, gamma, weight.tensors]) == calls
+
+
+def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
+    """The ops of anybit that a block calls after vLLM's pass, whose results are those before it."""
     from torch._inductor.utils import fresh_cache
 
     from anybit.integrations.vllm.fusion import FusionPass
 
-    block, inputs = _block(scheme, paired, rotated)
     seen: list[str] = []
 
     class Noting(FusionPass):
@@ -395,9 +421,9 @@ def test_norms_and_silu_become_part_of_products(scheme: str, paired: bool, rotat
     expected = block(*inputs)
     with fresh_cache():  # a graph that was kept has had its pass
         got = torch.compile(block, fullgraph=True, options={"post_grad_custom_post_pass": Noting()})(*inputs)
-    assert seen == calls
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    return seen
 
 
 class _Mlp(torch.nn.Module):

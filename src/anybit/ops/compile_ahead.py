@@ -114,7 +114,8 @@ def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
             torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, True, False)
     if coded:
         torch.ops.anybit.silu_linear(room(tokens, 2 * spec.k), tensors, bias, kind.spec, kind.rotated)
-    if kind.heads is not None:
+    if kind.heads is not None:  # inputs are a model's hidden states, which are normed before its head, too
+        torch.ops.anybit.add_rms_norm(x, x, gamma, 1e-5)
         query_heads, key_heads, dim, paired = kind.heads
         positions = torch.zeros(tokens, dtype=torch.int64, device=tensors[0].device)
         step = RopePagesArgs(room(1, dim), positions, None, None, None, query_heads, key_heads)

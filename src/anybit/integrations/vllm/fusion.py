@@ -5,6 +5,7 @@ are one op each, so that a pass finds them side by side:
 
     add + norm -> linear             ``anybit::norm_linear``: one launch for a token or two, and where inputs are coded
     add + norm -> linear -> SiLU     the same, with gate and up in turn (16-bit activations)
+    add + norm, the last one         ``anybit::add_rms_norm``
     SiLU -> linear                   ``anybit::silu_linear``, where inputs are coded
     add + norm -> linear -> rotary   ``anybit::norm_rotate_cache`` (16-bit activations; ``rotary``)
 
@@ -119,10 +120,9 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         """Rewrite a graph in place, before vLLM lowers its own ops."""
         nodes = list(graph.nodes)
         silu = sum(_join_silu(graph, node) for node in nodes if _is(node, torch.ops.anybit.silu_mul.default))
-        norm = torch.ops.vllm_ir.fused_add_rms_norm.default
-        norms = sum(_join_norm(graph, node) for node in nodes if node.target is norm)
+        norms = sum(_join_norm(graph, node) or _replace_last(graph, node) for node in nodes if _is(node, *_NORMS))
         graph.eliminate_dead_code()
-        _logger.debug("anybit: of vLLM's graph %d norms and %d SiLUs became part of products", norms, silu)
+        _logger.debug("anybit: of vLLM's graph %d norms and %d SiLUs run on anybit", norms, silu)
 
 
 _LINEAR = (torch.ops.anybit.linear.default, torch.ops.anybit.hadamard_linear.default)
@@ -151,13 +151,38 @@ def _join_silu(graph: fx.Graph, silu: fx.Node) -> bool:
     return True
 
 
+_NORMS = (torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default)
+
+
+def _arguments(norm: fx.Node) -> dict[str, Any]:
+    """Of either norm, by name; x_residual is None for the one that adds nothing."""
+    names = ("x", *(("x_residual",) if norm.target is _NORMS[1] else ()), "weight", "epsilon", "variance_size")
+    return {"x_residual": None, "variance_size": None, **dict(zip(names, norm.args, strict=False)), **norm.kwargs}
+
+
+def _replace_last(graph: fx.Graph, norm: fx.Node) -> bool:
+    """A sum's norm that no product follows: vLLM's compiled one does not round the sum, as transformers does."""
+    values = _arguments(norm)
+    given = [values[name] for name in ("x", "x_residual", "weight")]
+    kinds = {getattr(one.meta.get("val"), "dtype", None) for one in given if isinstance(one, fx.Node)}
+    if norm.target is not _NORMS[1] or values["variance_size"] is not None or None in given or len(kinds) > 1:
+        return False
+    with graph.inserting_before(norm):
+        ours = graph.call_function(torch.ops.anybit.add_rms_norm.default, (*given, values["epsilon"]))
+    ours.meta["val"] = norm.meta.get("val")
+    norm.replace_all_uses_with(ours)
+    graph.erase_node(norm)
+    return True
+
+
 def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
-    names = ("x", "x_residual", "weight", "epsilon", "variance_size")
-    values = {**dict(zip(names, norm.args, strict=False)), **norm.kwargs}
-    normed = next((user for user in norm.users if _is(user, operator.getitem) and user.args[1] == 0), None)
-    total = next((user for user in norm.users if _is(user, operator.getitem) and user.args[1] == 1), None)
+    values, adds = _arguments(norm), norm.target is _NORMS[1]
+    parts = {user.args[1]: user for user in norm.users if adds and _is(user, operator.getitem)}
+    normed, total = parts.get(0) if adds else norm, parts.get(1)
     linear = None if normed is None else _only_user(normed, *_LINEAR)
-    if linear is None or values["weight"] is None or values.get("variance_size") is not None or linear.kwargs:
+    if linear is None or values["weight"] is None or values["variance_size"] is not None or linear.kwargs:
+        return False
+    if not adds and not getattr(values["x"].meta.get("val"), "is_contiguous", bool)():  # a part of other rows
         return False
     _, weight, bias, spec = linear.args
     if not _are_there((*weight, bias)):  # type: ignore[misc]
@@ -168,7 +193,7 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
     silu = None if rotated else _only_user(linear, torch.ops.anybit.silu_mul.default)
     rest: tuple[Any, ...] = (False, rotated)
     last, target = linear, torch.ops.anybit.norm_linear.default
-    if turn is not None and turn.args[8] and _are_there(turn.args[1:]):
+    if turn is not None and adds and turn.args[8] and _are_there(turn.args[1:]):
         _, positions, table, *heads = turn.args[:5]
         last, target, rest = turn, torch.ops.anybit.norm_rotate_cache.default, (positions, table, *heads, turn.args[9])
     elif silu is not None and len(silu.args) > 1 and bool(silu.args[1]):
@@ -178,7 +203,7 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
         y = graph.call_function(operator.getitem, (joined, 0))
         summed = graph.call_function(operator.getitem, (joined, 1))
     y.meta["val"] = last.meta.get("val")
-    summed.meta["val"] = norm.meta["val"][1] if "val" in norm.meta else None
+    summed.meta["val"] = values["x"].meta.get("val")
     if total is not None:
         total.replace_all_uses_with(summed)
     joined.meta["val"] = y.meta["val"], summed.meta["val"]

@@ -109,6 +109,24 @@ def replace_forward(parent: Any, heads: Heads) -> None:
     """Have an attention module run ``rotate_cache`` between its projection and its attention."""
     parent.anybit_paired = heads.paired
     parent.forward = MethodType(_forward, parent)
+    _take_frequencies_of_a_cpu(parent.rotary_emb)
+
+
+def _take_frequencies_of_a_cpu(rotary: Any) -> None:
+    """Fill a table as transformers does: powers of a GPU end in other bits, which far positions multiply."""
+    table, plain = rotary.cos_sin_cache, rotary._compute_inv_freq
+    if hasattr(plain, "anybit"):  # layers share it
+        return
+
+    def frequencies(*given: Any) -> Tensor:
+        with torch.device("cpu"):
+            found: Tensor = plain(*given)
+        return found.to(table.device)
+
+    frequencies.anybit = True  # type: ignore[attr-defined]
+    rotary._compute_inv_freq = frequencies
+    with torch.device(table.device):
+        table.copy_(rotary._compute_cos_sin_cache())
 
 
 def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
