@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation, linear_shapes
+from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
 from anybit.integrations.transformers import AnyBitConfig, replace_linears
 from anybit.scheme import Scheme

@@ -14,8 +14,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from anybit.checkpoints import Folder, is_gguf, local_folder
 from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
-from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.checkpoints.formats.translate import FolderTranslation
+from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.checkpoints.verify import check_model
 from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line
 from anybit.integrations.foreign import load_gguf, load_translated, without_kernel

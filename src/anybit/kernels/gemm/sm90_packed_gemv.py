@@ -289,7 +289,10 @@ def norm_arguments(
 ) -> NormParams:  # fmt: skip
     """The NormParams of a launch, unchecked."""
     p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
-    return NormParams(*vars(p).values(), residual, residual_sum, gamma, stride, epsilon, 1 / p.k)
+    return NormParams(
+        **vars(p), residual=residual, residual_sum=residual_sum, gamma=gamma, residual_stride=stride, epsilon=epsilon,
+        part=1 / p.k,
+    )  # fmt: skip
 
 
 def launch_norm(
