@@ -84,9 +84,8 @@ def served(rows: list[Row]) -> None:
     picture, both = plt.subplots(1, 2, figsize=(9, 3.6))
     names = {"vllm": "", "vllm-fp8": "", "vllm-machete": "Machete, ", "vllm-anybit": "anybit, "}
     for engine, scheme in dict.fromkeys((row["engine"], row["scheme"]) for row in rows):
-        mine = sorted(
-            (row for row in rows if (row["engine"], row["scheme"]) == (engine, scheme)), key=lambda r: r["rate"]
-        )
+        of_rate = {row["rate"]: row for row in rows if (row["engine"], row["scheme"]) == (engine, scheme)}  # the last
+        mine = [of_rate[rate] for rate in sorted(of_rate)]
         for axes, field in zip(both, ("ttft_ms", "tpot_ms"), strict=True):
             label = f"{names[engine]}{scheme}"
             axes.plot([r["rate"] for r in mine], [r[field] for r in mine], marker="o", markersize=3, label=label)
@@ -104,7 +103,8 @@ def main() -> None:
     plt.rcParams["svg.hashsalt"] = "anybit"
     roofline(rows)
     rows = json.loads((RESULTS / "h200" / "serving.json").read_text())
-    served([row for row in rows if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b" and row["ranks"] == 1])
+    rows = [row for row in rows if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b" and row["ranks"] == 1]
+    served([row for row in rows if row["executor"] == "uni"])  # fp8 and Machete ran in no other way
     sparse(json.loads((RESULTS / "h200" / "sparse.json").read_text()))
 
 
