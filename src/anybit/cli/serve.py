@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from anybit.cli.common import JsonOption, Model, SchemeOption, TrustOption, errors, output, print_json
+from anybit.errors import KernelError
 from anybit.scheme import Scheme
 
 
@@ -66,7 +67,11 @@ def serve(
     def ready() -> None:
         errors.print(f"ready; try it:\n{server.example()}", markup=False, soft_wrap=True)
 
-    code = run(server, chosen, ready)
+    try:
+        code = run(server, chosen, ready)
+    except KernelError:
+        errors.print()  # what the server wrote last may not have ended its line
+        raise
     if code:
         raise typer.Exit(code if code > 0 else 1)
 
