@@ -230,7 +230,8 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     x = x.clamp(-LARGEST, LARGEST)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     top = 2**bits - 1
-    scale, zero = (torch.where(whole, p, torch.nan).half() for p in ((high - low) / top, low))
+    step = (high - low) / torch.full_like(low, top)  # by a number a GPU would multiply with its inverse
+    scale, zero = (torch.where(whole, p, torch.nan).half() for p in (step, low))
     inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     distance = x - zero.float()
     if halves:
