@@ -36,7 +36,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 LIVES: dict[str, dict[str, Any]] = {
@@ -165,7 +165,15 @@ class Doubled(nn.Module):
         self.whole.load_state_dict(dict(weights), strict=not self.whole.config.tie_word_embeddings)
         self.whole.tie_weights()
         self.whole.double()
+        turn_alike(self.whole)
         return {f"whole.{name}" for name, _ in self.whole.named_parameters()}
+
+
+def turn_alike(model: Any) -> None:
+    """Frequencies of rotary embeddings as a CPU computes them: a GPU's powers may differ in the last place."""
+    with torch.device("cpu"):
+        found = LlamaRotaryEmbedding(model.config).inv_freq
+    model.model.rotary_emb.inv_freq.copy_(found)
 
 
 def in_float64() -> None:
@@ -208,6 +216,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE)
     model.set_attn_implementation("anybit")
+    turn_alike(model)
     return model
 
 
