@@ -95,7 +95,7 @@ def engine(format: str = "kv4", **changed: Any) -> Any:
             block_size=16,
             enable_prefix_caching=False,
         ),
-        "model": SimpleNamespace(is_hybrid=False),
+        "model": SimpleNamespace(is_hybrid=False, architecture=kv_cache.HYBRIDS[0]),
         "device": SimpleNamespace(device_type="cuda"),
     }
     whole = {name: changed.pop(name) for name in ("kv_transfer_config", "speculative_config") if name in changed}
@@ -126,6 +126,8 @@ LAYER = {
         (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
         (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
         (engine(model__is_hybrid=True, cache__enable_prefix_caching=True), {}, "--no-enable-prefix-caching"),
+        (engine(model__is_hybrid=True, model__architecture="Qwen3NextForCausalLM"), {}, "Qwen3Next.* keep a state"),
+        (engine(speculative_config=SimpleNamespace(method="suffix", num_speculative_tokens=3)), {}, "drafts of suffix"),
         (engine(speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)), {}, "drafts of eagle3"),
         (engine("kvfp4"), {}, "use kv4"),
         (engine(), {"kv_sharing_target_layer_name": "model.layers.1"}, "shares the keys and values of model.layers.1"),

@@ -25,6 +25,8 @@ from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 
 OPTION = "anybit_kv_cache"
+HYBRIDS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM")
+"""Models with layers that keep a state which tests/cases_vllm_hybrid.py has seen beside it, on a CPU and on a GPU."""
 _logger = logging.getLogger("vllm.anybit")
 
 
@@ -51,9 +53,14 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "--kv-sharing-fast-prefill is not tested with it"
     drafter = getattr(config.speculative_config, "method", None)
-    if drafter not in (None, "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"):
-        return f"drafts of {drafter} come from layers with a cache of their own, which are not tested: use ngram"
+    if drafter not in (None, "ngram"):
+        return f"drafts of {drafter} are not tested with it: use ngram, or leave --speculative-config out"
     if config.model_config.is_hybrid:
+        if config.model_config.architecture not in HYBRIDS:
+            return (
+                f"{config.model_config.architecture} has layers that keep a state (Mamba, linear attention); of such "
+                f"models {', '.join(HYBRIDS)} are tested"
+            )
         if cache.enable_prefix_caching:
             return "layers that keep a state go with --no-enable-prefix-caching only: hits are not tested beside them"
         if drafter is not None:
