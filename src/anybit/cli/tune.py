@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -187,7 +187,7 @@ def explain(
             for m in tokens or [1, 16, 256, 4096]
         ]
     if as_json:
-        print_json({"products": [one.json() for one in found], "hints": [_origin(hint) for hint in by.hints]})
+        print_json({"products": [asdict(one) for one in found], "hints": [_origin(hint) for hint in by.hints]})
         return
     output.print("\n\n".join(one.text() for one in found), markup=False)
     for hint in by.hints:

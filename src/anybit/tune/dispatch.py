@@ -40,10 +40,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a problem, and where that was found.
-
-    us: of a call where it was measured, else 0.
-    """
+    """What runs a problem, and where that was found. us: of a call where it was measured, else 0."""
 
     candidate: Candidate
     origin: Literal["map", "expected", "built in"]

@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from anybit.kernels.gemm.builtin import INTERPOLATE_FROM, builtin
 from anybit.kernels.gemm.linear_problem import LinearProblem
@@ -39,10 +38,6 @@ class Explanation:
     others: tuple[Other, ...]
     candidates: int
     families: dict[str, int]
-
-    def json(self) -> dict[str, Any]:
-        """The explanation as an object for JSON."""
-        return asdict(self)
 
     def text(self) -> str:
         """The explanation as lines for a terminal."""

@@ -55,9 +55,8 @@ class Measured:
 
     def candidate(self, product: LinearProblem) -> Candidate:
         """The config for a product, known to be legal there. Raises KernelError, in a sentence, where it is not."""
-        activations = product.activations
-        if self.activations:
-            activations = Scheme.parse(f"w8a{self.activations}").activations
+        own = product.activations
+        activations = Scheme.parse(f"w8a{self.activations}").activations if self.activations else own
         config = FAMILIES[self.kernel].rebuild(replace(product, activations=activations), dict(self.fields))
         found = Candidate(self.kernel, config, activations)
         reason = found.why_not(product)
@@ -174,12 +173,10 @@ class Policy:
         if self.origin.gpu != gpu:
             return f"it was measured on {self.origin.gpu}, and this is {gpu}"
         stale = self.points - self.current().points
+        if not stale:
+            return None
         changed = ", ".join(sorted(self.origin.changed))
-        return (
-            f"{stale} of its {self.points} points were measured with other kernels than these ({changed})"
-            if stale
-            else None
-        )
+        return f"{stale} of its {self.points} points were measured with other kernels than these ({changed})"
 
     @property
     def points(self) -> int:

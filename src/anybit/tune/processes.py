@@ -20,6 +20,7 @@ from anybit.tune.worker import Runner, Time, TimingBudget, WrongResultError
 
 _REFUSED = (WrongResultError, KernelError, ValueError, torch.OutOfMemoryError)
 """What a candidate may do that leaves the CUDA context of use; after any other fault a new process begins."""
+_QUICK_START = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 class CrashError(Exception):
@@ -62,10 +63,8 @@ class Worker:
 
         Raises CrashError, and begins anew, where one of them ends the process, or takes more than ``limit`` seconds.
         """
-        job = _measure, product, candidates, keep, effort, guess_us
-        found: list[Time | str]
         try:
-            found = self._run(limit, *job)
+            found: list[Time | str] = self._run(limit, _measure, product, candidates, keep, effort, guess_us)
         except CrashError:
             self.start()
             raise
@@ -89,7 +88,7 @@ class Worker:
 def apart(count: int) -> ProcessPoolExecutor:
     """Processes that may use CUDA, and that end with this one."""
     # Forking takes no time, but the child of a process that has begun to use CUDA cannot use it.
-    how = "spawn" if _cuda_has_begun() else _quick_start()
+    how = "spawn" if _cuda_has_begun() else _QUICK_START
     return ProcessPoolExecutor(count, multiprocessing.get_context(how), die_with_parent)
 
 
@@ -134,10 +133,6 @@ def _cuda_has_begun() -> bool:
     return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != not_initialized)
 
 
-def _quick_start() -> str:
-    return "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-
-
 def die_with_parent() -> None:
     """Have the kernel end this process when its parent ends, however that happens (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
@@ -150,7 +145,7 @@ def die_with_parent() -> None:
 
 def compilers(jobs: int, begin: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
     """Processes that only compile: forked, which they may be even where CUDA is in use."""
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context(_quick_start()), begin, arguments)
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context(_QUICK_START), begin, arguments)
 
 
 @contextlib.contextmanager

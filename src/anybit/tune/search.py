@@ -223,8 +223,7 @@ def _search(
         todo = [product for product in todo if not _answers(known.exact(product), product, options)]
     began = saved = time.perf_counter()
     pause = _SAVE_SECONDS
-    ready = plans(todo, maps, options)
-    with contextlib.closing(ready):
+    with contextlib.closing(plans(todo, maps, options)) as ready:
         item, done = next(ready, None), 0
         while item is not None and time.perf_counter() - began <= options.seconds:
             product, made = item
