@@ -176,8 +176,14 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         }
     }
     for (int i = static_cast<int>(threadIdx.x); i < S::block_rows; i += C::threads) {
-        const float2 row = packed::row_factors<C::operand == Operand::f16>(p, block_first * 16 + i);
-        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x * Dequantize16<C>::unscale()), __float_as_uint(row.y)});
+        const int n = block_first * 16 + i;
+        float scale = 0.0f, bias = 0.0f;
+        if (n < p.n) {
+            scale = p.row_scale[n];
+            if (p.bias != nullptr)
+                bias = C::operand == Operand::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
+        }
+        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale * Dequantize16<C>::unscale()), __float_as_uint(bias)});
     }
     if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive();
     __syncthreads();
