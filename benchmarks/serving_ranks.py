@@ -10,7 +10,6 @@ how far the engine's token is below the largest logit after the same tokens: wha
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -135,7 +134,9 @@ def fork(log: Path, do: Callable[[], None]) -> int:
     code = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # to end with its parent
+        from anybit.tune.processes import die_with_parent
+
+        die_with_parent()
         with log.open("wb", buffering=0) as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)

@@ -175,20 +175,23 @@ def _mxfp4(data: Tensor) -> _Decoded:
 
 
 BLOCKS = {
-    "Q4_0": BlockType(SCHEMES["Q4_0"], 32, 18, _q4_0),
-    "Q4_1": BlockType(SCHEMES["Q4_1"], 32, 20, _q4_1),
-    "Q5_0": BlockType(SCHEMES["Q5_0"], 32, 22, _q5_0),
-    "Q5_1": BlockType(SCHEMES["Q5_1"], 32, 24, _q5_1),
-    "Q8_0": BlockType(SCHEMES["Q8_0"], 32, 34, _q8_0),
-    "Q2_K": BlockType(SCHEMES["Q2_K"], 256, 84, _q2_k),
-    "Q3_K": BlockType(SCHEMES["Q3_K"], 256, 110, _q3_k),
-    "Q4_K": BlockType(SCHEMES["Q4_K"], 256, 144, _q4_k),
-    "Q5_K": BlockType(SCHEMES["Q5_K"], 256, 176, _q5_k),
-    "Q6_K": BlockType(SCHEMES["Q6_K"], 256, 210, _q6_k),
-    "TQ1_0": BlockType(SCHEMES["TQ1_0"], 256, 54, _tq1_0),
-    "TQ2_0": BlockType(SCHEMES["TQ2_0"], 256, 66, _tq2_0),
-    "IQ4_NL": BlockType(SCHEMES["IQ4_NL"], 32, 18, _iq4_nl),
-    "IQ4_XS": BlockType(SCHEMES["IQ4_XS"], 256, 136, _iq4_xs),
-    "MXFP4": BlockType(SCHEMES["MXFP4"], 32, 17, _mxfp4),
+    name: BlockType(SCHEMES[name], weights, size, decode)
+    for name, weights, size, decode in (
+        ("Q4_0", 32, 18, _q4_0),
+        ("Q4_1", 32, 20, _q4_1),
+        ("Q5_0", 32, 22, _q5_0),
+        ("Q5_1", 32, 24, _q5_1),
+        ("Q8_0", 32, 34, _q8_0),
+        ("Q2_K", 256, 84, _q2_k),
+        ("Q3_K", 256, 110, _q3_k),
+        ("Q4_K", 256, 144, _q4_k),
+        ("Q5_K", 256, 176, _q5_k),
+        ("Q6_K", 256, 210, _q6_k),
+        ("TQ1_0", 256, 54, _tq1_0),
+        ("TQ2_0", 256, 66, _tq2_0),
+        ("IQ4_NL", 32, 18, _iq4_nl),
+        ("IQ4_XS", 256, 136, _iq4_xs),
+        ("MXFP4", 32, 17, _mxfp4),
+    )
 }
 """The types that keep their codes, by GGML's names; all others are dequantized."""
