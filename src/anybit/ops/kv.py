@@ -264,7 +264,7 @@ def prepare(
     q = q if q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3]) else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    space = _workspace(q.device, *kernels.workspace(problem, config, device))
+    space = workspace(q.device, *kernels.workspace(problem, config, device))
     scale = 1.0 / math.sqrt(q.shape[3]) if masks.scale is None else masks.scale
     params = kernels.Params(
         pages=view.pages,
@@ -275,8 +275,8 @@ def prepare(
         q=q,
         out=out,
         lse=lse,
-        sinks=None if masks.sinks is None else _log2(masks.sinks, q),
-        slopes=None if masks.alibi is None else _log2(masks.alibi, q),
+        sinks=None if masks.sinks is None else log2_of(masks.sinks, q),
+        slopes=None if masks.alibi is None else log2_of(masks.alibi, q),
         partial=space[0],
         partial_state=space[1],
         arrivals=space[2],
@@ -327,14 +327,15 @@ def decode(
     return launch.out, launch.lse
 
 
-def _log2(values: Tensor, like: Tensor) -> Tensor:
+def log2_of(values: Tensor, like: Tensor) -> Tensor:
+    """Natural logits or slopes in units of log2, float32 on the device of ``like``."""
     return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
 
 
 _spaces: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
 
-def _workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Workspace that blocks share: kept for each stream and size, so that its addresses stay fixed."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, partial, states, arrivals)

@@ -46,27 +46,32 @@ template <class Config> struct Pipeline {
     // Whether the next half may be read while the previous kernel is still at work. In a pool that is not ours a sequence
     // whose first step this is may hit pages that this very step packs; then its own page has but this step's tokens.
     PTX bool next_is_old() const {
+        if constexpr (Config::plain)
+            return ahead.position() + Config::residual_tokens <= ahead.extent.length - Config::queries && ahead.extent.length % Config::page != 1;
         if constexpr (parts<Config> > 1) return ahead.packed() && ahead.row % 2 == 0 && ahead.extent.before % Config::page != 0;
         return ahead.packed() && (Config::front == 0 || ahead.extent.length % Config::page != 1);
     }
     PTX void enter_pair() {
-        pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
+        if constexpr (!Config::plain)
+            pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
         entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
     }
     // The table entry of the unit ahead, asked for one unit early so that nobody waits for it.
     PTX void find_page() {
-        if constexpr (Config::front > 0) {
+        if constexpr (Config::plain) {  // a lane's own: that of its token
+            const int token = min(ahead.position() + static_cast<int>(threadIdx.x % 32), ahead.extent.length - 1);
+            page = entry_of(max(token, 0) / Config::page);
+        } else if constexpr (Config::front > 0) {
             page = entry_of(ahead.packed() ? Config::front + (ahead.extent.first_block + ahead.unit) / page_blocks
                                            : ahead.position() % p.ring / Config::slots);
-            return;
+        } else if (ahead.packed()) {
+            page = entries[(ahead.extent.first_block + ahead.unit) / page_blocks];
+            if constexpr (Config::checked)
+                if (page < 0 || page >= p.pages_count) {
+                    atomicMax(p.errors, kv_page::bad_page);
+                    page = 0;
+                }
         }
-        if (!ahead.packed()) return;
-        page = entries[(ahead.extent.first_block + ahead.unit) / page_blocks];
-        if constexpr (Config::checked)
-            if (page < 0 || page >= p.pages_count) {
-                atomicMax(p.errors, kv_page::bad_page);
-                page = 0;
-            }
     }
     // A table entry of a row that may be padding: whatever it says, a page that is there.
     PTX int entry_of(int index) const { return min(max(entries[index], 0), p.pages_count - 1); }
@@ -79,7 +84,9 @@ template <class Config> struct Pipeline {
         if (left > 0) {
             const uint8_t* source;
             int bytes;
-            if (ahead.packed()) {
+            if constexpr (Config::plain) {
+                copy_tokens(stage + filled * S::slot_bytes);
+            } else if (ahead.packed()) {
                 const int within = (ahead.extent.first_block + ahead.unit) % page_blocks;
                 source = pages + static_cast<int64_t>(page) * page_stride()
                        + within * S::block_bytes + (values ? S::key_bytes : 0);
@@ -95,7 +102,7 @@ template <class Config> struct Pipeline {
                        + place * S::element_bytes;
                 bytes = S::residual_bytes;
             }
-            copy(stage + filled * S::slot_bytes, source, bytes);
+            if constexpr (!Config::plain) copy(stage + filled * S::slot_bytes, source, bytes);
             if (values) {
                 left -= ahead.ends();
                 if (ahead.advance(p)) enter_pair();
@@ -115,6 +122,27 @@ template <class Config> struct Pipeline {
             }
         } else {
             for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) ptx::cp_async<16>(shared + i, source + i);
+            ptx::cp_async_commit_group();
+        }
+    }
+    // Of plain pages: every lane asks for its own token's row, or sixteen bytes of several; rows beyond the last stay as they are.
+    PTX void copy_tokens(uint32_t shared) {
+        constexpr int tokens = Config::residual_tokens, lanes = S::element_bytes / 16;
+        static_assert(tokens <= 32, "a lane holds one token's page");
+        const int lane = threadIdx.x % 32, position = ahead.position();
+        const int there = min(max(ahead.extent.length - position, 0), tokens);
+        const uint8_t* mine = (values ? p.values : p.pages) + page * p.page_stride
+                            + (position + lane) % Config::page * p.token_stride + ahead.head / Config::query_chunks * p.head_stride;
+        if constexpr (Config::bulk) {
+            if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier + 8 * filled, there * S::element_bytes);
+            if (lane < there) ptx::cp_async_bulk_load_hint(shared + lane * S::row_bytes, mine, S::element_bytes, barrier + 8 * filled, policy);
+        } else {
+#pragma unroll
+            for (int i = 0; i < tokens * lanes / 32; ++i) {
+                const int token = (32 * i + lane) / lanes, part = (32 * i + lane) % lanes;
+                const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(mine), token));
+                if (token < there) ptx::cp_async<16>(shared + token * S::row_bytes + 16 * part, from + 16 * part);
+            }
             ptx::cp_async_commit_group();
         }
     }
@@ -178,11 +206,18 @@ template <class Config> struct Queries {
             const bool there = column < Config::rows && at.extent.template has<Config>(token);
             const int from = parts<Config> > 1 ? at.extent.start : at.row;
             const uint16_t* source = p.q + from * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride
-                                   + static_cast<int64_t>(head) * p.q_head_stride + 4 * t;
+                                   + static_cast<int64_t>(head) * p.q_head_stride + (Config::plain ? 2 : 4) * t;
 #pragma unroll
             for (int j = 0; j < depth; ++j) {
                 uint2 v = make_uint2(0, 0);
-                if (there) v = *reinterpret_cast<const uint2*>(source + 16 * j);
+                if (there) {
+                    if constexpr (Config::plain) {
+                        v.x = *reinterpret_cast<const uint32_t*>(source + 16 * j);
+                        v.y = *reinterpret_cast<const uint32_t*>(source + 16 * j + 8);
+                    } else {
+                        v = *reinterpret_cast<const uint2*>(source + 16 * j);
+                    }
+                }
                 q[n][j][0] = raw ? v.x : scaled(v.x, p.scale);
                 q[n][j][1] = raw ? v.y : scaled(v.y, p.scale);
             }

@@ -26,7 +26,8 @@ class Problem:
     its logits.  split: 0, or the tokens of a piece; then a sequence is cut in pieces of so many tokens whatever else is
     in the batch, and its result does not depend on the other sequences, bit for bit.  front, slots: where the residual
     is blocks of the pool in front of a sequence's row of the table, how many, and the tokens of each (``kv_rows``); a
-    sequence then brings up to ``queries`` tokens.
+    sequence then brings up to ``queries`` tokens.  plain: 0, or the tokens of a page, where pages have keys and values
+    of 16 bits as they are (vLLM's for FlashAttention) and there is no residual; the layout is kv16's then.
     """
 
     layout: PageLayout
@@ -44,6 +45,7 @@ class Problem:
     split: int = 0
     front: int = 0
     slots: int = 0
+    plain: int = 0
 
     @property
     def group(self) -> int:
@@ -91,6 +93,7 @@ class Config(BlockConfig):
     merge_warps: int = 1
     front: int = 0
     slots: int = 0
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ class Params:
     uncap: Float32
     page_stride: Int64 = 0
     starts: Pointer = None
+    values: Pointer = None
+    token_stride: Int64 = 0
+    head_stride: Int64 = 0
 
 
 def residual_tokens(layout: PageLayout) -> int:
@@ -138,15 +144,16 @@ def residual_tokens(layout: PageLayout) -> int:
     return tokens
 
 
-def slot_bytes(layout: PageLayout) -> int:
-    """Bytes of one slot of a warp's ring: half a block, or half a chunk of the residual."""
-    largest = max(layout.key_bytes, layout.value_bytes, residual_tokens(layout) * layout.head_dim * 2)
+def slot_bytes(config: "Config", layout: PageLayout) -> int:
+    """Bytes of one slot of a warp's ring: half a block, or half a chunk of the residual or of plain pages."""
+    chunk = config.residual_tokens * (2 * layout.head_dim + (16 if config.plain else 0))
+    largest = chunk if config.plain else max(layout.key_bytes, layout.value_bytes, chunk)
     return -(-largest // 128) * 128
 
 
 def shared_bytes(config: Config, layout: PageLayout) -> int:
     """Dynamic shared memory of a block: rings, first segments, states, owners, barriers, plan."""
-    segments = config.warps * (config.stages * slot_bytes(layout) + config.rows * config.head_dim * 4)
+    segments = config.warps * (config.stages * slot_bytes(config, layout) + config.rows * config.head_dim * 4)
     owners = segments + config.warps * 2 * config.rows * 8
     barriers = -(-(owners + config.warps * 2 * 4) // 8) * 8
     return barriers + config.warps * config.stages * 8 + 48
@@ -162,8 +169,13 @@ def make(
     min_blocks_per_sm: int = 1,
     paired: bool | None = None,
     checked: bool = False,
+    bulk: bool = True,
+    chunk: int = 0,
 ) -> Config:
-    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses, as ``paired`` None does."""
+    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses, as ``paired`` None does.
+
+    bulk: copy with bulk copies, where the device has them.  chunk: tokens of a chunk, or 0 to choose.
+    """
     layout, format = problem.layout, problem.layout.format
     if query_tiles == 0:
         # Two tiles of queries share the work of unpacking, where the registers suffice.
@@ -174,12 +186,15 @@ def make(
     paired = format.float4 or (pairs if paired is None else paired)
     query_tiles = 1 if format.float4 else query_tiles
     rows = min(problem.rows, (4 if paired else 8) * query_tiles)
+    sizes = constants(layout, problem.bf16)
+    if problem.plain:
+        sizes |= {"page": problem.plain}
     return Config(
-        **constants(layout, problem.bf16),
+        **sizes,
         windowed=problem.sliding,
         softcap=problem.softcap,
         alibi=problem.alibi,
-        residual_tokens=residual_tokens(layout),
+        residual_tokens=chunk or residual_tokens(layout),
         group=problem.group,
         queries=problem.queries,
         query_tiles=query_tiles,
@@ -190,11 +205,12 @@ def make(
         stages=stages,
         min_blocks_per_sm=min_blocks_per_sm,
         split=problem.split // layout.block,
-        bulk=device.capability >= 90,
+        bulk=bulk and device.capability >= 90,
         keep_in_l2=problem.rows > rows,
         checked=checked,
         front=problem.front,
         slots=problem.slots,
+        plain=problem.plain > 0,
     )
 
 
@@ -208,12 +224,18 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         return f"{problem.heads} query heads cannot share {problem.kv_heads} KV heads evenly"
     if not 1 <= problem.queries <= MOST_QUERIES:
         return f"a decode step brings 1 to {MOST_QUERIES} tokens, not {problem.queries}"
-    if problem.ring < problem.window - 1 + problem.queries:
+    if problem.plain:
+        format = problem.layout.format
+        if problem.split or problem.front or format.key_bits + format.value_bits != 32:
+            return "plain pages are those of kv16, without a residual and without a fixed split"
+        if config.residual_tokens not in (16, 32):
+            return f"a chunk of plain pages is 16 or 32 tokens, not {config.residual_tokens}"
+    elif problem.ring < problem.window - 1 + problem.queries:
         return (
             f"{problem.queries} new tokens need a residual ring of {problem.window - 1 + problem.queries} tokens, and "
             f"this one has {problem.ring}: make the cache with more slack"
         )
-    if problem.ring % config.residual_tokens or problem.window % config.residual_tokens:
+    elif problem.ring % config.residual_tokens or problem.window % config.residual_tokens:
         return (
             f"the residual (ring {problem.ring}, window {problem.window}) must be cut evenly into chunks of "
             f"{config.residual_tokens} tokens"
@@ -239,7 +261,8 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     if needed > available:
         return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
     units = problem.batch * problem.parts * problem.kv_heads * config.query_chunks * config.rows
-    units *= problem.capacity // config.block + problem.ring // config.residual_tokens + 1
+    packed = 0 if problem.plain else problem.capacity // config.block
+    units *= packed + (problem.capacity if problem.plain else problem.ring) // config.residual_tokens + 1
     if units * device.sms * config.min_blocks_per_sm >= 1 << 32:
         return f"{units} units of work are more than the 32-bit split of the line can count: use larger blocks"
     return None
@@ -270,11 +293,19 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
     if reason is not None:  # whatever the warps
         raise KernelError(reason)
+    chunk, bulk = 0, True
+    if problem.plain and many:  # small chunks are shared out more evenly
+        first, chunk = ((12, 3, 1),), 16
+    elif problem.plain:  # of what few warps copy, the last arrives sooner piece by piece
+        bulk = False
     for warps, stages, min_blocks_per_sm in (*first, *rest):
         asks = int(not wide and bits <= 8 and not layout.format.float4 and min_blocks_per_sm == 1)
         # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
         early = int(asks and bits > 4 and 4 * pairs > device.sms)
-        config = make(problem, device, warps, stages, min_blocks_per_sm=min_blocks_per_sm, checked=checked)
+        config = make(
+            problem, device, warps, stages,
+            min_blocks_per_sm=min_blocks_per_sm, checked=checked, bulk=bulk, chunk=chunk,
+        )  # fmt: skip
         config = replace(
             config, l2_early=early, l2_late=asks - early, merge_warps=_merge_warps(problem, config, device)
         )

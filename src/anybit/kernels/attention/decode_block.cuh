@@ -103,12 +103,14 @@ template <class Config, class Part> struct Block {
                 }
 #pragma unroll
                 for (int u = 0; u < chunk_tiles / U::tiles; ++u, index += U::words) {
-                    const uint32_t* w = words.at(index);
+                    const uint32_t* w = Config::plain ? nullptr : words.at(index);
 #pragma unroll
                     for (int x = 0; x < U::tiles; ++x) {
                         uint32_t a[4];
-                        kv_page::fragment<Part::key_bits>(a, w, x);
                         const int i = c * chunk_tiles + u * U::tiles + x;
+                        if constexpr (Config::plain)
+                            ptx::ldmatrix_x4(a, keys + (16 * i + lane % 16) * S::row_bytes + (2 * j + lane / 16) * 16);
+                        else kv_page::fragment<Part::key_bits>(a, w, x);
 #pragma unroll
                         for (int n = 0; n < columns; ++n)
                             if constexpr (key_groups > 1) mma<key_bf16>(partial[n][i], a, b[n]);
@@ -428,11 +430,13 @@ template <class Config, class Part> struct Block {
                     }
 #pragma unroll
             for (int u = 0; u < depth / U::tiles; ++u, index += U::words) {
-                const uint32_t* w = words.at(index);
+                const uint32_t* w = Config::plain ? nullptr : words.at(index);
 #pragma unroll
                 for (int x = 0; x < U::tiles; ++x) {
                     uint32_t a[4];
-                    kv_page::fragment<Part::value_bits>(a, w, x);
+                    if constexpr (Config::plain)
+                        ptx::ldmatrix_x4_trans(a, values + (16 * i + lane % 8 + lane / 16 * 8) * S::row_bytes + (2 * (u * U::tiles + x) + lane / 8 % 2) * 16);
+                    else kv_page::fragment<Part::value_bits>(a, w, x);
                     if constexpr (Part::residual) {  // a slot not written yet may hold anything, even a NaN
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {

@@ -3,6 +3,9 @@
 // The work is a line of units, a unit being a block of packed tokens or a chunk of a residual, sequence after sequence,
 // KV head after KV head. Blocks of threads take equal stretches of the line, warps equal stretches of these. Lengths
 // are read where they lie, so a CUDA graph stays right while they grow.
+//
+// Plain pages (Config::plain) are those of vLLM's FlashAttention: every token of a page has its keys and its values of 16
+// bits, head after head. All units then are chunks, and what belongs to a residual below belongs to these pages.
 #ifndef ANYBIT_DECODE_SCHEDULE_CUH
 #define ANYBIT_DECODE_SCHEDULE_CUH
 
@@ -41,6 +44,9 @@ struct Params {
     float uncap;
     int64_t page_stride;        // rows (Config::front): bytes from one page of the pool to the next
     const int32_t* starts;      // rows of several queries: [batch + 1], where those of each sequence begin in q and out
+    const uint8_t* values;      // plain pages: as `pages`, which then are the keys
+    int64_t token_stride;       // plain pages: bytes from one token of a page to the next, and from one head to the next
+    int64_t head_stride;
 };
 
 // Rows of several queries: each sequence brings up to `queries`, and these may lie in two pages. A query reads its own
@@ -85,7 +91,7 @@ template <class Config> PTX Extent extent_of(const Params& p, int row, int lengt
     }
     int before = max(length - queries, 0);  // older tokens of this step's window are still in the residual
     e.length = length;
-    e.packed = before & ~(p.window - 1);
+    e.packed = Config::plain ? 0 : before & ~(p.window - 1);
     if constexpr (parts<Config> > 1) {
         const int border = e.packed + p.window, near = min(queries, border - before);  // the first query's page ends there
         const bool second = row % 2;
@@ -134,7 +140,7 @@ template <class Config> struct Cursor {
     PTX bool last() const { return unit + 1 == extent.units; }
     // Whether a step ends with this unit.
     PTX bool ends() const { return Config::split == 0 || last() || (unit + 1) % max(Config::split, 1) == 0; }
-    PTX bool packed() const { return unit < extent.blocks; }
+    PTX bool packed() const { return !Config::plain && unit < extent.blocks; }
     // Returns whether the next unit belongs to another pair.
     PTX bool advance(const Params& p) {
         if (!last()) { ++unit; return false; }

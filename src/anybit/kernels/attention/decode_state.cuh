@@ -14,8 +14,9 @@ template <class Config> struct Shape : kv_page::Format<Config> {
     static constexpr int width = Config::paired ? 1 : 2;                             // queries of a lane in a tile
     static constexpr bool raw_queries = Config::key_bits == 16;                      // not scaled in advance
     static constexpr int element_bytes = 2 * Config::head_dim;                       // of a token in 16 bits
-    static constexpr int residual_bytes = Config::residual_tokens * element_bytes;   // of one half
-    static constexpr int largest = F::key_bytes > F::value_bytes ? F::key_bytes : F::value_bytes;
+    static constexpr int row_bytes = element_bytes + (Config::plain ? 16 : 0);       // in shared memory: rows in other banks
+    static constexpr int residual_bytes = Config::residual_tokens * row_bytes;       // of one half
+    static constexpr int largest = Config::plain ? 0 : F::key_bytes > F::value_bytes ? F::key_bytes : F::value_bytes;
     static constexpr int slot_bytes = ((largest > residual_bytes ? largest : residual_bytes) + 127) / 128 * 128;
 };
 

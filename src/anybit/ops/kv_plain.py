@@ -1,0 +1,159 @@
+"""Decode attention over pages of 16-bit keys and values that somebody else manages: vLLM's for FlashAttention.
+
+One launch, at fixed addresses and without the host: lengths and tables are read on the device, so a CUDA graph of it
+stays right while requests grow. Who stores tokens is not this module's business (``ops.pages`` does).
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.kernels.attention import decode as kernels
+from anybit.kernels.attention.kv_page import HEAD_DIMS, PageLayout
+from anybit.ops import kv
+from anybit.ops.kv import NO_MASKS, Masks
+from anybit.scheme import KVFormat
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def problem(
+    page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
+    sequences: int,
+) -> kernels.Problem:  # fmt: skip
+    """What the kernel is asked for one new token of each of ``sequences`` sequences of ``capacity`` tokens at most.
+
+    page_tokens: of a page.  Raises LayerError where no kernel takes heads of ``head_dim`` channels.
+    """
+    return kernels.Problem(
+        _layout(head_dim), sequences, heads, kv_heads, capacity=capacity, bf16=dtype == torch.bfloat16,
+        sliding=masks.window is not None, softcap=masks.softcap is not None, alibi=masks.alibi is not None,
+        plain=page_tokens,
+    )  # fmt: skip
+
+
+def why_not(
+    page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
+    sequences: int, device: Device,
+) -> str | None:  # fmt: skip
+    """Why no kernel attends over such pages, in a sentence; None if one does. Arguments as in ``problem``."""
+    if head_dim not in HEAD_DIMS:
+        return f"heads have {head_dim} channels, and kernels take one of {HEAD_DIMS}"
+    if dtype not in DTYPES:
+        return f"keys and values are {dtype}, and kernels take float16 and bfloat16"
+    asked = problem(page_tokens, heads, kv_heads, head_dim, dtype, masks, capacity, sequences)
+    try:
+        kernels.default(asked, device)
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def kernels_for(
+    page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
+    sequences: int, device: Device,
+) -> list[jit.Kernel]:  # fmt: skip
+    """All kernels that steps of up to ``sequences`` sequences launch. Arguments as in ``problem``.
+
+    Raises KernelError, with the reason, where there is none.
+    """
+    found = dict[jit.Kernel, None]()
+    for count in range(1, sequences + 1):
+        asked = problem(page_tokens, heads, kv_heads, head_dim, dtype, masks, capacity, count)
+        found[kernels.kernel(kernels.default(asked, device), asked.layout)] = None
+    return list(found)
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, masks: Masks = NO_MASKS, *, out: Tensor,
+    capacity: int, overlaps: bool, config: kernels.Config | None = None,
+) -> None:  # fmt: skip
+    """Attention of one new token of each sequence, which its pages hold already.
+
+    q, out: [sequences, heads, head_dim], out dense.  keys, values: [pages, page tokens, kv_heads, head_dim] of q's
+    dtype, channels side by side, strides alike.  table: int32 [sequences, pages of each].  lengths: int32 [sequences],
+    the new token included; 0 where a row is padding, whose output is zeros.  capacity: the most tokens of a sequence.
+    overlaps: tokens before the new one may be read while the previous kernel runs: that must be the one that stores
+    this step's.  config: how (default: the kernel's own choice).  Raises KernelError for what no kernel reads.
+    """
+    _check(q, keys, values, table, lengths, out)
+    count, heads, head_dim = q.shape
+    device = Device.of(q)
+    asked = problem(keys.shape[1], heads, keys.shape[2], head_dim, q.dtype, masks, capacity, count)
+    if config is None:
+        config = kernels.default(asked, device)
+    elif (reason := kernels.why_not(asked, config, device)) is not None:
+        raise KernelError(reason)
+    space = kv.workspace(q.device, *kernels.workspace(asked, config, device))
+    size = keys.element_size()
+    params = kernels.Params(
+        pages=keys,
+        values=values,
+        residual=None,
+        table=table,
+        lengths=lengths,
+        sequences=None,
+        q=q,
+        out=out,
+        lse=None,
+        sinks=None if masks.sinks is None else kv.log2_of(masks.sinks, q),
+        slopes=None if masks.alibi is None else kv.log2_of(masks.alibi, q),
+        partial=space[0],
+        partial_state=space[1],
+        arrivals=space[2],
+        errors=space[3],
+        q_batch_stride=q.stride(0),
+        q_token_stride=0,
+        q_head_stride=q.stride(1),
+        batch=count,
+        kv_heads=asked.kv_heads,
+        table_width=table.stride(0),
+        ring=asked.ring,
+        window=asked.window,
+        sliding=masks.window or 0,
+        pages_count=keys.shape[0],
+        sequences_count=table.shape[0],
+        scale=kernels.log2_scale(1.0 / math.sqrt(head_dim) if masks.scale is None else masks.scale),
+        cap=kernels.log2_scale(masks.softcap or 0.0),
+        uncap=2.0 / masks.softcap if masks.softcap else 0.0,
+        page_stride=keys.stride(0) * size,
+        token_stride=keys.stride(1) * size,
+        head_stride=keys.stride(2) * size,
+    )
+    kernel, grid = kernels.kernel(config, asked.layout), kernels.grid(asked, config, device)
+    jit.launch(kernel, params, grid, pdl=overlaps and device.capability >= 90, device=q.get_device())
+
+
+def _check(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, out: Tensor) -> None:
+    count = q.shape[0]
+    if q.dim() != 3 or q.dtype not in DTYPES or q.stride(2) != 1 or any(x % 2 for x in q.stride()[:2]):
+        raise KernelError(
+            f"q must be float16 or bfloat16 [sequences, heads, head_dim], pairs of channels at even places, not "
+            f"{q.dtype} {tuple(q.shape)} strided {q.stride()}"
+        )
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise KernelError(f"out must be dense {q.dtype} {tuple(q.shape)}, not {out.dtype} {tuple(out.shape)}")
+    for name, pages in (("keys", keys), ("values", values)):
+        right = pages.dim() == 4 and pages.dtype == q.dtype and pages.shape[3] == q.shape[2]
+        aligned = right and pages.stride(3) == 1 and not any(x % 8 for x in pages.stride()[:3])
+        if not aligned or pages.data_ptr() % 16 or pages.stride() != keys.stride() or pages.shape != keys.shape:
+            raise KernelError(
+                f"{name} must be {q.dtype} [pages, page tokens, kv_heads, {q.shape[2]}] in vectors of eight, keys and "
+                f"values alike, not {pages.dtype} {tuple(pages.shape)} strided {pages.stride()}"
+            )
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < count or table.stride(1) != 1:
+        raise KernelError(
+            f"table must be int32 [{count}, pages] with dense rows, not {table.dtype} {tuple(table.shape)}"
+        )
+    if lengths.dtype != torch.int32 or lengths.dim() != 1 or lengths.shape[0] < count or lengths.stride(0) != 1:
+        raise KernelError(f"lengths must be dense int32 [{count}], not {lengths.dtype} {tuple(lengths.shape)}")
+
+
+@cache
+def _layout(head_dim: int) -> PageLayout:
+    return PageLayout(KVFormat.parse("kv16"), head_dim)

@@ -1,0 +1,88 @@
+"""Attention over plain pages on the CPU, thread by thread."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.kernels.attention import decode as kernels
+from anybit.ops import kv_plain
+from cases_plain import CASES, TOLERANCE, Case, Pool
+
+pytestmark = pytest.mark.emulate
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Launches of ``kv_plain`` run in the emulator, on a device whose blocks ``launched`` says."""
+    found = {"blocks": 3, "arch": "sm_90a", "overlaps": []}
+
+    def launch(kernel, params, grid, *, pdl=False, device=None):
+        found["overlaps"].append(pdl)
+        dependent = ("q", "out", "partial", "partial_state", "arrivals") if pdl else ()
+        emulate.run(kernel, params, grid, resident=64, dependent=dependent)
+
+    monkeypatch.setattr(kv_plain.jit, "launch", launch)
+    monkeypatch.setattr(
+        kv_plain.Device, "of", lambda _: dataclasses.replace(Device.named(found["arch"]), sms=found["blocks"])
+    )
+    return found
+
+
+def attend(case: Case, seed: int = 0, config: kernels.Config | None = None) -> float:
+    pool = Pool(case, seed)
+    kv_plain.decode(
+        pool.q, pool.keys, pool.values, pool.table, pool.lengths, case.masks(),
+        out=pool.out, capacity=case.capacity, overlaps=True, config=config,
+    )  # fmt: skip
+    return pool.error()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: Case, launched):
+    assert attend(case) < TOLERANCE[case.bf16]
+    assert launched["overlaps"] == [True]
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_on_the_older_architecture(case: Case, launched):
+    launched["arch"] = "sm_80"
+    assert attend(case, seed=1) < TOLERANCE[case.bf16]
+    assert launched["overlaps"] == [False]
+
+
+@pytest.mark.parametrize(("warps", "stages", "chunk", "bulk"), [(2, 2, 16, True), (4, 3, 16, False), (3, 4, 32, False)])
+def test_other_ways_to_copy(warps: int, stages: int, chunk: int, bulk: bool, launched):
+    case = CASES[0]
+    device = dataclasses.replace(Device.named("sm_90a"), sms=5)
+    launched["blocks"] = 5
+    asked = kv_plain.problem(
+        case.page, case.heads, case.kv_heads, case.head_dim, case.dtype, case.masks(), case.capacity, len(case.lengths)
+    )
+    config = kernels.make(asked, device, warps, stages, bulk=bulk, chunk=chunk)
+    assert attend(case, config=config) < TOLERANCE[case.bf16]
+
+
+def test_what_it_does_not_read_is_refused_by_name():
+    case = CASES[0]
+    pool = Pool(case)
+    good = {name: getattr(pool, name) for name in ("q", "keys", "values", "table", "lengths", "out")}
+    bad = [
+        ("q", pool.q.float()),
+        ("out", pool.out.transpose(0, 1)),
+        ("keys", pool.keys[..., ::2]),
+        ("values", pool.values.to(torch.bfloat16)),
+        ("table", pool.table.long()),
+        ("lengths", pool.lengths[:2]),
+    ]
+    for name, tensor in bad:
+        with pytest.raises(KernelError, match=f"{name} must be"):
+            kv_plain.decode(**{**good, name: tensor}, capacity=1000, overlaps=False)
+    shape = case.page, case.heads, case.kv_heads
+    rest = case.masks(), 1000, 4, Device.named("sm_90a")
+    assert "72 channels" in kv_plain.why_not(*shape, 72, torch.float16, *rest)
+    assert "float32" in kv_plain.why_not(*shape, 128, torch.float32, *rest)
+    assert kv_plain.why_not(*shape, 128, torch.float16, *rest) is None
