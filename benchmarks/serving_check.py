@@ -13,7 +13,9 @@ import argparse
 import json
 import random
 import tempfile
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -47,14 +49,17 @@ def random_llama() -> str:
 
 
 def attend_as_vllm(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    """FlashAttention as vLLM calls it for one request, over pages of 16 tokens: q [1, heads, tokens, dim]."""
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, page: int = 16,
+    **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """FlashAttention as vLLM calls it for one request, over pages of so many tokens: q [1, heads, tokens, dim]."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     q, seen = query[0].transpose(0, 1).contiguous(), key.shape[2]
     pages = [
-        torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, -seen % 16)).unflatten(0, (-1, 16)).contiguous()
+        torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, -seen % page))
+        .unflatten(0, (-1, page))
+        .contiguous()
         for x in (key, value)
     ]
     table = torch.arange(len(pages[0]), dtype=torch.int32, device=q.device)[None]
@@ -69,28 +74,47 @@ def attend_as_vllm(
     return out[None], None
 
 
-class Generated:
-    """A quantized model, and its own answers by how they came about."""
+def prefill_as_vllm(q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, sequence: int, masks: Any) -> Tensor:
+    """A whole prompt into an AnyBitCache, attended as vLLM does: x [tokens, heads, dim]."""
+    cache.write(layer, [sequence], k[None], v[None])
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    return attend_as_vllm(None, *heads, None, masks.scale or q.shape[-1] ** -0.5, page=128)[0][0]
 
-    def __init__(self, mode: str, source: str, dtype: str) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+
+def quantized(mode: str, source: str, dtype: str) -> tuple[str, Any]:
+    """A model quantized as it is loaded, and the folder that it was saved into."""
+    from transformers import AutoModelForCausalLM
+
+    from anybit.integrations.transformers import AnyBitConfig
+
+    folder = tempfile.mkdtemp(prefix=f"check-{mode}-")
+    scheme, _, head = mode.partition("+")
+    config = AnyBitConfig(scheme, overrides={HEAD: head} if head else None)
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=dtype)
+    model.save_pretrained(folder)
+    return folder, model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def prompts_of(source: str | Path) -> list[list[int]]:
+    """The prompts as tokens."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):  # random weights have none
+        return [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
+    return [tokenizer(text).input_ids for text in TEXTS]
+
+
+class Generated:
+    """A model in anybit, and its own answers by how they came about."""
+
+    def __init__(self, model: Any, prompts: list[list[int]]) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flash_attention_mask
 
-        from anybit.integrations.transformers import AnyBitConfig
-
-        self.folder = tempfile.mkdtemp(prefix=f"check-{mode}-")
-        scheme, _, head = mode.partition("+")
-        config = AnyBitConfig(scheme, overrides={HEAD: head} if head else None)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=dtype)
-        self.model.save_pretrained(self.folder)
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = self.model.to(self.device)
+        self.model, self.prompts, self.device = model, prompts, model.device
         self.model.generation_config.eos_token_id = None  # ends are tokens like others, in both
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            self.prompts = [tokenizer(text).input_ids for text in TEXTS]
-        except (OSError, ValueError):  # random weights have none
-            self.prompts = [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
         AttentionInterface.register("as vLLM", attend_as_vllm)
         AttentionMaskInterface.register("as vLLM", flash_attention_mask)
 
@@ -100,20 +124,24 @@ class Generated:
         rows = [torch.tensor([prompt], device=self.device) for prompt in self.prompts]
         return [self.model.generate(row, **ask)[0, row.shape[1] :].tolist() for row in rows]
 
-    def all_answers(self, low_bit: bool, static: bool) -> dict[str, Answers]:
-        """By how they came about. static: fused steps run in graphs, which share no process with vLLM's."""
+    def all_answers(self, static: bool) -> dict[str, Answers]:
+        """By how they came about. static: fused steps run in graphs, which share no process with vLLM's.
+
+        With a KV cache of anybit's, whose kernels vLLM's steps run too, vLLM's attention is that of prompts.
+        """
         import anybit
 
         found = {"generate": self.answers()}
         print(f"its closest choice is by {min(min(self.below(i, a)[1]) for i, a in enumerate(found['generate'])):.4f}")
         anybit.fuse(self.model)
         found["fused generate"] = self.answers()
-        if self.device == "cuda" and static:
+        if self.device.type == "cuda" and static:
             found["fused generate in graphs"] = self.answers(cache_implementation="static")
-        if self.device == "cuda" and not low_bit:
+        if self.device.type == "cuda":
             before = self.model.config._attn_implementation
             self.model.set_attn_implementation("as vLLM")
-            found["fused generate with vLLM's attention"] = self.answers()
+            with patch("anybit.attention.prefill", prefill_as_vllm):
+                found["fused generate with vLLM's attention"] = self.answers()
             self.model.set_attn_implementation(before)
         anybit.unfuse(self.model)
         return found
@@ -161,8 +189,9 @@ def main() -> None:
     args = parser.parse_args()
     args.layers, args.model = None, "llama-3-8b"  # of a model that is not made here
     source = args.source or random_llama()
-    here = Generated(args.mode, source, args.dtype)
-    expected = here.all_answers("-k" in args.mode, static=args.eager)
+    folder, model = quantized(args.mode, source, args.dtype)
+    here = Generated(model, prompts_of(source))
+    expected = here.all_answers(static=args.eager)
     for how, found in expected.items():
         if how != "generate":
             here.compare(f"{args.mode}, {how}", found, {"generate": expected["generate"]})
@@ -171,7 +200,7 @@ def main() -> None:
         "dtype": args.dtype, "gpu_memory_utilization": args.memory, "enforce_eager": args.eager,
         **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}), **args.engine,
     }  # fmt: skip
-    llm = engine(args.mode, args, here.folder, in_process=args.ranks == 1, **settings)
+    llm = engine(args.mode, args, folder, in_process=args.ranks == 1, **settings)
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW, detokenize=False)

@@ -2,10 +2,11 @@
 
     python benchmarks/serving_ranks.py MODEL --schemes w4a16g32 w3a16g64asym w5a16 --graphs w4a16g128
 
-SmolLM2 has 9 heads for 3 of keys, which no two GPUs share: a copy gets heads of zeros, 12 for 4, which change nothing.
-It is quantized in each scheme; engines answer over one GPU, over two that share each layer (tensor), and over two that
-have half of the layers each (pipeline), all prompts together and each alone. Where tokens part from generate's, it says
-how far the engine's token is below the largest logit after the same tokens: what rounding turns is near it.
+SmolLM2 has 9 heads for 3 of keys, which no two GPUs share: but for --kinds one a copy gets heads of zeros, 12 for 4,
+which change nothing. It is quantized in each scheme; engines answer over one GPU, over two that share each layer
+(tensor), and over two that have half of the layers each (pipeline), all prompts together and each alone. Where tokens
+part from generate's, it says how far the engine's token is below the largest logit after the same tokens: what rounding
+turns is near it.
 """
 
 import argparse
@@ -22,10 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving_check import TEXTS
+from serving_check import NEW, Answers, Generated, prompts_of
 
 KINDS = {"one": {}, "tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
-NEW = 32
 
 
 def padded(source: Path, folder: Path) -> Path:
@@ -53,14 +53,6 @@ def padded(source: Path, folder: Path) -> Path:
         if file.suffix in (".json", ".jinja") and file.name not in ("config.json", ".anybit-files.json"):
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
-
-
-def prompts_of(folder: Path) -> list[list[int]]:
-    """The prompts as tokens."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [tokenizer(text).input_ids[:24] for text in TEXTS]
 
 
 def answer(folder: Path, found: Path, **options: Any) -> None:
@@ -159,36 +151,17 @@ def quantize(source: Path, work: Path, schemes: list[str]) -> None:
         (work / scheme / "ready").touch()
 
 
-class Own:
-    """A model in anybit, and its own answers."""
+def own(folder: Path) -> Generated:
+    """A model in anybit."""
+    import torch
 
-    def __init__(self, model: str | Path, prompts: list[list[int]]) -> None:
-        import torch
+    from anybit.integrations.loading import load_model
 
-        from anybit.integrations.loading import load_model
-
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.float16 if self.device == "cuda" else torch.float32
-        self.model, self.prompts = load_model(model, dtype=dtype, device=self.device).model, prompts
-        self.model.generation_config.eos_token_id = None  # as ignore_eos: no token is an end, or is ruled out as one
-        ask = {"max_new_tokens": NEW, "do_sample": False}
-        given = [torch.tensor([prompt], device=self.device) for prompt in prompts]
-        self.answers = [self.model.generate(ids, **ask)[0, ids.shape[1] :].tolist() for ids in given]
-
-    def below(self, answers: list[list[int]]) -> list[float]:
-        """How far each token is below the largest logit after the same tokens."""
-        import torch
-
-        found = []
-        with torch.inference_mode():
-            for prompt, tokens in zip(self.prompts, answers, strict=True):
-                ids = torch.tensor([prompt + tokens], device=self.device)
-                logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
-                found += (logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]).tolist()
-        return found
+    device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    return Generated(load_model(folder, dtype=dtype, device=device).model, prompts_of(folder))
 
 
-def compare(work: Path, names: list[str], own: Own) -> None:
+def compare(work: Path, names: list[str], here: Generated, expected: dict[str, Answers]) -> None:
     """Wait for engines, and say what parts each from generate, and from the first."""
     first: dict[str, Any] = {}
     for name in names:
@@ -201,15 +174,14 @@ def compare(work: Path, names: list[str], own: Own) -> None:
         got = json.loads(file.read_text())
         first = first or {"name": name, **got}
         for how in ("together", "alone"):
-            below = own.below(got[how])
-            said = f"{name}, {how}: of {len(below)} tokens {same(got[how], own.answers)} are generate's"
-            if name != first["name"]:
-                said += f", {same(got[how], first[how])} {first['name']}'s"
-            said += f", {below.count(0.0)} the largest logit after the same tokens, {max(below):.4f} the furthest below"
-            print(f"{said}; up after {got['up']} s", flush=True)
+            below = [gap for i, answer in enumerate(got[how]) for gap in here.below(i, answer)[0]]
+            beside = expected if name == first["name"] else {**expected, first["name"]: first[how]}
+            alike = ", ".join(f"{same(got[how], answers)} are {way}'s" for way, answers in beside.items())
+            said = f"{name}, {how}: of {len(below)} tokens {alike}, {below.count(0.0)} the largest logit after the same"
+            print(f"{said} tokens, {max(below):.4f} the furthest below; up after {got['up']} s", flush=True)
 
 
-def same(some: list[list[int]], others: list[list[int]]) -> int:
+def same(some: Answers, others: Answers) -> int:
     """How many tokens of some answers are those of others."""
     return sum(x == y for a, b in zip(some, others, strict=True) for x, y in zip(a, b, strict=True))
 
@@ -227,6 +199,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", required=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="the others beside the first")
     parser.add_argument("--graphs", nargs="*", default=[], help="schemes to run in compiled graphs, too")
+    parser.add_argument("--fused", action="store_true", help="beside fused generate, and vLLM's attention in it, too")
     parser.add_argument("--work", type=Path, help="a folder for models and what engines say")
     parser.add_argument("--at-once", type=int, default=6, help="engines at a time")
     parser.add_argument("--limit", type=float, default=120, help="seconds that an engine may take")
@@ -234,17 +207,20 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="ranks-"))
     work.mkdir(parents=True, exist_ok=True)
-    begin, jobs = time.time(), dict[str, Job]()
-    names: dict[str, list[str]] = {scheme: [] for scheme in args.schemes}
-    for graphs, schemes in ((True, args.graphs), (False, args.schemes)):  # what takes longest first
-        for scheme in schemes:
+    begin, jobs, names = time.time(), dict[str, Job](), dict[str, list[str]]()
+    for scheme in dict.fromkeys((*args.schemes, *args.graphs)):
+        for graphs in [among is args.graphs for among in (args.schemes, args.graphs) if scheme in among]:
             for kind in args.kinds:
                 name = f"{scheme}.{kind}{'.graphs' * graphs}"
                 jobs[name] = work / scheme, {**KINDS[kind], "enforce_eager": not graphs, **args.engine}
                 names.setdefault(scheme, []).append(name)
+
+    def source() -> Path:  # as it is, where nobody shares its heads
+        return args.model if args.kinds == ["one"] else padded(args.model, work / "padded")
+
     children = [
         fork(work / "engines.log", lambda: engines(work, jobs, args.at_once, args.limit)),
-        fork(work / "quantize.log", lambda: quantize(padded(args.model, work / "padded"), work, list(names))),
+        fork(work / "quantize.log", lambda: quantize(source(), work, list(names))),
     ]
     try:
         for scheme, those in names.items():
@@ -252,9 +228,9 @@ def main() -> None:
                 time.sleep(0.1)
                 if os.waitpid(children[1], os.WNOHANG)[0] and not (work / scheme / "ready").exists():
                     raise SystemExit(f"{scheme} was not quantized: {last_words(work / 'quantize.log')}")
-            compare(
-                work, sorted(those, key=lambda name: "graphs" in name), Own(work / scheme, prompts_of(work / scheme))
-            )
+            here = own(work / scheme)
+            expected = here.all_answers(static=False) if args.fused else {"generate": here.answers()}
+            compare(work, those, here, expected)
     finally:
         for child in children:
             with contextlib.suppress(ProcessLookupError):
