@@ -112,7 +112,7 @@ def test_two_ranks_answer_as_one(small: Path, tmp_path: Path, scheme: str) -> No
     assert by_vllm(folder, tmp_path, tensor_parallel_size=2) == by_anybit(folder)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16g64", "w3a16g64asym", "w4a16g64s24"])
+@pytest.mark.parametrize("scheme", ["w4a16g64", "w3a16g64asym", "w4a16g64s24", "w4a8s24"])
 def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, scheme: str) -> None:
     folder = quantized(small, scheme, tmp_path / scheme)
     assert by_vllm(folder, tmp_path, enforce_eager=False) == by_anybit(folder)
