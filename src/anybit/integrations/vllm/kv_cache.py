@@ -4,7 +4,7 @@
 
 A layer that keeps keys and values of all tokens gets ``kv_backend`` as its own backend. Layers with a sliding window
 beside such ones stay vLLM's, which keeps their window in 16 bits and frees the rest. What is not built or not tested is
-refused by name.
+refused by name. Layers over vLLM's own 16-bit pages may get ``decode``.
 """
 
 import inspect
@@ -19,12 +19,13 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
 from anybit.integrations.vllm import kv_spec
+from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.integrations.vllm.kv_backend import RowBackend, backend_of, drafts_of
 from anybit.integrations.vllm.kv_spec import RowSpec
 from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 
-OPTION = "anybit_kv_cache"
+OPTION, ATTENTION = "anybit_kv_cache", "anybit_attention"
 HYBRIDS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM")
 """Models with layers that keep a state which tests/cases_vllm_hybrid.py has seen beside it, on a CPU and on a GPU."""
 _logger = logging.getLogger("vllm.anybit")
@@ -37,6 +38,18 @@ def format_of(config: Any) -> KVFormat | None:
     more = config.additional_config
     by_option = more.get(OPTION) if isinstance(more, dict) else None
     return by_scheme if by_option is None else KVFormat.parse(by_option)
+
+
+def attends(config: Any) -> bool:
+    """Whether an engine's decode attention over 16-bit pages is to be anybit's: unless an option says no."""
+    more = getattr(config, "additional_config", None)
+    asked = more.get(ATTENTION, True) if isinstance(more, dict) else True
+    if not isinstance(asked, bool):
+        raise OptionError(
+            f"{ATTENTION} of --additional-config is {asked!r}, and must be true (anybit's kernel attends decode steps) "
+            "or false (vLLM's FlashAttention attends all)"
+        )
+    return asked and isinstance(getattr(config, "quant_config", None), AnyBitConfig)
 
 
 def why_not(config: Any, format: KVFormat) -> str | None:
@@ -125,6 +138,11 @@ def install() -> None:
         given.apply_defaults()
         backend = backend_for(given.arguments)
         plain(self, *args, **kw) if backend is None else plain(self, *args, **{**kw, "attn_backend": backend})
+        config = get_current_vllm_config_or_none()
+        if backend is None and attends(config) and self.attn_backend.get_name() == "FLASH_ATTN":
+            from anybit.integrations.vllm.decode import take_over  # FlashAttention decides things when it is imported
+
+            take_over(self, config)
 
     init.anybit = True  # type: ignore[attr-defined]
     Attention.__init__ = init

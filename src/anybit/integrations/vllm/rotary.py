@@ -63,7 +63,7 @@ def heads_of(parent: nn.Module | None, dtype: torch.dtype, scheme: Scheme, plain
     rotary: Any = getattr(parent, "rotary_emb", None)
     if norms is None or getattr(parent, "qk_norm", False) or type(attention) is not Attention:
         return None
-    if not (_stores_pages(attention, dtype) and _is_plain(rotary, attention.head_size)):
+    if not (stores_pages(attention, dtype) and _is_plain(rotary, attention.head_size)):
         return None
     gammas = [getattr(parent, name, None) for name in ("q_norm", "k_norm")] if norms else []
     if any(getattr(gamma, "weight", None) is None or type(gamma) is not RMSNorm for gamma in gammas):
@@ -81,7 +81,7 @@ def _norms_heads(code: CodeType) -> bool | None:
     return _FORWARDS.get(code.co_names) if arguments == ("self", "positions", "hidden_states") else None
 
 
-def _stores_pages(attention: Any, dtype: torch.dtype) -> bool:
+def stores_pages(attention: Any, dtype: torch.dtype) -> bool:
     """Whether an attention layer keeps its tokens in 16-bit pages that are written before its kernel runs."""
     return (
         attention.attn_backend.get_name() == "FLASH_ATTN"
@@ -107,7 +107,7 @@ def _is_plain(rotary: Any, head_size: int) -> bool:
 
 def replace_forward(parent: Any, heads: Heads) -> None:
     """Have an attention module run ``rotate_cache`` between its projection and its attention."""
-    parent.anybit_paired = heads.paired
+    parent.anybit_paired, parent.attn.anybit_stores = heads.paired, True
     parent.forward = MethodType(_forward, parent)
     _take_frequencies_of_a_cpu(parent.rotary_emb)
 
@@ -144,15 +144,21 @@ def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
+def pages_of(layer: Any, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [pages, tokens, heads, dim] of a layer's cache [pages, heads, tokens, keys | values]."""
+    known = getattr(layer, "anybit_pages", None)
+    if known is None or known[0] is not cache:
+        known = layer.anybit_pages = (cache, cache.transpose(1, 2).split(layer.head_size, dim=-1))
+    keys, values = known[1]
+    return keys, values
+
+
 def _step(positions: Tensor, table: Tensor, query_heads: int, key_heads: int, name: Any) -> pages.RopePagesArgs:
     """Where a layer's keys and values go in this step."""
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(name))
     keys = values = None
     if slots is not None:
-        known = getattr(layer, "anybit_pages", None)
-        if known is None or known[0] is not cache:  # [pages, heads, tokens, keys | values]
-            known = layer.anybit_pages = (cache, *cache.transpose(1, 2).split(layer.head_size, dim=-1))
-        _, keys, values = known
+        keys, values = pages_of(layer, cache)
     return pages.RopePagesArgs(table, positions, keys, values, slots, query_heads, key_heads)
 
 

@@ -1,0 +1,281 @@
+"""Decode steps of vLLM's FlashAttention on anybit's kernel: which batches it gets, and with what. The op is a fake."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
+
+from vllm.config import CUDAGraphMode, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from anybit.attention import attend
+from anybit.errors import OptionError
+from anybit.integrations.vllm import decode, kv_cache, rotary
+from anybit.integrations.vllm.config import AnyBitConfig
+from anybit.ops.kv import Masks
+
+pytestmark = pytest.mark.usefixtures("vllm_config")
+HEADS, KV_HEADS, DIM, PAGE, CAPACITY = 4, 2, 64, 16, 96
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The engine's configuration, of a model that anybit quantized."""
+    kv_cache.install()
+    for name in ("flash_attn_supports_sinks", "flash_attn_supports_quant_query_input"):  # which no CPU has
+        monkeypatch.setattr(f"{FlashAttentionImpl.__module__}.{name}", lambda *_: True, raising=False)
+    found = get_current_vllm_config()
+    model = SimpleNamespace(dtype=torch.float16, max_model_len=CAPACITY, is_mm_prefix_lm=False)
+    monkeypatch.setattr(found, "model_config", model)
+    monkeypatch.setattr(found, "quant_config", AnyBitConfig("w4a16g128"))
+    return found
+
+
+def layer_of(prefix: str = "m.0.attn", **words: Any) -> Any:
+    """An attention layer as vLLM makes it on a GPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        given = {"attn_backend": FlashAttentionBackend, **words}
+        return Attention(HEADS, DIM, DIM**-0.5, num_kv_heads=KV_HEADS, prefix=prefix, **given)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def batch_of(lengths: list[int], queries: int = 1, **words: Any) -> Any:
+    """A step's metadata as both vLLMs name its parts; a page of each request's, in turn."""
+    pages = -(-CAPACITY // PAGE)
+    table = torch.randperm(len(lengths) * pages, generator=torch.Generator().manual_seed(0)).view(-1, pages)
+    given = {
+        "num_actual_tokens": len(lengths) * queries, "max_query_len": queries, "max_seq_len": max(lengths),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32), "block_table": table.int(), "causal": True,
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **words})
+
+
+def built(metadata: Any, layers: list[Any], monkeypatch: pytest.MonkeyPatch, prefix: int = 0) -> Any:
+    """What a builder of these layers makes of a step."""
+    builder: Any = decode.DecodeBuilder.__new__(decode.DecodeBuilder)
+    builder.taken, builder.scheduled = True, True
+    builder.windows = {layer.impl.sliding_window for layer in layers}
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder, "build", lambda self, common, m, fast: setattr(m, "fast", fast) or m
+    )
+    return builder.build(prefix, metadata)
+
+
+def reference(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, masks: Masks, *, out: Tensor,
+    capacity: int, overlaps: bool,
+) -> None:  # fmt: skip
+    """What the op does."""
+    for i, length in enumerate(lengths.tolist()[: len(q)]):
+        pages = table[i].tolist()
+        k, v = (x[pages].flatten(0, 1)[:length].transpose(0, 1).float() for x in (keys, values))
+        out[i] = attend(q[i : i + 1].float(), k, v, masks)[0][0].to(out.dtype) if length else 0
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Who attended, and with what."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def ours(*args: Any, **kw: Any) -> None:
+        found.append(("anybit", kw))
+        reference(*args, **kw)
+
+    monkeypatch.setattr(decode.kv_plain, "decode", ours)
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *given: found.append(("vLLM", {})) or given[6])
+    return found
+
+
+def attended(layer: Any, metadata: Any, tokens: int, **words: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A forward pass of a layer: (queries, its cache, what came out)."""
+    torch.manual_seed(1)
+    pages = 64 if metadata is None else metadata.block_table.numel()
+    cache = torch.randn(pages, KV_HEADS, PAGE, 2 * DIM, dtype=torch.float16)
+    q, out = torch.randn(tokens, HEADS, DIM, dtype=torch.float16), torch.full((tokens, HEADS, DIM), 7.0).half()
+    assert layer.impl.forward(layer, q, q, q, cache, metadata, out, **words) is out
+    return q, cache, out
+
+
+@pytest.mark.parametrize(
+    ("words", "masks"),
+    [
+        ({}, Masks(DIM**-0.5)),
+        ({"per_layer_sliding_window": 20}, Masks(DIM**-0.5, window=20)),
+        ({"logits_soft_cap": 5.0}, Masks(DIM**-0.5, softcap=5.0)),
+        ({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, Masks(DIM**-0.5, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))),
+    ],
+    ids=["plain", "window", "softcap", "sinks"],
+)
+def test_a_decode_step_is_attended_over_vllms_pages(
+    words: dict[str, Any], masks: Masks, config: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+):
+    layer = layer_of(**words)
+    assert layer.attn_backend is decode.DecodeBackend and layer.attn_backend.get_name() == "FLASH_ATTN"
+    assert type(layer.impl) is decode.DecodeImpl and isinstance(layer.impl, FlashAttentionImpl)
+    metadata = built(batch_of([5, 96, 17, 0]), [layer], monkeypatch)  # the last row is padding
+    q, cache, out = attended(layer, metadata, 6)  # more rows than requests, as without a graph
+    assert [who for who, _ in calls] == ["anybit"]
+    assert calls[0][1]["capacity"] == CAPACITY and calls[0][1]["overlaps"] is False
+    for i, length in enumerate([5, 96, 17]):
+        tokens = cache[metadata.block_table[i]].transpose(0, 1).flatten(1, 2)[:, :length].float()
+        expected = attend(q[i : i + 1].float(), *tokens.split(DIM, -1), masks)[0][0]
+        torch.testing.assert_close(out[i].float(), expected, atol=2e-3, rtol=0)
+    assert not out[3].any() and (out[4:] == 7).all()
+
+
+def test_tokens_that_anybit_stores_may_be_waited_for_inside_the_kernel(
+    config: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+):
+    layer = layer_of()
+    monkeypatch.setattr(rotary, "_take_frequencies_of_a_cpu", lambda _: None)
+    rotary.replace_forward(SimpleNamespace(attn=layer, rotary_emb=None), rotary.Heads(HEADS, KV_HEADS, DIM, True))
+    attended(layer, built(batch_of([9]), [layer], monkeypatch), 1)
+    assert calls[0][1]["overlaps"] is True
+
+
+@pytest.mark.parametrize(
+    ("changed", "prefix"),
+    [
+        ({"queries": 2}, 0),
+        ({}, 16),
+        ({"use_cascade": True}, 0),
+        ({"causal": False}, 0),
+        ({"causal": torch.ones(2, dtype=torch.int32)}, 0),
+        ({"mm_prefix_range_tensor": torch.zeros(2, 1, 2)}, 0),
+        ({"mm_prefix_query_range_tensor": torch.zeros(2, 2)}, 0),
+        ({"rswa_prefix_lens": torch.zeros(2)}, 0),
+        ({"sliding_window": (9, 0)}, 0),
+        ({"num_actual_tokens": 3}, 0),
+        ({"num_actual_tokens": 0}, 0),
+    ],
+)
+def test_other_batches_are_flash_attentions(
+    changed: dict[str, Any], prefix: int, config: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+):
+    layer = layer_of()
+    attended(layer, built(batch_of([5, 20], **changed), [layer], monkeypatch, prefix), 4)
+    attended(layer, None, 4)  # vLLM measures memory
+    attended(layer, batch_of([5, 20]), 2)  # of another builder
+    attended(layer, built(batch_of([5, 20]), [layer], monkeypatch), 2, output_scale=torch.ones(1))
+    assert [who for who, _ in calls] == ["vLLM"] * 4
+
+
+def test_a_group_of_layers_with_windows_and_without_is_told_apart(
+    config: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+):
+    layers = [layer_of("m.0.attn", per_layer_sliding_window=20), layer_of("m.1.attn")]
+    assert not built(batch_of([5]), layers, monkeypatch).anybit
+    assert built(batch_of([5], sliding_window=(19, 0)), layers[:1], monkeypatch).anybit
+    assert not built(batch_of([5], sliding_window=(-1, -1)), layers[:1], monkeypatch).anybit
+
+
+def test_flash_attentions_schedule_is_made_for_what_it_attends(config: Any, monkeypatch: pytest.MonkeyPatch):
+    layer = layer_of()
+    assert built(batch_of([5]), [layer], monkeypatch).fast
+    assert not built(batch_of([5], queries=2), [layer], monkeypatch).fast
+    assert not built(batch_of([5]), [layer], monkeypatch, prefix=16).fast
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"attn_type": "encoder_only"}, {"attn_type": "encoder_decoder"}, {"kv_sharing_target_layer_name": "m.0.attn"},
+        {"head_size_v": 32},
+    ],
+    ids=lambda words: next(iter(words)),
+)  # fmt: skip
+def test_layers_of_another_kind_stay_vllms(words: dict[str, Any], config: Any):
+    layer_of()
+    layer = layer_of("m.1.attn", **words)
+    assert layer.attn_backend is FlashAttentionBackend and type(layer.impl) is FlashAttentionImpl
+
+
+@pytest.mark.parametrize("option", [{"anybit_attention": False}, "not a dictionary", {}])
+def test_an_option_switches_it_off(option: Any, config: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(config, "additional_config", option)
+    taken = layer_of().attn_backend is decode.DecodeBackend
+    assert taken == (option != {"anybit_attention": False})
+
+
+def test_a_model_that_anybit_did_not_quantize_keeps_vllms(config: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(config, "quant_config", None)
+    assert layer_of().attn_backend is FlashAttentionBackend
+
+
+def test_an_option_that_says_neither_yes_nor_no_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(config, "additional_config", {"anybit_attention": "off"})
+    with pytest.raises(OptionError, match="anybit_attention of --additional-config is 'off', and must be true"):
+        layer_of()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"impl": {"batch_invariant_enabled": True}}, "VLLM_BATCH_INVARIANT"),
+        ({"speculative_config": object()}, "drafts"),
+        ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "context parallelism"),
+        ({"mode": CUDAGraphMode.FULL}, "mixed batches"),
+        ({"mode": CUDAGraphMode.FULL_DECODE_ONLY}, None),
+        ({"mode": CUDAGraphMode.NONE}, None),
+        ({"impl": {"alibi_slopes": torch.ones(HEADS)}}, "ALiBi"),
+    ],
+)
+def test_what_keeps_it_vllms(changed: dict[str, Any], reason: str | None):
+    impl = SimpleNamespace(**{"batch_invariant_enabled": False, "alibi_slopes": None, **changed.pop("impl", {})})
+    mode = changed.pop("mode", CUDAGraphMode.FULL_AND_PIECEWISE)
+    engine: dict[str, Any] = {"speculative_config": None, "parallel_config": SimpleNamespace()}
+    engine |= {"compilation_config": SimpleNamespace(cudagraph_mode=mode), **changed}
+    found = decode.why_not(SimpleNamespace(**engine), [impl])
+    assert found is None if reason is None else found is not None and reason in found
+
+
+@pytest.mark.parametrize("reason", [None, "heads have 48 channels"])
+def test_kernels_are_compiled_when_a_model_is_loaded(
+    reason: str | None, config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    asked: list[Any] = []
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(decode.Device, "of", lambda _: "a device")
+    monkeypatch.setattr(decode.torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(decode.kv_plain, "why_not", lambda *given: reason)
+    monkeypatch.setattr(decode.kv_plain, "kernels_for", lambda *given: asked.append(given) or [given[5].window])
+    ready = SimpleNamespace(kernels=2, compiled=2, seconds=0.1, refused=["no compiler"])
+    monkeypatch.setattr(decode, "make_ready", lambda kernels, _: asked.append(kernels) or ready)
+    layers = [layer_of("m.0.attn", per_layer_sliding_window=20), *(layer_of(f"m.{i}.attn") for i in (1, 2))]
+    monkeypatch.setattr(logging.getLogger("vllm.anybit"), "propagate", True)
+    with caplog.at_level(logging.INFO, "vllm.anybit"):
+        names = [layer.layer_name for layer in layers]
+        builder: Any = decode.DecodeBuilder(SimpleNamespace(block_size=PAGE), names, config, torch.device("cuda"))
+    assert builder.taken == (reason is None)
+    if reason is not None:
+        assert f"decode attention stays vLLM's: {reason}" in caplog.text
+        return
+    sequences = config.scheduler_config.max_num_seqs
+    whole = (PAGE, HEADS, KV_HEADS, DIM, torch.float16)
+    assert [(*one[:5], *one[6:]) for one in asked[:2]] == [(*whole, CAPACITY, sequences, "a device")] * 2
+    assert sorted(asked[2], key=str) == [20, None] and len(asked) == 3  # layers that are alike once
+    assert "decode attention of 3 layers is anybit's" in caplog.text and '"anybit_attention": false' in caplog.text
+    assert "no compiler" in caplog.text
+
+
+def test_without_a_gpu_it_stays_vllms(config: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", lambda self, *_: None)
+    layer = layer_of()
+    builder: Any = decode.DecodeBuilder(
+        SimpleNamespace(block_size=PAGE), [layer.layer_name], config, torch.device("cpu")
+    )
+    assert not builder.taken
