@@ -5,8 +5,8 @@
 
 In 16 bits sums in another order let answers part where two tokens are nearly alike. So each answer is compared with
 what generate gives in several ways: as a model is loaded, fused (vLLM's layers run the same kernels then), and with
-vLLM's attention in it, which leaves nothing that differs. How far below generate's largest logit a token of vLLM is,
-after the same tokens, tells rounding from an error.
+the attention of vLLM's layers in it (FlashAttention for prompts), which leaves nothing that differs. How far below
+generate's largest logit a token of vLLM is, after the same tokens, tells rounding from an error.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serving import HEAD, engine
 
-NEW = 32
+NEW, CONTEXT = 32, 512
 TEXTS = (
     "The capital of France is", "Photosynthesis is", "Write a short poem about the sea:", "2, 4, 6, 8,",
     "A recipe for bread needs", "In 1969", "The largest planet of the solar system", "def fibonacci(n):",
@@ -52,8 +52,11 @@ def attend_as_vllm(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, page: int = 16,
     **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """FlashAttention as vLLM calls it for one request, over pages of so many tokens: q [1, heads, tokens, dim]."""
+    """A request's attention as it is in vLLM, over pages of so many tokens: q [1, heads, tokens, dim]."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    from anybit.ops import kv_plain
+    from anybit.ops.kv import Masks
 
     q, seen = query[0].transpose(0, 1).contiguous(), key.shape[2]
     pages = [
@@ -63,12 +66,15 @@ def attend_as_vllm(
         for x in (key, value)
     ]
     table = torch.arange(len(pages[0]), dtype=torch.int32, device=q.device)[None]
-    out = torch.empty_like(q)
+    out, lengths = torch.empty_like(q), torch.tensor([seen], dtype=torch.int32, device=q.device)
+    if len(q) == 1:  # a step
+        kv_plain.decode(q, *pages, table, lengths, Masks(scaling), out=out, capacity=CONTEXT, overlaps=False)
+        return out[None], None
     flash_attn_varlen_func(
         q, *pages, max_seqlen_q=len(q), max_seqlen_k=seen, softmax_scale=scaling, causal=True, block_table=table,
         out=out,
         cu_seqlens_q=torch.tensor([0, len(q)], dtype=torch.int32, device=q.device),
-        seqused_k=torch.tensor([seen], dtype=torch.int32, device=q.device),
+        seqused_k=lengths,
         fa_version=get_flash_attn_version(head_size=q.shape[-1]),
     )  # fmt: skip
     return out[None], None
@@ -196,7 +202,7 @@ def main() -> None:
         if how != "generate":
             here.compare(f"{args.mode}, {how}", found, {"generate": expected["generate"]})
     settings: dict[str, Any] = {
-        "load_format": "auto", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+        "load_format": "auto", "max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 512,
         "dtype": args.dtype, "gpu_memory_utilization": args.memory, "enforce_eager": args.eager,
         **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}), **args.engine,
     }  # fmt: skip

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving_check import NEW, Answers, Generated, prompts_of
+from serving_check import CONTEXT, NEW, Answers, Generated, prompts_of
 
 KINDS = {"one": {}, "tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
 
@@ -61,7 +61,7 @@ def answer(folder: Path, found: Path, **options: Any) -> None:
 
     begin, prompts = time.time(), prompts_of(folder)
     settings = {
-        "dtype": "float16", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+        "dtype": "float16", "max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 512,
         "enable_prefix_caching": False, "enforce_eager": True, "distributed_executor_backend": "mp",
         "disable_log_stats": True, "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 256 << 20,
     }  # fmt: skip
