@@ -9,7 +9,7 @@ import emulate
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.attention import decode as kernels
-from anybit.ops import kv_plain
+from anybit.ops import kv, kv_plain
 from cases_plain import CASES, TOLERANCE, Case, Pool
 
 pytestmark = pytest.mark.emulate
@@ -86,3 +86,20 @@ def test_what_it_does_not_read_is_refused_by_name():
     assert "72 channels" in kv_plain.why_not(*shape, 72, torch.float16, *rest)
     assert "float32" in kv_plain.why_not(*shape, 128, torch.float32, *rest)
     assert kv_plain.why_not(*shape, 128, torch.float16, *rest) is None
+
+
+def test_launches_of_one_capture_share_a_workspace(monkeypatch: pytest.MonkeyPatch):
+    now = [0, 0]
+    monkeypatch.setattr(kv, "_stream", lambda _: tuple(now))
+    monkeypatch.setattr(kv, "_spaces", {})
+
+    def space(stream: int, capture: int) -> int:
+        now[:] = stream, capture
+        return kv.workspace(torch.device("cpu"), 8, 4, 2)[2].data_ptr()
+
+    eager = space(1, 0)
+    first, second = space(2, 71), space(2, 71)
+    assert first == second != eager
+    kept = kv._spaces.copy()  # or what is freed comes back at its place
+    assert space(2, 72) not in (eager, first) and space(3, 72) != space(2, 72) and space(1, 0) == eager
+    assert len(kept) == 2

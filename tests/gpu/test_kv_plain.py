@@ -7,7 +7,7 @@ import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.ops import kv_plain
+from anybit.ops import kv, kv_plain
 from cases_plain import CASES, TOLERANCE, Case, Pool, attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -74,3 +74,24 @@ def test_one_graph_while_sequences_grow():
         pool.out.fill_(torch.nan)
         graph.replay()
         assert pool.error() < TOLERANCE[False]
+
+
+def test_layers_of_one_graph_share_a_workspace(monkeypatch: pytest.MonkeyPatch):
+    """Captured on another stream than it was warmed up on, as vLLM does; counters are zeroed once a replay."""
+    case, plain, spaces = LARGE[2], kv.workspace, []
+    pools = [Pool(case, seed=i, device="cuda") for i in range(4)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        attend(case, pools[0])
+    torch.cuda.synchronize()
+    monkeypatch.setattr(kv, "workspace", lambda *given: spaces.append(plain(*given)) or spaces[-1])
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            for pool in pools:
+                attend(case, pool)
+    assert all(len({id(space) for space in spaces[i : i + 4]}) == 1 for i in (0, 4)) and spaces[0] is not spaces[4]
+    for graph in graphs * 3:
+        for pool in pools:
+            pool.out.fill_(torch.nan)
+        graph.replay()
+        assert max(pool.error() for pool in pools) < TOLERANCE[case.bf16]

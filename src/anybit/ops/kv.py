@@ -20,6 +20,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
+from anybit.jit.driver import capture_of
 from anybit.kernels.attention import decode as kernels
 from anybit.kernels.attention import kv_page, kv_quantize
 from anybit.kernels.attention.decode import MOST_QUERIES as MOST_QUERIES
@@ -332,25 +333,37 @@ def log2_of(values: Tensor, like: Tensor) -> Tensor:
     return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
 
 
-_spaces: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+Space = tuple[Tensor, Tensor, Tensor, Tensor]
+_spaces: dict[tuple[object, ...], tuple[int, Space]] = {}
 
 
-def workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Workspace that blocks share: kept for each stream and size, so that its addresses stay fixed."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, partial, states, arrivals)
-    if key in _spaces:
-        return _spaces[key]
+def workspace(device: torch.device, partial: int, states: int, arrivals: int) -> Space:
+    """Workspace that blocks share: kept for each stream and size, so that its addresses stay fixed.
+
+    Launches of one graph capture share one of their own, which replays of that graph zero once: vLLM captures on
+    another stream than it warms up on.
+    """
+    stream, capture = _stream(device)
+    key = (device, stream, bool(capture), partial, states, arrivals)
+    known = _spaces.get(key)
+    if known is not None and known[0] == capture:
+        return known[1]
     space = (
         torch.empty(partial, dtype=torch.float32, device=device),
         torch.empty(states, dtype=torch.float32, device=device),
         torch.zeros(arrivals, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
-    # What a graph capture allocates is zeroed by the graph's replays, not now: it belongs to that graph alone.
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _spaces[key] = space
+    _spaces[key] = capture, space
     return space
+
+
+def _stream(device: torch.device) -> tuple[int, int]:
+    """A device's current stream, and the number of the graph capture that it takes part in; 0 where there is none."""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return stream, capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
 
 
 # -------- ops
