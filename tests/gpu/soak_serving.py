@@ -24,8 +24,8 @@ from anybit.quantization.methods.registry import quantize_folder  # noqa: E402
 
 CONTEXT = cases.CONTEXT
 TIE = 0.03
-"""Logarithms of probabilities no further apart than this are the same to float16: those of the two likeliest tokens move
-by 0.016 at most beside float32 (by 0.12 in bfloat16), in each of the two answers that are compared."""
+"""Logarithms of probabilities no further apart than this are the same to float16: those of the two likeliest tokens
+move by 0.016 at most beside float32 (by 0.12 in bfloat16), in each of the two answers that are compared."""
 Answer = tuple[list[int], list[dict[str, float]]]
 """Tokens, and for each the likeliest ones with the logarithms of their probabilities, where they were asked for."""
 
