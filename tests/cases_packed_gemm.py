@@ -212,6 +212,25 @@ def tiny_cases() -> list[Case]:
     ]
 
 
+def silu_cases() -> list[Case]:
+    """Products that end with SiLU: each way in which sums become outputs, tokens and rows that do not fill tiles."""
+    w4, w3 = WeightFormat(4), WeightFormat(3, "asym", 64)
+    chosen = [
+        (37, 208, 256, w4, INT8, torch.float16, (32, 2, 1, 1, 1)),
+        (70, 112, 384, WeightFormat(4, "asym"), INT8, torch.bfloat16, (48, 1, 1, 1, 1)),
+        (20, 64, 256, w3, A16, torch.float16, (24, 1, 1, 1, 1)),
+        (130, 272, 128, w4, INT8, torch.float16, (128, 4, 1, 1, 1)),
+        (20, 128, 256, w4, INT8, torch.float16, (32, 1, 1, 1, 2)),  # neighbours load x for each other
+        (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
+        (20, 80, 640, WeightFormat(4, "sym", 128), A16, torch.bfloat16, (32, 2, 1, 3, 1)),  # sums of blocks
+        (20, 64, 256, w4, INT8, torch.float16, (32, 1, 2, 1, 1)),  # of warpgroups
+        (45, 64, 1152, w3, A16, torch.float16, (48, 1, 2, 2, 1)),  # of both
+        (13, 208, 512, w4, INT8, torch.float16, (16, 2, 1, 1, 1, None, True)),  # of two blocks that halve a row tile
+        (20, 64, 520, WeightFormat(2), A16, torch.float16, (16, 2, 1, 1, 2, *_DIRECT, 2)),
+    ]
+    return [Case(LinearProblem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+
+
 def _sparse(bits: int, code: str = "sym", group: int | None = 128) -> WeightFormat:
     return WeightFormat(bits, code, group, True)  # type: ignore[arg-type]
 

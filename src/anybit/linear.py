@@ -278,7 +278,7 @@ class QuantLinear(nn.Module):
         """
         if self._prepared is None:
             self.prepare()
-        if not (self._codes_first(x) or (residual is not None and self._norms_first(x))):
+        if not (self._codes_first(x) or (residual is not None and self._norms_first(x, silu))):
             normed, total = (rms_norm(x, gamma, epsilon), x) if residual is None else (
                 add_rms_norm(x, residual, gamma, epsilon)
             )  # fmt: skip
@@ -325,12 +325,12 @@ class QuantLinear(nn.Module):
         coded = self.scheme.activations.quantized and ops.backends[self._prepared.spec.backend].codes
         return plain and coded and x.is_cuda
 
-    def _norms_first(self, x: Tensor) -> bool:
-        """Whether the kernel that multiplies this layer's input may norm it too."""
+    def _norms_first(self, x: Tensor, silu: bool = False) -> bool:
+        """Whether the kernel that multiplies this layer's input may norm it too, or end with SiLU."""
         assert self._prepared is not None
         plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
         most = 0 if self.scheme.activations.quantized else ops.backends[self._prepared.spec.backend].norm_tokens
-        return plain and x.is_cuda and x.numel() <= most * self.in_features
+        return plain and x.is_cuda and (silu or x.numel() <= most * self.in_features)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Moving or casting the module: the saved layout moves, and is prepared anew for the new device.

@@ -45,10 +45,21 @@ CASES = [
 
 @pytest.mark.parametrize(("weights", "activations", "dtype", "cut"), CASES, ids=str)
 def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
-    problem = LinearProblem(cut[0], 28672, 4096, weights, activations, dtype)
-    config = sm90_packed_gemm.config_for(problem, *cut)
+    check(LinearProblem(cut[0], 28672, 4096, weights, activations, dtype), cut, tmp_path)
+
+
+@pytest.mark.parametrize(("text", "cut"), [
+    ("w4a8", (128, 4)), ("w4a8", (128, 3)), ("w4a8", (192, 2)), ("w4a8", (64, 4)), ("w4a16g128", (256, 2)),
+])  # fmt: skip
+def test_ends_with_silu(text: str, cut: tuple[int, int], tmp_path: Path) -> None:
+    scheme = Scheme.parse(text)
+    check(LinearProblem(cut[0], 28672, 4096, scheme.weights, scheme.activations), cut, tmp_path, silu=True)
+
+
+def check(problem: LinearProblem, cut: tuple[int, ...], tmp_path: Path, silu: bool = False) -> None:
+    weights, config = problem.weights, sm90_packed_gemm.config_for(problem, *cut)
     assert sm90_packed_gemm.why_not(problem, config) is None
-    compiled = jit.compile(sm90_packed_gemm.kernel(config), "sm_90a")
+    compiled = jit.compile(sm90_packed_gemm.kernel(config, silu), "sm_90a")
     assert compiled.spill_bytes == 0
     code = disassembly(compiled.cubin, tmp_path)
     instruction = INSTRUCTION[problem.operand.name].format(

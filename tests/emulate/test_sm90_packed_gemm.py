@@ -8,13 +8,14 @@ import torch
 
 import emulate
 from anybit.jit.source import KERNELS
+from anybit.kernels.elementwise import norm_act
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_tiles import prepare
 from anybit.reference import quantize_activations
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed_gemm import A16, INT8, Case, tiny_cases
+from cases_packed_gemm import A16, INT8, Case, silu_cases, tiny_cases
 
 pytestmark = pytest.mark.emulate
 _SPARSE = WeightFormat(4, "asym", 64, True)
@@ -22,6 +23,14 @@ _SPARSE = WeightFormat(4, "asym", 64, True)
 
 def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Path | None = None) -> float:
     """The mean error of a product, relative to its mean size; `header` stands in for sm90_packed_gemm.cuh."""
+    y, exact = made(case, config, seed, header=header)
+    return float((y.double() - exact).abs().mean() / exact.abs().mean())
+
+
+def made(
+    case: Case, config: sm90_packed_gemm.Config, seed: int, silu: bool = False, header: Path | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel writes, and the exact product."""
     p = case.problem
     weight = random_weight(p.n, p.k, p.weights)
     x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(1)).to(p.dtype)
@@ -35,7 +44,7 @@ def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Pat
             x_sum = operand.sum(1, dtype=torch.int32)
     exact = values @ weight.dequantize(torch.float64).T + bias.double()
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")
-    y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
+    y = torch.full((p.m, p.n // (1 + silu)), torch.nan, dtype=p.dtype)
     pitch = -(-p.k // 16) * 16
     if p.k < pitch:  # rows that start on 16 bytes, and no number between them
         wide = torch.full((p.m, pitch), 127 if operand.dtype == torch.int8 else torch.nan, dtype=operand.dtype)
@@ -45,7 +54,7 @@ def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Pat
     tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
     params = sm90_packed_gemm.params(p, config, None, packed, y, bias, x_scale, x_sum)
     stored = {"y_map": emulate.Box(y, 64, config.tile_m)} if config.tensor_store else {}
-    kernel = sm90_packed_gemm.kernel(config)
+    kernel = sm90_packed_gemm.kernel(config, silu)
     emulate.run(
         replace(kernel, header=str(header)) if header else kernel,
         replace(params, x=box, x_tail=tail, **stored),
@@ -53,7 +62,7 @@ def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Pat
         seed=seed,
         dependent=("x", "x_tail", "x_scale", "y", "y_map"),
     )
-    return float((y.double() - exact).abs().mean() / exact.abs().mean())
+    return y, exact
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=str)
@@ -64,6 +73,21 @@ def test_product(case: Case) -> None:
     assert sm90_packed_gemm.why_not(case.problem, config) is None
     for seed in range(2):
         assert emulated(case, config, seed) < (1e-3 if case.problem.dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.parametrize("case", silu_cases(), ids=str)
+def test_ends_with_silu(case: Case) -> None:
+    """What the kernel for SiLU makes of the plain product, bit for bit."""
+    config, p = replace(case.config, stages=2 * case.config.split_k_warpgroups, prologue_stages=0), case.problem
+    assert sm90_packed_gemm.why_not(p, config) is None
+    plain, exact = made(case, config, 1)
+    assert float((plain.double() - exact).abs().mean() / exact.abs().mean()) < 8e-3
+    wanted = torch.empty(p.m, p.n // 2, dtype=p.dtype)
+    how = norm_act.silu_config(norm_act.Problem(p.m, p.n // 2, p.dtype, True), True)
+    given = norm_act.Params(plain, None, None, None, wanted, p.n, 0, p.n // 2, 0.0)
+    emulate.run(norm_act.kernel("silu_mul", how), given, (p.m, -(-p.n // (16 * how.threads)), 1), dependent=("x",))
+    for seed in range(2):
+        assert torch.equal(made(case, config, seed, silu=True)[0], wanted)
 
 
 @pytest.mark.parametrize("block_tiles", [0, 3])

@@ -9,6 +9,7 @@ import emulate
 from anybit.device import Device
 from anybit.kernels.gemm import packed_problem, packed_tiles, sm90_packed_skinny
 from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.ops.elementwise import _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
@@ -53,6 +54,22 @@ def run(
 )
 def test_widths(bits: int, dtype: torch.dtype) -> None:
     run(WeightFormat(bits, "sym", 128), 3, 64, 384, dtype, seed=bits)
+
+
+@pytest.mark.parametrize(("m", "n", "dtype"), [(1, 208, torch.int8), (4, 48, torch.int8), (3, 112, torch.bfloat16)])
+def test_ends_with_silu(m: int, n: int, dtype: torch.dtype) -> None:
+    """What the plain product's rows, eight and eight in turn, become; rows of a block that ends in a tile."""
+    case = product(WeightFormat(4), m, n, 384, dtype, bias=True, seed=n)
+    problem = packed_problem.problem_of(case.packed, m, dtype, case.output, HOPPER)
+    config, made = sm90_packed_skinny.default(problem), []
+    for silu in (False, True):
+        y = torch.full((m, n // (1 + silu)), torch.nan, dtype=case.output)
+        params = packed_problem.arguments(case.packed, case.x, y, case.x_scale, case.bias)
+        kernel = sm90_packed_skinny.kernel(config, silu)
+        emulate.run(kernel, params, sm90_packed_skinny.grid(problem, config), dependent=("x", "y", "x_scale"))
+        made.append(y)
+    wanted = _silu_mul_cpu(made[0], paired=True)
+    torch.testing.assert_close(made[1], wanted, rtol=2e-3 if case.output == torch.float16 else 2e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])

@@ -121,11 +121,13 @@ def test_products_that_norm_their_activations(dtype, m, n, k):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 28672, 4096), (2, 3072, 576), (1, 1040, 512), (3, 512, 1024), (40, 512, 512)]
+    ("m", "n", "k"),
+    [(1, 28672, 4096), (2, 3072, 576), (1, 1040, 512), (3, 512, 1024), (40, 512, 512), (300, 1040, 512)],
 )
-def test_products_that_end_with_silu(dtype, m, n, k):
+@pytest.mark.parametrize("text", ["w4a16g128", "w4a8", "w4a8fp"])
+def test_products_that_end_with_silu(dtype, m, n, k, text):
     """Bit for bit what the product, and then SiLU of its rows in turns of eight, make."""
-    scheme = Scheme.parse("w4a16g128")
+    scheme = Scheme.parse(text)
     weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
     layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
     x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))

@@ -15,16 +15,25 @@ from anybit.kernels.elementwise.quantize_activations import pitch
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_tiles import prepare
+from anybit.ops.elementwise import silu_mul
 from anybit.packing import QuantizedWeight
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
-from cases_packed_gemm import A16, FP8, INT8, Case, cut_of, gpu_cases
+from cases_packed_gemm import A16, FP8, INT8, Case, cut_of, gpu_cases, silu_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 CASES = gpu_cases(1 if os.environ.get("ANYBIT_EXHAUSTIVE") else 7)
+SILU = [
+    *silu_cases(),
+    *(
+        Case(problem, cut_of(sm90_packed_gemm.default(problem)))
+        for m in (16, 128, 200, 512, 1000, 4096)
+        for problem in (LinearProblem(m, 28672, 1024, WeightFormat(4), INT8),)
+    ),
+]
 
 
 def operands(case: Case, seed: int = 0):
@@ -50,12 +59,12 @@ def spaced(x: torch.Tensor) -> torch.Tensor:
     return room[:, :columns]
 
 
-def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
+def product(case: Case, packed, x, x_scale, bias=None, silu=False) -> torch.Tensor:
     p = case.problem
-    y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype, device="cuda")
+    y = torch.full((p.m, p.n // (1 + silu)), torch.nan, dtype=p.dtype, device="cuda")
     x_sum = x.sum(1, dtype=torch.int32) if x.dtype == torch.int8 else None
     sm90_packed_gemm.launch(
-        sm90_packed_gemm.kernel(case.config),
+        sm90_packed_gemm.kernel(case.config, silu),
         sm90_packed_gemm.params(p, case.config, x, packed, y, bias, x_scale, x_sum),
         sm90_packed_gemm.grid(p, case.config),
         pdl=True,
@@ -68,7 +77,8 @@ def compiled(request: pytest.FixtureRequest) -> None:
     """All kernels of the selected cases at once: compilation takes the time, and it runs in threads."""
     importlib.import_module("cuda.core")  # before the threads race for it
     selected = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
-    kernels = {sm90_packed_gemm.kernel(case.config) for case in CASES if case in selected}
+    kernels = {sm90_packed_gemm.kernel(case.config) for case in (*CASES, *SILU) if case in selected}
+    kernels |= {sm90_packed_gemm.kernel(case.config, True) for case in SILU if case in selected}
     with ThreadPoolExecutor() as pool:
         for result in pool.map(lambda kernel: jit.cached(kernel, "sm_90a"), kernels):
             assert result.spill_bytes == 0
@@ -84,6 +94,17 @@ def test_product(case: Case) -> None:
     error = (y.double() - exact - bias.double()).abs().mean() / exact.abs().mean()
     assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)
     assert torch.equal(y, product(case, packed, x, x_scale, bias)), "a second run gave other bits"
+
+
+@pytest.mark.parametrize("case", SILU, ids=str)
+def test_ends_with_silu(case: Case) -> None:
+    """What SiLU's own kernel makes of the product, bit for bit."""
+    weight, x, x_scale, _ = operands(case)
+    packed = prepare(weight, "a8" if case.problem.activations.quantized else "a16")
+    bias = torch.randn(case.problem.n, device="cuda").to(case.problem.dtype)
+    wanted = silu_mul(product(case, packed, x, x_scale, bias), paired=True)
+    for _ in range(3):
+        assert torch.equal(product(case, packed, x, x_scale, bias, silu=True), wanted)
 
 
 def test_integer_sums_are_exact() -> None:

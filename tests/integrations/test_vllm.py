@@ -373,6 +373,8 @@ def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[
         ("w4a16g32", False, False, ["norm_linear", "silu_linear"]),
         ("w4a8", False, False, ["norm_linear", "silu_linear"]),
         ("w4a8", False, True, ["norm_linear", "silu_linear"]),
+        ("w4a8", True, False, ["norm_linear", "linear"]),
+        ("w4a8", True, True, ["norm_linear", "hadamard_linear"]),
     ],
 )
 def test_norms_and_silu_become_part_of_products(scheme: str, paired: bool, rotated: bool, calls: list[str]) -> None:

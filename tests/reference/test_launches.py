@@ -214,9 +214,13 @@ def test_products_whose_inputs_are_made_while_they_are_coded(
             for x in inputs(m, torch.float16):
                 gamma, text = torch.ones(K).half(), str(spec)
                 for residual in (None, torch.randn(x.shape).half()):
-                    y, total = fused._norm_linear(x, residual, gamma, 1e-5, tensors, None, text, rotated=rotated)
-                    assert y.shape == (*x.shape[:-1], N)
-                    assert total.shape == x.shape and total.is_contiguous() and total.data_ptr() != x.data_ptr()
+                    for silu in (False, True):
+                        how = tensors, None, text, silu, rotated
+                        y, total = fused._norm_linear(x, residual, gamma, 1e-5, *how)
+                        assert y.shape == (*x.shape[:-1], N // (1 + silu))
+                        assert total.shape == x.shape and total.is_contiguous() and total.data_ptr() != x.data_ptr()
+                        in_product = silu and launches.device.arch == "sm_90a"
+                        assert name != "packed" or in_product <= launches.kernels[-1].endswith("_silu") <= silu
                 assert fused._hadamard_linear(x, tensors, None, text).shape == (*x.shape[:-1], N)
                 both = torch.cat((x, x), -1)
                 assert fused._silu_linear(both, tensors, None, text, rotated).shape == (*x.shape[:-1], N)

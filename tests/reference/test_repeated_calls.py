@@ -164,6 +164,7 @@ def test_fused_and_small_calls_launch_the_same_again(
         x, residual, gated, qkv = (torch.randn(m, size).half() for size in (K, K, 2 * K, 8 * 64))
         weight = layer.tensors, None, layer.spec_text
         yield fused._norm_linear(x, residual, gamma, 1e-5, *weight), (x, residual, gamma)
+        yield fused._norm_linear(x, residual, gamma, 1e-5, *weight, silu=True), (x, residual, gamma)
         yield fused._silu_linear(gated, *weight), (gated,)
         yield elementwise._add_rms_norm_cuda(x, residual, gamma, 1e-6), (x, residual, gamma)
         yield elementwise._silu_mul_cuda(gated, True), (gated,)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from anybit import ops
 from anybit.errors import LayerError
 from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache
@@ -57,11 +58,12 @@ class FusedLayer(nn.Module):
         self.channels = paired_channels(*heads) if plain else None
         self.qkv = _joined(projections, self.channels)
         self.output: Any = attention.o_proj
-        # Rows of gate and up in turn, so that the product of a token or two ends with SiLU. Where activations are
-        # coded, the kernel that codes them takes gate and up side by side.
+        # Rows of gate and up in turn, so that products end with SiLU. Where none with coded activations does, the
+        # kernel that codes them takes gate and up side by side.
         size = mlp.gate_proj.out_features
         projections = [mlp.gate_proj, mlp.up_proj]
-        plain = size % 8 == 0 and not mlp.down_proj.scheme.activations.quantized and _alike(projections)
+        ends = not mlp.down_proj.scheme.activations.quantized or _end_with_silu(projections)
+        plain = size % 8 == 0 and ends and _alike(projections)
         self.pairs = paired_rows(size) if plain else None
         self.gate_up = _joined(projections, self.pairs)
         self.down: Any = mlp.down_proj
@@ -345,6 +347,12 @@ class SideBySide(nn.Module):
 def _alike(layers: list[QuantLinear]) -> bool:
     """Whether layers have one scheme, so that they can be one product."""
     return all(layer.scheme == layers[0].scheme for layer in layers)
+
+
+def _end_with_silu(layers: list[QuantLinear]) -> bool:
+    """Whether products of these layers with coded activations may end with SiLU."""
+    one = layers[0]
+    return ops.ends_with_silu(one.quantized_weight(), one.scheme.activations, one.backend)
 
 
 def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:

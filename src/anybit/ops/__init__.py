@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import LayerError
+from anybit.errors import KernelError, LayerError
 from anybit.hadamard import factor, transform
 from anybit.kernels.elementwise import hadamard as hadamard_kernel
 from anybit.kernels.gemm.families import Layout
@@ -36,6 +36,7 @@ __all__ = [
     "allow_fallback",
     "backends",
     "choose",
+    "ends_with_silu",
     "hadamard",
     "hadamard_linear",
     "linear",
@@ -102,6 +103,14 @@ def prepare(
     _check_groups(weight)
     spec = LinearSpec(name, n, k, weight.format, activations, fused)
     return Prepared(backends[name].prepare(weight, activations), str(spec))
+
+
+def ends_with_silu(weight: QuantizedWeight, activations: ActivationFormat, backend: str | None = None) -> bool:
+    """Whether products of a layer with coded activations may end with SiLU, so that rows of gate and up lie in turn."""
+    try:
+        return activations.quantized and backends[choose(weight, activations, backend)].ends_with_silu(weight)
+    except KernelError:  # which ``prepare`` raises, too
+        return False
 
 
 def prepare_rotation(k: int, device: torch.device) -> None:

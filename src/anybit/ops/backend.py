@@ -108,10 +108,25 @@ class Backend(ABC):
         weight = self.restore(tensors, spec).rows(ids.flatten())
         return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
-    def cached_call(
+    def ends_with_silu(self, weight: QuantizedWeight) -> bool:
+        """Whether ``linear_silu`` of a layer with coded activations is one for every token count that matters."""
+        return False
+
+    def linear_silu(
         self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor | None:
+        """silu(gate) * up [..., N / 2] of ``linear``, whose outputs are eight of gate and eight of up in turn.
+
+        None where no kernel of this backend ends so; nothing has run then.
+        """
+        return None
+
+    def cached_call(
+        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
     ) -> CachedCall | None:
         """``linear`` for operands that are like these in all but address and values; None where there is none.
+
+        silu: ``linear_silu``.
 
         These are checked as ``linear`` checks them; what it returns takes operands of the same ``call_cache.signature``
         and any weight of the same spec, and checks nothing.

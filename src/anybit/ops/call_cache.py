@@ -50,10 +50,11 @@ def keep(key: Hashable, make: Callable[[], Callable[..., Any] | None]) -> Callab
 
 
 def linear_call(
-    x: LinearInput, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec
+    x: LinearInput, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
 ) -> Callable[..., Any] | None:
     """What runs a backend's ``linear`` of operands of these signatures; None where it has to itself.
 
+    silu: what runs ``linear_silu``.
     Call it with x (or the prologue's rows), the weight, the bias and, with a residual, gamma and the residual.
     """
     rows, _ = opened(x)
@@ -61,7 +62,7 @@ def linear_call(
         return None
     if bias is not None and (bias.dtype != rows.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
         return None
-    return backends[spec.backend].cached_call(x, weight, bias, spec)
+    return backends[spec.backend].cached_call(x, weight, bias, spec, silu)
 
 
 def linear_key(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Hashable:
@@ -76,4 +77,14 @@ def linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> T
     if call is None:
         call = keep(key, lambda: linear_call(x, weight, bias, parsed))
     y: Tensor = backends[parsed.backend].linear(x, weight, bias, parsed) if call is None else call(x, weight, bias)
+    return y
+
+
+def linear_silu(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor | None:
+    """A backend's ``linear_silu``, the same way."""
+    key = "silu", linear_key(x, weight, bias, spec)
+    call, parsed = find(key), LinearSpec.parse(spec)
+    if call is None:
+        call = keep(key, lambda: linear_call(x, weight, bias, parsed, True))
+    y: Tensor | None = call(x, weight, bias) if call else backends[parsed.backend].linear_silu(x, weight, bias, parsed)
     return y

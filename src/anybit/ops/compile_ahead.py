@@ -32,6 +32,7 @@ class LayerKind:
 
     heads: outputs are query heads, key heads and values, which ``pages`` turns and stores: (query heads, key heads,
     head_dim, paired).  most: it is never asked for more tokens, and for its product alone (an output head).
+    paired: outputs are eight of gate and eight of up in turn.
     """
 
     spec: str
@@ -40,6 +41,7 @@ class LayerKind:
     rotated: bool = False
     heads: tuple[int, int, int, bool] | None = None
     most: int | None = None
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
     coded = spec.activations.quantized
     torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, False, kind.rotated)
     if spec.n % 16 == 0:
-        torch.ops.anybit.silu_mul(room(tokens, spec.n), not coded)
-        if not coded and not kind.rotated:
-            torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, True, False)
+        torch.ops.anybit.silu_mul(room(tokens, spec.n), kind.paired)
+    if kind.paired:
+        torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, True, kind.rotated)
     if coded:
         torch.ops.anybit.silu_linear(room(tokens, 2 * spec.k), tensors, bias, kind.spec, kind.rotated)
     if kind.heads is not None:  # inputs are a model's hidden states, which are normed before its head, too

@@ -97,9 +97,9 @@ def _norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
     weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    how = (call_cache.signature(x), call_cache.signature(residual), call_cache.signature(gamma), epsilon, rotated)
+    how = (call_cache.signature(x), call_cache.signature(residual), call_cache.signature(gamma), epsilon, rotated, silu)
     key = spec, how, call_cache.weight_signature(weight), call_cache.signature(bias)
-    call = None if residual is None or silu else call_cache.find(key)
+    call = None if residual is None else call_cache.find(key)
     if call is not None:
         y, total = call(x, weight, bias, gamma, residual)
         return y.view(*x.shape[:-1], y.shape[1]), total
@@ -119,6 +119,9 @@ def _norm_linear(
             add_rms_norm(x, residual, gamma, epsilon)
         )  # fmt: skip
         normed = torch.ops.anybit.hadamard(normed) if rotated else normed
+        gated = call_cache.linear_silu(normed, weight, bias, spec) if silu else None
+        if gated is not None:
+            return gated, total
         y = call_cache.linear(normed, weight, bias, spec)
         return silu_mul(y, paired=True) if silu else y, total
     rows = x.reshape(-1, parsed.k).contiguous()
@@ -128,14 +131,16 @@ def _norm_linear(
         other = residual.reshape(rows.shape).contiguous()
         total = torch.empty_like(other)
         prologue = ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, other, total, rotated)
-        if not silu and x.is_contiguous() and residual.is_contiguous():
-            call = call_cache.keep(key, lambda: call_cache.linear_call(prologue, weight, bias, parsed))
+        if x.is_contiguous() and residual.is_contiguous():
+            call = call_cache.keep(key, lambda: call_cache.linear_call(prologue, weight, bias, parsed, silu))
         if call is not None:
             y, total = call(x, weight, bias, gamma, residual)
-            return y.view(*x.shape[:-1], parsed.n), total
-    y = backend.linear(prologue, weight, bias, parsed)
-    y = y.view(*x.shape[:-1], parsed.n)
-    return silu_mul(y, paired=True) if silu else y, total.view(x.shape)
+            return y.view(*x.shape[:-1], y.shape[1]), total
+    gated = backend.linear_silu(prologue, weight, bias, parsed) if silu else None
+    if gated is None:
+        y = backend.linear(prologue, weight, bias, parsed)
+        gated = silu_mul(y, paired=True) if silu else y
+    return gated.view(*x.shape[:-1], gated.shape[1]), total.view(x.shape)
 
 
 def _silu_linear(

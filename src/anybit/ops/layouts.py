@@ -106,6 +106,18 @@ class MultiLayoutBackend(Backend):
 
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The faster of the two at this many tokens."""
+        which, mine, inner = self._chosen(x, tensors, spec)
+        return self.parts[which].linear(x, mine, bias, inner)
+
+    def linear_silu(
+        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor | None:
+        """By the same one, if it can."""
+        which, mine, inner = self._chosen(x, tensors, spec)
+        return self.parts[which].linear_silu(x, mine, bias, inner)
+
+    def _chosen(self, x: LinearInput, tensors: list[Tensor], spec: LinearSpec) -> tuple[int, list[Tensor], LinearSpec]:
+        """Which of the two, its tensors, and what it is told of the layer."""
         rows, _ = opened(x)
         tokens = rows.numel() // spec.k if spec.k else 0
         key = id(spec), step(tokens), rows.dtype, rows.get_device()
@@ -113,8 +125,7 @@ class MultiLayoutBackend(Backend):
         if found is None:
             found = _decided[key] = self._decide(rows, spec, tokens)
         which, inner = found
-        mine = tensors[self._first :] if which else tensors[: self._first]
-        return self.parts[which].linear(x, mine, bias, inner)
+        return which, tensors[self._first :] if which else tensors[: self._first], inner
 
     def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
         product = product_of(spec, step(max(tokens, 1)), x)

@@ -64,6 +64,11 @@ class _Plan:
         """The module of its kernel."""
         return self.family.module
 
+    def ends_with_silu(self, n: int) -> bool:
+        """Whether its kernel can, of n outputs; of 16-bit activations those for many tokens alone are asked to."""
+        asked = self.quantizer is not None or self.kernel is sm90_packed_gemm
+        return asked and n % packed_layout.UNIT_ROWS == 0 and self.family.ends_with_silu(self.config)
+
 
 _plans: dict[tuple[int, int, torch.dtype, bool, int, int], _Plan] = {}
 forget_with_maps(_plans)
@@ -109,16 +114,36 @@ class PackedTiles(Backend):
 
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """One launch; with quantized activations another before it, that quantizes them."""
+        y = self._linear(x, tensors, bias, spec, False)
+        assert y is not None
+        return y
+
+    def ends_with_silu(self, weight: QuantizedWeight) -> bool:
+        """On wgmma, of dense weights: every kernel of theirs does that is fast for coded activations."""
+        arch, whole = Device.of(weight.words).arch, weight.shape[0] % packed_layout.UNIT_ROWS == 0
+        return arch == "sm_90a" and whole and not weight.format.sparse and weight.group_index is None
+
+    def linear_silu(
+        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor | None:
+        """The same with SiLU in the product; None where its kernel has no such end."""
+        return self._linear(x, tensors, bias, spec, True)
+
+    def _linear(
+        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool
+    ) -> Tensor | None:
         x, prologue = opened(x)
         check_input(x, tensors[0], spec, bias)
         bias = dense_bias(bias, x.dtype)
         rows = rows_of(x, spec.k)
-        m = rows.shape[0]
-        y = torch.empty(m, spec.n, dtype=x.dtype, device=x.device)
+        m, n = rows.shape[0], spec.n // 2 if silu else spec.n
+        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
         if m == 0:
-            return y.view(*x.shape[:-1], spec.n)
+            return y.view(*x.shape[:-1], n)
         weight = _weight(tensors, spec)
         plan = _plan(spec, rows, weight)
+        if silu and not plan.ends_with_silu(spec.n):
+            return None
         if plan.quantizer is not None:
             if weight.permutation is not None:  # a token's scale is the same in any order
                 rows = packed_layout.in_order(weight, rows)
@@ -129,14 +154,14 @@ class PackedTiles(Backend):
                 )
             else:
                 prologue.code(codes, Target.bytes)
-            plan.family.multiply(codes, weight, y, plan.config, bias)
+            plan.family.multiply(codes, weight, y, plan.config, bias, silu)
         elif plan.kernel is sm90_packed_gemm:
-            plan.family.multiply(packed_layout.in_order(weight, rows), weight, y, plan.config, bias)
+            plan.family.multiply(packed_layout.in_order(weight, rows), weight, y, plan.config, bias, silu)
         elif plan.kernel is sm80_packed_gemm:
             plan.family.multiply(rows, weight, y, plan.config, bias)
         else:
             _multiply_few(rows, weight, bias, y, plan)
-        return y.view(*x.shape[:-1], spec.n)
+        return y.view(*x.shape[:-1], n)
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         """One launch, straight from the tiles; KernelError for 8-bit activations' tiles, and 32-bit floats."""
@@ -146,7 +171,7 @@ class PackedTiles(Backend):
         return y.view(*ids.shape, spec.k)
 
     def cached_call(
-        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
+        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
     ) -> CachedCall | None:
         """Launches whose parameters are known but for addresses; None for gathered rows, and without wgmma."""
         x, prologue = opened(x)
@@ -157,15 +182,17 @@ class PackedTiles(Backend):
         plan = _plan(spec, rows, weight)
         if plan.kernel is sm80_packed_gemm or not quantize_activations.rows_aligned(rows):
             return None
-        shape = (*x.shape[:-1], spec.n)
+        if silu and not plan.ends_with_silu(spec.n):
+            return None
+        shape = (*x.shape[:-1], spec.n // 2 if silu else spec.n)
         if plan.quantizer is None:
-            return packed_calls.call_16bit(rows, shape, weight, bias, plan.kernel, plan.config)
+            return packed_calls.call_16bit(rows, shape, weight, bias, plan.kernel, plan.config, silu)
         quantizer = plan.quantizer
         if prologue is None:
             prologue = ActivationPrologue(Source.plain, rows)
         else:
             quantizer = quantize_activations.default(prologue.problem(spec.activations, Target.bytes))
-        how = plan.kernel, plan.config, quantizer, spec.activations
+        how = plan.kernel, plan.config, quantizer, spec.activations, silu
         return packed_calls.call_quantized(prologue, shape, weight, bias, *how)
 
     def norm_linear(

@@ -23,10 +23,11 @@ bias and of y; 0 for what is not there."""
 
 
 def call_16bit(
-    rows: Tensor, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any, config: Any
-) -> CachedCall:
-    """``linear`` for 16-bit rows [m, k] like these, that a kernel of packed weights took; y has ``shape``."""
-    multiply = _product(rows, weight, bias, rows.new_empty(len(rows), weight.shape[0]), kernel, config)
+    rows: Tensor, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any, config: Any,
+    silu: bool,
+) -> CachedCall:  # fmt: skip
+    """``linear`` (silu: ``linear_silu``) for 16-bit rows [m, k] like these, that a kernel took; y has ``shape``."""
+    multiply = _product(rows, weight, bias, rows.new_empty(len(rows), shape[-1]), kernel, config, silu)
 
     def linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
         y = x.new_empty(shape)
@@ -38,13 +39,13 @@ def call_16bit(
 
 def call_quantized(
     prologue: ActivationPrologue, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any,
-    config: Any, quantizer: quantize_activations.Config, activations: ActivationFormat,
+    config: Any, quantizer: quantize_activations.Config, activations: ActivationFormat, silu: bool,
 ) -> CachedCall:  # fmt: skip
     """The same with activations that are quantized first, with what is done on the way (``prologue``).
 
     It takes the prologue's gamma and residual, too, and gives their sum where there is a residual: (y, sum).
     """
-    rows, (n, k) = prologue.rows, weight.shape
+    rows, k = prologue.rows, weight.shape[1]
     codes = Packed(len(rows), k, activations, Target.bytes, rows.device)
     problem = prologue.problem(activations, Target.bytes)
     quantize = jit.cached_launch(
@@ -52,7 +53,7 @@ def call_quantized(
         quantize_activations.grid(problem, quantizer),
         ("x", "codes", "scale", "sum", "zero", "gamma", "residual", "residual_sum"), pdl=True, device=rows.get_device(),
     )  # fmt: skip
-    multiply = _product(codes, weight, bias, rows.new_empty(len(rows), n), kernel, config)
+    multiply = _product(codes, weight, bias, rows.new_empty(len(rows), shape[-1]), kernel, config, silu)
     size, base = codes.buffer.numel(), codes.buffer.data_ptr()
     _, scale_at, sum_at, zero_at = (address and address - base for address in codes.addresses)
 
@@ -77,14 +78,15 @@ def call_quantized(
 
 
 def _product(
-    x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, kernel: Any, config: Any
+    x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, kernel: Any, config: Any, silu: bool
 ) -> Product:
     if kernel is sm90_packed_gemm:
-        return _large_product(x, weight, bias, y, config)
+        return _large_product(x, weight, bias, y, config, silu)
     scale, rows = (None, x) if isinstance(x, Tensor) else (x.scale, x.codes[:, : x.k])
+    problem = packed_problem.checked_problem(weight, rows, y, scale, bias, silu * y.shape[1])
     again = jit.cached_launch(
-        kernel.kernel(config), packed_problem.arguments(weight, rows, y, scale, bias),
-        kernel.grid(packed_problem.checked_problem(weight, rows, y, scale, bias), config),
+        kernel.kernel(config, silu) if silu else kernel.kernel(config),
+        packed_problem.arguments(weight, rows, y, scale, bias), kernel.grid(problem, config),
         ("tiles", "row_scale", "row_zero", "x", "x_scale", "bias", "y"), pdl=True, device=y.get_device(),
     )  # fmt: skip
 
@@ -95,16 +97,18 @@ def _product(
     return multiply
 
 
-def _large_product(x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, config: Any) -> Product:
+def _large_product(
+    x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, config: Any, silu: bool
+) -> Product:
     activations, rows, scale, total = (
         (ActivationFormat(), x, None, None) if isinstance(x, Tensor) else (x.format, x.codes[:, : x.k], x.scale, x.sum)
     )
-    check_operands(weight, rows, y, scale, bias, ordered=True)
-    (m, k), n, size = rows.shape, y.shape[1], rows.element_size()
+    check_operands(weight, rows, y, scale, bias, silu * y.shape[1], ordered=True)
+    (m, k), n, size = rows.shape, weight.shape[0], rows.element_size()
     problem = LinearProblem(m, n, k, weight.format, activations, y.dtype, Device.of(y))
     changing = ("tiles", "row_scale", "row_zero", "x", "x_tail", "x_scale", "x_sum", "bias", "y")
     again = jit.cached_launch(
-        sm90_packed_gemm.kernel(config),
+        sm90_packed_gemm.kernel(config, silu),
         sm90_packed_gemm.params(problem, config, None, weight, y, bias, scale, total),
         sm90_packed_gemm.grid(problem, config), (*changing, *(("y_map",) if config.tensor_store else ())), pdl=True,
         device=y.get_device(),

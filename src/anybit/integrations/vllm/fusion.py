@@ -4,9 +4,9 @@ vLLM's own norm is one op in the graph (``vllm_ir.fused_add_rms_norm``) until it
 are one op each, so that a pass finds them side by side:
 
     add + norm -> linear             ``anybit::norm_linear``: one launch for a token or two, and where inputs are coded
-    add + norm -> linear -> SiLU     the same, with gate and up in turn (16-bit activations)
+    add + norm -> linear -> SiLU     the same, with gate and up in turn: the product ends with SiLU
     add + norm, the last one         ``anybit::add_rms_norm``
-    SiLU -> linear                   ``anybit::silu_linear``, where inputs are coded
+    SiLU -> linear                   ``anybit::silu_linear``, where inputs are coded and no product ends so
     add + norm -> linear -> rotary   ``anybit::norm_rotate_cache`` (16-bit activations; ``rotary``)
 
 SiLU is anybit's op in a model whose MLP is gate_up_proj, act_fn, down_proj in this order; what the pass does not find
@@ -28,9 +28,10 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.platforms import current_platform
 
-import anybit.ops  # noqa: F401 (the ops that the pass names)
+from anybit import ops
 from anybit.integrations.vllm import rotary as rotary  # for its ops
 from anybit.ops.elementwise import paired_rows, silu_mul
+from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 
 _logger = logging.getLogger("vllm.anybit")
@@ -83,14 +84,17 @@ def _mlp_of(layer: nn.Module) -> Any | None:
     return parent if plain else None
 
 
-def pairs_of(layer: Any, scheme: Scheme) -> Tensor | None:
+def pairs_of(layer: Any, scheme: Scheme, weight: QuantizedWeight, scaled: bool) -> Tensor | None:
     """The order of a gate and up projection's outputs in which its product can end with SiLU; None for other layers.
 
-    Where activations are coded it is the kernel before down_proj that does SiLU, of gate and up side by side.
+    Where no product with coded activations ends so (or inputs are scaled, so that no norm joins it) it is the kernel
+    before down_proj that does SiLU, of gate and up side by side. weight: of the layer, or of a part of it.
     """
     outputs = layer.anybit_outputs
     plain = len(outputs) == 2 and outputs[0] == outputs[1] and outputs[0] % 8 == 0
-    if not plain or scheme.activations.quantized or _mlp_of(layer) is None:
+    if not plain or _mlp_of(layer) is None:
+        return None
+    if scheme.activations.quantized and (scaled or not ops.ends_with_silu(weight, scheme.activations)):
         return None
     return paired_rows(outputs[0])
 
@@ -190,14 +194,14 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
     rotated = linear.target is _LINEAR[1]
     given = (values["x"], values["x_residual"], values["weight"], values["epsilon"], weight, bias, spec)
     turn = None if rotated else _only_user(linear, torch.ops.anybit.rotate_cache.default)
-    silu = None if rotated else _only_user(linear, torch.ops.anybit.silu_mul.default)
+    silu = _only_user(linear, torch.ops.anybit.silu_mul.default)
     rest: tuple[Any, ...] = (False, rotated)
     last, target = linear, torch.ops.anybit.norm_linear.default
     if turn is not None and adds and turn.args[8] and _are_there(turn.args[1:]):
         _, positions, table, *heads = turn.args[:5]
         last, target, rest = turn, torch.ops.anybit.norm_rotate_cache.default, (positions, table, *heads, turn.args[9])
     elif silu is not None and len(silu.args) > 1 and bool(silu.args[1]):
-        last, rest = silu, (True, False)
+        last, rest = silu, (True, rotated)
     with graph.inserting_before(norm):
         joined = graph.call_function(target, (*given, *rest))
         y = graph.call_function(operator.getitem, (joined, 0))

@@ -92,7 +92,8 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         plain = len(runs) == 1 and not self.ledger.adapters  # adapters add to outputs in their own order
         attention = fusion.parent_of(layer, "qkv_proj")
         heads = rotary.heads_of(attention, layer.params_dtype, self.scheme, plain)
-        paired = fusion.pairs_of(layer, self.scheme) if plain else None
+        _, first, scale = weights[0]
+        paired = fusion.pairs_of(layer, self.scheme, first, scale is not None) if plain else None
         order = paired if heads is None else heads.order
         products = []
         for number, run in enumerate(runs):
@@ -115,7 +116,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         fusion.activate(layer, self.scheme, paired is not None)
         if heads is not None:
             rotary.replace_forward(attention, heads)
-        self.ledger.add(layer, products, heads)
+        self.ledger.add(layer, products, heads, paired is not None)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = x W^T + bias: x [..., K] -> y [..., N] of this rank, in x's dtype."""

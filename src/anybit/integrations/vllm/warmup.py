@@ -38,11 +38,15 @@ class Ledger:
             self._sequences = config.scheduler_config.max_num_seqs or _SEQUENCES
             self.adapters = config.lora_config is not None
 
-    def add(self, layer: Any, products: list[Any], heads: Heads | None = None) -> None:
-        """A layer is ready; with the last one, the kernels of all are compiled. heads: a qkv_proj's, to be turned."""
+    def add(self, layer: Any, products: list[Any], heads: Heads | None = None, paired: bool = False) -> None:
+        """A layer is ready; with the last one, the kernels of all are compiled.
+
+        heads: a qkv_proj's, to be turned. paired: a gate_up_proj's outputs are in turn.
+        """
         turned = None if heads is None else (heads.query, heads.key, heads.dim, heads.paired)
         for product in products:
-            kind = LayerKind(product.spec, layer.params_dtype, layer.bias is not None, product.hadamard, turned)
+            bias = layer.bias is not None
+            kind = LayerKind(product.spec, layer.params_dtype, bias, product.hadamard, turned, paired=paired)
             self._note(kind, [getattr(layer, name) for name in product.tensors])
         self._count()
 

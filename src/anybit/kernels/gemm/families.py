@@ -139,20 +139,28 @@ class KernelFamily:
         return found
 
     def multiply(
-        self, x: Tensor | Packed, weight: Any, y: Tensor, config: Any, bias: Tensor | None = None, **more: Any
-    ) -> None:
-        """y[:] = x W^T + bias on the current stream; x: 16-bit activations or codes, weight: in the family's layout."""
+        self, x: Tensor | Packed, weight: Any, y: Tensor, config: Any, bias: Tensor | None = None, silu: bool = False,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        """y[:] = x W^T + bias on the current stream; x: 16-bit activations or codes, weight: in the family's layout.
+
+        silu: y [m, n / 2] as ``sm90_packed_gemm.kernel`` says; a config that ``ends_with_silu`` alone.
+        """
         if self.target is Target.planes:
             assert isinstance(x, Packed)
             bitplane.multiply(x, weight, Output(dtype_name(y.dtype)), bias=bias, y=y, config=config)
         elif self.module is sm90_packed_gemm:
-            sm90_packed_gemm.multiply(x, weight, bias, y, config)
+            sm90_packed_gemm.multiply(x, weight, bias, y, config, silu=silu)
         else:
             rows, scale = (x.codes[:, : x.k], x.scale) if isinstance(x, Packed) else (x, None)
             if self.module is sm80_packed_gemm:
                 sm80_packed_gemm.launch(weight, rows, y, scale, bias, config, **more)
             else:
-                packed_problem.launch_few(self.module, weight, rows, y, scale, bias, config)
+                packed_problem.launch_few(self.module, weight, rows, y, scale, bias, config, silu=silu)
+
+    def ends_with_silu(self, config: Any) -> bool:
+        """Whether a config has a kernel that ends with SiLU."""
+        return self.module is sm90_packed_skinny or (self.module is sm90_packed_gemm and not config.tensor_store)
 
     def estimate(self, product: LinearProblem, config: Any) -> float | None:
         """About how many microseconds a config takes, by the family's own estimate; None where it has none."""

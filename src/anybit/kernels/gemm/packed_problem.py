@@ -194,16 +194,18 @@ def checked_problem(
 
 def launch_few(
     kernel: ModuleType, weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None,
-    bias: Tensor | None = None, config: Any = None, pdl: bool = True,
+    bias: Tensor | None = None, config: Any = None, pdl: bool = True, silu: bool = False,
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias by a kernel for few tokens: sm90_packed_gemv, sm90_packed_skinny or sm90_packed_skinny_f16.
 
     x [m, k] float16, bfloat16, or (skinny alone) int8 with x_scale float32 [m]; y [m, n] and bias [n] in one 16-bit
     type. Rows of x may be further apart than k. config: the kernel's default if None. pdl: start before the kernel
     ahead has ended; safe in any stream, since nothing that another kernel writes is touched before that kernel's end.
+    silu (skinny alone): y [m, n / 2] as ``sm90_packed_gemm.kernel`` says.
     Raises KernelError where it cannot be done.
     """
-    problem = checked_problem(weight, x, y, x_scale, bias)
+    problem = checked_problem(weight, x, y, x_scale, bias, weight.shape[0] // 2 if silu else 0)
     config = packed_layout.checked_config(problem, config, kernel.default, kernel.why_not)
     params, grid = arguments(weight, x, y, x_scale, bias), kernel.grid(problem, config)
-    jit.launch(kernel.kernel(config), params, grid, pdl=pdl, device=y.get_device())
+    made = kernel.kernel(config, silu) if silu else kernel.kernel(config)
+    jit.launch(made, params, grid, pdl=pdl, device=y.get_device())

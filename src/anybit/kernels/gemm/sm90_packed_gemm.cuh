@@ -335,8 +335,11 @@ PTX void packed_gemm(const P& p) {
                                                place.token_tile * Config::tile_m);
                 continue;
             }
-            store_tile<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128,
-                                       turn, warpgroup, row, place.token_tile * Config::tile_m);
+            const uint32_t staging = ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128;
+            if constexpr (ends_with_silu<Config>)
+                store_silu_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, place.token_tile * Config::tile_m);
+            else
+                store_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, place.token_tile * Config::tile_m);
         }
     }
     if (Config::tensor_store && warp < Shape::warpgroups * 4 && threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group<0>();
@@ -356,6 +359,12 @@ PTX void packed_gemm(const P& p) {
 template <class Config>
 __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm(const __grid_constant__ Params p) {
     packed_gemm<Config>(p);
+}
+// silu(gate) * up, [tokens, rows / 2].
+template <class Config>
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm_silu(const __grid_constant__ Params p) {
+    static_assert(!Config::tensor_store, "a tensor map stores whole rows");
+    packed_gemm<EndingWithSilu<Config>>(p);
 }
 // Outputs leave by a tensor map.
 template <class Config>

@@ -258,11 +258,15 @@ def default(problem: LinearProblem) -> Config:
 
 
 @lru_cache(maxsize=4096)
-def kernel(config: Config) -> Kernel:
-    """The kernel of a config, for jit."""
+def kernel(config: Config, silu: bool = False) -> Kernel:
+    """The kernel of a config, for jit.
+
+    silu: y[m, n / 2] is silu(gate) * up of outputs that are eight of gate and eight of up in turn, bit for bit what
+    ``ops.elementwise.silu_mul`` makes of them; n in sixteens, and no tensor_store.
+    """
     return Kernel(
         header="gemm/sm90_packed_gemm.cuh",
-        entry="packed::sm90_packed_gemm" + "_store" * config.tensor_store,
+        entry="packed::sm90_packed_gemm" + "_store" * config.tensor_store + "_silu" * silu,
         config=config,
         params=StoreParams if config.tensor_store else Params,
         threads=config.threads,
@@ -324,9 +328,10 @@ def multiply(
     y: Tensor,
     config: Config | None = None,
     *,
+    silu: bool = False,
     pdl: bool = True,
 ) -> None:
-    """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
+    """Write y[m, n] = x[m, k] W^T (+ bias), or of it silu(gate) * up [m, n / 2]: one launch on the current stream.
 
     x: y's dtype, contiguous along k (in the order of the tiles' columns), its rows a multiple of 16 bytes apart, or the
     bytes of ``pack`` with their scales. y: contiguous. bias: [n]. config: legal for this (``why_not``), and not asked
@@ -338,8 +343,9 @@ def multiply(
         bias = bias.to(y.dtype)
     if isinstance(x, Packed):
         activations, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
-    check_operands(weight, x, y, x_scale, bias, ordered=True)
-    problem = LinearProblem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype, Device.of(y))
+    n = weight.shape[0]
+    check_operands(weight, x, y, x_scale, bias, n // 2 if silu else 0, ordered=True)
+    problem = LinearProblem(y.shape[0], n, x.shape[1], weight.format, activations, y.dtype, Device.of(y))
     config = config or default(problem)
     arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum)
-    launch(kernel(config), arguments, grid(problem, config), pdl=pdl, device=y.get_device())
+    launch(kernel(config, silu), arguments, grid(problem, config), pdl=pdl, device=y.get_device())

@@ -2,9 +2,16 @@
 #ifndef ANYBIT_SM90_PACKED_GEMM_EPILOGUE_CUH
 #define ANYBIT_SM90_PACKED_GEMM_EPILOGUE_CUH
 
+#include "common/values.cuh"
 #include "gemm/sm90_packed_gemm_shape.cuh"
 
 namespace packed {
+
+// Outputs become silu(gate) * up: rows are eight of gate and eight of up in turn, so that a thread, whose sums are of a row
+// and the eighth after it, has both. Y has half of the rows.
+template <class Config> struct EndingWithSilu : Config {};
+template <class Config> constexpr bool ends_with_silu = false;
+template <class Config> constexpr bool ends_with_silu<EndingWithSilu<Config>> = true;
 
 template <class Config>
 PTX float bias_of(uint16_t bits) {
@@ -78,6 +85,13 @@ PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
         if (row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
 }
 
+// Eight channels of one token to Y, where two rows are one.
+PTX void store_channels(const Params& p, int channel, int token, const uint4& v) {
+    if (token < p.tokens && channel < p.rows / 2) *reinterpret_cast<uint4*>(p.y + static_cast<size_t>(token) * (p.rows / 2) + channel) = v;
+}
+// Where 16 bytes of a token's 64 channels' half, a warpgroup's, lie on their way: tokens are 64 bytes apart.
+PTX uint32_t channels_at(int token, int chunk) { return token * 64 + ((chunk ^ (token / 2 & 3)) * 16); }
+
 // Sums of 16 tokens from 8j on as outputs: rows 0-7 and 8-15 of the first eight tokens, then of the next.
 template <class Config>
 PTX void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
@@ -132,6 +146,41 @@ PTX void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config:
         for (int i = 0; i < staged && first + i < Config::tile_m; i += 16)
             if (first + i + token < Config::tile_m)
                 store_rows(p, first_row + chunk * 8, first_token + first + i + token, ptx::ld_shared_v4(place + i * 128 + read));
+    }
+}
+
+// The same of outputs that end with SiLU: twice as many tokens at a time, 64 bytes each.
+template <class Config>
+PTX void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+                         uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
+    if (first_row >= p.rows) return;
+    constexpr int groups = Config::tile_m / 8, staged = 2 * Config::epilogue_tile;
+    const int warp = threadIdx.x / 32 % 4, token = threadIdx.x % 128 / 4, chunk = threadIdx.x % 4;
+    const uint32_t write = channels_at(ptx::lane_id(), warp);  // lane i: row i % 8 of matrix i / 8, eight tokens each
+#pragma unroll
+    for (int first = 0; first < Config::tile_m; first += staged) {
+        const uint32_t place = staging + turn * (staged * 64);
+        if (Config::epilogue_stages == 2)
+            turn ^= 1;
+        else
+            ptx::bar_sync(2 + warpgroup, 128);
+#pragma unroll
+        for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 4) {
+            uint32_t out[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < 4 && j + i < groups; i += 2) {
+                uint32_t rows[4] = {0, 0, 0, 0};
+                outputs_of_16<Config>(rows, sum, terms, j + i);
+                out[i] = values::silu_mul_pair<Config::bfloat_out>(rows[0], rows[1]);
+                out[i + 1] = values::silu_mul_pair<Config::bfloat_out>(rows[2], rows[3]);
+            }
+            ptx::stmatrix_x4_trans(place + (j * 8 - first) * 64 + write, out);
+        }
+        ptx::bar_sync(2 + warpgroup, 128);
+#pragma unroll
+        for (int i = 0; i < staged && first + i < Config::tile_m; i += 32)
+            if (first + i + token < Config::tile_m)
+                store_channels(p, first_row / 2 + chunk * 8, first_token + first + i + token, ptx::ld_shared_v4(place + channels_at(i + token, chunk)));
     }
 }
 
@@ -200,6 +249,13 @@ PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total
                                     terms.scale[h], terms.bias[h]);
     }
     const auto pair = [](float a, float b) { return Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b); };
+    if constexpr (ends_with_silu<Config>) {  // a channel of two tokens, and the neighbour's
+        const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
+        const uint32_t mine = values::silu_mul_pair<Config::bfloat_out>(pair(value[0], value[1]), pair(value[2], value[3]));
+        const uint32_t theirs = ptx::shfl_xor(mine, 4), word = odd ? ptx::prmt(theirs, mine, 0x7632) : ptx::prmt(mine, theirs, 0x5410);
+        ptx::st_shared_u32(staging + channels_at(token, threadIdx.x / 32 % 4) + (g & ~1) * 2, word);
+        return;
+    }
     const uint32_t first = pair(value[0], value[2]), second = pair(value[1], value[3]);  // of a token: rows g and g + 8
     const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
     const uint32_t theirs = ptx::shfl_xor(odd ? first : second, 4), mine = odd ? second : first;
@@ -214,6 +270,13 @@ PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total
 // From there to Y, in whole lines, by so many threads: in pieces of 16 bytes qkv's 256 tokens took a microsecond longer.
 template <class Config, int most, int threads>
 PTX void store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
+    if constexpr (ends_with_silu<Config>) {
+#pragma unroll
+        for (int first = 0; first < most; first += threads / 4)
+            if (const int token = first + thread / 4; token < tokens)
+                store_channels(p, first_row / 2 + thread % 4 * 8, first_token + token, ptx::ld_shared_v4(staging + channels_at(token, thread % 4)));
+        return;
+    }
     const int chunk = thread % 8;
 #pragma unroll
     for (int first = 0; first < most; first += threads / 8) {

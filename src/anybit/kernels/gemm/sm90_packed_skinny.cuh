@@ -10,6 +10,7 @@
 #ifndef ANYBIT_SM90_PACKED_SKINNY_CUH
 #define ANYBIT_SM90_PACKED_SKINNY_CUH
 
+#include "common/values.cuh"
 #include "gemm/sm90_packed_skinny_parts.cuh"
 
 // One warp's share of the product: units x token tiles of sums over its blocks of columns.
@@ -197,7 +198,8 @@ template <class C> struct Warp {
     }
 };
 
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny(const __grid_constant__ Params p) {
+// silu: y is silu(gate) * up of rows that are eight of gate and eight of up in turn, and has half of them.
+template <class C, bool silu> PTX void multiply_few(const Params& p) {
     using T = Traits<C>;
     using W = Warp<C>;
     static_assert(C::threads == C::warps * 32 && C::warps % C::split_k_warps == 0, "warps are k_warps times row warps");
@@ -343,10 +345,11 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
             }
     __syncthreads();
     const int block_rows = (block_end - block_first) * 16;
+    constexpr int outputs = T::block_rows / (1 + silu);
 #pragma unroll
-    for (int from_row = 0; from_row < T::block_rows * T::tokens; from_row += C::threads) {
-        const int i = from_row + static_cast<int>(threadIdx.x), token = i / T::block_rows, row = i % T::block_rows;
-        if (token < p.m && token < T::tokens && row < block_rows) {
+    for (int from_row = 0; from_row < outputs * T::tokens; from_row += C::threads) {
+        const int i = from_row + static_cast<int>(threadIdx.x), token = i / outputs, place = i % outputs;
+        const auto result = [&](int row) {
             const int owner = row / rows;
             const uint32_t from = shared + owner * C::split_k_warps * T::ring_bytes + (token * rows + row % rows) * 4;
             typename W::Sum sum = 0;
@@ -355,17 +358,32 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
                 if constexpr (W::exact) sum += static_cast<int32_t>(ptx::ld_shared_u32(from + k * T::ring_bytes));
                 else sum += ptx::ld_shared_f32(from + k * T::ring_bytes);
             }
-            const int n = block_first * 16 + row;
             constexpr float of_codes = T::table ? packed::scale_of_pair<C::code, T::as_bf16> : Traits<C>::as_f16 ? 0x1p24f : 1.0f;
             constexpr float unit = of_codes * (T::integer && (C::code == Code::bipolar) ? 0.5f : 1.0f);
             const uint2 factor = ptx::ld_shared_v2(factors + row * 8);
             float v = static_cast<float>(sum) * unit;
             if constexpr (C::operand == Operand::s8) v *= ptx::ld_shared_f32(token_scales + token * 4);
-            v = fmaf(v, __uint_as_float(factor.x), __uint_as_float(factor.y));  // rounded as the reference rounds
-            if (n < p.n)
-                p.y[static_cast<size_t>(token) * p.n + n] = C::output == Output::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
+            return fmaf(v, __uint_as_float(factor.x), __uint_as_float(factor.y));  // rounded as the reference rounds
+        };
+        const auto rounded = [](float v) { return C::output == Output::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v); };
+        const int row = silu ? place / 8 * 16 + place % 8 : place;
+        if (token < p.m && token < T::tokens && row < block_rows) {
+            const float v = result(row);
+            const int n = block_first * 16 + row;
+            if constexpr (silu) {
+                const uint32_t y = values::silu_mul_pair<C::output == Output::bf16>(rounded(v), rounded(result(row + 8)));
+                if (n < p.n) p.y[static_cast<size_t>(token) * (p.n / 2) + block_first * 8 + place] = static_cast<uint16_t>(y);
+            } else if (n < p.n)
+                p.y[static_cast<size_t>(token) * p.n + n] = rounded(v);
         }
     }
+}
+
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny(const __grid_constant__ Params p) {
+    multiply_few<C, false>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny_silu(const __grid_constant__ Params p) {
+    multiply_few<C, true>(p);
 }
 
 #endif  // ANYBIT_SM90_PACKED_SKINNY_CUH

@@ -98,11 +98,10 @@ def shared_bytes(config: Config) -> int:
 
 
 @functools.cache
-def kernel(config: Config) -> jit.Kernel:
-    """The kernel of a config."""
-    return jit.Kernel(
-        "gemm/sm90_packed_skinny.cuh", "sm90_packed_skinny", config, Params, config.warps * 32, shared_bytes(config)
-    )
+def kernel(config: Config, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config. silu: it ends with SiLU; see ``sm90_packed_gemm.kernel``."""
+    entry = "sm90_packed_skinny" + "_silu" * silu
+    return jit.Kernel("gemm/sm90_packed_skinny.cuh", entry, config, Params, config.warps * 32, shared_bytes(config))
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
