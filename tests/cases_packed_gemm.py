@@ -257,6 +257,9 @@ def _tiny_sparse_cases() -> list[Case]:
         (12, 64, 384, _sparse(8, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 256, _sparse(2, "sym", 128), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 256, _sparse(6, "sym", 32), INT8, torch.bfloat16, (16, 1, 1, 1, 1)),
+        # Two blocks a multiprocessor.
+        (40, 128, 1024, _sparse(4, "sym", None), INT8, torch.float16, (32, 1, 2, 1, 1, None, False, 2)),
+        (12, 70, 1024, _sparse(2, "asym", None), INT8, torch.bfloat16, (16, 1, 2, 2, 1, None, False, 2)),
     ]
     return [Case(LinearProblem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
 
@@ -272,6 +275,9 @@ def _gpu_sparse_cases() -> list[Case]:
         if sm90_packed_gemm.why_not(problem) is None:
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
+    for m, n in ((9, 4096), (16, 4096), (50, 4096), (64, 4096), (128, 6144)):  # two blocks a multiprocessor; one step
+        problem = LinearProblem(m, n, 4096, _sparse(4, "sym", None), INT8)
+        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
     for m, n, activations in ((256, 28672, A16), (300, 1504, A16), (1024, 6144, INT8)):  # ranges of rows, tensor maps
         problem = LinearProblem(m, n, 1024, _sparse(4, "sym", None if activations is INT8 else 128), activations)
         for block_tiles in (0, 7):

@@ -142,7 +142,18 @@ def test_one_block_of_many_tokens_among_small_kernels() -> None:
         assert sm90_packed_gemm.why_not(it, found) is None
 
 
-@pytest.mark.parametrize("scheme", ["w4a16g128", "w8a16g32", "w3a16g64asym", "w4a8", "w4a8fp", "w8a8"])
+@pytest.mark.parametrize(("m", "tiles"), [(16, (16, 16)), (64, (32, 64))])
+def test_sparse_weights_and_int8_beside_the_next_product(m: int, tiles: tuple[int, int]) -> None:
+    """Alone in a chain two blocks a multiprocessor; among small kernels one, in its own tiles."""
+    parsed = Scheme.parse("w4a8s24")
+    it = LinearProblem(m, 4096, 4096, parsed.weights, parsed.activations)
+    chosen = sm90_packed_gemm.default(it)
+    alone = heuristics.among_small(it, chosen)
+    assert (chosen.min_blocks_per_sm, alone.min_blocks_per_sm) == (2, 1)
+    assert (chosen.tile_m, alone.tile_m) == tiles
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w8a16g32", "w3a16g64asym", "w4a8", "w4a8fp", "w8a8", "w4a8s24"])
 def test_one_block_is_always_legal(scheme: str) -> None:
     parsed = Scheme.parse(scheme)
     for m in (9, 16, 32, 64):

@@ -143,6 +143,8 @@ def among_small(problem: LinearProblem, config: sm90_packed_gemm.Config) -> sm90
     There blocks that leave room for another are placed two on the multiprocessors that are free first, and none on
     others, though one on each would do. In a chain of a product alone it is the other way round.
     """
+    if config.min_blocks_per_sm > 1 and config.sparse and config.x_bytes == 1:
+        return sm90_packed_gemm.default(problem, 1)  # in other tiles
     one = replace(config, min_blocks_per_sm=1)
     fits = sm90_packed_gemm.grid(problem, one)[0] <= problem.device.sms
     return one if fits and problem.m >= _LEAST_AMONG_SMALL else config

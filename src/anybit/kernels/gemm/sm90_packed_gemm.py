@@ -59,6 +59,8 @@ _RESIDENT = ((2, 2), (2, 1), (1, 2))
 _MOST_STAGES = 24
 _SPARSE_STAGES = 4
 """Of two steps, a warpgroup along K, of 2:4 sparse weights and int8: down at 16 tokens 7.3 us, with seven 7.6."""
+_STAGES_OF_THREE = 5
+"""Of two steps, of three row tiles by 64 tokens, are too few: qkv at 128 tokens 7.2 us, in eleven of one step 7.0."""
 _MANY = 64
 """Tokens beyond which the same configs are legal for any number of them, but those that halve row tiles."""
 _STAGGER = 250
@@ -135,7 +137,8 @@ def config_for(
         if config.sparse and config.x_bytes == 1 and split_k_warpgroups > 1:
             most = min(most, _SPARSE_STAGES * split_k_warpgroups)
         found = _fitted(replace(config, span=2), most, shared)
-        fitted = found if found.stages > max(2, split_k_warpgroups) else fitted
+        three = config.sparse and config.x_bytes == 1 and (tile_m, row_warpgroups, cluster_k) == (64, 3, 2)
+        fitted = found if found.stages > max(_STAGES_OF_THREE if three else 2, split_k_warpgroups) else fitted
     return replace(fitted, unrolled=unrolls(fitted) if unrolled is None else unrolled)
 
 
@@ -168,7 +171,9 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     if config.tensor_store and config.tile_m >= 128:
         early = 0  # 1 to 2 % of w4a8, and of w4a16 at 256 and 4,096 tokens
     if config.span > 1:
-        if config.x_bytes == 1 and config.sparse:
+        if config.x_bytes == 1 and config.sparse and config.min_blocks_per_sm > 1:
+            early = config.stages if config.tile_m < 32 else 2  # while the product before this one is at work
+        elif config.x_bytes == 1 and config.sparse:
             early = 2 if config.tile_m >= 64 and config.row_warpgroups > 1 else 4
         elif config.x_bytes == 1:
             early = 2 if config.tile_m * config.row_warpgroups >= 256 else 4
@@ -222,6 +227,7 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
             found = config_for(problem, tile_m, 1, split_k_warpgroups, cluster_k, min_blocks_per_sm=2)
             if why_not(problem, found) is None:
                 yield found
+    yield from _narrow(problem)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -234,6 +240,19 @@ def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple
         for cluster_k, cluster_n in _SHARINGS
     ]
     return tuple([config for config in found if why_not(problem, config) is None])
+
+
+def _narrow(problem: LinearProblem) -> Iterator[Config]:
+    """Two tiles of 32 tokens, of 2:4 sparse weights and int8, where blocks for both fill the multiprocessors.
+
+    No sums cross, and the next product's blocks read weights beside them (o at 64 tokens: 4.4 us for 4.55).
+    """
+    sms, blocks = problem.device.sms, 2 * problem.weight_tiles
+    sparse = problem.weights.sparse and problem.operand is Operand.s8 and problem.weights.group is None
+    if sparse and 32 < problem.m <= 64 and sms // 2 < blocks <= sms:
+        found = config_for(problem, 32, 1, 2, min_blocks_per_sm=2)
+        if why_not(problem, found) is None:
+            yield found
 
 
 def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> Iterator[Config]:
@@ -249,9 +268,10 @@ def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> It
 
 
 @lru_cache(maxsize=4096)
-def default(problem: LinearProblem) -> Config:
+def default(problem: LinearProblem, most_blocks_per_sm: int = 2) -> Config:
     """The legal config that `estimate` likes best. Raises KernelError where there is none."""
-    best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
+    found = (config for config in configs(problem) if config.min_blocks_per_sm <= most_blocks_per_sm)
+    best = min(found, key=lambda config: estimate(problem, config), default=None)
     if best is None:
         raise KernelError(f"sm90_packed_gemm cannot take {problem}: {why_not(problem) or 'no config is legal'}")
     return best

@@ -30,6 +30,7 @@ class _Costs(NamedTuple):
     x.  halving.  store: the part that a tensor map saves of tiles of two or three row tiles, for 64 tokens beyond four
     times as many; both: where neighbours load x for each other, too; few: of four row tiles and up to 64 tokens, us a
     row tile; late: what it costs where a block has a range of rows.  alone: of one warpgroup, which nobody covers.
+    beside: what two blocks a multiprocessor save: a product's weights are read while the one ahead is at work.
     """
 
     product: float = 1.74
@@ -52,6 +53,7 @@ class _Costs(NamedTuple):
     both: float = 0.02
     few: float = 0.03
     late: float = 1.05
+    beside: float = 0.1
 
 
 _S8 = _Costs()
@@ -87,4 +89,7 @@ def estimate(problem: LinearProblem, config: Config) -> float:
         tile -= costs.few * held
     elif c.tensor_store and c.block_tiles:
         tile *= costs.late
-    return costs.launch + waves * tile + costs.neighbour * (c.cluster_n - 1) + costs.halving * c.halves
+    at_hand = c.stages * c.span * c.cluster_k >= problem.column_blocks and c.prologue_stages == c.stages
+    early = c.min_blocks_per_sm > 1 and c.cluster_k == 2 and at_hand and problem.device.sms // 2 < 2 * tiles
+    around = costs.neighbour * (c.cluster_n - 1) + costs.halving * c.halves - costs.beside * early
+    return costs.launch + waves * tile + around
