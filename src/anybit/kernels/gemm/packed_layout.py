@@ -120,7 +120,8 @@ def unit_bytes(format: WeightFormat) -> int:
 
 def unit_bytes_of(bits: int, group: int, code: str, sparse: bool = False) -> int:
     """The same by the parts of a format; group: that of tiles."""
-    return code_bytes(bits, sparse) + subgroups(group) * (32 + {"asym": 16, "min": 32}.get(code, 0))
+    size = code_bytes(bits, sparse) + subgroups(group) * (32 + {"asym": 16, "min": 32}.get(code, 0))
+    return round_up(size, sparse_layout.SECTOR) if sparse else size
 
 
 def code_bytes(bits: int, sparse: bool) -> int:

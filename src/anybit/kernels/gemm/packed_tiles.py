@@ -210,7 +210,7 @@ def _place_scales(
     units, at = _units(tiles, weight.format), code_bytes(weight.format.bits, weight.format.sparse)
     units[..., at : at + 32 * parts] = spread(scale.to(torch.float16)).contiguous().view(torch.uint8)
     if weight.zero is not None:
-        units[..., at + 32 * parts :] = spread(weight.zero)
+        units[..., at + 32 * parts : at + 48 * parts] = spread(weight.zero)
     if minimum is not None:
         units[..., at + 32 * parts :] = spread(minimum.to(torch.float16)).contiguous().view(torch.uint8)
 

@@ -61,7 +61,7 @@ template <class C> struct Traits {
     static constexpr int element = integer ? 1 : 2, pitch = 128 * element + 16;
     static constexpr bool sparse = packed::is_sparse<C>();
     using Codes = typename packed::CodesOf<sparse, C::bits>::type;
-    static constexpr int unit_bytes = Codes::bytes + packed::scale_bytes(C::group, C::code);
+    static constexpr int unit_bytes = packed::unit_bytes_of<C>();
     static constexpr int rows = C::row_warps * C::units * 16, tiles = rows / 64;
     static constexpr int weight_bytes = tiles * 4 * unit_bytes, x_bytes = C::tile_m * pitch;
     static constexpr int stage_bytes = weight_bytes + x_bytes;

@@ -104,7 +104,7 @@ template <class C> struct DigitShape {
     static constexpr bool floats = table && !tabled_integers(C::code);
     static constexpr int wide = C::tile_m < 2 ? 2 : C::tile_m, spread = least(flushes, 8 / wide);
     using Codes = typename CodesOf<sparse, C::bits>::type;
-    static constexpr int unit_size = Codes::bytes + scale_bytes(C::group, C::code);
+    static constexpr int unit_size = unit_bytes_of<C>();
     static constexpr int stage_bytes = C::stage_units * unit_size, units = C::stage_units * C::chunks, rows = units * 16;
     static __device__ constexpr int top() {
         if (sparse || floats) return 0;

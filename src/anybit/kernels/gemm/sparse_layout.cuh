@@ -72,6 +72,11 @@ template <int bits> struct KeptCodes {
 };
 template <bool sparse, int bits> struct CodesOf { using type = DenseCodes<bits>; };
 template <int bits> struct CodesOf<true, bits> { using type = KeptCodes<bits>; };
+// Bytes of a unit: of 2:4 sparse weights whole sectors of memory.
+template <class C> __device__ constexpr int unit_bytes_of() {
+    constexpr int size = CodesOf<is_sparse<C>(), C::bits>::type::bytes + scale_bytes(C::group, C::code);
+    return is_sparse<C>() ? (size + 31) / 32 * 32 : size;
+}
 
 // The places of what is kept, a word a lane for each half of a unit; nothing of dense weights.
 template <class Config> struct Metadata {

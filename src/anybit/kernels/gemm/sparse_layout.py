@@ -28,6 +28,8 @@ DENSE_ALONE = "it takes dense weights, and these are 2:4 sparse: sm90_packed_gem
 """The refusal of the kernels that do not know metadata."""
 METADATA_BYTES = 256
 """Of a unit."""
+SECTOR = 32
+"""Bytes that memory hands out at a time: units are whole ones."""
 _PADDING = 0b0100
 """The nibble of columns or rows that there are not: places 0 and 1."""
 _REGISTERS = 8
