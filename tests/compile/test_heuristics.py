@@ -142,15 +142,14 @@ def test_one_block_of_many_tokens_among_small_kernels() -> None:
         assert sm90_packed_gemm.why_not(it, found) is None
 
 
-@pytest.mark.parametrize(("m", "tiles"), [(16, (16, 16)), (64, (32, 64))])
-def test_sparse_weights_and_int8_beside_the_next_product(m: int, tiles: tuple[int, int]) -> None:
-    """Alone in a chain two blocks a multiprocessor; among small kernels one, in its own tiles."""
+def test_sparse_weights_and_int8_beside_the_next_product() -> None:
+    """Alone in a chain two blocks a multiprocessor, all weights asked for first; among small kernels one, and fewer."""
     parsed = Scheme.parse("w4a8s24")
-    it = LinearProblem(m, 4096, 4096, parsed.weights, parsed.activations)
+    it = LinearProblem(16, 4096, 4096, parsed.weights, parsed.activations)
     chosen = sm90_packed_gemm.default(it)
     alone = heuristics.among_small(it, chosen)
     assert (chosen.min_blocks_per_sm, alone.min_blocks_per_sm) == (2, 1)
-    assert (chosen.tile_m, alone.tile_m) == tiles
+    assert chosen.prologue_stages == chosen.stages and alone.prologue_stages < alone.stages
 
 
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w8a16g32", "w3a16g64asym", "w4a8", "w4a8fp", "w8a8", "w4a8s24"])

@@ -59,8 +59,9 @@ _RESIDENT = ((2, 2), (2, 1), (1, 2))
 _MOST_STAGES = 24
 _SPARSE_STAGES = 4
 """Of two steps, a warpgroup along K, of 2:4 sparse weights and int8: down at 16 tokens 7.3 us, with seven 7.6."""
-_STAGES_OF_THREE = 5
-"""Of two steps, of three row tiles by 64 tokens, are too few: qkv at 128 tokens 7.2 us, in eleven of one step 7.0."""
+_STAGES_OF_THREE, _SHORT = 5, 32
+"""Of two steps, of three row tiles by 64 tokens, are too few to so many steps: qkv at 128 tokens 7.2 us, with the
+quantization before it 10.3, in eleven of one step 7.0 and 8.7. 10240 x 8192 at 64 10.8, and 11.5."""
 _MANY = 64
 """Tokens beyond which the same configs are legal for any number of them, but those that halve row tiles."""
 _STAGGER = 250
@@ -138,6 +139,7 @@ def config_for(
             most = min(most, _SPARSE_STAGES * split_k_warpgroups)
         found = _fitted(replace(config, span=2), most, shared)
         three = config.sparse and config.x_bytes == 1 and (tile_m, row_warpgroups, cluster_k) == (64, 3, 2)
+        three = three and problem.column_blocks <= _SHORT
         fitted = found if found.stages > max(_STAGES_OF_THREE if three else 2, split_k_warpgroups) else fitted
     return replace(fitted, unrolled=unrolls(fitted) if unrolled is None else unrolled)
 
@@ -171,10 +173,8 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     if config.tensor_store and config.tile_m >= 128:
         early = 0  # 1 to 2 % of w4a8, and of w4a16 at 256 and 4,096 tokens
     if config.span > 1:
-        if config.x_bytes == 1 and config.sparse and config.min_blocks_per_sm > 1:
-            early = config.stages if config.tile_m < 32 else 2  # while the product before this one is at work
-        elif config.x_bytes == 1 and config.sparse:
-            early = 2 if config.tile_m >= 64 and config.row_warpgroups > 1 else 4
+        if config.x_bytes == 1 and config.sparse:
+            early = _early_sparse(config)
         elif config.x_bytes == 1:
             early = 2 if config.tile_m * config.row_warpgroups >= 256 else 4
         elif config.sparse and config.row_warpgroups == 4 and not config.halves:
@@ -183,6 +183,8 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
             early = 1 if config.halves and config.tile_m > 32 else 3 if config.split_k_warpgroups == 4 else 2
         else:
             early = 2 if config.halves else config.stages // 2 if config.min_blocks_per_sm > 1 else 4
+    elif config.x_bytes == 1 and config.sparse and (config.tile_m, config.row_warpgroups) == (64, 3):
+        early = 5
     elif config.x_bytes == 2 and 48 <= config.tile_m <= 64:
         early = min(early, 3)
     elif config.halves:
@@ -190,6 +192,17 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     elif config.min_blocks_per_sm > 1:
         early = max(2, config.stages // 2)
     return replace(config, prologue_stages=min(config.stages, early))
+
+
+def _early_sparse(c: Config) -> int:
+    """The same of 2:4 sparse weights and int8, in stages of two steps (us, with others for comparison)."""
+    if c.min_blocks_per_sm > 1:
+        return c.stages  # o at 16 tokens 3.42, with half of them 3.63
+    if c.tile_m <= 32 and c.cluster_k == 1 and c.split_k_warpgroups > 2:
+        return max(4, c.stages // 2)  # qkv at 16 and 32 tokens 4.24 and 4.52, with four 4.42 and 4.64
+    if c.tile_m == 64 and c.row_warpgroups in (2, 3):  # o at 256 7.24, with two 7.55; 10240 x 8192 at 64 10.8, 11.2
+        return 4 if c.split_k_warpgroups > 1 else 3
+    return 2 if c.tile_m >= 64 and c.row_warpgroups > 1 else 4
 
 
 def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
@@ -227,7 +240,6 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
             found = config_for(problem, tile_m, 1, split_k_warpgroups, cluster_k, min_blocks_per_sm=2)
             if why_not(problem, found) is None:
                 yield found
-    yield from _narrow(problem)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -240,19 +252,6 @@ def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple
         for cluster_k, cluster_n in _SHARINGS
     ]
     return tuple([config for config in found if why_not(problem, config) is None])
-
-
-def _narrow(problem: LinearProblem) -> Iterator[Config]:
-    """Two tiles of 32 tokens, of 2:4 sparse weights and int8, where blocks for both fill the multiprocessors.
-
-    No sums cross, and the next product's blocks read weights beside them (o at 64 tokens: 4.4 us for 4.55).
-    """
-    sms, blocks = problem.device.sms, 2 * problem.weight_tiles
-    sparse = problem.weights.sparse and problem.operand is Operand.s8 and problem.weights.group is None
-    if sparse and 32 < problem.m <= 64 and sms // 2 < blocks <= sms:
-        found = config_for(problem, 32, 1, 2, min_blocks_per_sm=2)
-        if why_not(problem, found) is None:
-            yield found
 
 
 def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> Iterator[Config]:

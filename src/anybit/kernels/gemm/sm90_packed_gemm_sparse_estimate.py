@@ -31,6 +31,7 @@ class _Costs(NamedTuple):
     times as many; both: where neighbours load x for each other, too; few: of four row tiles and up to 64 tokens, us a
     row tile; late: what it costs where a block has a range of rows.  alone: of one warpgroup, which nobody covers.
     beside: what two blocks a multiprocessor save: a product's weights are read while the one ahead is at work.
+    three: of three row tiles by 64 tokens, which nothing shares, in one wave.
     """
 
     product: float = 1.74
@@ -54,6 +55,7 @@ class _Costs(NamedTuple):
     few: float = 0.03
     late: float = 1.05
     beside: float = 0.1
+    three: float = 0.9
 
 
 _S8 = _Costs()
@@ -82,6 +84,8 @@ def estimate(problem: LinearProblem, config: Config) -> float:
         tile += costs.cluster + costs.sending * c.split_k_warpgroups * held
     if c.warpgroups == 1:
         tile *= costs.alone
+    if c.warpgroups == c.row_warpgroups == 3 and tokens == 64 and c.cluster == waves == 1 and c.span == 2:
+        tile *= costs.three
     if c.tensor_store and c.row_warpgroups < 4:
         tile *= 1 - costs.store * max(0.0, held - 4)
         tile *= 1 - costs.both * (c.cluster_n > 1 and waves > 5 and c.stages >= _STAGES_SHARED)
