@@ -275,13 +275,7 @@ def _gpu_sparse_cases() -> list[Case]:
         if sm90_packed_gemm.why_not(problem) is None:
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
-    for m, n in (
-        (9, 4096),
-        (16, 4096),
-        (50, 4096),
-        (64, 4096),
-        (128, 6144),
-    ):  # as users have them
+    for m, n in ((9, 4096), (16, 4096), (32, 6144), (64, 4096), (128, 6144), (256, 6144)):  # as users have them
         problem = LinearProblem(m, n, 4096, _sparse(4, "sym", None), INT8)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
     for m, n, activations in ((256, 28672, A16), (300, 1504, A16), (1024, 6144, INT8)):  # ranges of rows, tensor maps
