@@ -85,6 +85,8 @@ def served(rows: list[Row]) -> None:
     names = {"vllm": "", "vllm-fp8": "", "vllm-machete": "Machete, ", "vllm-anybit": "anybit, "}
     for engine, scheme in dict.fromkeys((row["engine"], row["scheme"]) for row in rows):
         of_rate = {row["rate"]: row for row in rows if (row["engine"], row["scheme"]) == (engine, scheme)}  # the last
+        if of_rate.keys() != set(RATES_SHOWN):
+            continue
         mine = [of_rate[rate] for rate in sorted(of_rate)]
         for axes, field in zip(both, ("ttft_ms", "tpot_ms"), strict=True):
             label = f"{names[engine]}{scheme}"
