@@ -33,7 +33,7 @@ Hidden = Tensor | tuple[Tensor, Tensor]
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in nine launches, five for a token or two, instead of more than twenty; see ``unfuse``."""
+    """A decoder layer in eight launches or so, five for a token or two, instead of more than twenty; see ``unfuse``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -81,10 +81,13 @@ def linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> T
 
 
 def linear_silu(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor | None:
-    """A backend's ``linear_silu``, the same way."""
+    """A backend's ``linear_silu``, the same way; None also where a call of it is not one to be kept."""
     key = "silu", linear_key(x, weight, bias, spec)
     call, parsed = find(key), LinearSpec.parse(spec)
     if call is None:
         call = keep(key, lambda: linear_call(x, weight, bias, parsed, True))
-    y: Tensor | None = call(x, weight, bias) if call else backends[parsed.backend].linear_silu(x, weight, bias, parsed)
+    if call is None:
+        unknown = _known.get(key, True) is not None  # else there was none before
+        return backends[parsed.backend].linear_silu(x, weight, bias, parsed) if unknown else None
+    y: Tensor = call(x, weight, bias)
     return y
