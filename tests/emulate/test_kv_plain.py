@@ -88,6 +88,19 @@ def test_what_it_does_not_read_is_refused_by_name():
     assert kv_plain.why_not(*shape, 128, torch.float16, *rest) is None
 
 
+def test_how_many_long_sequences_are_attended_together():
+    """A line of units has 32 bits: of very many long sequences some, then in larger chunks, none is no answer."""
+    device, asked = Device.named("sm_90a"), (16, 32, 8, 128, torch.float16, kv_plain.NO_MASKS)
+    assert kv_plain.most_sequences(*asked, 8192, 1024, device) == 1024
+    most = kv_plain.most_sequences(*asked, 131072, 1024, device)
+    assert 512 < most < 1024 and kv_plain.why_not(*asked, 131072, most, device) is None
+    refused = kv_plain.why_not(*asked, 131072, most + 1, device)
+    assert refused is not None and f"{most + 1} sequences of up to 131072 tokens" in refused
+    configs = [kernels.default(kv_plain.problem(*asked, 131072, n), device) for n in (256, most)]
+    assert [config.residual_tokens for config in configs] == [16, 32]
+    assert kv_plain.most_sequences(*asked[:3], 72, *asked[4:], 8192, 64, device) == 0
+
+
 def test_launches_of_one_capture_share_a_workspace(monkeypatch: pytest.MonkeyPatch):
     now = [0, 0]
     monkeypatch.setattr(kv, "_stream", lambda _: tuple(now))

@@ -63,10 +63,10 @@ def batch_of(lengths: list[int], queries: int = 1, **words: Any) -> Any:
     return SimpleNamespace(**{**given, **words})
 
 
-def built(metadata: Any, layers: list[Any], monkeypatch: pytest.MonkeyPatch, prefix: int = 0) -> Any:
+def built(metadata: Any, layers: list[Any], monkeypatch: pytest.MonkeyPatch, prefix: int = 0, most: int = 64) -> Any:
     """What a builder of these layers makes of a step."""
     builder: Any = decode.DecodeBuilder.__new__(decode.DecodeBuilder)
-    builder.taken, builder.scheduled = True, True
+    builder.most, builder.scheduled = most, True
     builder.windows = {layer.impl.sliding_window for layer in layers}
     monkeypatch.setattr(
         FlashAttentionMetadataBuilder, "build", lambda self, common, m, fast: setattr(m, "fast", fast) or m
@@ -182,6 +182,11 @@ def test_a_group_of_layers_with_windows_and_without_is_told_apart(
     assert not built(batch_of([5], sliding_window=(-1, -1)), layers[:1], monkeypatch).anybit
 
 
+def test_more_requests_than_kernels_attend_together_are_flash_attentions(config: Any, monkeypatch: pytest.MonkeyPatch):
+    few, more = (built(batch_of([5] * n), [layer_of(f"m.{n}.attn")], monkeypatch, most=3) for n in (3, 4))
+    assert few.anybit and few.fast and not more.anybit and not more.fast
+
+
 def test_flash_attentions_schedule_is_made_for_what_it_attends(config: Any, monkeypatch: pytest.MonkeyPatch):
     layer = layer_of()
     assert built(batch_of([5]), [layer], monkeypatch).fast
@@ -243,15 +248,16 @@ def test_what_keeps_it_vllms(changed: dict[str, Any], reason: str | None):
     assert found is None if reason is None else found is not None and reason in found
 
 
-@pytest.mark.parametrize("reason", [None, "heads have 48 channels"])
+@pytest.mark.parametrize(("reason", "most"), [(None, None), (None, 3), ("heads have 48 channels", None)])
 def test_kernels_are_compiled_when_a_model_is_loaded(
-    reason: str | None, config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    reason: str | None, most: int | None, config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     asked: list[Any] = []
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", lambda self, *_: None)
     monkeypatch.setattr(decode.Device, "of", lambda _: "a device")
     monkeypatch.setattr(decode.torch, "empty", lambda *_, **__: None)
     monkeypatch.setattr(decode.kv_plain, "why_not", lambda *given: reason)
+    monkeypatch.setattr(decode.kv_plain, "most_sequences", lambda *given: min(given[7], most or given[7]))
     monkeypatch.setattr(decode.kv_plain, "kernels_for", lambda *given: asked.append(given) or [given[5].window])
     ready = SimpleNamespace(kernels=2, compiled=2, seconds=0.1, refused=["no compiler"])
     monkeypatch.setattr(decode, "make_ready", lambda kernels, _: asked.append(kernels) or ready)
@@ -260,15 +266,17 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
     with caplog.at_level(logging.INFO, "vllm.anybit"):
         names = [layer.layer_name for layer in layers]
         builder: Any = decode.DecodeBuilder(SimpleNamespace(block_size=PAGE), names, config, torch.device("cuda"))
-    assert builder.taken == (reason is None)
+    sequences = config.scheduler_config.max_num_seqs
+    assert builder.most == (0 if reason else most or sequences)
     if reason is not None:
         assert f"decode attention stays vLLM's: {reason}" in caplog.text
         return
-    sequences = config.scheduler_config.max_num_seqs
     whole = (PAGE, HEADS, KV_HEADS, DIM, torch.float16)
-    assert [(*one[:5], *one[6:]) for one in asked[:2]] == [(*whole, CAPACITY, sequences, "a device")] * 2
+    assert [(*one[:5], *one[6:]) for one in asked[:2]] == [(*whole, CAPACITY, builder.most, "a device")] * 2
     assert sorted(asked[2], key=str) == [20, None] and len(asked) == 3  # layers that are alike once
-    assert "decode attention of 3 layers is anybit's" in caplog.text and '"anybit_attention": false' in caplog.text
+    some = f" for up to 3 of {sequences} requests of {CAPACITY} tokens at a time" if most else ""
+    assert f"decode attention of 3 layers is anybit's{some}, over" in caplog.text
+    assert '"anybit_attention": false' in caplog.text
     assert "no compiler" in caplog.text
 
 
@@ -278,4 +286,4 @@ def test_without_a_gpu_it_stays_vllms(config: Any, monkeypatch: pytest.MonkeyPat
     builder: Any = decode.DecodeBuilder(
         SimpleNamespace(block_size=PAGE), [layer.layer_name], config, torch.device("cpu")
     )
-    assert not builder.taken
+    assert builder.most == 0

@@ -54,6 +54,19 @@ def why_not(
     return None
 
 
+def most_sequences(
+    page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
+    sequences: int, device: Device,
+) -> int:  # fmt: skip
+    """The largest number of sequences, up to ``sequences``, that a kernel attends together; 0 if it takes not one."""
+    few, many = 0, sequences + 1  # what it takes, and what it does not
+    while many - few > 1:
+        middle = sequences if many > sequences else (few + many) // 2
+        fits = why_not(page_tokens, heads, kv_heads, head_dim, dtype, masks, capacity, middle, device) is None
+        few, many = (middle, many) if fits else (few, middle)
+    return few
+
+
 def kernels_for(
     page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
     sequences: int, device: Device,

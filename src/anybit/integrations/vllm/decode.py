@@ -61,23 +61,25 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
         self.windows = {impl.sliding_window for impl in impls}
-        self.taken = self.scheduled = False
+        self.scheduled, self.most = False, 0
         if (reason := why_not(vllm_config, impls)) is None:
-            reason = _compile(impls, kv_cache_spec.block_size, vllm_config, device)
+            self.most, reason = _compile(impls, kv_cache_spec.block_size, vllm_config, device)
         if reason is not None:
             _logger.info("anybit: decode attention stays vLLM's: %s", reason)
             return
-        self.taken = True
+        most, capacity = vllm_config.scheduler_config.max_num_seqs, impls[0].capacity
         _logger.info(
-            "anybit: decode attention of %d layers is anybit's, over vLLM's own pages; --additional-config "
+            "anybit: decode attention of %d layers is anybit's%s, over vLLM's own pages; --additional-config "
             "'{\"anybit_attention\": false}' leaves it to vLLM",
             len(impls),
+            "" if self.most == most else f" for up to {self.most} of {most} requests of {capacity} tokens at a time",
         )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """FlashAttention's metadata; ``anybit`` of it: whether each row is one new token that sees all before it."""
         m = common_attn_metadata
-        single = self.taken and m.max_query_len == 1 and not common_prefix_len and m.causal is True
+        few = m.num_actual_tokens <= self.most
+        single = few and m.max_query_len == 1 and not common_prefix_len and m.causal is True
         found = super().build(common_prefix_len, m, fast_build or (single and self.scheduled))
         self.scheduled = True
         found.anybit = single and self._sees_all(found)
@@ -150,25 +152,29 @@ def why_not(config: Any, impls: list[Any]) -> str | None:
     return None
 
 
-def _compile(impls: list[Any], page_tokens: int, config: Any, device: torch.device) -> str | None:
-    """Compile what decode steps launch now, and not in a request. Returns why there are no kernels, where so."""
+def _compile(impls: list[Any], page_tokens: int, config: Any, device: torch.device) -> tuple[int, str | None]:
+    """Compile what decode steps launch now, and not in a request.
+
+    Returns how many requests kernels attend together, and why there are no kernels, where so.
+    """
     if device.type != "cuda":
-        return f"its kernels run on CUDA devices, not on {device.type}"
+        return 0, f"its kernels run on CUDA devices, not on {device.type}"
     found, of = dict[Any, None](), Device.of(torch.empty(0, device=device))
     alike = {(x.num_heads, x.num_kv_heads, x.head_size, x.masks.window, x.masks.softcap): x for x in impls}
+    most = config.scheduler_config.max_num_seqs
     for x in alike.values():
-        asked = (page_tokens, x.num_heads, x.num_kv_heads, x.head_size, config.model_config.dtype, x.masks)
-        sizes = (x.capacity, config.scheduler_config.max_num_seqs, of)
-        if (reason := kv_plain.why_not(*asked, *sizes)) is not None:
-            return reason
+        asked = (page_tokens, x.num_heads, x.num_kv_heads, x.head_size, config.model_config.dtype, x.masks, x.capacity)
+        if (reason := kv_plain.why_not(*asked, 1, of)) is not None:
+            return 0, reason
+        most = min(most, kv_plain.most_sequences(*asked, most, of))
         try:
-            found.update(dict.fromkeys(kv_plain.kernels_for(*asked, *sizes)))
+            found.update(dict.fromkeys(kv_plain.kernels_for(*asked, most, of)))
         except KernelError as error:
-            return str(error)
+            return 0, str(error)
     done = make_ready(list(found), device)
     for reason in done.refused:
         _logger.warning("anybit: a kernel of attention is left to be compiled at its first launch: %s", reason)
     _logger.info(
         "anybit: %d kernels of attention are ready after %.1f s; %d compiled", done.kernels, done.seconds, done.compiled
     )
-    return None
+    return most, None

@@ -7,6 +7,7 @@ on lengths, which the kernel reads on the device.
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 from anybit.device import Device
 from anybit.errors import KernelError
@@ -260,11 +261,14 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     available = device.shared_bytes // config.min_blocks_per_sm - (1024 if config.min_blocks_per_sm > 1 else 0)
     if needed > available:
         return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
-    units = problem.batch * problem.parts * problem.kv_heads * config.query_chunks * config.rows
+    units = problem.batch * problem.parts * problem.kv_heads * config.query_chunks
     packed = 0 if problem.plain else problem.capacity // config.block
     units *= packed + (problem.capacity if problem.plain else problem.ring) // config.residual_tokens + 1
     if units * device.sms * config.min_blocks_per_sm >= 1 << 32:
-        return f"{units} units of work are more than the 32-bit split of the line can count: use larger blocks"
+        return (
+            f"{problem.batch} sequences of up to {problem.capacity} tokens are {units} units of work, more than the "
+            "32-bit split of the line can count: let fewer of them run at a time, or shorter ones"
+        )
     return None
 
 
@@ -293,12 +297,14 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
     if reason is not None:  # whatever the warps
         raise KernelError(reason)
-    chunk, bulk = 0, True
-    if problem.plain and many:  # small chunks are shared out more evenly
-        first, chunk = ((12, 3, 1),), 16
-    elif problem.plain:  # of what few warps copy, the last arrives sooner piece by piece
-        bulk = False
-    for warps, stages, min_blocks_per_sm in (*first, *rest):
+    if (
+        problem.plain and many
+    ):  # small chunks are shared out more evenly, but a line has not room for any number of them
+        first, chunks = ((12, 3, 1),), (16, 32)
+    else:
+        chunks = (0,)
+    bulk = many or not problem.plain  # of what few warps copy, the last arrives sooner piece by piece
+    for chunk, (warps, stages, min_blocks_per_sm) in product(chunks, (*first, *rest)):
         asks = int(not wide and bits <= 8 and not layout.format.float4 and min_blocks_per_sm == 1)
         # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
         early = int(asks and bits > 4 and 4 * pairs > device.sms)
