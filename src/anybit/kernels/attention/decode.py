@@ -297,12 +297,9 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
     if reason is not None:  # whatever the warps
         raise KernelError(reason)
-    if (
-        problem.plain and many
-    ):  # small chunks are shared out more evenly, but a line has not room for any number of them
+    chunks: tuple[int, ...] = (0,)
+    if problem.plain and many:  # small chunks are shared out more evenly, but of a line there is only so much
         first, chunks = ((12, 3, 1),), (16, 32)
-    else:
-        chunks = (0,)
     bulk = many or not problem.plain  # of what few warps copy, the last arrives sooner piece by piece
     for chunk, (warps, stages, min_blocks_per_sm) in product(chunks, (*first, *rest)):
         asks = int(not wide and bits <= 8 and not layout.format.float4 and min_blocks_per_sm == 1)
