@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from anybit.attention import attend
 from anybit.errors import OptionError
-from anybit.integrations.vllm import decode, kv_cache, rotary
+from anybit.integrations.vllm import decode, kv_cache, rotary, warmup
 from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.ops.kv import Masks
 
@@ -260,7 +260,7 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
     monkeypatch.setattr(decode.kv_plain, "most_sequences", lambda *given: min(given[7], most or given[7]))
     monkeypatch.setattr(decode.kv_plain, "kernels_for", lambda *given: asked.append(given) or [given[5].window])
     ready = SimpleNamespace(kernels=2, compiled=2, seconds=0.1, refused=["no compiler"])
-    monkeypatch.setattr(decode, "make_ready", lambda kernels, _: asked.append(kernels) or ready)
+    monkeypatch.setattr(warmup, "make_ready", lambda kernels, _: asked.append(kernels) or ready)
     layers = [layer_of("m.0.attn", per_layer_sliding_window=20), *(layer_of(f"m.{i}.attn") for i in (1, 2))]
     monkeypatch.setattr(logging.getLogger("vllm.anybit"), "propagate", True)
     with caplog.at_level(logging.INFO, "vllm.anybit"):

@@ -266,7 +266,6 @@ def prepare(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     space = workspace(q.device, *kernels.workspace(problem, config, device))
-    scale = 1.0 / math.sqrt(q.shape[3]) if masks.scale is None else masks.scale
     params = kernels.Params(
         pages=view.pages,
         residual=view.residual,
@@ -276,8 +275,6 @@ def prepare(
         q=q,
         out=out,
         lse=lse,
-        sinks=None if masks.sinks is None else log2_of(masks.sinks, q),
-        slopes=None if masks.alibi is None else log2_of(masks.alibi, q),
         partial=space[0],
         partial_state=space[1],
         arrivals=space[2],
@@ -290,14 +287,11 @@ def prepare(
         table_width=view.table.shape[1],
         ring=problem.ring,
         window=problem.window,
-        sliding=masks.window or 0,
         pages_count=view.pages.shape[0],
         sequences_count=view.table.shape[0],
-        scale=kernels.log2_scale(scale),
-        cap=kernels.log2_scale(masks.softcap or 0.0),
-        uncap=2.0 / masks.softcap if masks.softcap else 0.0,
         page_stride=view.pages.stride(0),
         starts=None if ragged is None else ragged.starts,
+        **mask_params(masks, q),
     )
     return Launch(kernels.kernel(config, view.layout), params, kernels.grid(problem, config, device), out, lse)
 
@@ -328,8 +322,19 @@ def decode(
     return launch.out, launch.lse
 
 
-def log2_of(values: Tensor, like: Tensor) -> Tensor:
-    """Natural logits or slopes in units of log2, float32 on the device of ``like``."""
+def mask_params(masks: Masks, q: Tensor) -> dict[str, Any]:
+    """What the kernel's parameters say of a model's logits, by name; q: queries [..., head_dim]."""
+    return {
+        "sinks": None if masks.sinks is None else _log2(masks.sinks, q),
+        "slopes": None if masks.alibi is None else _log2(masks.alibi, q),
+        "sliding": masks.window or 0,
+        "scale": kernels.log2_scale(1.0 / math.sqrt(q.shape[-1]) if masks.scale is None else masks.scale),
+        "cap": kernels.log2_scale(masks.softcap or 0.0),
+        "uncap": 2.0 / masks.softcap if masks.softcap else 0.0,
+    }
+
+
+def _log2(values: Tensor, like: Tensor) -> Tensor:
     return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
 
 

@@ -4,7 +4,6 @@ One launch, at fixed addresses and without the host: lengths and tables are read
 stays right while requests grow. Who stores tokens is not this module's business (``ops.pages`` does).
 """
 
-import math
 from functools import cache
 
 import torch
@@ -114,8 +113,6 @@ def decode(
         q=q,
         out=out,
         lse=None,
-        sinks=None if masks.sinks is None else kv.log2_of(masks.sinks, q),
-        slopes=None if masks.alibi is None else kv.log2_of(masks.alibi, q),
         partial=space[0],
         partial_state=space[1],
         arrivals=space[2],
@@ -128,15 +125,12 @@ def decode(
         table_width=table.stride(0),
         ring=asked.ring,
         window=asked.window,
-        sliding=masks.window or 0,
         pages_count=keys.shape[0],
         sequences_count=table.shape[0],
-        scale=kernels.log2_scale(1.0 / math.sqrt(head_dim) if masks.scale is None else masks.scale),
-        cap=kernels.log2_scale(masks.softcap or 0.0),
-        uncap=2.0 / masks.softcap if masks.softcap else 0.0,
         page_stride=keys.stride(0) * size,
         token_stride=keys.stride(1) * size,
         head_stride=keys.stride(2) * size,
+        **kv.mask_params(masks, q),
     )
     kernel, grid = kernels.kernel(config, asked.layout), kernels.grid(asked, config, device)
     jit.launch(kernel, params, grid, pdl=overlaps and device.capability >= 90, device=q.get_device())

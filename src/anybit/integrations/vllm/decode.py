@@ -30,8 +30,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.integrations.vllm.rotary import pages_of, stores_pages
+from anybit.integrations.vllm.warmup import get_ready
 from anybit.ops import kv_plain
-from anybit.ops.compile_ahead import make_ready
 from anybit.ops.kv import Masks
 
 _logger = logging.getLogger("vllm.anybit")
@@ -171,10 +171,5 @@ def _compile(impls: list[Any], page_tokens: int, config: Any, device: torch.devi
             found.update(dict.fromkeys(kv_plain.kernels_for(*asked, most, of)))
         except KernelError as error:
             return 0, str(error)
-    done = make_ready(list(found), device)
-    for reason in done.refused:
-        _logger.warning("anybit: a kernel of attention is left to be compiled at its first launch: %s", reason)
-    _logger.info(
-        "anybit: %d kernels of attention are ready after %.1f s; %d compiled", done.kernels, done.seconds, done.compiled
-    )
+    get_ready(list(found), device, "attention")
     return most, None

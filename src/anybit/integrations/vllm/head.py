@@ -41,9 +41,8 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits of this rank's part of the vocabulary: x [..., K] -> [..., padded tokens], in x's dtype."""
         product: Product = layer.anybit_product
-        return ops.linear(
-            product.inputs(layer, x), layer.anybit_prepared, bias
-        )  # outside of graphs: the host's time counts
+        # Heads run outside of graphs, where the host's time counts: ops.linear can go past torch's dispatcher.
+        return ops.linear(product.inputs(layer, x), layer.anybit_prepared, bias)
 
 
 class AnyBitHeadMethod(_HeadMethod):

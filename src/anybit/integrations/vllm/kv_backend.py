@@ -6,7 +6,6 @@ without the host, so that CUDA graphs of decode steps hold them; others run vLLM
 (``kv_plan``).
 """
 
-import logging
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -23,16 +22,14 @@ from anybit.errors import LayerError
 from anybit.integrations.vllm.kv_plan import most_pages
 from anybit.integrations.vllm.kv_spec import RowSpec
 from anybit.integrations.vllm.kv_step import Batch, run
+from anybit.integrations.vllm.warmup import get_ready
 from anybit.kvcache import hadamard, turn
 from anybit.kvrows import Pool, step
 from anybit.ops import kv_rows
-from anybit.ops.compile_ahead import make_ready
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.ops.kv_rows import layout as row_layout
 from anybit.scheme import KVFormat
-
-_logger = logging.getLogger("vllm.anybit")
 
 
 class RowBackend(AttentionBackend):  # type: ignore[misc]
@@ -294,12 +291,4 @@ def _compile(impls: list[Any], dtype: torch.dtype, sequences: int, most: int, de
             x.layout, x.num_heads, x.num_kv_heads, x.masks, dtype, x.capacity, sequences, of, most
         )  # fmt: skip
         found.update(dict.fromkeys(wanted))
-    done = make_ready(list(found), device)
-    for reason in done.refused:
-        _logger.warning("anybit: a kernel of the KV cache is left to be compiled at its first launch: %s", reason)
-    _logger.info(
-        "anybit: %d kernels of the KV cache are ready after %.1f s; %d compiled",
-        done.kernels,
-        done.seconds,
-        done.compiled,
-    )
+    get_ready(list(found), device, "the KV cache")

@@ -3,17 +3,28 @@
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 
 from anybit.integrations.vllm.rotary import Heads
 from anybit.ops import Prepared
-from anybit.ops.compile_ahead import LayerKind, compile_ahead
+from anybit.ops.compile_ahead import LayerKind, compile_ahead, make_ready
 
 _logger = logging.getLogger("vllm.anybit")
 _TOKENS = 8192
 _SEQUENCES = 1024
 """The most tokens of a step, and sequences of one, where no engine says it."""
+
+
+def get_ready(kernels: list[Any], device: torch.device, of: str) -> None:
+    """Compile kernels now, and say so. of: what they are kernels of."""
+    done = make_ready(kernels, device)
+    for reason in done.refused:
+        _logger.warning("anybit: a kernel of %s is left to be compiled at its first launch: %s", of, reason)
+    _logger.info(
+        "anybit: %d kernels of %s are ready after %.1f s; %d compiled", done.kernels, of, done.seconds, done.compiled
+    )
 
 
 class Ledger:
