@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anybit.ops import kv_plain
 from anybit.ops.kv import Masks
 
 
@@ -41,6 +42,14 @@ class Case:
         sinks = torch.randn(self.heads, generator=generator).to(device) if self.sinks else None
         alibi = (2.0 ** -torch.arange(1, self.heads + 1).float()).to(device) if self.alibi else None
         return Masks(window=self.window, softcap=self.softcap, sinks=sinks, alibi=alibi)
+
+    @property
+    def problem(self):
+        """What a kernel is asked for."""
+        return kv_plain.problem(
+            self.page, self.heads, self.kv_heads, self.head_dim, self.dtype, self.masks(), self.capacity,
+            len(self.lengths),
+        )  # fmt: skip
 
 
 class Pool:

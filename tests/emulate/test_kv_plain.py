@@ -7,7 +7,7 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import KernelError, LayerError
 from anybit.kernels.attention import decode as kernels
 from anybit.ops import kv, kv_plain
 from cases_plain import CASES, TOLERANCE, Case, Pool
@@ -59,10 +59,7 @@ def test_other_ways_to_copy(warps: int, stages: int, chunk: int, bulk: bool, lau
     case = CASES[0]
     device = dataclasses.replace(Device.named("sm_90a"), sms=5)
     launched["blocks"] = 5
-    asked = kv_plain.problem(
-        case.page, case.heads, case.kv_heads, case.head_dim, case.dtype, case.masks(), case.capacity, len(case.lengths)
-    )
-    config = kernels.make(asked, device, warps, stages, bulk=bulk, chunk=chunk)
+    config = kernels.make(case.problem, device, warps, stages, bulk=bulk, chunk=chunk)
     assert attend(case, config=config) < TOLERANCE[case.bf16]
 
 
@@ -81,24 +78,31 @@ def test_what_it_does_not_read_is_refused_by_name():
     for name, tensor in bad:
         with pytest.raises(KernelError, match=f"{name} must be"):
             kv_plain.decode(**{**good, name: tensor}, capacity=1000, overlaps=False)
-    shape = case.page, case.heads, case.kv_heads
-    rest = case.masks(), 1000, 4, Device.named("sm_90a")
-    assert "72 channels" in kv_plain.why_not(*shape, 72, torch.float16, *rest)
-    assert "float32" in kv_plain.why_not(*shape, 128, torch.float32, *rest)
-    assert kv_plain.why_not(*shape, 128, torch.float16, *rest) is None
+
+
+def asked(capacity: int, sequences: int, head_dim: int = 128, dtype: torch.dtype = torch.float16) -> kernels.Problem:
+    return kv_plain.problem(16, 32, 8, head_dim, dtype, kv_plain.NO_MASKS, capacity, sequences)
+
+
+def test_heads_and_types_that_no_kernel_reads_are_refused():
+    with pytest.raises(LayerError, match="for a paged KV cache, not 72"):
+        asked(1000, 4, head_dim=72)
+    with pytest.raises(KernelError, match="float32"):
+        asked(1000, 4, dtype=torch.float32)
+    with pytest.raises(KernelError, match="32 query heads cannot share 5 KV heads"):
+        kv_plain.kernels_for(dataclasses.replace(asked(1000, 4), kv_heads=5), Device.named("sm_90a"))
 
 
 def test_how_many_long_sequences_are_attended_together():
     """A line of units has 32 bits: of very many long sequences some, then in larger chunks, none is no answer."""
-    device, asked = Device.named("sm_90a"), (16, 32, 8, 128, torch.float16, kv_plain.NO_MASKS)
-    assert kv_plain.most_sequences(*asked, 8192, 1024, device) == 1024
-    most = kv_plain.most_sequences(*asked, 131072, 1024, device)
-    assert 512 < most < 1024 and kv_plain.why_not(*asked, 131072, most, device) is None
-    refused = kv_plain.why_not(*asked, 131072, most + 1, device)
-    assert refused is not None and f"{most + 1} sequences of up to 131072 tokens" in refused
-    configs = [kernels.default(kv_plain.problem(*asked, 131072, n), device) for n in (256, most)]
-    assert [config.residual_tokens for config in configs] == [16, 32]
-    assert kv_plain.most_sequences(*asked[:3], 72, *asked[4:], 8192, 64, device) == 0
+    device = Device.named("sm_90a")
+    assert len(kv_plain.kernels_for(asked(8192, 1024), device)) == 1024
+    found = kv_plain.kernels_for(asked(131072, 1024), device)
+    most = len(found)
+    assert 512 < most < 1024
+    with pytest.raises(KernelError, match=f"{most + 1} sequences of up to 131072 tokens"):
+        kernels.default(asked(131072, most + 1), device)
+    assert [found[n - 1].config.residual_tokens for n in (256, most)] == [16, 32]
 
 
 def test_launches_of_one_capture_share_a_workspace(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from anybit.attention import attend
-from anybit.errors import OptionError
+from anybit.errors import KernelError, OptionError
 from anybit.integrations.vllm import decode, kv_cache, rotary, warmup
 from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.ops.kv import Masks
@@ -256,9 +256,14 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", lambda self, *_: None)
     monkeypatch.setattr(decode.Device, "of", lambda _: "a device")
     monkeypatch.setattr(decode.torch, "empty", lambda *_, **__: None)
-    monkeypatch.setattr(decode.kv_plain, "why_not", lambda *given: reason)
-    monkeypatch.setattr(decode.kv_plain, "most_sequences", lambda *given: min(given[7], most or given[7]))
-    monkeypatch.setattr(decode.kv_plain, "kernels_for", lambda *given: asked.append(given) or [given[5].window])
+
+    def kernels_for(problem: Any, device: Any) -> list[Any]:
+        if reason:
+            raise KernelError(reason)
+        asked.append((problem, device))
+        return [problem.sliding] * min(problem.batch, most or problem.batch)
+
+    monkeypatch.setattr(decode.kv_plain, "kernels_for", kernels_for)
     ready = SimpleNamespace(kernels=2, compiled=2, seconds=0.1, refused=["no compiler"])
     monkeypatch.setattr(warmup, "make_ready", lambda kernels, _: asked.append(kernels) or ready)
     layers = [layer_of("m.0.attn", per_layer_sliding_window=20), *(layer_of(f"m.{i}.attn") for i in (1, 2))]
@@ -271,9 +276,10 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
     if reason is not None:
         assert f"decode attention stays vLLM's: {reason}" in caplog.text
         return
-    whole = (PAGE, HEADS, KV_HEADS, DIM, torch.float16)
-    assert [(*one[:5], *one[6:]) for one in asked[:2]] == [(*whole, CAPACITY, builder.most, "a device")] * 2
-    assert sorted(asked[2], key=str) == [20, None] and len(asked) == 3  # layers that are alike once
+    for problem, device in asked[:2]:
+        shape = problem.plain, problem.heads, problem.kv_heads, problem.layout.head_dim, problem.capacity
+        assert (shape, device) == ((PAGE, HEADS, KV_HEADS, DIM, CAPACITY), "a device") and not problem.bf16
+    assert sorted(asked[2]) == [False, True] and len(asked) == 3  # layers that are alike once
     some = f" for up to 3 of {sequences} requests of {CAPACITY} tokens at a time" if most else ""
     assert f"decode attention of 3 layers is anybit's{some}, over" in caplog.text
     assert '"anybit_attention": false' in caplog.text

@@ -4,6 +4,7 @@ One launch, at fixed addresses and without the host: lengths and tables are read
 stays right while requests grow. Who stores tokens is not this module's business (``ops.pages`` does).
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,7 +14,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.attention import decode as kernels
-from anybit.kernels.attention.kv_page import HEAD_DIMS, PageLayout
+from anybit.kernels.attention.kv_page import PageLayout
 from anybit.ops import kv
 from anybit.ops.kv import NO_MASKS, Masks
 from anybit.scheme import KVFormat
@@ -25,10 +26,12 @@ def problem(
     page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
     sequences: int,
 ) -> kernels.Problem:  # fmt: skip
-    """What the kernel is asked for one new token of each of ``sequences`` sequences of ``capacity`` tokens at most.
+    """What a kernel is asked for one new token of each of ``sequences`` sequences of ``capacity`` tokens at most.
 
-    page_tokens: of a page.  Raises LayerError where no kernel takes heads of ``head_dim`` channels.
+    page_tokens: of a page.  Raises LayerError and KernelError for heads and a dtype that no kernel reads.
     """
+    if dtype not in DTYPES:
+        raise KernelError(f"keys and values are {dtype}, and kernels take float16 and bfloat16")
     return kernels.Problem(
         _layout(head_dim), sequences, heads, kv_heads, capacity=capacity, bf16=dtype == torch.bfloat16,
         sliding=masks.window is not None, softcap=masks.softcap is not None, alibi=masks.alibi is not None,
@@ -36,49 +39,21 @@ def problem(
     )  # fmt: skip
 
 
-def why_not(
-    page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
-    sequences: int, device: Device,
-) -> str | None:  # fmt: skip
-    """Why no kernel attends over such pages, in a sentence; None if one does. Arguments as in ``problem``."""
-    if head_dim not in HEAD_DIMS:
-        return f"heads have {head_dim} channels, and kernels take one of {HEAD_DIMS}"
-    if dtype not in DTYPES:
-        return f"keys and values are {dtype}, and kernels take float16 and bfloat16"
-    asked = problem(page_tokens, heads, kv_heads, head_dim, dtype, masks, capacity, sequences)
-    try:
-        kernels.default(asked, device)
-    except KernelError as error:
-        return str(error)
-    return None
+def kernels_for(problem: kernels.Problem, device: Device) -> list[jit.Kernel]:
+    """The kernel for one sequence, for two, and so on: up to ``problem.batch``, or as many as are attended together.
 
-
-def most_sequences(
-    page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
-    sequences: int, device: Device,
-) -> int:  # fmt: skip
-    """The largest number of sequences, up to ``sequences``, that a kernel attends together; 0 if it takes not one."""
-    few, many = 0, sequences + 1  # what it takes, and what it does not
-    while many - few > 1:
-        middle = sequences if many > sequences else (few + many) // 2
-        fits = why_not(page_tokens, heads, kv_heads, head_dim, dtype, masks, capacity, middle, device) is None
-        few, many = (middle, many) if fits else (few, middle)
-    return few
-
-
-def kernels_for(
-    page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
-    sequences: int, device: Device,
-) -> list[jit.Kernel]:  # fmt: skip
-    """All kernels that steps of up to ``sequences`` sequences launch. Arguments as in ``problem``.
-
-    Raises KernelError, with the reason, where there is none.
+    Raises KernelError, with the reason, where there is not even the first.
     """
-    found = dict[jit.Kernel, None]()
-    for count in range(1, sequences + 1):
-        asked = problem(page_tokens, heads, kv_heads, head_dim, dtype, masks, capacity, count)
-        found[kernels.kernel(kernels.default(asked, device), asked.layout)] = None
-    return list(found)
+    found: list[jit.Kernel] = []
+    for count in range(1, problem.batch + 1):
+        try:
+            config = kernels.default(replace(problem, batch=count), device)
+        except KernelError:
+            if not found:
+                raise
+            break
+        found.append(kernels.kernel(config, problem.layout))
+    return found
 
 
 def decode(

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import AnyBitError
 from anybit.integrations.vllm.rotary import pages_of, stores_pages
 from anybit.integrations.vllm.warmup import get_ready
 from anybit.ops import kv_plain
@@ -159,17 +159,16 @@ def _compile(impls: list[Any], page_tokens: int, config: Any, device: torch.devi
     """
     if device.type != "cuda":
         return 0, f"its kernels run on CUDA devices, not on {device.type}"
-    found, of = dict[Any, None](), Device.of(torch.empty(0, device=device))
+    kernels, of = set[Any](), Device.of(torch.empty(0, device=device))
     alike = {(x.num_heads, x.num_kv_heads, x.head_size, x.masks.window, x.masks.softcap): x for x in impls}
-    most = config.scheduler_config.max_num_seqs
-    for x in alike.values():
-        asked = (page_tokens, x.num_heads, x.num_kv_heads, x.head_size, config.model_config.dtype, x.masks, x.capacity)
-        if (reason := kv_plain.why_not(*asked, 1, of)) is not None:
-            return 0, reason
-        most = min(most, kv_plain.most_sequences(*asked, most, of))
+    most, dtype = config.scheduler_config.max_num_seqs, config.model_config.dtype
+    for shape, x in alike.items():
         try:
-            found.update(dict.fromkeys(kv_plain.kernels_for(*asked, most, of)))
-        except KernelError as error:
+            asked = kv_plain.problem(page_tokens, *shape[:3], dtype, x.masks, x.capacity, most)
+            found = kv_plain.kernels_for(asked, of)
+        except AnyBitError as error:
             return 0, str(error)
-    get_ready(list(found), device, "attention")
+        kernels.update(found)
+        most = len(found)
+    get_ready(list(kernels), device, "attention")
     return most, None
