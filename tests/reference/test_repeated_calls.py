@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,13 +191,28 @@ def test_fused_and_small_calls_launch_the_same_again(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(call_cache, "find", lambda key: None)
-        patch.setattr(call_cache, "keep", lambda key, make: None)
+        patch.setattr(jit, "watched", lambda: True)  # nothing is kept then
         expected = launches(one)
     assert all(expected)
     assert launches(one) == expected  # made
     assert launches(one) == expected  # kept
     assert launches(other) == expected
+
+
+@pytest.mark.parametrize("m", [4, 300])
+def test_products_that_are_not_kept_end_with_silu_too(driver: Driver, monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    """Layers in activation order are not kept: what ends with SiLU does so again, and what does not is asked once."""
+    scheme, asked = Scheme.parse("w4a16g32"), []
+    fmt, activations = scheme.weights, scheme.activations
+    weight = replace(random_weight(N, K, fmt), group_index=torch.arange(K, dtype=torch.int32) % fmt.groups(K))
+    spec = str(LinearSpec("packed", N, K, fmt, activations))
+    tensors, x = ops.backends["packed"].prepare(weight, activations), torch.randn(m, K).half()
+    whole = packed.PackedTiles.linear_silu
+    monkeypatch.setattr(packed.PackedTiles, "linear_silu", lambda *given: asked.append(m) or whole(*given))
+    found = [call_cache.linear_silu(x, tensors, None, spec) for _ in range(3)]
+    many = m == 300
+    assert [None if y is None else y.shape for y in found] == [(m, N // 2) if many else None] * 3
+    assert len(asked) == (3 if many else 1)
 
 
 def test_who_looks_at_ops_sees_them(driver: Driver) -> None:

@@ -72,22 +72,31 @@ def linear_key(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) 
 
 def linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
     """The op ``anybit::linear``: a call like an earlier one launches at once."""
-    key = linear_key(x, weight, bias, spec)
-    call, parsed = find(key), LinearSpec.parse(spec)
-    if call is None:
-        call = keep(key, lambda: linear_call(x, weight, bias, parsed))
+    parsed = LinearSpec.parse(spec)
+    call = _kept(linear_key(x, weight, bias, spec), x, weight, bias, parsed)
     y: Tensor = backends[parsed.backend].linear(x, weight, bias, parsed) if call is None else call(x, weight, bias)
     return y
 
 
 def linear_silu(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor | None:
-    """A backend's ``linear_silu``, the same way; None also where a call of it is not one to be kept."""
-    key = "silu", linear_key(x, weight, bias, spec)
-    call, parsed = find(key), LinearSpec.parse(spec)
-    if call is None:
-        call = keep(key, lambda: linear_call(x, weight, bias, parsed, True))
-    if call is None:
-        unknown = _known.get(key, True) is not None  # else there was none before
-        return backends[parsed.backend].linear_silu(x, weight, bias, parsed) if unknown else None
-    y: Tensor = call(x, weight, bias)
+    """A backend's ``linear_silu``, the same way; that it gives None is remembered, too."""
+    key, parsed = ("silu", linear_key(x, weight, bias, spec)), LinearSpec.parse(spec)
+    call = _kept(key, x, weight, bias, parsed, silu=True)
+    if call is not None:
+        known: Tensor | None = call(x, weight, bias)
+        return known
+    y = backends[parsed.backend].linear_silu(x, weight, bias, parsed)
+    if y is None and not jit.watched():
+        _known[key] = _nothing
     return y
+
+
+def _nothing(*_: Any) -> None:
+    """What ``linear_silu`` runs of a backend that has none."""
+
+
+def _kept(
+    key: Hashable, x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
+) -> Callable[..., Any] | None:
+    call = find(key)
+    return keep(key, lambda: linear_call(x, weight, bias, spec, silu)) if call is None else call
