@@ -82,27 +82,8 @@ template <class Config> struct Pipeline {
     // Asks for the next half, if there is one.
     PTX void fill() {
         if (left > 0) {
-            const uint8_t* source;
-            int bytes;
-            if constexpr (Config::plain) {
-                copy_tokens(stage + filled * S::slot_bytes);
-            } else if (ahead.packed()) {
-                const int within = (ahead.extent.first_block + ahead.unit) % page_blocks;
-                source = pages + static_cast<int64_t>(page) * page_stride()
-                       + within * S::block_bytes + (values ? S::key_bytes : 0);
-                bytes = values ? S::value_bytes : S::key_bytes;
-            } else if constexpr (Config::front > 0) {
-                const int place = ahead.position() % p.ring % Config::slots + (values ? Config::slots : 0);
-                source = pages + static_cast<int64_t>(page) * page_stride() + place * S::element_bytes;
-                bytes = S::residual_bytes;
-            } else {
-                const int place = ahead.position() % p.ring;
-                source = reinterpret_cast<const uint8_t*>(p.residual)
-                       + ((static_cast<int64_t>(ahead.sequence) * p.kv_heads + ahead.head / Config::query_chunks) * 2 + values) * p.ring * S::element_bytes
-                       + place * S::element_bytes;
-                bytes = S::residual_bytes;
-            }
-            if constexpr (!Config::plain) copy(stage + filled * S::slot_bytes, source, bytes);
+            if constexpr (Config::plain) copy_tokens();
+            else copy_half();
             if (values) {
                 left -= ahead.ends();
                 if (ahead.advance(p)) enter_pair();
@@ -113,6 +94,28 @@ template <class Config> struct Pipeline {
         } else if constexpr (!Config::bulk) {
             ptx::cp_async_commit_group();  // empty, so that the count of groups stays that of the halves
         }
+    }
+    // Of a packed block, or of a chunk of the residual: in blocks of the pool, or apart.
+    PTX void copy_half() {
+        const uint8_t* source;
+        int bytes;
+        if (ahead.packed()) {
+            const int within = (ahead.extent.first_block + ahead.unit) % page_blocks;
+            source = pages + static_cast<int64_t>(page) * page_stride()
+                   + within * S::block_bytes + (values ? S::key_bytes : 0);
+            bytes = values ? S::value_bytes : S::key_bytes;
+        } else if constexpr (Config::front > 0) {
+            const int place = ahead.position() % p.ring % Config::slots + (values ? Config::slots : 0);
+            source = pages + static_cast<int64_t>(page) * page_stride() + place * S::element_bytes;
+            bytes = S::residual_bytes;
+        } else {
+            const int place = ahead.position() % p.ring;
+            source = reinterpret_cast<const uint8_t*>(p.residual)
+                   + ((static_cast<int64_t>(ahead.sequence) * p.kv_heads + ahead.head / Config::query_chunks) * 2 + values) * p.ring * S::element_bytes
+                   + place * S::element_bytes;
+            bytes = S::residual_bytes;
+        }
+        copy(stage + filled * S::slot_bytes, source, bytes);
     }
     PTX void copy(uint32_t shared, const uint8_t* source, int bytes) {
         if constexpr (Config::bulk) {
@@ -126,8 +129,9 @@ template <class Config> struct Pipeline {
         }
     }
     // Of plain pages: every lane asks for its own token's row, or sixteen bytes of several; rows beyond the last stay as they are.
-    PTX void copy_tokens(uint32_t shared) {
+    PTX void copy_tokens() {
         constexpr int tokens = Config::residual_tokens, lanes = S::element_bytes / 16;
+        const uint32_t shared = stage + filled * S::slot_bytes;
         static_assert(tokens <= 32, "a lane holds one token's page");
         const int lane = threadIdx.x % 32, position = ahead.position();
         const int there = min(max(ahead.extent.length - position, 0), tokens);
