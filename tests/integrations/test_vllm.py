@@ -384,7 +384,12 @@ def test_norms_and_silu_become_part_of_products(scheme: str, paired: bool, rotat
 
 @pytest.mark.parametrize(
     ("adds", "product", "calls"),
-    [(True, False, ["add_rms_norm"]), (False, False, []), (False, True, ["norm_linear"])],
+    [
+        (True, False, ["add_rms_norm"]),
+        (False, False, []),
+        (False, True, ["norm_linear"]),
+        (True, True, ["norm_linear"]),
+    ],
 )
 def test_a_models_first_and_last_norm_run_on_anybit(adds: bool, product: bool, calls: list[str]) -> None:
     from anybit import ops
@@ -401,6 +406,8 @@ def test_a_models_first_and_last_norm_run_on_anybit(adds: bool, product: bool, c
     generator = torch.Generator().manual_seed(5)
     x, residual, gamma = (torch.randn(shape, generator=generator) for shape in ((3, 64), (3, 64), (64,)))
     assert _calls_of_anybit(block, [x, residual, gamma, weight.tensors]) == calls
+    gemmas = [x.bfloat16(), residual.bfloat16(), gamma, weight.tensors]  # a norm that no kernel has
+    assert _calls_of_anybit(block, gemmas) == (["linear"] if product else [])
 
 
 def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:

@@ -164,13 +164,19 @@ def _arguments(norm: fx.Node) -> dict[str, Any]:
     return {"x_residual": None, "variance_size": None, **dict(zip(names, norm.args, strict=False)), **norm.kwargs}
 
 
+def _is_anybits(values: dict[str, Any]) -> bool:
+    """Whether anybit's norm is the same: of whole rows, by a gamma of their type (Gemma's is float32)."""
+    given = [values[name] for name in ("x", "x_residual", "weight") if values[name] is not None]
+    types = {getattr(one.meta.get("val"), "dtype", None) for one in given}
+    return values["weight"] is not None and values["variance_size"] is None and len(types) == 1
+
+
 def _replace_last(graph: fx.Graph, norm: fx.Node) -> bool:
     """A sum's norm that no product follows: vLLM's compiled one does not round the sum, as transformers does."""
     values = _arguments(norm)
-    given = [values[name] for name in ("x", "x_residual", "weight")]
-    kinds = {getattr(one.meta.get("val"), "dtype", None) for one in given if isinstance(one, fx.Node)}
-    if norm.target is not _NORMS[1] or values["variance_size"] is not None or None in given or len(kinds) > 1:
+    if norm.target is not _NORMS[1] or not _is_anybits(values):
         return False
+    given = [values[name] for name in ("x", "x_residual", "weight")]
     with graph.inserting_before(norm):
         ours = graph.call_function(torch.ops.anybit.add_rms_norm.default, (*given, values["epsilon"]))
     ours.meta["val"] = norm.meta.get("val")
@@ -184,7 +190,7 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
     parts = {user.args[1]: user for user in norm.users if adds and _is(user, operator.getitem)}
     normed, total = parts.get(0) if adds else norm, parts.get(1)
     linear = None if normed is None else _only_user(normed, *_LINEAR)
-    if linear is None or values["weight"] is None or values["variance_size"] is not None or linear.kwargs:
+    if linear is None or linear.kwargs or not _is_anybits(values):
         return False
     if not adds and not getattr(values["x"].meta.get("val"), "is_contiguous", bool)():  # a part of other rows
         return False
