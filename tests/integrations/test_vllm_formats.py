@@ -9,6 +9,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,18 @@ def test_a_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     config = pickle.loads(pickle.dumps(config))  # as it reaches an engine's process
     assert str(config.scheme) == CASES["auto-round-gptq"].q_proj and len(config.stored) == 14
     assert [*config._source.taken().layers] == config.stored and calls == ["Folder", "skeleton", "Folder"]
+
+
+def test_another_engine_of_the_process_gets_the_files_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which reads the same folder by vLLM's own kernels, after an engine that anybit read it for."""
+    monkeypatch.setattr(streams.DefaultModelLoader, "get_all_weights", lambda *_: "as stored")
+    monkeypatch.setattr(streams, "_streamed", {"m": SimpleNamespace(taken=lambda: None)})
+    monkeypatch.setattr(streams, "tensors_of", lambda *_: "as anybit saves")
+    streams.install()
+    loader, config = SimpleNamespace(), SimpleNamespace(model="m", dtype=None, quantization="anybit")
+    assert streams.DefaultModelLoader.get_all_weights(loader, config, None) == "as anybit saves"
+    config.quantization = "gptq_marlin"
+    assert streams.DefaultModelLoader.get_all_weights(loader, config, None) == "as stored"
 
 
 def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from anybit.checkpoints.configuration import method_of
+from anybit.checkpoints.configuration import METHOD, method_of
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.gguf_file import GgufTranslation
 from anybit.checkpoints.formats.translate import FolderTranslation, Translation
@@ -86,7 +86,7 @@ class Source:
 
 
 _streamed: dict[str, Source] = {}
-"""By the name that an engine has for a model."""
+"""By the name that an engine has for a model. Another engine of the process may run it by vLLM's own kernels."""
 
 
 def note(source: Source) -> None:
@@ -122,7 +122,7 @@ def install() -> None:
 
     @functools.wraps(stored)
     def get_all_weights(self: Any, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        if model_config.model not in _streamed:
+        if model_config.quantization != METHOD or model_config.model not in _streamed:
             return stored(self, model_config, model)  # type: ignore[no-any-return]
         self.counter_before_loading_weights = time.perf_counter()
         return tensors_of(_streamed[model_config.model].taken(), model_config.dtype)
