@@ -73,8 +73,8 @@ async def ask(
 
 def differs(got: Answer | int | None, alone: Answer | int | None) -> float:
     """How much less likely than the request's own token the first other one was; 0 where there is none."""
-    if not isinstance(got, tuple) or not isinstance(alone, tuple) or len(got[0]) > len(alone[0]):
-        return 0.0 if got == alone else float("inf")
+    if not isinstance(got, tuple) or not isinstance(alone, tuple) or not len(got[0]) <= len(alone[0]) == len(alone[1]):
+        return float("inf")
     for one, other, likely in zip(got[0], *alone, strict=False):
         if one != other:
             return likely[f"token_id:{other}"] - likely.get(f"token_id:{one}", float("-inf"))
