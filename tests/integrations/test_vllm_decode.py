@@ -22,6 +22,7 @@ from anybit.attention import attend
 from anybit.errors import KernelError, OptionError
 from anybit.integrations.vllm import decode, kv_cache, rotary, warmup
 from anybit.integrations.vllm.config import AnyBitConfig
+from anybit.ops import pages
 from anybit.ops.kv import Masks
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
@@ -144,6 +145,16 @@ def test_tokens_that_anybit_stores_may_be_waited_for_inside_the_kernel(
     rotary.replace_forward(SimpleNamespace(attn=layer, rotary_emb=None), rotary.Heads(HEADS, KV_HEADS, DIM, True))
     attended(layer, built(batch_of([9]), [layer], monkeypatch), 1)
     assert calls[0][1]["overlaps"] is True
+
+
+def test_the_stride_of_one_kv_head_is_a_heads():
+    """A rank's only head may have any stride as torch sees it, and kernels refuse what is not in vectors of eight."""
+    cache = torch.zeros(3 * PAGE * 2 * DIM).half().as_strided((3, 1, PAGE, 2 * DIM), (PAGE * 2 * DIM, 1, 2 * DIM, 1))
+    keys, values = rotary.pages_of(SimpleNamespace(head_size=DIM), cache)
+    assert keys.shape == (3, PAGE, 1, DIM) and values.data_ptr() == cache.data_ptr() + 2 * DIM
+    positions = torch.zeros(1, dtype=torch.int64)
+    step = pages.RopePagesArgs(torch.zeros(9, DIM).half(), positions, keys, values, positions, HEADS, 1)
+    pages.check_step(step, torch.Size((1, (HEADS + 2) * DIM)), torch.float16)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    canonicalize_singleton_dim_strides,
+    direct_register_custom_op,
+)
 from vllm.v1.attention.backend import AttentionType
 
 from anybit.ops import pages
@@ -148,7 +154,8 @@ def pages_of(layer: Any, cache: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [pages, tokens, heads, dim] of a layer's cache [pages, heads, tokens, keys | values]."""
     known = getattr(layer, "anybit_pages", None)
     if known is None or known[0] is not cache:
-        known = layer.anybit_pages = (cache, cache.transpose(1, 2).split(layer.head_size, dim=-1))
+        halves = cache.transpose(1, 2).split(layer.head_size, dim=-1)
+        known = layer.anybit_pages = (cache, [canonicalize_singleton_dim_strides(half) for half in halves])
     keys, values = known[1]
     return keys, values
 
