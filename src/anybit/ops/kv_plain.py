@@ -17,6 +17,7 @@ from anybit.kernels.attention import decode as kernels
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.ops import kv
 from anybit.ops.kv import NO_MASKS, Masks
+from anybit.ops.pages import check_pages
 from anybit.scheme import KVFormat
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -65,8 +66,8 @@ def decode(
     q, out: [sequences, heads, head_dim], out dense.  keys, values: [pages, page tokens, kv_heads, head_dim] of q's
     dtype, channels side by side, strides alike.  table: int32 [sequences, pages of each].  lengths: int32 [sequences],
     the new token included; 0 where a row is padding, whose output is zeros.  capacity: the most tokens of a sequence.
-    overlaps: tokens before the new one may be read while the previous kernel runs: that must be the one that stores
-    this step's.  config: how (default: the kernel's own choice).  Raises KernelError for what no kernel reads.
+    overlaps: older tokens may be read while the previous kernel runs, which must be the one that stores this step's.
+    config: how (default: the kernel's own choice).  Raises KernelError for what no kernel reads.
     """
     _check(q, keys, values, table, lengths, out)
     count, heads, head_dim = q.shape
@@ -120,14 +121,7 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
         )
     if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
         raise KernelError(f"out must be dense {q.dtype} {tuple(q.shape)}, not {out.dtype} {tuple(out.shape)}")
-    for name, pages in (("keys", keys), ("values", values)):
-        right = pages.dim() == 4 and pages.dtype == q.dtype and pages.shape[3] == q.shape[2]
-        aligned = right and pages.stride(3) == 1 and not any(x % 8 for x in pages.stride()[:3])
-        if not aligned or pages.data_ptr() % 16 or pages.stride() != keys.stride() or pages.shape != keys.shape:
-            raise KernelError(
-                f"{name} must be {q.dtype} [pages, page tokens, kv_heads, {q.shape[2]}] in vectors of eight, keys and "
-                f"values alike, not {pages.dtype} {tuple(pages.shape)} strided {pages.stride()}"
-            )
+    check_pages(keys, values, q.dtype, keys.shape[-2], q.shape[2])
     if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < count or table.stride(1) != 1:
         raise KernelError(
             f"table must be int32 [{count}, pages] with dense rows, not {table.dtype} {tuple(table.shape)}"

@@ -99,15 +99,19 @@ def check_step(
         raise KernelError(f"positions must hold one for each of {tokens} tokens, not {len(step.positions)}")
     if step.table.dtype != kind or not step.table.is_contiguous():
         raise KernelError(f"table must be dense {kind} as qkv is, not {step.table.dtype}")
-    if step.keys is None or step.values is None:
-        return
-    strides = step.keys.stride()
-    for name, pages in (("keys", step.keys), ("values", step.values)):
-        right = pages.dtype == kind and pages.dim() == 4 and pages.shape[2:] == (step.key_heads, dim)
-        if not right or pages.stride() != strides or strides[3] != 1 or any(stride % 8 for stride in strides[:3]):
+    if step.keys is not None and step.values is not None:
+        check_pages(step.keys, step.values, kind, step.key_heads, dim)
+
+
+def check_pages(keys: Tensor, values: Tensor, kind: torch.dtype, heads: int, dim: int) -> None:
+    """Raise KernelError unless these are pages of 16-bit keys and values as kernels read and write them."""
+    for name, pages in (("keys", keys), ("values", values)):
+        right = pages.dtype == kind and pages.dim() == 4 and pages.shape[2:] == (heads, dim)
+        aligned = right and pages.stride(3) == 1 and not any(x % 8 for x in pages.stride()[:3])
+        if not aligned or pages.data_ptr() % 16 or pages.stride() != keys.stride() or pages.shape != keys.shape:
             raise KernelError(
-                f"{name} must be {kind} [pages, page tokens, {step.key_heads}, {dim}] in vectors of eight, keys and "
-                f"values alike, not {pages.dtype} {tuple(pages.shape)} strided {pages.stride()}"
+                f"{name} must be {kind} [pages, page tokens, {heads}, {dim}] in vectors of eight, keys and values "
+                f"alike, not {pages.dtype} {tuple(pages.shape)} strided {pages.stride()}"
             )
 
 
