@@ -199,8 +199,19 @@ def without_key(others: list[str]) -> tuple[list[str], str | None]:
     return rest, keys[0] if keys else None
 
 
+KEEP_ALIVE = 75
+"""Seconds for which vLLM's server keeps a connection that nobody uses. vLLM's 5 are what httpx and so OpenAI's client
+keep one for, too: now and then a request goes out on a connection that is being closed, and its answer is lost."""
+
+
+def vllm_environment(key: str | None) -> dict[str, str]:
+    """The environment of vLLM's server; key: of its API."""
+    found = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE), **os.environ}
+    return found if key is None else {**found, "VLLM_API_KEY": key}
+
+
 def _run(command: list[str], key: str | None) -> int:
-    process = subprocess.Popen(command, env=None if key is None else {**os.environ, "VLLM_API_KEY": key})
+    process = subprocess.Popen(command, env=vllm_environment(key))
     try:
         return process.wait()
     finally:  # interrupted or told to end: vLLM finishes what it can, and is not left behind
