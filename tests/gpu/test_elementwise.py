@@ -139,6 +139,20 @@ def test_products_that_end_with_silu(dtype, m, n, k, text):
         assert close(y, elementwise._silu_mul_cpu(plain.float(), paired=True), dtype)
 
 
+@pytest.mark.parametrize("m", [3, 300])
+def test_products_in_activation_order_end_with_silu(m):
+    """The same of layers whose calls are not kept: many tokens' in the product, few tokens' after it."""
+    n, k, scheme = 1040, 512, Scheme.parse("w4a16g128")
+    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
+    order = (torch.randperm(k, device="cuda") // 128).int()
+    layer = QuantLinear.from_weight(replace(weight, group_index=order), scheme, None, "packed").prepare()
+    x, residual, gamma = (torch.randn(*shape, device="cuda").half() for shape in ((m, k), (m, k), (k,)))
+    for _ in range(3):
+        plain, total = layer.norm_linear(x + 0, residual, gamma, 1e-5)
+        y, same = layer.norm_linear(x + 0, residual, gamma, 1e-5, silu=True)
+        assert torch.equal(total, same) and torch.equal(y, silu_mul(plain, paired=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("m", "tokens", "heads", "kv_heads", "dim", "k"),
