@@ -19,7 +19,7 @@ import torch
 from anybit.device import Device
 from anybit.kernels.attention import decode as kernels
 from anybit.ops import kv_plain, pages
-from timing import RESULTS, Captured, merge_rows, read_floor_us, stamp, time_exactly
+from timing import RESULTS, Captured, merge_rows, read_floor_us, stamp, time_exactly, worst_of
 
 HEADS, KV_HEADS, DIM, PAGE, CAPACITY = 32, 8, 128, 16, 8192
 SHAPES = (
@@ -120,7 +120,7 @@ class Layers:
             groups = q[row].double().unflatten(0, (KV_HEADS, -1))
             weights = torch.softmax(torch.einsum("kgd,nkd->kgn", groups, k) * DIM**-0.5, -1)
             want = torch.einsum("kgn,nkd->kgd", weights, v).flatten(0, 1)
-            worst = max(worst, float((self.out[row].double() - want).abs().mean() / want.abs().mean()))
+            worst = worst_of((worst, float((self.out[row].double() - want).abs().mean() / want.abs().mean())))
         return worst
 
 

@@ -60,6 +60,7 @@ class Watch:
         from anybit.kernels.attention import kv_page
         from anybit.kvrows import PAGE, Pool, Row
         from anybit.ops import kv_rows
+        from timing import worst_of
 
         batch, worst, compared, prompt = self.batch, 0.0, 0, self.prompt
         table, lengths = batch.table, batch.lengths  # as the last step left them
@@ -98,7 +99,7 @@ class Watch:
                 expected = attend(q[i : i + 1].float(), *(x.to(q.device) for x in both), impl.masks)[0]
                 if q.is_cuda:
                     error = (out[i].float() - expected[0]).abs().mean() / expected.abs().mean()
-                    worst = max(worst, float(error))
+                    worst = worst_of((worst, float(error)))
         if not compared:
             raise SystemExit("no page was compared: no request whose prompt was noted is in the last batch")
         if not worst < TOLERANCE:
