@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from anybit.attention import attend
+from anybit.integrations.vllm.kv_step import Batch
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kvrows import Pool, Row, step
 from anybit.ops import kv_rows
@@ -58,7 +59,8 @@ class Case:
 class Step:
     """A pool after the tokens before a step, the step's tokens, and its rows as kernels and the reference take them."""
 
-    def __init__(self, case: Case, seed: int = 0, device: str = "cpu"):
+    def __init__(self, case: Case, seed: int = 0, device: str = "cpu", layer: int = 0):
+        """layer: other tokens in the same blocks."""
         self.case, rows = case, case.rows
         generator = torch.Generator().manual_seed(seed)
         lengths = [b + n if n else 0 for b, n in zip(case.before, case.new, strict=True)]
@@ -79,6 +81,8 @@ class Step:
         self.starts = torch.tensor([0, *case.new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.most = max(case.new)
         self.pool = Pool(rows, self.pages, case.dtype)
+        if layer:
+            generator.manual_seed(1000 * seed + layer)
         tokens = [torch.randn(3, max(n, 1), case.heads, case.head_dim, generator=generator) for n in lengths]
         tokens = [x.to(case.dtype) for x in tokens]
         self.old = [Row(self.table[i], 0, b, 0) for i, b in enumerate(case.before)]
@@ -254,6 +258,19 @@ def paged_attention(masks: Masks):
             out[here] = attend(q[here].float(), k.float(), v.float(), masks)[0].to(q.dtype)
 
     return prompts
+
+
+def batch_of(one: Step, room: int) -> Batch:
+    """A step as vLLM's builder describes it: requests with few new tokens, then prompts."""
+    new = one.case.new
+    decodes = next((i for i, n in enumerate(new) if n > 1 + one.case.slack // 8), len(new))
+    starts, lengths = one.starts.cpu(), one.lengths.cpu()
+    batch = Batch(
+        one.table, one.lengths, one.starts, one.q.shape[0], decodes, int(starts[decodes]), max(new[:decodes], default=1)
+    )
+    if decodes < len(new):
+        batch.add_prompts(starts[decodes:].numpy().astype("int64"), lengths[decodes:].numpy().astype("int64"), room)
+    return batch
 
 
 STEPS = [

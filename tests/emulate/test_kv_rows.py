@@ -1,19 +1,22 @@
 """Kernels over rows of a pool on the CPU, thread by thread: storing, attention, and pages as plain keys and values."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
 
 import emulate
 from anybit.device import Device
-from anybit.integrations.vllm.kv_step import Batch, run
+from anybit.integrations.vllm.kv_step import run
 from anybit.kvrows import Pool, step
 from anybit.ops import kv, kv_rows
 from anybit.ops.kv_rows import PAGE
-from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, paged_attention, unpacked
+from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
 
 pytestmark = pytest.mark.emulate
+launching = importlib.import_module("anybit.jit.launch")  # not the function of that name
+MOVED = ("pages", "residual", "q", "k", "v", "out", "sinks")
 SMALL = [
     dataclasses.replace(
         case,
@@ -29,19 +32,43 @@ SMALL = [
 def launched(monkeypatch):
     """Kernels of ops run in the emulator, as on a device of three multiprocessors."""
     device = dataclasses.replace(Device.named("sm_90a"), sms=3)
-    written = {"k", "v", "q"}
+    kernels, known = set(), {}
 
-    kernels = set()
+    class Launcher:
+        """As jit's; what is launched again has addresses, of tensors in ``known``."""
 
-    def launch(kernel, params, grid, *, pdl=False, device=None):
-        kernels.add(kernel)
-        names = [f.name for f in dataclasses.fields(params)]
-        emulate.run(kernel, params, grid, resident=64, dependent=[n for n in names if n in written] if pdl else ())
+        def __init__(self, kernel, device, pdl):
+            self.kernel, self.pdl = kernel, pdl
+            kernels.add(kernel)
 
-    monkeypatch.setattr(kv.jit, "launch", launch)
+        def values(self, params):
+            return [getattr(params, f.name) for f in dataclasses.fields(params)]
+
+        def __call__(self, params, grid):
+            self.start(self.values(params), grid)
+
+        def start(self, values, grid):
+            fields = dataclasses.fields(self.kernel.params)
+            values = [
+                (known[x] if x else None) if isinstance(x, int) and f.name in MOVED else x
+                for f, x in zip(fields, values, strict=True)
+            ]
+            dependent = [f.name for f in fields if f.name in ("k", "v", "q")] if self.pdl else ()
+            emulate.run(self.kernel, self.kernel.params(*values), grid, resident=64, dependent=dependent)
+
+        def last(self):
+            return b""
+
+    def in_log2(values, like, plain=kv.in_log2):
+        found = plain(values, like)
+        return known.setdefault(found.data_ptr(), found)
+
+    monkeypatch.setattr(launching, "_launchers", {})
+    monkeypatch.setattr(launching, "Launcher", Launcher)
+    monkeypatch.setattr(kv, "in_log2", in_log2)
     for module in (kv, kv_rows):
         monkeypatch.setattr(module.Device, "of", lambda tensor: device)
-    return kernels, device
+    return kernels, device, known
 
 
 def alike(a: Step, b: Step) -> None:
@@ -119,29 +146,30 @@ def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
 @pytest.mark.parametrize(("case", "room"), [(STEPS[0], 1), *((case, 100) for case in STEPS[1:])], ids=str)
 def test_a_step_of_vllm(case: Case, room: int, launched):
     """Requests with one new token and prompts, some of which hit pages that this step packs."""
-    here, there = Step(case), Step(case)
-    few = 1 + case.slack // 8
-    decodes = next(i for i, n in enumerate(case.new) if n > few)
-    fills = [i for i, (b, n) in enumerate(zip(case.before, case.new, strict=True)) if b < PAGE <= b + n]
-    for one in (here, there):
-        if case.before[1] == PAGE:  # its first page is one that another request fills
-            one.table[1, case.rows.front] = one.table[fills[0], case.rows.front]
-    want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
-    tokens = int(there.starts[decodes])
-    batch = Batch(there.table, there.lengths, there.starts, there.q.shape[0], decodes, tokens, max(case.new[:decodes]))
-    batch.add_prompts(there.starts[decodes:].numpy().astype("int64"), there.lengths[decodes:].numpy(), room)
-    assert len(batch.groups) == (1 if room > 1 else len(case.new) - decodes)
-    out = torch.full_like(there.q, torch.nan)
-    run(
-        batch, case.rows, there.pages, there.q, there.k, there.v, case.masks(), out, capacity=1024,
-        space=lambda n: torch.full((n, 2, case.kv_heads, PAGE, case.head_dim), torch.nan, dtype=case.dtype),
-        prompts=paged_attention(case.masks()),
-    )  # fmt: skip
-    alike(here, there)
-    error = (out.double() - want.double()).abs().mean() / want.double().abs().mean()
-    assert error < (1e-2 if case.bf16 else 2e-3)
-    kernels, device = launched
+    layers = [(Step(case, layer=i), Step(case, layer=i)) for i in range(2)]
+    kernels, device, known = launched
+    batch = None
+    for here, there in layers:
+        fills = [i for i, (b, n) in enumerate(zip(case.before, case.new, strict=True)) if b < PAGE <= b + n]
+        for one in (here, there):
+            if case.before[1] == PAGE:  # its first page is one that another request fills
+                one.table[1, case.rows.front] = one.table[fills[0], case.rows.front]
+        want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
+        batch = batch or batch_of(there, room)
+        assert torch.equal(batch.table, there.table)
+        assert len(batch.groups) == (1 if room > 1 else len(case.new) - batch.decodes)
+        out = torch.full_like(there.q, torch.nan)
+        known.update({x.data_ptr(): x for x in (there.pages, there.q, there.k, there.v, out)})
+        run(
+            batch, case.rows, there.pages, there.q, there.k, there.v, case.masks(), out, capacity=1024,
+            space=lambda n: torch.full((n, 2, case.kv_heads, PAGE, case.head_dim), torch.nan, dtype=case.dtype),
+            prompts=paged_attention(case.masks()),
+        )  # fmt: skip
+        alike(here, there)
+        error = (out.double() - want.double()).abs().mean() / want.double().abs().mean()
+        assert error < (1e-2 if case.bf16 else 2e-3)
+    assert len(batch.made) == 1, "the second layer does what the first one did"
     of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
-    assert kernels <= set(kv_rows.kernels_for(*of, 1024, decodes, device, batch.queries)), (
+    assert kernels <= set(kv_rows.kernels_for(*of, 1024, batch.decodes, device, batch.queries)), (
         "a kernel was not compiled ahead"
     )

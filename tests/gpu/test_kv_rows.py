@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from anybit.device import Device
+from anybit.integrations.vllm.kv_step import run
 from anybit.jit import Kernel
 from anybit.kvrows import Pool, step
 from anybit.ops import kv_rows
 from anybit.ops.kv_rows import PAGE
-from cases_rows import DECODE, DRAFTED, FEW, RAGGED, Case, Drafts, Step, unpacked
+from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -21,6 +22,10 @@ def kernels_used() -> list[Kernel]:
         count = len(case.new) + (case in DRAFTED)
         of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
         found.update(kv_rows.kernels_for(*of, 4096, count, device, most))
+    for case in STEPS:
+        of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
+        batch = batch_of(Step(case), 100)
+        found.update(kv_rows.kernels_for(*of, 1024, batch.decodes, device, batch.queries))
     return sorted(found, key=lambda kernel: str(kernel.config))
 
 
@@ -66,6 +71,30 @@ def test_any_number_of_tokens_of_each_sequence(case: Case):
     step(here.pool, here.batch, here.q, here.k, here.v)
     alike(there, here)
     torch.testing.assert_close(out.cpu(), want, rtol=1e-2 if case.bf16 else 1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("case", "room"), [(STEPS[0], 1), *((case, 100) for case in STEPS)], ids=str)
+def test_layers_of_a_step_of_vllm(case: Case, room: int):
+    """Three layers with tensors of their own through one batch; the later two launch what the first one did."""
+    batch, space = None, torch.empty(100, 2, case.kv_heads, PAGE, case.head_dim, dtype=case.dtype, device="cuda")
+    kept = []  # so that no layer has the addresses of another
+    for layer in range(3):
+        here, there = Step(case, layer=layer), Step(case, device="cuda", layer=layer)
+        kept.append(there)
+        want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
+        batch = batch or batch_of(there, room)
+        assert torch.equal(batch.table, there.table)
+        out, masks = torch.full_like(there.q, torch.nan), case.masks("cuda")
+        kept.append(out)
+        space.fill_(torch.nan)
+        run(
+            batch, case.rows, there.pages, there.q, there.k, there.v, masks, out, capacity=1024,
+            space=lambda count: space, prompts=paged_attention(masks),
+        )  # fmt: skip
+        alike(there, here)
+        error = (out.cpu().double() - want.double()).abs().mean() / want.double().abs().mean()
+        assert error < (1e-2 if case.bf16 else 2e-3)
+    assert len(batch.made) == 1
 
 
 @pytest.mark.parametrize("case", DRAFTED, ids=str)

@@ -37,15 +37,15 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
     The kernel is compiled (or read from the cache) at its first launch on a device. Raises KernelError where
     compilation or the launch is refused, ValueError where a tensor lives on another device.
     """
-    if _wanted is not None and _wanted.thread == threading.get_ident():
-        _wanted.kernels[kernel] = None
+    if _listening.wanted is not None:
+        _listening.wanted[kernel] = None
         return
     if device is None:
         device = torch._C._cuda_getDevice()
     launcher = _launchers.get((kernel, device, pdl)) or _launcher(kernel, device, pdl)
     launcher(params, grid)
-    if _tape is not None:
-        _tape.append(Recorded(launcher, grid, launcher.last(), params))
+    if _listening.tape is not None:
+        _listening.tape.append(Recorded(launcher, grid, launcher.last(), params))
 
 
 def _launcher(kernel: Kernel, device: int, pdl: bool) -> "Launcher":
@@ -61,9 +61,12 @@ def cached_launch(
     It takes addresses for pointers, and whoever calls it vouches for them. Neither ``record`` nor ``kernels_of`` sees
     it: ask ``watched`` first.
     """
-    launcher = _launcher(kernel, device, pdl)
+    return _changing(_launcher(kernel, device, pdl), params, grid, changing)
+
+
+def _changing(launcher: "Launcher", params: Any, grid: Grid, changing: tuple[str, ...]) -> Callable[..., None]:
     known, start = launcher.values(params), launcher.start
-    names = [field.name for field in layout_of(kernel.params).fields]
+    names = [field.name for field in layout_of(launcher.kernel.params).fields]
     places = [names.index(name) for name in changing]
 
     def launch_again(*new: Any) -> None:
@@ -75,33 +78,29 @@ def cached_launch(
     return launch_again
 
 
+class _Listening(threading.local):
+    """Who listens to a thread's launches; see ``record`` and ``kernels_of``."""
+
+    tape: "list[Recorded] | None" = None
+    wanted: dict[Kernel, None] | None = None
+
+
+_listening = _Listening()
+
+
 def watched() -> bool:
-    """Whether somebody listens to launches (``record``, ``kernels_of``)."""
-    return _tape is not None or _wanted is not None
-
-
-_tape: "list[Recorded] | None" = None
-
-
-class _Wanted:
-    """What one thread would launch, in order; see ``kernels_of``."""
-
-    def __init__(self) -> None:
-        self.thread, self.kernels = threading.get_ident(), dict[Kernel, None]()
-
-
-_wanted: _Wanted | None = None
+    """Whether somebody listens to this thread's launches (``record``, ``kernels_of``)."""
+    return _listening.tape is not None or _listening.wanted is not None
 
 
 def kernels_of(call: Callable[[], object]) -> list[Kernel]:
     """The kernels that `call` would launch on this thread; none is compiled or launched, so its results are garbage."""
-    global _wanted
-    before, _wanted = _wanted, _Wanted()
+    before, _listening.wanted = _listening.wanted, {}
     try:
         call()
-        return list(_wanted.kernels)
+        return list(_listening.wanted)
     finally:
-        _wanted = before
+        _listening.wanted = before
 
 
 def load(kernel: Kernel, device: int) -> None:
@@ -115,10 +114,10 @@ class Recorded:
     It keeps the tensors that it was made with: scratch memory has no other owner.
     """
 
-    __slots__ = ("_grid", "_launcher", "_params", "_values")
+    __slots__ = ("_grid", "_launcher", "_values", "params")
 
     def __init__(self, launcher: "Launcher", grid: Grid, values: bytes, params: Any) -> None:
-        self._launcher, self._grid, self._values, self._params = launcher, grid, values, params
+        self._launcher, self._grid, self._values, self.params = launcher, grid, values, params
 
     def __call__(self) -> None:
         """Launch again on the current stream; the tensors must be where they were."""
@@ -127,18 +126,21 @@ class Recorded:
     def moved(self, old: int, new: int) -> "Recorded":
         """The same launch with one address in place of another."""
         values = self._values.replace(old.to_bytes(8, "little"), new.to_bytes(8, "little"))
-        return Recorded(self._launcher, self._grid, values, self._params)
+        return Recorded(self._launcher, self._grid, values, self.params)
+
+    def changing(self, *names: str) -> Callable[..., None]:
+        """What makes the launch with other values of these fields, as ``cached_launch`` says; lives no longer."""
+        return _changing(self._launcher, self.params, self._grid, names)
 
 
 def record(call: Callable[[], object]) -> list[Recorded]:
-    """Run `call`, and return the launches that it made, in their order. For one thread, of measurements."""
-    global _tape
-    before, _tape = _tape, []
+    """Run `call`, and return the launches that it made on this thread, in their order."""
+    before, _listening.tape = _listening.tape, []
     try:
         call()
-        return _tape
+        return _listening.tape
     finally:
-        _tape = before
+        _listening.tape = before
 
 
 class Launcher:

@@ -198,7 +198,7 @@ def _quantize(
 def _aligned(x: Tensor) -> Tensor:
     """X itself if rows can be read sixteen bytes at a time, else a copy."""
     fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 # -------- attention
@@ -262,7 +262,8 @@ def prepare(
         config = default(problem, device)
     elif (reason := kernels.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
-    q = q if q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3]) else q.contiguous()
+    fits = q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3])
+    q = q if fits else q.clone(memory_format=torch.contiguous_format)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     space = workspace(q.device, *kernels.workspace(problem, config, device))
@@ -325,8 +326,8 @@ def decode(
 def mask_params(masks: Masks, q: Tensor) -> dict[str, Any]:
     """What the kernel's parameters say of a model's logits, by name; q: queries [..., head_dim]."""
     return {
-        "sinks": None if masks.sinks is None else _log2(masks.sinks, q),
-        "slopes": None if masks.alibi is None else _log2(masks.alibi, q),
+        "sinks": None if masks.sinks is None else in_log2(masks.sinks, q),
+        "slopes": None if masks.alibi is None else in_log2(masks.alibi, q),
         "sliding": masks.window or 0,
         "scale": kernels.log2_scale(1.0 / math.sqrt(q.shape[-1]) if masks.scale is None else masks.scale),
         "cap": kernels.log2_scale(masks.softcap or 0.0),
@@ -334,7 +335,8 @@ def mask_params(masks: Masks, q: Tensor) -> dict[str, Any]:
     }
 
 
-def _log2(values: Tensor, like: Tensor) -> Tensor:
+def in_log2(values: Tensor, like: Tensor) -> Tensor:
+    """Natural logits in units of log2, on the device of another tensor."""
     return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
 
 
@@ -348,7 +350,7 @@ def workspace(device: torch.device, partial: int, states: int, arrivals: int) ->
     Launches of one graph capture share one of their own, which replays of that graph zero once: vLLM captures on
     another stream than it warms up on.
     """
-    stream, capture = _stream(device)
+    stream, capture = stream_of(device)
     key = (device, stream, bool(capture), partial, states, arrivals)
     known = _spaces.get(key)
     if known is not None and known[0] == capture:
@@ -363,11 +365,11 @@ def workspace(device: torch.device, partial: int, states: int, arrivals: int) ->
     return space
 
 
-def _stream(device: torch.device) -> tuple[int, int]:
+def stream_of(device: torch.device) -> tuple[int, int]:
     """A device's current stream, and the number of the graph capture that it takes part in; 0 where there is none."""
     if device.type != "cuda":
         return 0, 0
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream, capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
 
 

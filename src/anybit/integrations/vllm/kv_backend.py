@@ -6,6 +6,7 @@ without the host, so that CUDA graphs of decode steps hold them; others run vLLM
 (``kv_plan``).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -188,15 +189,14 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
             if query.is_cuda:
                 self._space(query, 0)
             return output.zero_()
-        n = batch.tokens
-        dtype = _tokens_dtype(query.dtype)
-        q = query.view(-1, self.num_heads, self.head_size)[:n].to(dtype)  # as anybit's own generate attends
-        k, v = (x.view(-1, self.num_kv_heads, self.head_size)[:n].to(dtype) for x in (key, value))
-        out = output.view(-1, self.num_heads, self.head_size)[:n]
-        pages = kv_cache.view(torch.uint8)[:, :, 0]
+        dtype, tensors = _tokens_dtype(query.dtype), (query, key, value, output)
+        q, k, v, out = [_tokens(x, self.head_size, batch.tokens) for x in tensors]
+        if q.dtype != dtype:  # as anybit's own generate attends
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        pages = kv_cache.view(torch.uint8).squeeze(2)
         rotation = None
         if self.layout.layout.format.rotate:
-            rotation = hadamard(self.head_size, q.dtype, q.device)
+            rotation = _rotation(self.head_size, q.dtype, q.device)
             q, k, v = (turn(x, rotation, dtype) for x in (q, k, v))
         if batch.rows:
             found = step(Pool(self.layout, pages, dtype), batch.rows, q, k, v, self.masks)
@@ -222,24 +222,19 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         most: int,
         out: Tensor,
     ) -> None:
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-
         window = self.masks.window
-        flash_attn_varlen_func(
+        _flash_attention(self.head_size)(
             q,
             keys,
             values,
-            max_seqlen_q=PAGE,
             cu_seqlens_q=starts,
             max_seqlen_k=most,
             seqused_k=seen,
             softmax_scale=self.masks.scale,
-            causal=True,
             window_size=[window - 1, 0] if window else None,
             softcap=self.masks.softcap or 0.0,
             block_table=table,
             out=out,
-            fa_version=get_flash_attn_version(head_size=self.head_size),
             s_aux=self.masks.sinks,
         )
 
@@ -260,6 +255,22 @@ def impl_of(backend: type[RowBackend]) -> type[RowImpl]:
 
 
 _spaces: dict[tuple[Any, ...], Tensor] = {}
+_rotation = cache(hadamard)
+
+
+@cache
+def _flash_attention(head_size: int) -> Callable[..., Any]:
+    """VLLM's, causal, for at most a page of queries."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=head_size)
+    return partial(flash_attn_varlen_func, max_seqlen_q=PAGE, causal=True, fa_version=version)
+
+
+def _tokens(x: Tensor, head_size: int, count: int) -> Tensor:
+    """[count, heads, head_size] of a batch that may be padded; itself where it is that, since views cost time, too."""
+    x = x if x.dim() == 3 else x.view(x.shape[0], -1, head_size)
+    return x if x.shape[0] == count else x[:count]
 
 
 def _room(config: Any) -> int:

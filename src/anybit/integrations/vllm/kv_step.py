@@ -1,10 +1,13 @@
 """One layer of one step over rows of blocks: kernels for requests with few new tokens, unpacked pages for others.
 
-Attention over plain pages is the caller's: vLLM's FlashAttention. Nothing here knows vLLM.
+Attention over plain pages is the caller's: vLLM's FlashAttention. Nothing here knows vLLM. What the first of a step's
+layers launches, others that look alike launch again (``ops.kv_again``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +15,25 @@ from torch import Tensor
 
 from anybit.integrations.vllm.kv_plan import Group, plan
 from anybit.kvrows import Row
-from anybit.ops import kv_rows
+from anybit.ops import kv, kv_again, kv_rows
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import RowLayout
 
 Prompts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor], None]
 """Causal attention of ragged queries over pages: (q [tokens, heads, dim], keys and values [pages, 128, kv_heads, dim],
 starts [sequences + 1], seen [sequences], table [sequences, pages], the largest of seen, out), all int32."""
+
+
+class Asked(NamedTuple):
+    """What ``Prompts`` is asked about some of a step's tokens, whichever the layer."""
+
+    here: slice
+    keys: Tensor
+    values: Tensor
+    starts: Tensor
+    seen: Tensor
+    table: Tensor
+    most: int
 
 
 @dataclass
@@ -28,7 +43,8 @@ class Batch:
     table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new ones
     in all.  decodes: the first requests have few new tokens each, ``queries`` at most, ``decode_tokens`` in all.
     most: new tokens of another request at most.  groups: of the others, with their arrays on the device.  rows: all
-    requests, where plain torch runs them.
+    requests, where plain torch runs them.  made: what layers do, by how they look
+    (``kv_again.key_of``).
     """
 
     table: Tensor
@@ -41,6 +57,7 @@ class Batch:
     most: int = 0
     groups: list[tuple[Group, tuple[Tensor, ...]]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    made: dict[Hashable, list[kv_again.Again | Asked]] = field(default_factory=dict, init=False)
 
     def in_rows(self) -> None:
         """Describe all requests for plain torch (``kvrows.step``), which is what runs them then; reads the device."""
@@ -68,22 +85,55 @@ def run(
     pages: uint8 [blocks, kv_heads, page_bytes].  q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; of 16 bits.
     capacity: the most tokens of a request.  space: a tensor [pages, 2, kv_heads, 128, dim] for so many pages.
     """
+    key = kv_again.key_of(rows, pages, q, k, v, out, masks, capacity)
+    sinks = None if key is None or masks.sinks is None else kv.in_log2(masks.sinks, q)
+    places = kv_again.places_of(pages, q, k, v, out, sinks)
+
+    def attend(of: Asked) -> None:
+        prompts(q[of.here], of.keys, of.values, of.starts, of.seen, of.table, of.most, out[of.here])
+
+    if (known := batch.made.get(key)) is not None:
+        for again in known:
+            if isinstance(again, Asked):
+                attend(again)
+            else:
+                again(places)
+        return
+    made, keeps = list[kv_again.Again | Asked](), key is not None
+    for part in _parts(batch, rows, pages, q, k, v, masks, out, capacity, space):
+        if isinstance(part, Asked):
+            attend(part)
+            made.append(part)
+        elif keeps:
+            launches = kv_again.first(part, places)
+            keeps = launches is not None
+            made += launches or []
+        else:
+            part()
+    if keeps:
+        batch.made[key] = made
+
+
+def _parts(
+    batch: Batch, rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: Masks, out: Tensor,
+    capacity: int, space: Callable[[int], Tensor],
+) -> Iterator[Callable[[], None] | Asked]:  # fmt: skip
+    """What a layer does, in order."""
     d, total = batch.decodes, batch.starts.shape[0] - 1
     starts = batch.starts[d:]
     others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
     if batch.groups:  # all pages that become full, before anyone reads
-        kv_rows.pack(others, k, v, starts, batch.most)
+        yield partial(kv_rows.pack, others, k, v, starts, batch.most)
     if d:
         few = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
         ragged = kv_rows.Ragged(batch.starts[: d + 1], batch.queries) if batch.queries > 1 else None
         here = slice(0, batch.decode_tokens)
-        kv_rows.store(few, k[here], v[here], ragged)
-        kv_rows.decode(q[here], few, masks, out=out[here], overlaps=True, ragged=ragged)
+        yield partial(kv_rows.store, few, k[here], v[here], ragged)
+        yield partial(kv_rows.decode, q[here], few, masks, out=out[here], overlaps=True, ragged=ragged)
     for group, (jobs, table, begins, seen) in batch.groups:
         plain = space(jobs.shape[0])[: jobs.shape[0]]
-        kv_rows.unpack(others, k, v, starts, jobs, plain)
-        here = slice(group.begin, group.end)
+        yield partial(kv_rows.unpack, others, k, v, starts, jobs, plain)
         keys, values = (plain[:, part].transpose(1, 2) for part in (0, 1))
-        prompts(q[here], keys, values, begins, seen, table, int(group.seen.max()), out[here])
+        yield Asked(slice(group.begin, group.end), keys, values, begins, seen, table, int(group.seen.max()))
     if batch.groups:
-        kv_rows.keep(others, k, v, starts, batch.most)
+        yield partial(kv_rows.keep, others, k, v, starts, batch.most)
