@@ -23,6 +23,7 @@ from anybit.errors import KernelError, OptionError
 from anybit.integrations.vllm import decode, kv_cache, rotary, warmup
 from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.ops import pages
+from anybit.ops.compile_ahead import CompiledAhead
 from anybit.ops.kv import Masks
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
@@ -275,7 +276,7 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
         return [problem.sliding] * min(problem.batch, most or problem.batch)
 
     monkeypatch.setattr(decode.kv_plain, "kernels_for", kernels_for)
-    ready = SimpleNamespace(kernels=2, compiled=2, seconds=0.1, refused=["no compiler"])
+    ready = CompiledAhead(2, 2, 0.1, 0.1, ["no compiler"])
     monkeypatch.setattr(warmup, "make_ready", lambda kernels, _: asked.append(kernels) or ready)
     layers = [layer_of("m.0.attn", per_layer_sliding_window=20), *(layer_of(f"m.{i}.attn") for i in (1, 2))]
     monkeypatch.setattr(logging.getLogger("vllm.anybit"), "propagate", True)

@@ -9,7 +9,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from anybit.integrations.vllm.rotary import Heads
 from anybit.ops import Prepared
-from anybit.ops.compile_ahead import LayerKind, compile_ahead, make_ready
+from anybit.ops.compile_ahead import CompiledAhead, LayerKind, compile_ahead, make_ready
 
 _logger = logging.getLogger("vllm.anybit")
 _TOKENS = 8192
@@ -19,12 +19,16 @@ _SEQUENCES = 1024
 
 def get_ready(kernels: list[Any], device: torch.device, of: str) -> None:
     """Compile kernels now, and say so. of: what they are kernels of."""
-    done = make_ready(kernels, device)
+    _tell(make_ready(kernels, device), of)
+
+
+def _tell(done: CompiledAhead, of: str) -> None:
     for reason in done.refused:
         _logger.warning("anybit: a kernel of %s is left to be compiled at its first launch: %s", of, reason)
     _logger.info(
-        "anybit: %d kernels of %s are ready after %.1f s; %d compiled", done.kernels, of, done.seconds, done.compiled
-    )
+        "anybit: %d kernels of %s are ready after %.1f s; %d compiled in %.1f s, the rest from the cache",
+        done.kernels, of, done.seconds, done.compiled, done.compile_seconds,
+    )  # fmt: skip
 
 
 class Ledger:
@@ -84,12 +88,6 @@ class Ledger:
                 head,
             )
         if self._kinds:
-            done = compile_ahead(self._kinds, self._tokens)
-            for reason in done.refused:
-                _logger.warning("anybit: a kernel is left to be compiled at its first launch: %s", reason)
-            _logger.info(
-                "anybit: %d kernels of %d kinds of layers for up to %d tokens are ready after %.1f s; %d compiled in "
-                "%.1f s, the rest from the cache",
-                done.kernels, len(self._kinds), self._tokens, done.seconds, done.compiled, done.compile_seconds,
-            )  # fmt: skip
+            of = f"{len(self._kinds)} kinds of layers for up to {self._tokens} tokens"
+            _tell(compile_ahead(self._kinds, self._tokens), of)
             self._kinds = {}
