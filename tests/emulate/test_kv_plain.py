@@ -107,7 +107,7 @@ def test_how_many_long_sequences_are_attended_together():
 
 def test_launches_of_one_capture_share_a_workspace(monkeypatch: pytest.MonkeyPatch):
     now = [0, 0]
-    monkeypatch.setattr(kv, "_stream", lambda _: tuple(now))
+    monkeypatch.setattr(kv, "stream_of", lambda _: tuple(now))
     monkeypatch.setattr(kv, "_spaces", {})
 
     def space(stream: int, capture: int) -> int:
