@@ -215,6 +215,16 @@ def test_products_that_are_not_kept_end_with_silu_too(driver: Driver, monkeypatc
     assert len(asked) == (3 if many else 1)
 
 
+def test_projections_that_begin_at_odd_places_are_copied(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernel reads sixteen bytes at a time."""
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    step = RopePagesArgs(torch.randn(64, 64).half(), torch.zeros(3, dtype=torch.int64), None, None, None, 4, 2)
+    qkv = torch.randn(3 * 8 * 64 + 1).half()[1:].view(3, 8 * 64)
+    pages_ops.rotate_pages(step, qkv)
+    ((_, values),) = driver.launches
+    assert qkv.data_ptr() % 16 and values["qkv"] % 16 == 0
+
+
 def test_who_looks_at_ops_sees_them(driver: Driver) -> None:
     layer, x = prepared("w4a8"), torch.randn(4, K).half()
     ops.linear(x, layer)

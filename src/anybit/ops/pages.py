@@ -13,6 +13,7 @@ from anybit.kernels.elementwise import rope_pages
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
 from anybit.ops import call_cache
 from anybit.ops.backend import LinearSpec, backends
+from anybit.ops.checks import copy_of
 from anybit.ops.elementwise import check_norm, paired_channels, rms_norm, rotate
 from anybit.ops.fused import norm_linear
 
@@ -42,7 +43,7 @@ def rotate_pages(
     check_step(step, qkv.shape, qkv.dtype, q_gamma, k_gamma)
     if not qkv.is_cuda:
         return _rotate_cpu(step, qkv, q_gamma, k_gamma, epsilon, paired)
-    rows = qkv if qkv.stride(-1) == 1 and qkv.stride(0) % 8 == 0 and qkv.data_ptr() % 16 == 0 else qkv.contiguous()
+    rows = qkv if qkv.stride(-1) == 1 and qkv.stride(0) % 8 == 0 and qkv.data_ptr() % 16 == 0 else copy_of(qkv)
     q = torch.empty(len(rows), step.query_heads, step.head_dim, dtype=qkv.dtype, device=qkv.device)
     if len(rows):
         problem = rope_pages.Problem(len(rows), step.query_heads, step.key_heads, step.head_dim, qkv.dtype, paired)
