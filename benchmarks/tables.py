@@ -102,6 +102,32 @@ def generate() -> str:
     return table(["batch, context", "fp16", *schemes], body)
 
 
+# -------- inside vLLM
+
+
+def serving() -> str:
+    """Steps, throughput and first tokens of one GPU whose vLLM has a worker of its own: engines across."""
+    one = {"model": "llama-3-8b", "ranks": 1, "executor": "mp", "rate": None}
+    engines = (
+        ("fp16", {"engine": "vllm"}),
+        ("fp8", {"engine": "vllm-fp8"}),
+        ("Machete W4A16", {"engine": "vllm-machete"}),
+        ("anybit `w4a16g128`", {"engine": "vllm-anybit", "scheme": "w4a16g128+w8a16"}),
+        ("anybit `w4a8`", {"engine": "vllm-anybit", "scheme": "w4a8+w8a16"}),
+    )
+    lines: list[tuple[str, str, str, dict[str, int]]] = []
+    for requests in (1, 16, 64, 256):
+        lines.append((str(requests), "step_ms", ".2f", {"requests": requests, "prompt": 128}))
+    for requests in (64, 256):
+        lines.append((f"tokens/s at {requests}", "tokens_per_second", ",.0f", {"requests": requests, "prompt": 128}))
+    lines.append(("first token, prompt of 4,096, ms", "ttft_ms", ".1f", {"requests": 1, "prompt": 4096}))
+    body = []
+    for words, field, form, asked in lines:
+        found = [find(rows("serving"), **one, **engine, **asked) for _, engine in engines]
+        body.append([words, *(format(row[field], form) if row else "" for row in found)])
+    return table(["requests at once", *(name for name, _ in engines)], body)
+
+
 # -------- the KV cache
 
 
@@ -138,7 +164,7 @@ def kv_perplexity() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, choosing, *tables_linear.MAKERS, generate, decode_attention, kv_perplexity,
+        headline, choosing, *tables_linear.MAKERS, generate, serving, decode_attention, kv_perplexity,
         *tables_quantizers.MAKERS,
     )
 }  # fmt: skip
