@@ -21,6 +21,8 @@ import tables_quantizers
 from rows import find, rows, table
 
 ROOT = Path(__file__).parent.parent
+SERVED = {"model": "llama-3-8b", "ranks": 1, "executor": "mp", "rate": None}
+"""vLLM on one GPU with a worker of its own, as `anybit serve` starts it."""
 
 
 # -------- README
@@ -39,6 +41,12 @@ def headline() -> str:
         if plain and ours:
             speed = f"`{scheme}`, {ours['tokens_per_second']:.0f} tokens/s"
             body.append([words, f"{plain['ms']:.2f} ms", f"{ours['ms']:.2f} ms ({speed})"])
+    shape = {**SERVED, "requests": 64, "prompt": 128}
+    plain = find(rows("serving"), engine="vllm", **shape)
+    ours = find(rows("serving"), engine="vllm-anybit", scheme="w4a8+w8a16", **shape)
+    if plain and ours:
+        speeds = [f"{row['tokens_per_second']:,.0f} tokens/s" for row in (plain, ours)]
+        body.append(["64 requests at once in vLLM", speeds[0], f"{speeds[1]} (`w4a8`)"])
     shape = {"case": "main", "batch": 8, "context": 32768, "heads_q": 32, "heads_kv": 8}
     four, two = (find(attention, kv=kv, **shape) for kv in ("kv4g128", "kv2g128"))
     if four and two:
@@ -106,8 +114,7 @@ def generate() -> str:
 
 
 def serving() -> str:
-    """Steps, throughput and first tokens of one GPU whose vLLM has a worker of its own: engines across."""
-    one = {"model": "llama-3-8b", "ranks": 1, "executor": "mp", "rate": None}
+    """Steps, throughput and first tokens: engines across."""
     engines = (
         ("fp16", {"engine": "vllm"}),
         ("fp8", {"engine": "vllm-fp8"}),
@@ -123,7 +130,7 @@ def serving() -> str:
     lines.append(("first token, prompt of 4,096, ms", "ttft_ms", ".1f", {"requests": 1, "prompt": 4096}))
     body = []
     for words, field, form, asked in lines:
-        found = [find(rows("serving"), **one, **engine, **asked) for _, engine in engines]
+        found = [find(rows("serving"), **SERVED, **engine, **asked) for _, engine in engines]
         body.append([words, *(format(row[field], form) if row else "" for row in found)])
     return table(["requests at once", *(name for name, _ in engines)], body)
 
