@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from anybit import cli
-from anybit.cli import answer
+from anybit.cli import answer, common
 from anybit.errors import TextError
 from anybit.integrations import template
 from anybit.integrations.loading import Loaded
@@ -66,6 +66,18 @@ def test_names_from_files_do_not_steer_the_terminal(run: Any, model: Path, tmp_p
             assert steering(out + err) == [], f"{words[0]} {folder.name!r}"
             shown += "\\x1b" in out + err
     assert shown > len(folders)  # it was about to
+
+
+def test_what_is_printed_is_what_there_is(capfd: pytest.CaptureFixture[str]) -> None:
+    value = {"text": "a :cat: [b]x[/b]", "lost": [float("nan")], "deep": {"us": float("inf"), "n": (1, 2)}}
+    common.print_json(value)
+    common.output.print("saved /tmp/:heart:/x", markup=False)
+    common.errors.print("no folder /tmp/:heart:/x", markup=False)
+    found = capfd.readouterr()
+    printed, end, said = found.out.rpartition("}\n")
+    assert json.loads(printed + end) == {"text": value["text"], "lost": [None], "deep": {"us": None, "n": [1, 2]}}
+    assert "NaN" not in printed and said == "saved /tmp/:heart:/x\n"
+    assert found.err == "no folder /tmp/:heart:/x\n"
 
 
 def test_a_traceback_does_not_steer_it_either(capfd: pytest.CaptureFixture[str]) -> None:

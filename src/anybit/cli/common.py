@@ -55,8 +55,9 @@ class _Console(Console):
 
 stdout = cast(IO[str], _StandardOutput())
 # Results go to stdout; progress, notes and errors go to stderr, so that stdout can be piped.
-output = _Console(file=stdout, soft_wrap=True, highlight=False)
-errors = _Console(stderr=True, highlight=False)
+# No emoji: rich would print one for words such as :cat: in paths, in texts of models and in JSON.
+output = _Console(file=stdout, soft_wrap=True, highlight=False, emoji=False)
+errors = _Console(stderr=True, highlight=False, emoji=False)
 
 Model = Annotated[str, typer.Argument(help="A folder, a Hugging Face hub name, or a GGUF file.")]
 SchemeOption = Annotated[
@@ -147,8 +148,15 @@ def overrides_of(words: list[str] | None) -> dict[str, str]:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print an object on stdout; infinities and NaN as null, since JSON has none."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
-    output.print(json.dumps(finite, indent=2), markup=False)
+    output.print(json.dumps(_finite(value), indent=2, allow_nan=False), markup=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def megabytes(count: float) -> str:
