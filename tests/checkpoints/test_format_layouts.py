@@ -119,6 +119,24 @@ def test_mxfp8() -> None:
     assert torch.equal(READERS["fp8"].read(made).dequantize(), weight.float() * spread)
 
 
+@pytest.mark.parametrize("block", [[128, 128], "128x128"])
+def test_fp8_blocks_of_compressed_tensors_end_where_the_layer_does(block: object) -> None:
+    """192 outputs and inputs in blocks of 128 have two scales each way, as have 256."""
+    weight = torch.randn(192, 192, generator=generator(8)).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2, generator=generator(9))
+    settings = {"targets": ["Linear"], "weights": {"strategy": "block", "block_structure": block}}
+    made = layer({"config_groups": {"group_0": settings}}, weight=weight, weight_scale=scale)
+    expected = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:192, :192]
+    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+
+
+def test_fp8_scales_that_are_not_those_of_the_stated_blocks_are_refused() -> None:
+    weight, scale = torch.zeros(192, 192).to(torch.float8_e4m3fn), torch.ones(3, 3)
+    made = layer({"weight_block_size": [128, 128]}, weight=weight, weight_scale_inv=scale)
+    with pytest.raises(CheckpointError, match="3 x 3 scales does not fit 192 x 192 weights in blocks of 128 x 128"):
+        READERS["fp8"].scheme(made)
+
+
 @pytest.mark.parametrize(("size", "scheme"), [(48, "w4a16g16asym"), (1024, "w4a16g256asym"), (4096, "w4a16asym")])
 def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> None:
     k = {48: 96, 1024: 2048, 4096: 2048}[size]

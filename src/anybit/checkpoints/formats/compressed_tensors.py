@@ -49,7 +49,7 @@ def scheme(layer: StoredLayer) -> Scheme:
     if _is_fp4(layer):
         return fp4.scheme(layer)
     if _is_fp8(layer):
-        return fp8.scheme(layer)
+        return fp8.scheme(_with_blocks(layer))
     return Scheme(_format(layer)[0])
 
 
@@ -71,7 +71,7 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     if _is_fp4(layer):
         return fp4.read(layer)
     if _is_fp8(layer):
-        return fp8.read(layer)
+        return fp8.read(_with_blocks(layer))
     format, groups, (n, k) = _format(layer)
     places = None
     if format.sparse:
@@ -157,6 +157,13 @@ def _settings(layer: StoredLayer) -> dict[str, Any]:
             targets.setdefault(layer.name, targets[target])
     found: dict[str, Any] = targets.get(layer.name, targets.get("Linear", {}))
     return found
+
+
+def _with_blocks(layer: StoredLayer) -> StoredLayer:
+    """The layer with the size of its blocks where ``fp8`` looks for it: the last block of a row or column is cut off."""
+    block = _settings(layer).get("block_structure")
+    block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
+    return replace(layer, config={**layer.config, "weight_block_size": block})
 
 
 def _is_fp4(layer: StoredLayer) -> bool:
