@@ -9,6 +9,7 @@ import torch
 from tests.cases import generator
 
 from anybit.checkpoints.formats import FORMATS, StoredLayer
+from anybit.checkpoints.formats.stored import ordered
 from anybit.checkpoints.safetensors import Entry
 from anybit.errors import CheckpointError
 
@@ -67,6 +68,45 @@ def test_gptq_in_activation_order() -> None:
     weight = READERS["gptq"].read(made)
     assert weight.group_index is not None and str(READERS["gptq"].scheme(made)) == "w4a16g32asym"
     assert torch.equal(weight.dequantize(), expected)
+
+
+def test_gptq_groups_of_uneven_sizes_are_an_activation_order() -> None:
+    made, expected = gptq(random(2, N, top=15), (torch.arange(K) >= 24).int())
+    assert ordered(made) and torch.equal(READERS["gptq"].read(made).dequantize(), expected)
+    made, _ = gptq(random(2, N, top=15), torch.arange(K) // 32)
+    assert not ordered(made)
+
+
+@pytest.mark.parametrize("group", [-1, 2])
+def test_gptq_groups_that_are_not_there_are_refused(group: int) -> None:
+    made, _ = gptq(random(2, N, top=15), torch.arange(K) // 32)
+    made["g_idx"][5] = group
+    with pytest.raises(CheckpointError, match=r"names groups .* it has 0 to 1"):
+        READERS["gptq"].read(made)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "fine"),
+    [(512, "in order", True), (512, "shuffled", False), (128, "unset", True), (128, "shuffled", True)],
+)
+def test_activation_orders_of_compressed_tensors(size: int, kind: str, fine: bool) -> None:
+    """Groups of 512 are two of 256 here, of which an order knows nothing; -1 stands for no order there."""
+    k = 1024
+    codes, scale, index = random(N, k), torch.rand(N, k // size, generator=generator(3)), torch.arange(k) // size
+    if kind == "shuffled":
+        index = index[torch.randperm(k, generator=generator(4))]
+    stored = torch.full((k,), -1) if kind == "unset" else index
+    made = layer(
+        {"format": "pack-quantized"},
+        weight_packed=along(codes), weight_scale=scale, weight_shape=torch.tensor([N, k]), weight_g_idx=stored.int(),
+    )  # fmt: skip
+    assert ordered(made) == (kind == "shuffled")
+    if fine:
+        expected = scale[:, index] * (codes - 8)
+        assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+    else:
+        with pytest.raises(CheckpointError, match="activation order over groups of 512 inputs"):
+            READERS["compressed-tensors"].read(made)
 
 
 def test_gptq_v2_zeros_are_as_they_are() -> None:

@@ -230,6 +230,18 @@ def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float
         assert load_model(folder).scheme is not None
 
 
+def test_groups_of_different_sizes_are_not_taken_for_equal_ones(tmp_path: Path) -> None:
+    """The first 40 inputs of 64 in one group, the rest in another: in order, and yet no groups of 32."""
+    folder, name = whole_model("gptq-4-sym", tmp_path), "model.layers.0.self_attn.q_proj.g_idx"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = (torch.arange(len(tensors[name])) >= 40).int()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"q_proj cannot be read: its groups of inputs \(g_idx\) are of different"
+    ):
+        load_model(folder)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_tensor_that_is_gone_is_noticed(name: str) -> None:
     """Or changes nothing; that a whole layer is gone is for the model to notice (``Translation.check``)."""

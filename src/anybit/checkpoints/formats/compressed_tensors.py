@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anybit.checkpoints.configuration import check_pattern
 from anybit.checkpoints.formats import fp4, fp8
-from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, unset
 from anybit.errors import dtype_name
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Code, Scheme, WeightFormat
@@ -90,9 +90,7 @@ def read(layer: StoredLayer) -> QuantizedWeight:
         else:
             zero = (zero.to(torch.int16) + 2 ** (format.bits - 1)).to(torch.uint8)
         zero = groups.spread(zero)
-    index = layer["weight_g_idx"].to(torch.int32) if indexed and format.group is not None else None
-    if index is not None and torch.equal(index, torch.arange(k, dtype=torch.int32) // (format.group or k)):
-        index = None
+    index = groups.order(layer["weight_g_idx"]) if indexed and not unset(layer["weight_g_idx"]) else None
     scale = groups.spread(finite(layer, "scales", layer["weight_scale"].reshape(n, -1)))
     return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
 
@@ -160,7 +158,7 @@ def _settings(layer: StoredLayer) -> dict[str, Any]:
 
 
 def _with_blocks(layer: StoredLayer) -> StoredLayer:
-    """The layer with the size of its blocks where ``fp8`` looks for it: the last block of a row or column is cut off."""
+    """The layer with the size of its blocks where ``fp8`` looks for it; the last block may be cut off."""
     block = _settings(layer).get("block_structure")
     block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
     return replace(layer, config={**layer.config, "weight_block_size": block})

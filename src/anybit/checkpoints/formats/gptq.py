@@ -97,10 +97,4 @@ def _order(layer: StoredLayer, format: WeightFormat, groups: Groups) -> Tensor |
         if layer.config.get("desc_act"):
             raise layer.refuse("it has no tensor g_idx, and config.json says that inputs are out of order (desc_act)")
         return None
-    index = layer["g_idx"].to(torch.int32)
-    size = format.group * groups.repeat
-    if torch.equal(index, torch.arange(index.numel(), dtype=torch.int32) // size):
-        return None
-    if groups.repeat > 1:
-        raise layer.refuse(f"an activation order (g_idx) over groups of {size} inputs, which anybit does not have")
-    return index
+    return groups.order(layer["g_idx"])

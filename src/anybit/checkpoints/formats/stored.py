@@ -91,11 +91,39 @@ class Groups:
             values = values.repeat_interleave(self.repeat, dim=1)
         return values[:, : self.count].contiguous()
 
+    def order(self, index: Tensor) -> Tensor | None:
+        """A file's group of each input, int32 [K], or None where the inputs are in the order of their groups.
+
+        Raises CheckpointError for a group that is not there, and where anybit's groups are smaller than the file's.
+        """
+        if self.group is None or torch.equal(index.int(), _in_runs(index, self.group * self.repeat)):
+            return None
+        least, most, stored = int(index.min()), int(index.max()), -(-self.count // self.repeat)
+        if least < 0 or most >= stored:
+            raise self.layer.refuse(
+                f"its activation order names groups {least} to {most}, and it has 0 to {stored - 1}"
+            )
+        if self.repeat > 1:
+            size = self.group * self.repeat
+            raise self.layer.refuse(f"an activation order over groups of {size} inputs, which anybit does not have")
+        return index.to(torch.int32)
+
 
 def ordered(layer: StoredLayer) -> bool:
     """Whether the layer's inputs are in another order than its groups (GPTQ's activation order)."""
     indices = (layer[suffix] for suffix in ("g_idx", "weight_g_idx") if suffix in layer)
-    return any(bool((index.int().diff() < 0).any()) for index in indices)
+    return any(not unset(index) and not torch.equal(index.int(), _in_runs(index)) for index in indices)
+
+
+def unset(index: Tensor) -> bool:
+    """Whether compressed-tensors has made room for an order, and never filled it."""
+    return bool((index == -1).any())
+
+
+def _in_runs(index: Tensor, size: int | None = None) -> Tensor:
+    """The groups of as many inputs where each has ``size`` of them, side by side; None: as many as the first has."""
+    size = size or max(1, int((index == 0).sum()))
+    return torch.arange(index.numel(), dtype=torch.int32) // size
 
 
 def finite(layer: StoredLayer, name: str, values: Tensor) -> Tensor:

@@ -198,6 +198,8 @@ class FolderTranslation(Translation):
         weight = _asked(self._format.read, self._stored[name])
         if self.group_index and weight.group_index is None:
             weight = replace(weight, group_index=weight.groups().to(torch.int32))
+        if not self.group_index and weight.group_index is not None:
+            raise self._stored[name].refuse("its groups of inputs (g_idx) are of different sizes")
         return weight
 
     def read_plain(self, name: str) -> Tensor:
