@@ -87,3 +87,20 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def checked_device(device: object) -> str:
+    """The device by name, or the one to take where none is named; KernelError for one that is not here."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(device if isinstance(device, torch.device) else str(device))
+    except RuntimeError:
+        wanted = torch.device("meta")
+    if wanted.type == "meta":  # which has shapes and no values
+        raise KernelError(f"device {device!r} is unknown; write cpu, cuda, or cuda:1 for the second GPU")
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise KernelError(
+            f"device {str(device)!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; cpu always works"
+        )
+    return str(device)

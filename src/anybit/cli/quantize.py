@@ -93,7 +93,7 @@ def quantize(
     size = None if memory is None else _bytes(memory)
     options = _options(method, text, tokens, settings or [])
     from anybit.checkpoints import local_folder
-    from anybit.integrations.loading import checked_device
+    from anybit.device import checked_device
 
     if device is not None:
         options["device"] = checked_device(device)

@@ -17,6 +17,7 @@ from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.checkpoints.verify import check_model
+from anybit.device import checked_device
 from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line
 from anybit.integrations.foreign import load_gguf, load_translated, without_kernel
 from anybit.integrations.transformers import AnyBitConfig
@@ -238,21 +239,6 @@ def _say_without_effect(model: nn.Module) -> None:
             "with them: activations stay in 16 bits. `anybit tune MODEL --scheme S --allow a8` measures that on a GPU",
             stacklevel=3,
         )
-
-
-def checked_device(device: str | None) -> str:
-    """The device by name, or the one to take where none is named; KernelError for one that is not here."""
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind, index = torch.device(device).type, torch.device(device).index or 0
-    except RuntimeError:
-        raise KernelError(f"device {device!r} is unknown; write cpu, cuda, or cuda:1 for the second GPU") from None
-    if kind == "cuda" and index >= torch.cuda.device_count():
-        raise KernelError(
-            f"device {device!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; cpu always works"
-        )
-    return device
 
 
 def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:

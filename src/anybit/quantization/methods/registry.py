@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anybit.device import checked_device
 from anybit.errors import OptionError, SchemeError
 from anybit.scheme import Scheme
 
@@ -79,7 +80,7 @@ def quantize_folder(
     of the output holds. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
     scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
-    option that the method does not have; nothing is left behind then.
+    option that the method does not have, KernelError for a device that is not here; nothing is left behind then.
     """
     method = ALIASES.get(method, method)
     if method not in METHODS:
@@ -87,6 +88,8 @@ def quantize_folder(
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"options must be a dict of names and values, not {options!r}")
     options = dict(options or {})
+    if options.get("device") is not None:
+        options["device"] = checked_device(options["device"])
     search = bits is not None or memory is not None or context is not None
     if not METHODS[method].calibrated and not search:
         for name in ("text", "tokens"):

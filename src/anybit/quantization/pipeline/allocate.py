@@ -27,7 +27,7 @@ from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.blocks import weight_of
-from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of
+from anybit.quantization.pipeline.calibrated import Options, first_of, load_whole, sequences_of
 from anybit.quantization.pipeline.modules import LinearLayer
 from anybit.quantization.pipeline.stream import Job, experts_of
 from anybit.scheme import WeightFormat
@@ -63,6 +63,9 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     """
     if (bits is None) == (memory is None):
         raise OptionError("give bits, an average, or memory, a size: one of them, and not both")
+    size = bits if memory is None else memory
+    if size is not None and math.isnan(size):
+        raise OptionError(f"{'bits' if memory is None else 'memory'} must be a number, not {size}")
     if context is not None and (memory is None or context < 1):
         raise OptionError(
             f"context, {context}, is tokens of a cache in memory: at least 1, and give memory, a size, too"
@@ -85,7 +88,8 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
         )
     tokens = min(options.calibration_tokens, _TOKENS_ON_A_GPU if options.on_gpu else _TOKENS)
     model = load_whole(job).to(options.where)
-    samples = sample(model, sequences_of(job, options, tokens), [layer.name for layer in free], options.seed)
+    text = first_of(sequences_of(job, options, tokens), tokens)
+    samples = sample(model, text, [layer.name for layer in free], options.seed)
     units = _measure(job, model, {layer.name: layer for layer in free}, samples, formats)
     widths = dict(zip(units, choose(list(units.values()), budget), strict=True))
     weights: Counter[int] = Counter()

@@ -10,7 +10,8 @@
 Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; the last three do on a GPU.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -47,6 +48,41 @@ from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_
 from anybit.quantization.pipeline.resume import remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
+
+
+def _truth(value: object) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+def _whole(value: Any) -> int:
+    number = int(value)
+    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
+        raise ValueError(value)
+    return number
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+_READERS: dict[type, Callable[[Any], object]] = {bool: _truth, int: _whole, float: _finite}
+_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number"}
+_AT_LEAST_0 = (
+    *("block_passes", "learn_tokens", "learn_passes", "place_rate", "scale_rate", "gain_rate", "mask_passes"),
+    *("weight_rate", "generated_tokens", "scale_steps", "between_rate"),
+)
+_RANGES: dict[str, tuple[int, int | None]] = {
+    "tokens": (1, None),
+    "length": (2, None),
+    "step_tokens": (1, None),
+    "seed": (0, 2**64 - 1),
+    **dict.fromkeys(("drift", "strength", "choosing", "decay"), (0, 1)),
+    **dict.fromkeys(_AT_LEAST_0, (0, None)),
+}
+"""The least and the most that options may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +152,15 @@ class Options:
                 raise OptionError(f"option {name} cannot be null: leave it out, and it is {known[name].default!r}")
             kind = next((kind for kind in (bool, int, float, str, Path) if kind in kinds), None)
             try:
-                read = _truth if kind is bool else kind
+                read = None if kind is None else _READERS.get(kind, kind)
                 values[name] = value if value is None or read is None else read(value)
             except (TypeError, ValueError, KeyError, OverflowError):
-                wanted = "" if kind is None else kind.__name__
-                raise OptionError(f"option {name} must be of type {wanted}, and {value!r} is not") from None
+                wanted = _KINDS.get(kind or Path, "a path")
+                raise OptionError(f"option {name} must be {wanted}, not {value!r}") from None
         options = cls(**values)
         if options.start not in ("gptq", "nearest"):
             raise OptionError(f"option start must be gptq or nearest, not {options.start!r}")
-        ranges = (("tokens", 1, None), ("length", 2, None), ("drift", 0, 1), ("strength", 0, 1), ("seed", 0, 2**64 - 1))
-        for name, low, high in ranges:
+        for name, (low, high) in _RANGES.items():
             value = getattr(options, name)
             if value is not None and (value < low or (high is not None and value > high)):
                 most = "" if high is None else f" and at most {high}"
@@ -196,10 +231,6 @@ class Options:
         return ScaleLearning(steps, tokens, self.between_rate, half, device=self.where)
 
 
-def _truth(value: object) -> bool:
-    return {"true": True, "false": False}[str(value).lower()]
-
-
 def run(job: Job) -> Saved:
     """Quantize a job by its method, one of those above. Raises CalibrationError, OptionError or TextError."""
     method, options = job.method, Options.of(job.options)
@@ -211,7 +242,7 @@ def run(job: Job) -> Saved:
     refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
     # The text first: it is the cheaper thing to find missing.
     sequences = sequences_of(job, options, max(options.calibration_tokens, learn))
-    used = _first(sequences, options.calibration_tokens)
+    used = first_of(sequences, options.calibration_tokens)
     model = load_whole(job)
     names = {layer.name for layer in job.layers}
     changes = _prepare(job, model, method, sequences, options)
@@ -243,7 +274,7 @@ def run(job: Job) -> Saved:
         # Not the method: those that begin alike take finished blocks from each other.
         options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
-    teacher, text = model, _first(sequences, learn)
+    teacher, text = model, first_of(sequences, learn)
     masks = options.masks(method, job.scheme)
     if masks is not None:
         sparse = sparse_model(
@@ -295,7 +326,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     model.to(_roomy(options.where, model))
     hadamard: list[str] = []
     config: dict[str, Any] = {}
-    batches = batched(_first(sequences, options.calibration_tokens), 4096)
+    batches = batched(first_of(sequences, options.calibration_tokens), 4096)
 
     def improve() -> None:
         settings = options.scale_learning(job.scheme)
@@ -369,7 +400,7 @@ def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
     return found
 
 
-def _first(sequences: list[Tensor], tokens: int) -> list[Tensor]:
+def first_of(sequences: list[Tensor], tokens: int) -> list[Tensor]:
     """Sequences from the start up to a number of tokens; the last one may be cut."""
     chosen: list[Tensor] = []
     for sequence in sequences:
