@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,20 @@ def test_prompts_and_answers_stay_within_the_context() -> None:
         served.generate(input_ids=torch.zeros(1, 100), generation_config=SimpleNamespace(max_new_tokens=1))
     with pytest.raises(fastapi.HTTPException, match="the tokenizer of m gives token 10, and its model has 10"):
         served.generate(input_ids=torch.tensor([[3, 10]]), generation_config=SimpleNamespace(max_new_tokens=1))
+
+
+def test_a_template_is_rendered_beside_more_open_files_than_select_knows() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert template.render(lambda messages, **words: "Hi", [], "m") == "Hi"
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_model_s_own_template_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ or texts that fill the memory.
 import contextlib
 import gc
 import os
-import select
+import selectors
 import signal
 import time
 import warnings
@@ -31,10 +31,11 @@ def render(apply: Callable[..., Any], messages: list[dict[str, Any]], name: str,
     words |= {"add_generation_prompt": True, "tokenize": False}
     if not hasattr(os, "fork"):
         return _outcome(_answer(apply, messages, words), name)
-    with _child(apply, messages, words) as reader:
+    with _child(apply, messages, words) as reader, selectors.DefaultSelector() as arrivals:
+        arrivals.register(reader, selectors.EVENT_READ)
         answer, end = bytearray(), time.monotonic() + SECONDS
         while True:
-            if not select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not arrivals.select(max(0.0, end - time.monotonic())):
                 raise TextError(f"the chat template of {name} takes more than {SECONDS:.0f} s: it may have no end")
             part = os.read(reader, 1 << 16)
             if not part:
