@@ -46,6 +46,10 @@ def test_what_is_no_matrix_is_refused() -> None:
     data[0, :2] = 0xFF
     with pytest.raises(CheckpointError, match="not finite"):
         read_blocks(data, "Q4_0", (N, K))
+    data = torch.from_numpy(random_blocks("TQ2_0", N, K))
+    data[0, 0] |= 3
+    with pytest.raises(CheckpointError, match="a pair of bits is 3"):
+        read_blocks(data, "TQ2_0", (N, K))
 
 
 MIXED = {

@@ -33,6 +33,11 @@ def matches(config: dict[str, Any]) -> bool:
 def scheme(layer: StoredLayer) -> Scheme:
     """What the layer is quantized to."""
     if "SCB" in layer:
+        if "weight_format" in layer and int(layer["weight_format"]):
+            raise layer.refuse(
+                "its codes are in the order of one GPU's kernel (weight_format), as older versions of bitsandbytes "
+                "save a model that has run; load it there and save it before it runs"
+            )
         return Scheme(WeightFormat(8, "sym", None))
     return Scheme(WeightFormat(4, "nf4", _groups(layer)[0].group))
 

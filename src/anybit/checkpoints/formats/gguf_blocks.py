@@ -155,7 +155,10 @@ def _tq1_0(data: Tensor) -> _Decoded:
 
 
 def _tq2_0(data: Tensor) -> _Decoded:
-    return _planes(data[..., :64], 32, 2) + 1, _half(data, 64), None
+    codes = _planes(data[..., :64], 32, 2) + 1
+    if bool((codes > 3).any()):
+        raise CheckpointError("a pair of bits is 3, which stands for no ternary weight")
+    return codes, _half(data, 64), None
 
 
 def _iq4_nl(data: Tensor) -> _Decoded:
