@@ -1,17 +1,17 @@
 """vLLM's output head on anybit: quantized in the checkpoint, or while a model is loaded (``lm_head=w8a16``)."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.utils import set_weight_attrs
 
 from anybit import ops
-from anybit.errors import AnyBitError, CheckpointError
-from anybit.integrations.vllm.parameters import ANOTHER, empty, load_nothing, unpacked_zeros
+from anybit.errors import AnyBitError, CheckpointError, LayerError
+from anybit.integrations.vllm.parameters import ANOTHER, empty, nothing_of, unpacked_zeros
 from anybit.integrations.vllm.product import Product
 from anybit.integrations.vllm.warmup import Ledger
 from anybit.packing import QuantizedWeight, words_per_row
@@ -35,6 +35,12 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
             prepared = ops.prepare(weight, self.scheme.activations)
         except AnyBitError as error:
             raise type(error)(f"output head {self.name}: {error}") from None
+        if hasattr(layer, "anybit_product"):
+            try:
+                layer.anybit_product.refill(layer, prepared, input_scale)
+            except LayerError as error:
+                raise LayerError(f"output head {self.name}: {error}") from None
+            return
         layer.anybit_product, layer.anybit_prepared = Product.of(layer, "anybit", prepared, input_scale), prepared
         self.ledger.add_head(layer, prepared)
 
@@ -66,11 +72,11 @@ class AnyBitHeadMethod(_HeadMethod):
         n, k, fmt = sum(output_partition_sizes), input_size, self.scheme.weights
         groups, kept, load = fmt.groups(k), k // 2 if fmt.sparse else k, extra["weight_loader"]
 
-        def load_zeros(parameter: nn.Parameter, packed: Tensor) -> None:
+        def load_zeros(param: nn.Parameter, packed: Tensor) -> None:
             name = f"{self.name}.weight_zero_point"
-            load(parameter, unpacked_zeros(name, packed, fmt.bits, layer.org_vocab_size))
+            load(param, unpacked_zeros(name, packed, fmt.bits, layer.org_vocab_size))
 
-        def load_shape(parameter: nn.Parameter, shape: Tensor) -> None:
+        def load_shape(param: nn.Parameter, shape: Tensor) -> None:
             if shape.tolist() != [layer.org_vocab_size, k]:
                 raise CheckpointError(
                     f"{self.name} is {shape.tolist()} (outputs, inputs) in the checkpoint, and "
@@ -95,12 +101,12 @@ class AnyBitHeadMethod(_HeadMethod):
         if self.input_scale:
             add("input_scale", empty(k, dtype=params_dtype))
         add("weight_shape", empty(2, dtype=torch.int64), load_shape)
-        add("weight", empty(0, dtype=torch.uint8), partial(load_nothing, self.name))
+        add("weight", empty(0, dtype=torch.uint8), nothing_of(self.name))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Codes as vLLM loaded them -> the layout of a backend."""
-        if hasattr(layer, "anybit_product"):
-            return
+        if "weight_packed" not in dict(layer.named_parameters(recurse=False)):
+            return  # it is ready
         found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
         words, scale = found["weight_packed"], found["weight_scale"]
         optional = [found.get(name) for name in _OPTIONAL]
@@ -118,19 +124,31 @@ class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: 
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """The head keeps codes of the embedding's values; the embedding stays as it is."""
-        self._embedding = embed_tokens
+        self._embedding, method = embed_tokens, embed_tokens.quant_method
+        plain = method.process_weights_after_loading
+
+        def process(embedding: Any) -> None:
+            """Of the embedding; where its values are reloaded, the head's are too."""
+            plain(embedding)
+            if hasattr(layer, "anybit_product") and get_layerwise_info(layer).kernel_tensors is not None:
+                self._take(layer, embedding.weight.data)
+
+        method.process_weights_after_loading = process
         del layer.weight  # nothing is loaded into it
         return layer
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Floats -> codes -> the layout of a backend."""
-        if hasattr(layer, "anybit_product"):
-            return
-        weight = (layer if self._embedding is None else self._embedding).weight.data
+        if "weight" in dict(layer.named_parameters(recurse=False)):
+            weight = layer.weight.data
+            del layer.weight
+            self._take(layer, weight)
+        elif self._embedding is not None and not hasattr(layer, "anybit_product"):
+            self._take(layer, self._embedding.weight.data)
+
+    def _take(self, layer: Any, weight: Tensor) -> None:
         try:
             quantized = quantize_weight(weight, self.scheme.weights)
         except AnyBitError as error:
             raise type(error)(f"output head {self.name}: {error}") from None
-        if self._embedding is None:
-            del layer.weight
         self._ready(layer, quantized)

@@ -1,7 +1,6 @@
 """vLLM's linear layers on anybit: what a checkpoint holds, loaded by vLLM, prepared once, run by ``anybit.ops``."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from anybit import ops
@@ -27,11 +26,11 @@ from anybit.integrations.vllm.parameters import (
     Rows,
     Zeros,
     empty,
-    load_nothing,
     load_replicated,
+    nothing_of,
     whole,
 )
-from anybit.integrations.vllm.product import Product
+from anybit.integrations.vllm.product import ANOTHER_LAYOUT, Product
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
@@ -89,34 +88,55 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
                 runs[-1].append(weight)
             else:
                 runs.append([weight])
+        if hasattr(layer, "anybit_products"):
+            self._reload(layer, runs)
+            return
         plain = len(runs) == 1 and not self.ledger.adapters  # adapters add to outputs in their own order
         attention = fusion.parent_of(layer, "qkv_proj")
         heads = rotary.heads_of(attention, layer.params_dtype, self.scheme, plain)
         _, first, scale = weights[0]
         paired = fusion.pairs_of(layer, self.scheme, first, scale is not None) if plain else None
-        order = paired if heads is None else heads.order
+        order = layer.anybit_order = paired if heads is None else heads.order
+        if order is not None and layer.bias is not None:
+            layer.bias.data = layer.bias.data[order.to(layer.bias.device)]
         products = []
         for number, run in enumerate(runs):
-            joined = run[0][1] if len(run) == 1 else stack([weight for _, weight, _ in run])
-            if order is not None:
-                joined = reorder(joined, order)
-                if layer.bias is not None:
-                    layer.bias.data = layer.bias.data[order.to(layer.bias.device)]
-            try:
-                prepared = ops.prepare(joined, self.scheme.activations, fused=joined.words.is_cuda)
-            except AnyBitError as error:
-                raise type(error)(f"layer {self.name}: {error}") from None
             part, _, input_scale = run[0]
+            prepared = self._prepare(run, order)
             if part.hadamard:
                 width = layer.anybit_inputs * (layer.tp_size if layer.anybit_split else 1)
-                ops.prepare_rotation(width, joined.words.device)
+                ops.prepare_rotation(width, run[0][1].words.device)
             products.append(Product.of(layer, f"anybit_{number}", prepared, input_scale, part.hadamard))
         layer.anybit_products = tuple(products)
-        layer.weight_packed = getattr(layer, products[0].tensors[0])  # where vLLM's LoRA looks for the layer's device
+        # vLLM's LoRA looks for the layer's device here.
+        layer.register_buffer("weight_packed", getattr(layer, products[0].tensors[0]), persistent=False)
         fusion.activate(layer, self.scheme, paired is not None)
         if heads is not None:
             rotary.replace_forward(attention, heads)
         self.ledger.add(layer, products, heads, paired is not None)
+
+    def _prepare(self, run: list[tuple[Part, QuantizedWeight, Tensor | None]], order: Tensor | None) -> ops.Prepared:
+        """The weight of parts whose inputs are the same, its outputs in an order."""
+        joined = run[0][1] if len(run) == 1 else stack([weight for _, weight, _ in run])
+        joined = joined if order is None else reorder(joined, order)
+        try:
+            return ops.prepare(joined, self.scheme.activations, fused=joined.words.is_cuda)
+        except AnyBitError as error:
+            raise type(error)(f"layer {self.name}: {error}") from None
+
+    def _reload(self, layer: Any, runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]]) -> None:
+        """Put other weights in the place of those that are there: vLLM's reload_weights, an update by a trainer."""
+        products, order = layer.anybit_products, layer.anybit_order
+        if len(runs) != len(products):
+            raise LayerError(f"layer {self.name}: {ANOTHER_LAYOUT}")
+        for product, run in zip(products, runs, strict=True):
+            try:
+                product.refill(layer, self._prepare(run, order), run[0][2])
+            except LayerError as error:
+                raise LayerError(f"layer {self.name}: {error}") from None
+        loaded = {name for name, _ in get_layerwise_info(layer).loaded_weights}
+        if order is not None and "bias" in loaded:
+            layer.bias.data.copy_(layer.bias.data[order.to(layer.bias.device)])
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = x W^T + bias: x [..., K] -> y [..., N] of this rank, in x's dtype."""
@@ -188,7 +208,7 @@ class AnyBitLinearMethod(_Method):
                 parameter.tp_rank, parameter.tp_size = 0, 1
         # Folders that only anybit reads hold an empty weight a layer, at which others' loaders fail.
         nothing = torch.nn.Parameter(empty(0, dtype=torch.uint8), requires_grad=False)
-        nothing.weight_loader = partial(load_nothing, self.name)  # type: ignore[attr-defined]
+        nothing.weight_loader = nothing_of(self.name)  # type: ignore[attr-defined]
         layer.register_parameter("weight", nothing)
         layer.anybit_whole_inputs = input_size
 
@@ -234,8 +254,8 @@ class AnyBitLinearMethod(_Method):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Codes as vLLM loaded them -> the layout of a backend."""
-        if hasattr(layer, "anybit_products"):
-            return
+        if "weight_packed" not in dict(layer.named_parameters(recurse=False)):
+            return  # they are ready
         loaded = dict(layer.named_parameters(recurse=False))
         self._check_loaded(layer, loaded["weight_shape"].data)
         if self.input_scale:
@@ -255,7 +275,9 @@ class AnyBitLinearMethod(_Method):
             assert words is not None and scale is not None
             weight = QuantizedWeight(words, scale, zero, shape, mine, order, indices, minimum)
             weights.append((part, weight, loaded["input_scale"].data[index] if self.input_scale else None))
-        for name in loaded:
+        for name, parameter in loaded.items():
+            if isinstance(parameter, Pieces):
+                parameter.release()
             if name != "bias":
                 delattr(layer, name)
         self._ready(layer, weights)
@@ -301,8 +323,8 @@ class AnyBitOnlineLinearMethod(_Method):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Floats -> codes -> the layout of a backend."""
-        if hasattr(layer, "anybit_products"):
-            return
+        if "weight" not in dict(layer.named_parameters(recurse=False)):
+            return  # they are ready
         whole = len({part.scheme for part in self.parts}) == 1
         each = [(self.parts[0], 0, sum(layer.anybit_outputs))] if whole else self._each(layer)
         weights: list[tuple[Part, QuantizedWeight, Tensor | None]] = []

@@ -108,11 +108,22 @@ class Pieces(ModelWeightParameter):  # type: ignore[misc]
         """As that of rows in one tensor."""
         return self.pieces[start].data if start in self.pieces else None
 
+    def release(self) -> None:
+        """Let go of what was loaded: vLLM keeps a copy of this parameter, which holds the same pieces."""
+        self.pieces.clear()
+
+    def _at(self, offset: int) -> "Rows | Zeros":
+        if not self.pieces:
+            raise LayerError(
+                "layers that vLLM fuses, and whose formats differ, cannot be reloaded: start the engine again"
+            )
+        return self.pieces[offset]
+
     def load_merged_column_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
-        self.pieces[where["shard_offset"]].load_merged_column_weight(loaded_weight, **{**where, "shard_offset": 0})
+        self._at(where["shard_offset"]).load_merged_column_weight(loaded_weight, **{**where, "shard_offset": 0})
 
     def load_qkv_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
-        self.pieces[where["shard_offset"]].load_qkv_weight(loaded_weight, **{**where, "shard_offset": 0})
+        self._at(where["shard_offset"]).load_qkv_weight(loaded_weight, **{**where, "shard_offset": 0})
 
 
 class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
@@ -152,9 +163,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def load_replicated(parameter: Any, loaded: Tensor, shard_id: Any = None) -> None:
-    """The loader of layers that every rank holds whole: vLLM's own compares shapes, and zeros are stored packed."""
-    parameter.load_column_parallel_weight(loaded)
+def load_replicated(param: Any, loaded: Tensor, shard_id: Any = None) -> None:
+    """The loader of layers that every rank holds whole: vLLM's own compares shapes, and zeros are stored packed.
+
+    Here and in other loaders, vLLM asks for the name ``param`` when it reloads weights.
+    """
+    param.load_column_parallel_weight(loaded)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -162,10 +176,14 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def load_nothing(layer: str, parameter: Tensor, loaded: Tensor, *shard: Any) -> None:
-    """Take the empty weight of a saved layer; LayerError for a weight that holds values, which codes stand for here."""
-    if loaded.numel():
-        raise LayerError(
-            f"the folder holds a 16-bit weight {tuple(loaded.shape)} of layer {layer}, which its config says is "
-            "quantized: save the model again, or name the layer in modules_to_not_convert"
-        )
+def nothing_of(layer: str) -> Callable[..., None]:
+    """The loader of a saved layer's empty weight; LayerError for a weight that holds values: codes stand for those."""
+
+    def load(param: Tensor, loaded: Tensor, *shard: Any) -> None:
+        if loaded.numel():
+            raise LayerError(
+                f"the folder holds a 16-bit weight {tuple(loaded.shape)} of layer {layer}, which its config says is "
+                "quantized: save the model again, or name the layer in modules_to_not_convert"
+            )
+
+    return load

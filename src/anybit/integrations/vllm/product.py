@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from anybit import ops
+from anybit.errors import LayerError
+
+ANOTHER_LAYOUT = "weights of another layout cannot be reloaded: start the engine again with them"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,20 @@ class Product:
         if scale is not None:
             layer.register_buffer(scale, input_scale, persistent=False)
         return cls(prepared.spec.n, prepared.spec_text, names, scale, hadamard)
+
+    def refill(self, layer: Any, prepared: ops.Prepared, input_scale: Tensor | None) -> None:
+        """Give the buffers the values of a reloaded weight, at the addresses that CUDA graphs hold.
+
+        vLLM has taken the buffers from the layer, and puts them back. LayerError where they do not fit the weight.
+        """
+        _, held = get_layerwise_info(layer).kernel_tensors or ({}, {})
+        pairs = [(held.get(name), tensor) for name, tensor in zip(self.tensors, prepared.tensors, strict=False)]
+        if input_scale is not None:
+            pairs.append((held.get(self.input_scale or ""), input_scale))
+        if prepared.spec_text != self.spec or any(old is None or old.shape != new.shape for old, new in pairs):
+            raise LayerError(ANOTHER_LAYOUT)
+        for old, new in pairs:
+            old.copy_(new)  # type: ignore[union-attr]
 
     def inputs(self, layer: Any, x: Tensor) -> Tensor:
         """X as the weight wants it, where its columns were scaled."""

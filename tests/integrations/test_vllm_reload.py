@@ -1,0 +1,138 @@
+"""Weights that change while vLLM runs, as by its ``reload_weights`` or a trainer's updates; no engine runs.
+
+Answers are those of the new weights, and buffers lie where they lay, since CUDA graphs hold their addresses.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
+
+from vllm.model_executor.layers.linear import QKVParallelLinear  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # noqa: E402
+from vllm.model_executor.model_loader.reload import layerwise  # noqa: E402
+
+import cases_vllm  # noqa: E402
+from anybit.errors import LayerError  # noqa: E402
+from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
+from anybit.linear import QuantLinear  # noqa: E402
+from anybit.scheme import Scheme  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("vllm_config")
+HEADS, KEYS, DIM, TOKENS = 8, 2, 32, 150
+HIDDEN = HEADS * DIM
+SIZES = {"q": HEADS * DIM, "k": KEYS * DIM, "v": KEYS * DIM}
+NAMES = [f"m.{name}_proj" for name in SIZES]
+
+
+class Model(nn.Module):
+    """Attention's first product and a head. stored: of a checkpoint of codes; words: of its configuration."""
+
+    def __init__(self, scheme: str, stored: bool, tied: bool = False, **words: Any) -> None:
+        super().__init__()
+        config = AnyBitConfig(scheme, **words)
+        config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        config.stored = [*NAMES, "lm_head"] if stored else None
+        given: dict[str, Any] = {"params_dtype": torch.float32, "quant_config": config}
+        self.embedding = VocabParallelEmbedding(TOKENS, HIDDEN, prefix="embed", **given) if tied else nn.Identity()
+        self.qkv = QKVParallelLinear(HIDDEN, DIM, HEADS, KEYS, bias=True, prefix="m.qkv_proj", **given)
+        self.head = ParallelLMHead(TOKENS, HIDDEN, prefix="lm_head", **given)
+        if tied:
+            self.head = self.head.tie_weights(self.embedding)
+        layerwise.record_metadata_for_reloading(self)
+
+    def take(self, parts: dict[Any, dict[str, Tensor]], head: dict[str, Tensor], bias: Tensor) -> "Model":
+        """Hand all tensors to the loaders, as vLLM's models do."""
+        source = self.embedding if isinstance(self.embedding, VocabParallelEmbedding) else self.head
+        for layer, shard, tensors in [*((self.qkv, shard, one) for shard, one in parts.items()), (source, None, head)]:
+            for name, tensor in tensors.items():
+                self._hand(layer, name, tensor, shard)
+        for shard, one in zip(SIZES, bias.split([*SIZES.values()]), strict=True):
+            self._hand(self.qkv, "bias", one, shard)
+        return self
+
+    @staticmethod
+    def _hand(layer: Any, name: str, tensor: Tensor, shard: str | None) -> None:
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor.clone(), *(() if shard is None else (shard,)))
+
+    def ready(self) -> "Model":
+        """As vLLM makes a model ready that is loaded."""
+        for layer in (self.embedding, self.qkv, self.head):
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
+        return self
+
+    def answers(self, x: Tensor) -> Tensor:
+        return torch.cat((self.qkv(x)[0], self.head.quant_method.apply(self.head, x)), -1)
+
+
+@contextmanager
+def reloading(model: Model) -> Iterator[None]:
+    layerwise.initialize_layerwise_reload(model)
+    yield
+    layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+
+
+def codes(scheme: str, seed: int, head: str | None = None) -> tuple[Any, ...]:
+    def of(n: int, scheme: str = scheme) -> dict[str, Tensor]:
+        layer: QuantLinear = cases_vllm.layer_of(scheme, n, HIDDEN, seed)
+        return dict(layer.state_dict())
+
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.randn(sum(SIZES.values()), generator=generator)
+    return {shard: of(n) for shard, n in SIZES.items()}, of(TOKENS, head or scheme), bias
+
+
+def floats(seed: int) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def of(n: int) -> dict[str, Tensor]:
+        return {"weight": torch.randn(n, HIDDEN, generator=generator)}
+
+    bias = torch.randn(sum(SIZES.values()), generator=generator)
+    return {shard: of(n) for shard, n in SIZES.items()}, of(TOKENS), bias
+
+
+def check(model: Model, fresh: Model, old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
+    x = torch.randn(3, HIDDEN)
+    model.take(*old).ready()
+    before, places = model.answers(x), {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    for values in (new, old, new):
+        with reloading(model):
+            model.take(*values)
+        assert torch.equal(model.answers(x), before) == (values is old)
+        assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == places
+    assert torch.equal(model.answers(x), fresh.take(*new).ready().answers(x))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a16g128s24", "w4a16g32min", "w5a16"])
+def test_codes(rank: Any, scheme: str) -> None:
+    check(Model(scheme, True), Model(scheme, True), codes(scheme, 1), codes(scheme, 2))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_floats_that_are_quantized_while_loading(rank: Any, tied: bool) -> None:
+    words: dict[str, Any] = {"kept": ["lm_head"], "overrides": {"lm_head": Scheme.parse("w8a16")}}
+    model, fresh = (Model("w4a16g32", False, tied, **words) for _ in range(2))
+    check(model, fresh, floats(1), floats(2))
+
+
+def test_parts_of_other_formats_are_let_go_of_and_refused(rank: Any) -> None:
+    """Their codes are not held beside what is made of them, and new ones are never mixed with the old."""
+    other = Scheme.parse("w8a16g32")
+    model = Model("w4a16g32", True, overrides={"m.v_proj": other})
+    held = [weakref.ref(one) for one in model.qkv.weight_packed.pieces.values()]
+    parts, head, bias = codes("w4a16g32", 1)
+    parts["v"] = dict(cases_vllm.layer_of("w8a16g32", SIZES["v"], HIDDEN, 1).state_dict())
+    model.take(parts, head, bias).ready()
+    assert len(held) == 3 and not any(one() is not None for one in held)
+    with reloading(model), pytest.raises(LayerError, match=r"whose formats differ, cannot be reloaded: start"):
+        model.take(parts, head, bias)
