@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cases_calibration import sequences
-from tests.cases_models import save_tiny
+from tests.cases_models import save_byte_tokenizer, save_tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel
 
 from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
@@ -239,6 +239,10 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
         ({}, TextError, "--text"),
         ({"text": "/nowhere.txt"}, TextError, "nowhere"),
         ({"sequences": [[1, 2, 3]]}, TextError, "at least"),
+        ({"sequences": "text"}, OptionError, "lists of token ids from 0 to 95; sequence 0 is another"),
+        ({"sequences": [*TOKENS, [1, 96]]}, OptionError, "sequence 30 is another"),
+        ({"sequences": [[-1] * 300]}, OptionError, "sequence 0 is another"),
+        ({"sequences": [0.5]}, OptionError, "sequence 0 is another"),
         ({"typo": 1}, OptionError, "typo"),
         ({"tokens": "many"}, OptionError, "tokens"),
         ({"drift": 2}, OptionError, "drift"),
@@ -269,6 +273,38 @@ def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama:
     with pytest.raises(error, match=match):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_no_sequence_is_longer_than_a_table_of_positions(method: str, tmp_path: Path) -> None:
+    """gpt2's has 64; without length a text comes in sequences that fit."""
+    source, text = save_tiny("gpt2", tmp_path / "source"), tmp_path / "text.txt"
+    text.write_text(" ".join(map(chr, range(97, 123))) * 40)
+    config = json.loads((source / "config.json").read_text()) | {"vocab_size": save_byte_tokenizer(source)}
+    GPT2LMHeadModel(GPT2Config(**config)).save_pretrained(source)
+    more: dict[str, Any] = {"bits": 5.0} if method == "rtn" else {}
+    long = tmp_path / "long.json"
+    long.write_text(json.dumps([[1] * 300, []]))
+    options = {"text": text, "tokens": 300}
+    for wrong, error, match in (
+        (
+            options | {"length": 65},
+            OptionError,
+            "option length must be at most 64, the positions of this model, not 65",
+        ),
+        ({"text": long}, TextError, "sequence 0 has 300 tokens, and this model has 64 positions"),
+        ({"sequences": [[], [2] * 65]}, TextError, "sequence 1 has 65 tokens"),
+    ):
+        with pytest.raises(error, match=match):
+            quantize_folder(source, tmp_path / "out", "w4a16g32", method, options=wrong, **more)
+    quantize_folder(source, tmp_path / "out", "w4a16g32", method, options=options, **more)
+
+
+def test_empty_sequences_are_left_out(llama: Path, tmp_path: Path) -> None:
+    options = {"sequences": [[], *TOKENS[:8], []]}
+    assert quantize_folder(llama, tmp_path / "out", "w4a16g32", bits=5.0, options=options).overrides
+    with pytest.raises(TextError, match="has no tokens"):
+        quantize_folder(llama, tmp_path / "none", "w4a16g32", bits=5.0, options={"sequences": [[], []]})
 
 
 @pytest.mark.parametrize("method", ["gptq", "distill", "smooth"])

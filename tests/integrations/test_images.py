@@ -53,6 +53,15 @@ def as_gptq(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
+def test_token_ids_from_a_file_are_those_of_the_text_part(tmp_path: Path) -> None:
+    """Whose configuration alone knows how many there are."""
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps([[i * k % 90 for i in range(64)] for k in range(1, 5)]))
+    source = saved("Mistral Small 3.1 (images)", tmp_path / "in")
+    done = quantize_folder(source, tmp_path / "w4", SCHEME, "gptq", options={"text": file})
+    assert done.layers
+
+
 def test_quantize_says_what_it_leaves(run: Any, tmp_path: Path) -> None:
     code, out, err = run(
         "quantize", saved("Mistral Small 3.1 (images)", tmp_path / "in"), "-s", SCHEME, "-o", tmp_path / "w4"

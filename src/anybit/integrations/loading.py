@@ -23,7 +23,7 @@ from anybit.integrations.foreign import load_gguf, load_translated, without_kern
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
-from anybit.quantization.pipeline.modules import auto_class, skeleton
+from anybit.quantization.pipeline.modules import auto_class, last_position, positions_of, skeleton
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import allowed
 
@@ -44,22 +44,12 @@ class Loaded:
         Attention that is biased by distance (ALiBi) has no last position, and where rotary embeddings are scaled the
         number may be that of before or of after.
         """
-        config = self.model.config.get_text_config(decoder=True)
-        count, rotary = getattr(config, "max_position_embeddings", None), self._rotary
-        kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
-        scaled = any(kind.get("rope_type", "default") != "default" for kind in kinds)
-        if scaled or getattr(config, "alibi", False) or not isinstance(count, int) or count < 1:
-            return None
-        return count
+        return positions_of(self.model.config)
 
     @property
     def positions_end(self) -> bool:
         """Whether the model has no position after its last one, as rotary embeddings do: it keeps a table of them."""
-        return self.positions is not None and not self._rotary
-
-    @property
-    def _rotary(self) -> dict[str, Any]:
-        return getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        return last_position(self.model.config) is not None
 
 
 def load_model(

@@ -87,8 +87,10 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
             f"{wanted} cannot be met: {reached}" + (f", {cache:.0f} of them its KV cache" if cache else "")
         )
     tokens = min(options.calibration_tokens, _TOKENS_ON_A_GPU if options.on_gpu else _TOKENS)
-    model = load_whole(job).to(options.where)
     text = first_of(sequences_of(job, options, tokens), tokens)
+    if not text:
+        raise TextError("widths are chosen by what they cost on a text, and this one has no tokens")
+    model = load_whole(job).to(options.where)
     samples = sample(model, text, [layer.name for layer in free], options.seed)
     units = _measure(job, model, {layer.name: layer for layer in free}, samples, formats)
     widths = dict(zip(units, choose(list(units.values()), budget), strict=True))

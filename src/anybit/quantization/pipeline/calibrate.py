@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from anybit.checkpoints.configuration import Quantization
-from anybit.errors import CalibrationError, TextError
+from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.packing import QuantizedWeight, unstack
 from anybit.quantization.pipeline import blocks as walk
 from anybit.quantization.pipeline import resume as resuming
@@ -139,7 +139,7 @@ def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
     text = read_text(path)
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TextError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, list) or not found:
         raise TextError(f"{path} must hold a list of lists of token ids")
@@ -152,6 +152,23 @@ def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
                 f"{json.dumps((wrong or ids)[0])}"
             )
     return [torch.tensor(sequence, dtype=torch.int64) for sequence in found]
+
+
+def checked_sequences(found: Any, vocabulary: int) -> list[Tensor]:
+    """Token ids from the option ``sequences``. Raises OptionError for anything but lists of them."""
+    sequences = []
+    for i, sequence in enumerate(found if hasattr(found, "__iter__") else [found]):
+        try:
+            ids = torch.as_tensor(sequence)
+        except (TypeError, ValueError, RuntimeError):
+            ids = torch.tensor(0)
+        whole = ids.ndim == 1 and not (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool))
+        if not whole or bool(((ids < 0) | (ids >= vocabulary)).any()):
+            raise OptionError(
+                f"option sequences must be lists of token ids from 0 to {vocabulary - 1}; sequence {i} is another thing"
+            )
+        sequences.append(ids.to(torch.int64))
+    return sequences
 
 
 def batched(sequences: Iterable[Tensor | Sequence[int]], batch_tokens: int) -> list[Tensor]:

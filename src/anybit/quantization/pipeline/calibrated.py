@@ -38,13 +38,14 @@ from anybit.quantization.pipeline.calibrate import (
     Statistics,
     batched,
     calibrate,
+    checked_sequences,
     fingerprint,
     read_sequences,
     read_text,
     tokenized,
 )
 from anybit.quantization.pipeline.masks import sparse_model
-from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_tokens
+from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_tokens, last_position
 from anybit.quantization.pipeline.resume import remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
@@ -377,20 +378,41 @@ def _roomy(device: str, model: Any) -> torch.device:
 
 
 def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
-    """The text of a job, as sequences of token ids int64 [T], at least ``tokens`` of them if it has so many."""
+    """The text of a job, as sequences of token ids int64 [T], at least ``tokens`` of them if it has so many.
+
+    None is empty, nor longer than a model with a table of positions can take.
+    """
+    vocabulary = int(job.model.config.get_text_config(decoder=True).vocab_size)
+    last = last_position(job.model.config)
     if options.sequences is not None:
-        return [torch.as_tensor(sequence, dtype=torch.int64) for sequence in options.sequences]
-    if options.text is None:
+        found = checked_sequences(options.sequences, vocabulary)
+    elif options.text is None:
         raise TextError(f"method {job.method} calibrates on a text: name one with --text, or use method rtn")
-    if options.text.suffix == ".json":
-        return read_sequences(options.text, int(job.model.config.vocab_size))
-    text = read_text(options.text)
+    elif options.text.suffix == ".json":
+        found = read_sequences(options.text, vocabulary)
+    else:
+        length = options.length if last is None else min(options.length, last)
+        if length < options.length and "length" in job.options:
+            raise OptionError(
+                f"option length must be at most {last}, the positions of this model, not {options.length}"
+            )
+        found = _tokens_of_text(job, options.text, length, tokens)
+    for i, sequence in enumerate(found):
+        if last is not None and len(sequence) > last:
+            raise TextError(
+                f"sequence {i} has {len(sequence)} tokens, and this model has {last} positions: make it shorter"
+            )
+    return [sequence for sequence in found if len(sequence)]
+
+
+def _tokens_of_text(job: Job, file: Path, length: int, tokens: int) -> list[Tensor]:
+    text = read_text(file)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(job.source.path, trust_remote_code=job.source.trust_remote_code)
         # A token is at most a few characters; what is far beyond the need is not worth tokenizing.
-        found = tokenized(text[: 16 * tokens], tokenizer, options.length, tokens)
+        found = tokenized(text[: 16 * tokens], tokenizer, length, tokens)
     except MemoryError:
         raise
     except Exception as error:  # a damaged tokenizer can fail in any way

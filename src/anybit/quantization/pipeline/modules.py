@@ -258,3 +258,23 @@ def check_tokens(model: Any, ids: Sequence[int] | torch.Tensor, where: object) -
         raise CheckpointError(
             f"the tokenizer of {where} gives token {largest}, and its model has {rows}: it is another model's"
         )
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a model was made for; None where its configuration does not say: see ``Loaded.positions``."""
+    text = config.get_text_config(decoder=True)
+    count, rotary = getattr(text, "max_position_embeddings", None), _rotary(config)
+    kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
+    scaled = any(kind.get("rope_type", "default") != "default" for kind in kinds)
+    if scaled or getattr(text, "alibi", False) or not isinstance(count, int) or count < 1:
+        return None
+    return count
+
+
+def last_position(config: Any) -> int | None:
+    """How many positions a model can take at all, which keeps a table of them; None where there is no end."""
+    return None if _rotary(config) else positions_of(config)
+
+
+def _rotary(config: Any) -> dict[str, Any]:
+    return getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
