@@ -11,6 +11,8 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from anybit.checkpoints.formats.gguf_file import open_gguf
+from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.gguf_rotary import scale_rotary
 from anybit.checkpoints.source import dequantize_gguf
 from anybit.errors import CheckpointError
 
@@ -57,6 +59,70 @@ def test_metadata(tmp_path: Path, kind: str) -> None:
     found = read(save_gguf(tmp_path / "model.gguf", SIZE, 2, rope=said))
     assert found["rope_type"] == kind and found["factor"] == 4.0
     assert (frequencies(found) <= PLAIN * 1.001).all()
+
+
+def described(file: Path, architecture: str, layers: int = 1, **said: float | str) -> Any:
+    """The configuration of a file that says these things, and holds a norm a layer; heads have 64 channels."""
+    import gguf
+
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(512)
+    writer.add_block_count(layers)
+    writer.add_head_count(4)
+    writer.add_rope_freq_base(5e5)
+    writer.add_key_length(64)
+    for key, value in said.items():
+        name = f"{architecture}.{key.replace('__', '.')}"
+        {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)](name, value)
+    for layer in range(layers):
+        writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.ones(512, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    scale_rotary(config, file, read_gguf_header(file))
+    return config
+
+
+@pytest.mark.parametrize("architecture", ["starcoder2", "stablelm", "qwen2"])
+def test_the_base_is_the_file_s(architecture: str, tmp_path: Path) -> None:
+    assert described(tmp_path / "model.gguf", architecture).rope_parameters["rope_theta"] == 5e5
+
+
+def test_phi_turns_a_part_of_its_heads(tmp_path: Path) -> None:
+    """Phi-4-mini: 96 of 128 channels."""
+    config = described(tmp_path / "model.gguf", "phi3", rope__dimension_count=96)
+    assert config.rope_parameters["partial_rotary_factor"] == 0.75
+
+
+@pytest.mark.parametrize("said", [{"rope__scaling__factor": 4.0}, {"rope__scale_linear": 4.0}])
+def test_a_factor_alone_is_linear(said: dict[str, float], tmp_path: Path) -> None:
+    found = described(tmp_path / "model.gguf", "qwen2", **said).rope_parameters
+    assert (found["rope_type"], found["factor"]) == ("linear", 4.0)
+
+
+def test_layers_of_gemma_3_that_see_everything_are_scaled(tmp_path: Path) -> None:
+    said = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
+    found = described(tmp_path / "model.gguf", "gemma3", **said).rope_parameters
+    assert found["full_attention"] == {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
+    assert found["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    with pytest.raises(CheckpointError, match="some layers by 'yarn'; linear is known"):
+        described(tmp_path / "other.gguf", "gemma3", **said | {"rope__scaling__type": "yarn"})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "scale"), [("gemma2", 1, 64), ("gemma2", 46, 128), ("gemma3", 62, 128)]
+)
+def test_queries_of_the_largest_gemmas_are_scaled_by_hidden_size(
+    architecture: str, layers: int, scale: int, tmp_path: Path
+) -> None:
+    assert described(tmp_path / "model.gguf", architecture, layers).query_pre_attn_scalar == scale
+
+
+def test_a_model_that_does_not_turn_is_left_alone(tmp_path: Path) -> None:
+    assert described(tmp_path / "model.gguf", "mamba").model_type == "mamba"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Scaled rotary embeddings of GGUF files, which transformers' own reader leaves out.
+"""What transformers' own reader of GGUF files leaves out of a model's configuration: how it turns and scales queries.
 
-A file says of them in metadata (linear, YaRN), or holds what every frequency is divided by: ``rope_freqs`` (Llama 3),
-or ``rope_factors_long`` and ``rope_factors_short`` (long rope).
+A file says of its rotary embedding in metadata (base, width, linear scaling, YaRN), or holds what every frequency is
+divided by: ``rope_freqs`` (Llama 3), or ``rope_factors_long`` and ``rope_factors_short`` (long rope). Of how Gemma's
+queries are scaled no file says anything: llama.cpp tells the models by their layers, and so does this.
 """
 
 import math
@@ -16,21 +17,40 @@ from anybit.errors import CheckpointError
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are no parameters of a model."""
 _FLOAT32 = 0
+_LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
+"""The layers of the 27B models, whose queries are scaled by hidden size over heads, and not by the size of a head."""
 
 
 def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
-    """Make a model's configuration scale its rotary embedding as the file does, where it says nothing of it yet.
+    """Make a model's configuration turn and scale queries as the file does, where it says nothing of it yet.
 
     Raises CheckpointError for a scaling that is not known, or factors that are not.
     """
-    text = config.get_text_config(decoder=True)
+    text, architecture = config.get_text_config(decoder=True), header.metadata.get("general.architecture")
+    if architecture in _LARGE_GEMMAS:
+        large = text.num_hidden_layers == _LARGE_GEMMAS[architecture]
+        text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads if large else text.head_dim
     known = getattr(text, "rope_parameters", None) or {}
-    if known.get("rope_type", "default") != "default" or any(isinstance(value, dict) for value in known.values()):
-        return
-    prefix = f"{header.metadata.get('general.architecture')}.rope.scaling."
+    prefix = f"{architecture}.rope."
     said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    if "scale_linear" in said:  # of 2023's files
+        said.setdefault("scaling.factor", said["scale_linear"])
+    kind = said.setdefault("scaling.type", "linear" if "scaling.factor" in said else "none")
+    if not known:  # it does not turn, as Mamba, or turns by a table
+        return
+    if any(isinstance(value, dict) for value in known.values()):  # layers of several kinds
+        text.rope_parameters = _of_kinds(known, said, file)
+        return
+    if "rope_theta" in known and "freq_base" in said:
+        known = text.rope_parameters = {**known, "rope_theta": float(said["freq_base"])}
+    if "partial_rotary_factor" in known and "dimension_count" in said:
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        known = text.rope_parameters = {**known, "partial_rotary_factor": min(1.0, said["dimension_count"] / head)}
+    if known.get("rope_type", "default") != "default":
+        return
+    said = {key.removeprefix("scaling."): value for key, value in said.items() if key.startswith("scaling.")}
     most = int(said.get("original_context_length", 0)) or int(text.max_position_embeddings)
-    kind, found = said.get("type", "none"), dict[str, Any]()
+    found = dict[str, Any]()
     freqs, long, short = (_factors(file, header, name) for name in FACTORS)
     if long is not None and short is not None:
         found = _long_rope(long, short, most)
@@ -50,6 +70,16 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
         raise CheckpointError(f"{file} scales its rotary embedding by {kind!r}; known are linear, yarn and factors")
     if found:
         text.rope_parameters = {**known, **found}
+
+
+def _of_kinds(known: dict[str, Any], said: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The same for Gemma 3's layers: those with a sliding window turn by a base of their own, and are never scaled."""
+    kind, full = said["scaling.type"], known.get("full_attention") or {}
+    if kind == "none" or full.get("rope_type", "default") != "default":
+        return known
+    if kind != "linear":
+        raise CheckpointError(f"{file} scales the rotary embedding of some layers by {kind!r}; linear is known")
+    return {**known, "full_attention": {**full, "rope_type": kind, "factor": float(said["scaling.factor"])}}
 
 
 def _factors(file: Path, header: GgufHeader, name: str) -> "np.ndarray[Any, np.dtype[np.float64]] | None":
