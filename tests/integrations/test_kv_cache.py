@@ -149,6 +149,30 @@ def test_what_cannot_be_is_refused_by_name():
         other(input_ids=ids, past_key_values=AnyBitCache("kv4", config=other.config))
 
 
+def test_masks_that_are_not_causal_are_refused() -> None:
+    """Chunks, and images whose tokens see one another; text of the same models is served."""
+    chunked = hf.Llama4TextConfig(**GATED, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=16)
+    torch.manual_seed(0)
+    model = hf.Llama4ForCausalLM(chunked).eval()
+    model.set_attn_implementation("anybit")
+    with torch.no_grad(), pytest.raises(LayerError, match="this model's mask is of another kind"):
+        model(torch.randint(0, 97, (1, 50)), past_key_values=AnyBitCache("kv16", config=model.config))
+    text = {**GATED, "sliding_window": 32}
+    patches = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.Gemma3Config(text_config=text, vision_config={**patches, "image_size": 16, "patch_size": 8})
+    seeing = hf.Gemma3ForConditionalGeneration(config).eval()
+    ids, image = torch.randint(3, 97, (1, 40)), torch.zeros(1, 40, dtype=torch.long)
+    wanted = seeing(ids, token_type_ids=image).logits
+    seeing.set_attn_implementation({"text_config": "anybit"})
+    new = seeing(ids, token_type_ids=image, past_key_values=AnyBitCache("kv16", config=config.text_config)).logits
+    torch.testing.assert_close(new, wanted, rtol=2e-2, atol=2e-2)
+    image[0, 5:12] = 1
+    cache = AnyBitCache("kv16", config=config.text_config)
+    with pytest.raises(LayerError, match="images whose tokens see one another"):
+        seeing(ids, token_type_ids=image, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
 def test_what_a_cache_holds_and_does_not() -> None:
     """Values alone are kept of a pass with gradients; what other caches do layer by layer is refused."""
     model = model_of("llama")

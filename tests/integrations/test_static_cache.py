@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import AnyBitCache, QuantLinear
 from anybit.errors import LayerError
+from anybit.integrations import graph
+from anybit.scheme import KVFormat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
@@ -202,6 +204,23 @@ def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):
     assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
 
 
+def test_a_cache_without_packed_attention_is_never_captured(tmp_path, monkeypatch):
+    """Its shapes change from step to step: a graph of one step would be wrong for the next."""
+    config = hf.BloomConfig(vocab_size=128, hidden_size=128, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
+    model = quantized(folder_of(config, tmp_path), "w4a16g32-kv8")
+    monkeypatch.setattr(graph, "GreedyGraph", None)
+    made = model._anybit_decoder.cache(1, 100, static=True, keep=False)
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    ids = prompt(1, 9)
+    with torch.no_grad():
+        first = model(ids, past_key_values=made).logits[:, -1].argmax(-1, keepdim=True)
+    tokens = model._anybit_decoder.tokens(made, first.as_subclass(OnGPU), torch.full_like(first, 9))
+    assert next(tokens).shape == (1, 1)
+
+
 def test_graphs_are_forgotten_with_the_weights_that_they_read(llama):
     model = anybit.fuse(quantized(llama, "w4a16g32"))
     call = {**GREEDY, "cache_implementation": "static"}
@@ -241,6 +260,31 @@ def test_layers_that_are_not_fused_take_static_caches_too(name, tmp_path):
         assert anybit.accelerate(model)
         agree(model.generate(ids, **GREEDY, **call, cache_implementation="static"), wanted, exact=False)
     assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
+
+
+@pytest.mark.parametrize("static", [{}, {"cache_implementation": "static"}])
+def test_tokens_of_an_image_see_one_another(static):
+    torch.manual_seed(0)
+    text = {**SIZES, "sliding_window": 32}
+    patches = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.Gemma3Config(text_config=text, vision_config={**patches, "image_size": 16, "patch_size": 8})
+    model = hf.Gemma3ForConditionalGeneration(config).eval().to(DEVICE)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2)
+    ids = prompt(1, 40)
+    image = torch.zeros_like(ids)
+    image[0, 5:35] = 1
+
+    def logits(types, **more):
+        call = {**GREEDY, "output_logits": True, "return_dict_in_generate": True, **more}
+        return torch.stack(model.generate(ids, token_type_ids=types, **call).logits[:4])
+
+    kinds = image, torch.zeros_like(ids)
+    wanted = [logits(types) for types in kinds]
+    graph.install(model, KVFormat.parse("kv16"))
+    for i in (0, 1, 0):
+        torch.testing.assert_close(logits(kinds[i], **static), wanted[i], rtol=5e-2, atol=5e-2)
 
 
 def test_models_outside_the_attention_interface_get_the_cache_too(tmp_path):

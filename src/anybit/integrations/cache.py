@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
+from transformers.masking_utils import causal_mask_function
 
 from anybit import attention
 from anybit.errors import LayerError
@@ -31,6 +32,11 @@ from anybit.scheme import KVFormat, Scheme, is_whole
 
 NAME = "anybit"
 _GROWTH = 1024
+
+
+class NotCausalError(LayerError):
+    """Attention "anybit" was asked to hide other tokens than later ones and those beyond a sliding window."""
+
 
 Waiting = tuple[Tensor, Tensor, int]
 """Keys and values [batch, tokens, kv_heads, dim] of a layer, and the layer."""
@@ -458,13 +464,33 @@ def mask(
     mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of "anybit": the padding, or None where there is none; causality and windows are the attention's own."""
+    """The mask of "anybit": the padding, or None where there is none; causality and windows are the attention's own.
+
+    Raises NotCausalError for a mask of another kind.
+    """
+    if not torch.compiler.is_compiling() and not _is_causal(mask_function):
+        raise NotCausalError(
+            f"attention {NAME!r} is causal, with or without a sliding window, and this model's mask is of another kind "
+            "(chunks, or images whose tokens see one another): use another attention implementation, and give "
+            "AnyBitCache no config"
+        )
     if attention_mask is None:
         return None
     if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # models that make a mask where none is given (OPT): the rows of a captured step have no padding
     attention_mask = attention_mask[:, -kv_length:] if kv_length else attention_mask
     return None if bool(attention_mask.all()) else attention_mask
+
+
+def _is_causal(function: Any) -> bool:
+    """Whether a mask function of transformers hides later tokens, tokens beyond a sliding window, and no others."""
+    if function is None or function is causal_mask_function:
+        return True
+    kind, inside = getattr(function, "__qualname__", "").partition(".")[0], getattr(function, "__closure__", None)
+    values = [cell.cell_contents for cell in inside or ()]
+    if kind == "blockwise_overlay":  # -1: of no block
+        return not bool((values[0] >= 0).any())
+    return kind == "sliding_window_overlay" or (kind in ("and_masks", "or_masks") and all(map(_is_causal, *values)))
 
 
 _CROP_COUNTS_REMOVED = "tokens_to_remove" in inspect.signature(Cache.crop).parameters

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from anybit import kvcache
 from anybit.errors import LayerError
 from anybit.integrations import greedy
-from anybit.integrations.cache import NAME, AnyBitCache
+from anybit.integrations.cache import NAME, AnyBitCache, NotCausalError
 from anybit.integrations.cache_name import CACHE, cache_of
 from anybit.linear import QuantLinear
 from anybit.scheme import KVFormat
@@ -206,7 +206,8 @@ class Decoder:
         found = self.caches.pop(key, None)
         if found is None:
             self.caches.clear()  # one at a time: a cache is large
-            found = AnyBitCache(kv, config=own, capacity=capacity, static=True)
+            found = AnyBitCache(kv, capacity=capacity, static=True)
+        found.config = own  # which the last prompt may have replaced
         found.reset()
         if not keep:
             self.caches[key] = found
@@ -214,7 +215,7 @@ class Decoder:
 
     def tokens(self, cache: AnyBitCache, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
         """Greedy tokens [rows, 1] of one step after another over a static cache."""
-        if not first.is_cuda:
+        if not first.is_cuda or isinstance(cache.config, _Plain):  # whose shapes change from step to step
             ids = first
             while True:
                 step = {"input_ids": ids, "position_ids": positions, CACHE: cache, "use_cache": True}
@@ -271,6 +272,16 @@ def install(model: Any, kv: KVFormat | None) -> None:
         cache = cache_of(kwargs)
         if not isinstance(cache, AnyBitCache) or cache.config is None:
             return decoder.forward(*args, **kwargs)
+        try:
+            return packed(decoder, cache, args, kwargs)
+        except NotCausalError:  # before any layer has run
+            if cache.packed_attention:
+                raise  # the model's own attention is the one that cannot be
+            logger.warning_once("attention over a dequantized cache, which is slower: this model's mask is not causal")
+            cache.config = _Plain(cache.config)
+            return decoder.forward(*args, **kwargs)
+
+    def packed(decoder: Decoder, cache: AnyBitCache, args: Any, kwargs: Any) -> Any:
         with _Packed(cache):
             ids = kwargs.get("input_ids")
             if not args and ids is not None and _is_step(cache, ids, kwargs):
