@@ -221,6 +221,28 @@ def test_a_cache_without_packed_attention_is_never_captured(tmp_path, monkeypatc
     assert next(tokens).shape == (1, 1)
 
 
+@pytest.mark.parametrize("named", ["sampling", "beams"])
+def test_what_the_model_asks_for_holds_where_a_configuration_leaves_it_open(named, llama):
+    model = quantized(llama, "w4a16g32")
+    own = model.generation_config
+    if named == "sampling":
+        own.do_sample, own.temperature, own.top_k, own.top_p = True, 3.0, 0, 1.0
+    else:
+        own.num_beams = 3
+    config = hf.GenerationConfig(max_new_tokens=20, pad_token_id=0)
+    torch.manual_seed(0)
+    wanted = model.generate(prompt(), generation_config=config)
+    assert anybit.accelerate(model)
+    config.cache_implementation = "static"
+    own.temperature = None if named == "beams" else 1.0
+    answers = [model.generate(prompt(), generation_config=config) for _ in range(2)]
+    assert answers[0].shape == wanted.shape
+    if named == "sampling":
+        assert not torch.equal(*answers)
+    else:
+        agree(answers[0], wanted, exact=False)
+
+
 def test_graphs_are_forgotten_with_the_weights_that_they_read(llama):
     model = anybit.fuse(quantized(llama, "w4a16g32"))
     call = {**GREEDY, "cache_implementation": "static"}

@@ -21,9 +21,11 @@ _KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache", "
 
 
 def setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A setting of a call of ``generate``: its own, else its configuration's, else the model's."""
-    config = kwargs.get("generation_config") or model.generation_config
-    return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+    """A setting of a call of ``generate``, as transformers finds it: its own, its configuration's, or the model's."""
+    found = kwargs.get(name)
+    for config in (kwargs.get("generation_config"), model.generation_config):
+        found = getattr(config, name, None) if found is None else found
+    return found
 
 
 def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
