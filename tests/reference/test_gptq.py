@@ -114,6 +114,19 @@ def test_constant_and_zero_rows_stay_finite():
         assert float(values[0].abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5])
+def test_small_weights_of_float16_lose_no_more_than_large_ones(size, bits):
+    """Their scales are less than float16's smallest normal number."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(*shape, generator=generator) for shape in ((16, 128), (512, 128)))
+    weight, hessian = (weight * size).half(), x.T @ x / 512
+    format = WeightFormat(bits, "sym", 64)
+    found = (quantize_weight(weight, format), gptq.quantize(weight, hessian, format))
+    nearest, ours = (layer_error(weight.float(), one.dequantize(torch.float32), hessian) for one in found)
+    assert ours < nearest
+
+
 def test_same_result_twice():
     weight, hessian = layer()
     a, b = (gptq.quantize(weight, hessian, WeightFormat(2, "asym", 32)) for _ in range(2))

@@ -34,7 +34,9 @@ class Grid:
     def store(self, scale: Tensor) -> Tensor:
         """A scale as it will be read back: rounded to its stored type, never zero (a zero scale has no codes)."""
         kind = torch.finfo(self.scale_dtype)
-        size = scale.abs().clamp(kind.smallest_normal, kind.max).to(self.scale_dtype).to(scale.dtype)
+        # Scales of eight bits are often less than float16's smallest normal number, 6e-5; float32's has an inverse.
+        least = max(kind.smallest_normal * kind.eps, torch.finfo(torch.float32).smallest_normal)
+        size = scale.abs().clamp(least, kind.max).to(self.scale_dtype).to(scale.dtype)
         return torch.where(scale < 0, -size, size)
 
     def codes(self, weight: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
