@@ -109,6 +109,30 @@ def test_activation_orders_of_compressed_tensors(size: int, kind: str, fine: boo
             READERS["compressed-tensors"].read(made)
 
 
+def test_compressed_tensors_with_one_scale_for_a_layer() -> None:
+    """int-quantized with the strategy tensor; its zero point is one number, too."""
+    codes = random(N, K, top=256).sub(128).to(torch.int8)
+    one = {"weight_scale": torch.tensor([0.5]), "weight_zero_point": torch.tensor([3], dtype=torch.int8)}
+    made = layer({"format": "int-quantized"}, weight=codes, **one)
+    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), 0.5 * (codes.float() - 3))
+    del one["weight_zero_point"]
+    made = layer({"format": "int-quantized"}, weight=codes, **one)
+    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), 0.5 * codes.float())
+
+
+@pytest.mark.parametrize("bits", [3, 7])
+def test_padded_words_are_refused(bits: int) -> None:
+    """Of 7 bits they are as many as those of 8."""
+    settings = {"g": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+    words = torch.zeros(N, -(-2048 // (32 // bits)), dtype=torch.int32)
+    made = layer(
+        {"format": "pack-quantized", "config_groups": settings},
+        weight_packed=words, weight_scale=torch.ones(N, 1), weight_shape=torch.tensor([N, 2048]),
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=f"codes of {bits} bits and is padded"):
+        READERS["compressed-tensors"].scheme(made)
+
+
 def test_gptq_v2_zeros_are_as_they_are() -> None:
     made, expected = gptq(random(2, N, top=15), torch.arange(K) // 32)
     again = StoredLayer(made.source, "l", {**made.config, "checkpoint_format": "gptq_v2"})

@@ -88,11 +88,16 @@ def read(layer: StoredLayer) -> QuantizedWeight:
         if zero.dtype == torch.int32:
             zero = unpack_words(zero.t().contiguous(), format.bits, n).t()
         else:
-            zero = (zero.to(torch.int16) + 2 ** (format.bits - 1)).to(torch.uint8)
+            zero = _of_rows((zero.to(torch.int16) + 2 ** (format.bits - 1)).to(torch.uint8), n)
         zero = groups.spread(zero)
     index = groups.order(layer["weight_g_idx"]) if indexed and not unset(layer["weight_g_idx"]) else None
-    scale = groups.spread(finite(layer, "scales", layer["weight_scale"].reshape(n, -1)))
+    scale = groups.spread(finite(layer, "scales", _of_rows(layer["weight_scale"], n)))
     return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
+
+
+def _of_rows(values: Tensor, n: int) -> Tensor:
+    """Scales or zeros [n, groups], of which a file may have one for the whole layer."""
+    return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
 
 
 class _Whole:
@@ -177,6 +182,12 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
         n, k = (int(size) for size in layer["weight_shape"].tolist())
         words = layer.shape("weight_packed")[1]
         bits = next((b for b in range(1, 9) if words_per_row(k, b) == words), None)
+        said = _settings(layer).get("num_bits")
+        if said in (3, 5, 6, 7) and bits != said and words == -(-k // (32 // said)):
+            raise layer.refuse(
+                f"each word holds {32 // said} codes of {said} bits and is padded, as compressed-tensors up to 0.17 "
+                "packed them; pack the model again with a newer version"
+            )
         if bits is None:
             raise layer.refuse(f"{words} words a row fit no width of 1 to 8 bits with {k} inputs")
     else:
