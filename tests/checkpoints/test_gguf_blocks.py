@@ -52,6 +52,15 @@ def test_what_is_no_matrix_is_refused() -> None:
         read_blocks(data, "TQ2_0", (N, K))
 
 
+def test_a_big_endian_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "model.gguf")
+    data = bytearray(file.read_bytes())
+    data[4:8] = data[4:8][::-1]
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"big-endian .* gguf-convert-endian FILE little"):
+        read_gguf_header(file)
+
+
 MIXED = {
     "blk.0.attn_q": "Q4_K", "blk.0.attn_k": "Q4_K", "blk.0.attn_v": "Q6_K", "blk.0.attn_output": "Q5_K",
     "blk.0.ffn_gate": "Q4_1", "blk.0.ffn_up": "IQ4_XS", "blk.0.ffn_down": "Q3_K", "output": "Q8_0",

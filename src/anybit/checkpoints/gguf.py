@@ -74,6 +74,11 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         (version,) = self.take("I")
+        if version.to_bytes(4, "little")[::-1] in (known.to_bytes(4, "little") for known in _VERSIONS):
+            raise CheckpointError(
+                f"{self.file} is a big-endian GGUF file, and little-endian ones are read: convert it with gguf's "
+                "gguf-convert-endian FILE little"
+            )
         if version not in _VERSIONS:
             raise self.fault(f"its version is {version}; {' and '.join(map(str, _VERSIONS))} are read")
         tensors, entries = self.take("QQ")
