@@ -230,6 +230,24 @@ def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float
         assert load_model(folder).scheme is not None
 
 
+def test_a_tied_head_with_codes_of_its_own_is_tied_no_longer(tmp_path: Path) -> None:
+    """As GPTQ's tools write it whose ``lm_head`` is on, and leave ``tie_word_embeddings`` as it was."""
+    folder = whole_model("gptq-4-sym", tmp_path / "theirs")
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    q_proj = {part: tensors[f"model.layers.0.self_attn.q_proj.{part}"] for part in ("qweight", "qzeros", "scales")}
+    count = len(tensors["model.embed_tokens.weight"])  # q_proj has more outputs than the model has words
+    tensors["lm_head.qweight"], tensors["lm_head.scales"] = (q_proj[p][:, :count] for p in ("qweight", "scales"))
+    tensors["lm_head.qzeros"] = q_proj["qzeros"][:, : count // 8]
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    first = load_model(folder).model
+    assert isinstance(first.lm_head, QuantLinear) and not first.config.tie_word_embeddings
+    convert_into(folder, "anybit", tmp_path / "ours")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "ours").model(tokens).logits, first(tokens).logits)
+
+
 def test_groups_of_different_sizes_are_not_taken_for_equal_ones(tmp_path: Path) -> None:
     """The first 40 inputs of 64 in one group, the rest in another: in order, and yet no groups of 32."""
     folder, name = whole_model("gptq-4-sym", tmp_path), "model.layers.0.self_attn.q_proj.g_idx"

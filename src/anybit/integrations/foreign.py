@@ -13,6 +13,7 @@ from anybit.checkpoints.formats.translate import Translation, linear_shapes
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
 from anybit.integrations.transformers import AnyBitConfig, replace_linears
+from anybit.quantization.pipeline.modules import tied_heads
 from anybit.scheme import Scheme
 
 
@@ -35,6 +36,10 @@ def load_translated(
     words = source.configuration(kept)
     config = copy.deepcopy(empty.config)
     config.quantization_config = {**words, **({"backend": backend} if backend else {})}
+    for name in set(tied_heads(empty)) & set(source.layers):  # codes of its own end what a head was tied to
+        del empty.all_tied_weights_keys[f"{name}.weight"]
+        for part in (config, config.get_text_config(decoder=True)):
+            part.tie_word_embeddings = False
     known = AnyBitConfig.from_dict(words)
     replace_linears(empty, source.scheme, kept, group_index=source.group_index, overrides=known.quantization.overrides)
     tensors = source.state_dict(empty, dtype)

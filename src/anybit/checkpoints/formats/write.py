@@ -111,7 +111,11 @@ def _write(
 ) -> dict[str, Any]:
     """Fill a folder. dtype: of what is not quantized; None leaves it as it is."""
     _check(source, empty)
+    from anybit.quantization.pipeline.modules import tied_heads, untied
+
     kept = sorted(set(linear_shapes(empty)) - set(source.layers))
+    if set(tied_heads(empty)) & set(source.layers):  # codes of its own end what a head was tied to
+        config = {**config, **untied(config)}
     if to == METHOD:
         quantization = source.configuration(kept)
     else:
