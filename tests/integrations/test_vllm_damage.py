@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader import get_model
 
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.safetensors import read_header
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, OptionError
 from anybit.integrations.vllm import register
 from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.quantization.methods.registry import quantize_folder
@@ -121,6 +121,31 @@ def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
     yield load
     cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "name"),
+    [
+        ({"scheme": "w4a16g32"}, {"scheme": "w4a16g32asym"}, "scheme is w4a16g32; .* says w4a16g32asym"),
+        ({"scheme": "w4a8", "hadamard": ["model.layers.0.mlp.down_proj"]}, {"scheme": "w4a8"}, "hadamard is"),
+        ({"scheme": "w4a8", "overrides": {"*.q_proj": "w8a8"}}, {"scheme": "w4a8"}, "overrides is"),
+        ({"scheme": "w4a16g32"}, {"scheme": "w4a8g32-kv4"}, None),
+    ],
+)
+def test_an_option_says_nothing_else_of_stored_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any], asked: dict[str, Any], name: str | None
+) -> None:
+    """Zeros that nobody loads and rotations that nobody makes would give wrong answers without a word."""
+    monkeypatch.setattr("anybit.integrations.vllm.config.check_folder", lambda *_: None)
+    words = {"quant_method": "anybit", "version": "0.1.0"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**words, **stored}}))
+    save_file({"q.weight_packed": torch.zeros(1)}, tmp_path / "model.safetensors")
+    config = AnyBitConfig.from_config({**words, **asked})
+    if name is None:
+        config.maybe_update_config(str(tmp_path))
+        return
+    with pytest.raises(OptionError, match=f"is quantized, and its {name}.*additional-config"):
+        config.maybe_update_config(str(tmp_path))
 
 
 def test_a_model_of_the_hub_is_checked_before_a_layer_is_made(

@@ -113,6 +113,23 @@ def test_fused_layers_in_formats_of_their_own(rank: Any, ranks: int) -> None:
         assert torch.equal(layer.quant_method.apply(layer, x), torch.cat(expected, -1))
 
 
+def test_every_rank_may_hold_fused_formats_whole(rank: Any) -> None:
+    """As vLLM has MLA's first products, and image encoders that it does not split."""
+    rank(1, 2)
+    schemes = {0: "w4a16g32", 1: "w6a16g32"}
+    layers = {shard: cases_vllm.layer_of(text, 64, 64, shard) for shard, text in schemes.items()}
+    overrides = {"a.gate_proj": Scheme.parse(schemes[0]), "a.up_proj": Scheme.parse(schemes[1])}
+    config = AnyBitConfig("w4a16g32", overrides=overrides)
+    config.stored, config.packed_modules_mapping = sorted(overrides), PARTS
+    settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config, "disable_tp": True}
+    layer = MergedColumnParallelLinear(64, [64, 64], prefix="a.gate_up_proj", **settings)
+    for shard, part in layers.items():
+        load(layer, part.state_dict(), shard)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))
+    assert torch.equal(layer.quant_method.apply(layer, x), torch.cat([part(x) for part in layers.values()], -1))
+
+
 def test_symmetric_and_asymmetric_parts_are_one_product(rank: Any) -> None:
     layers = [cases_vllm.layer_of(text, 32, 64, seed) for seed, text in enumerate(("w4a16g32", "w4a16g32asym"))]
     overrides = {"m.up_proj": Scheme.parse("w4a16g32asym")}

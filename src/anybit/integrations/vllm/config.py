@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self._on_hub: tuple[str, bool, str | None] | None = None
         self._source: streams.Source | None = None
         self._mapper: Any = None
+        self._words = _stored_words(self)
 
     def __repr__(self) -> str:
         return f"AnyBitConfig({self.scheme})"
@@ -132,6 +134,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             self._stream(folder, trusted)
             return
         elif any(folder.glob("*.safetensors")):
+            self._check_words(folder)
             check_folder(folder, trusted)
         names = _tensor_names(model_name, revision)
         mark = ".weight_packed"
@@ -144,6 +147,20 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 f"{model_name} holds quantized experts ({experts[0]}), which anybit leaves in 16 bits inside vLLM. "
                 "Quantize the model with these layers in modules_to_not_convert"
             )
+
+    def _check_words(self, folder: Path) -> None:
+        """Raise OptionError where an option says of stored tensors what the folder's own words do not."""
+        own = Quantization.of(with_quantization(read_json(folder / "config.json"), folder, read_json))
+        if own is None:
+            return
+        pairs = zip(_stored_words(own).items(), self._words.values(), strict=True)
+        for (name, stored), asked in pairs:
+            if stored != asked:
+                raise OptionError(
+                    f"{folder} is quantized, and its {name} is {stored}; the quantization_config of --hf-overrides "
+                    f"says {asked}. Leave that out, or serve the model that is not quantized; a KV cache is asked for "
+                    'by --additional-config \'{"anybit_kv_cache": "kv4"}\''
+                )
 
     def _stream(self, folder: Path, trusted: bool) -> None:
         """Take a model's layers and their schemes from the files of another tool, and its tensors, too."""
@@ -238,7 +255,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if self.scheme is None:
             self._stream(from_hub(name, trusted, revision, load.download_dir), trusted)
         elif str(load.load_format) in streams.OF_FILES and not envs.VLLM_USE_MODELSCOPE:
-            check_folder(from_hub(name, trusted, revision, load.download_dir), trusted)
+            folder = from_hub(name, trusted, revision, load.download_dir)
+            self._check_words(folder)
+            check_folder(folder, trusted)
 
     def _head_method(self, name: str) -> QuantizeMethodBase | None:
         """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
@@ -267,6 +286,22 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if message not in self._told:
             self._told.add(message)
             _logger.info("anybit: %s", message)
+
+
+def _stored_words(of: Any) -> dict[str, Any]:
+    """What a configuration says of stored tensors, by its name there; not what is done to activations."""
+    return {
+        "scheme": None if of.scheme is None else _weights(of.scheme),
+        "overrides": {name: _weights(scheme) for name, scheme in of.overrides.items()},
+        "group_index": of.group_index,
+        "input_scale": of.input_scale,
+        "hadamard": sorted(of.hadamard),
+    }
+
+
+def _weights(scheme: Scheme) -> str:
+    """The scheme of the same weights with activations of 16 bits."""
+    return str(replace(scheme, activations=Scheme.parse("w4a16").activations, kv=None))
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -117,7 +117,9 @@ class Pieces(ModelWeightParameter):  # type: ignore[misc]
             raise LayerError(
                 "layers that vLLM fuses, and whose formats differ, cannot be reloaded: start the engine again"
             )
-        return self.pieces[offset]
+        piece = self.pieces[offset]
+        piece.tp_rank, piece.tp_size = self.tp_rank, self.tp_size  # which vLLM sets where ranks hold a layer whole
+        return piece
 
     def load_merged_column_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
         self._at(where["shard_offset"]).load_merged_column_weight(loaded_weight, **{**where, "shard_offset": 0})
