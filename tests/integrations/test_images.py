@@ -18,6 +18,7 @@ from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.blocks import find_blocks
 from anybit.scheme import Scheme
 
 SCHEME = Scheme.parse("w4a16g32")
@@ -60,6 +61,15 @@ def test_token_ids_from_a_file_are_those_of_the_text_part(tmp_path: Path) -> Non
     source = saved("Mistral Small 3.1 (images)", tmp_path / "in")
     done = quantize_folder(source, tmp_path / "w4", SCHEME, "gptq", options={"text": file})
     assert done.layers
+
+
+def test_blocks_are_those_of_the_text_however_large_the_tower_is() -> None:
+    config = MATRIX["Mistral Small 3.1 (images)"]()
+    config.vision_config.num_hidden_layers = 40
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    name, blocks = find_blocks(model)
+    assert name == "model.language_model.layers" and len(blocks) == config.text_config.num_hidden_layers
 
 
 def test_quantize_says_what_it_leaves(run: Any, tmp_path: Path) -> None:

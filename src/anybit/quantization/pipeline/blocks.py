@@ -101,8 +101,15 @@ class Store:
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a model's transformer blocks: its ModuleList with the most parameters."""
+    """The name and the list of a model's transformer blocks: the ModuleList of its text part with the most parameters.
+
+    A tower for images may be larger than that of the text, which alone is quantized.
+    """
+    find = getattr(model, "get_decoder", None)
+    decoder = find() if callable(find) else None
+    inside = set((decoder if isinstance(decoder, nn.Module) else model).modules())
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [(name, module) for name, module in lists if module in inside]
     lists = [(name, module) for name, module in lists if len({type(block) for block in module}) == 1]
     if not lists:
         raise CalibrationError(f"{type(model).__name__} has no list of blocks to calibrate one after the other")
