@@ -13,6 +13,7 @@ from tests.cases_calibration import sequences
 from tests.cases_models import save_byte_tokenizer, save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel
+from transformers.models.llama import modeling_llama
 
 from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
@@ -355,6 +356,26 @@ def test_other_architectures_cannot_be_rotated(tmp_path: Path) -> None:
     quantize_folder(source, tmp_path / "gptq", "w4a16g32", "gptq", options=FAST | {"length": 40})
     with pytest.raises(LayerError, match=r"layers\.0"):
         quantize_folder(source, tmp_path / "out", "w4a16g32", "rotate", options=FAST)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["rotate", "smooth", "smooth_rotate"])
+def test_what_would_compute_otherwise_is_refused(method: str, llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Gains that are stored less one, as many families and models with code of their own have them."""
+    norm = modeling_llama.LlamaRMSNorm
+    plain = norm.forward
+
+    def centred(self: Any, x: Tensor) -> Tensor:
+        return plain(self, x) / self.weight * (1 + self.weight)
+
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    for part in model.modules():
+        if isinstance(part, norm):
+            torch.nn.init.normal_(part.weight, 0.5, 0.3)
+    model.save_pretrained(tmp_path / "source")
+    monkeypatch.setattr(norm, "forward", centred)
+    with pytest.raises(LayerError, match=f"cannot be changed by {method}: its logits come out .*% apart"):
+        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a8g32", method, options=FAST)
     assert not (tmp_path / "out").exists()
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import anybit
 from anybit.checkpoints.formats import gptq_write
 from anybit.checkpoints.formats.write import convert_into
+from anybit.errors import LayerError
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
@@ -70,6 +71,12 @@ def test_blocks_are_those_of_the_text_however_large_the_tower_is() -> None:
         model = AutoModelForImageTextToText.from_config(config)
     name, blocks = find_blocks(model)
     assert name == "model.language_model.layers" and len(blocks) == config.text_config.num_hidden_layers
+
+
+def test_what_images_enter_is_not_rotated(tmp_path: Path) -> None:
+    source = saved("Mistral Small 3.1 (images)", tmp_path / "in")
+    with pytest.raises(LayerError, match="would not be rotated: use smooth"):
+        quantize_folder(source, tmp_path / "w4", SCHEME, "rotate", options=PROMPTED)
 
 
 def test_quantize_says_what_it_leaves(run: Any, tmp_path: Path) -> None:

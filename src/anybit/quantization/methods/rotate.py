@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from anybit import hadamard
 from anybit.errors import LayerError
 from anybit.quantization.methods.llama_block import LlamaBlock, gain_of, llama_blocks
+from anybit.quantization.pipeline.modules import beside_text
 
 
 @torch.no_grad()
@@ -27,7 +28,13 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
     architecture or a size that it cannot rotate.
     """
     parts = list(llama_blocks(model))
-    embedding, head, final = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    final = getattr(model.base_model, "norm", None)
+    if final is None or beside_text(model):
+        raise LayerError(
+            f"{type(model).__name__} has more than a text part that ends in a norm, and what else enters its residual "
+            "stream would not be rotated: use smooth or smooth_rotate"
+        )
     for norm in [final, *(norm for part in parts for norm in (part.attention_norm, part.feed_forward_norm))]:
         gain_of(norm)
     hidden = embedding.weight.shape[1]

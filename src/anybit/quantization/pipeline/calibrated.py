@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
-from anybit.errors import CheckpointError, OptionError, TextError, one_line
+from anybit.errors import CheckpointError, LayerError, OptionError, TextError, one_line
 from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.kl_gradient import fast_in_half
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
@@ -70,6 +70,8 @@ def _finite(value: Any) -> float:
 
 
 _READERS: dict[type, Callable[[Any], object]] = {bool: _truth, int: _whole, float: _finite}
+_SAME = 0.05
+"""How far logits may move, in parts of their size, where a model is changed and computes the same."""
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number"}
 _AT_LEAST_0 = (
     *("block_passes", "learn_tokens", "learn_passes", "place_rate", "scale_rate", "gain_rate", "mask_passes"),
@@ -328,6 +330,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     hadamard: list[str] = []
     config: dict[str, Any] = {}
     batches = batched(first_of(sequences, options.calibration_tokens), 4096)
+    before = _logits(model, batches[0])
 
     def improve() -> None:
         settings = options.scale_learning(job.scheme)
@@ -356,6 +359,14 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
         config = {"tie_word_embeddings": False}
+    # Blocks built like Llama's may compute otherwise: norms with other gains, gates, norms between the parts.
+    size = float(before.norm())
+    apart = float((_logits(model, batches[0]) - before).norm()) / (size or 1.0)
+    if 0 < size < math.inf and not apart < _SAME:
+        raise LayerError(
+            f"{type(model).__name__} cannot be changed by {method}: its logits come out {apart:.0%} apart, where they "
+            "must stay the same; use gptq, blockwise or distill"
+        )
     model.to(home)
     quantized = {f"{layer.name}.weight" for layer in job.layers}
     kind = next(iter(job.source.entries.values())).dtype
@@ -366,6 +377,13 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
     tied = {name for name in kept if name not in job.names and method != "rotate"}
     return Changes({name: tensor for name, tensor in kept.items() if name not in tied}, config, hadamard)
+
+
+@torch.no_grad()
+def _logits(model: Any, batch: Tensor) -> Tensor:
+    """What a model says of the first tokens of a text."""
+    found: Tensor = model(input_ids=batch[:1, :64].to(model.device), use_cache=False).logits.float()
+    return found
 
 
 def _roomy(device: str, model: Any) -> torch.device:
