@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,8 @@ def test_what_is_no_server_is_told_in_one_line_too() -> None:
         ([{"choices": [{"text": "a"}]}] * 1000, "4 tokens were asked for"),
         ([["\x1b[2J"]], "AttributeError"),
         ([{"choices": 3}], "TypeError"),
-        ([{"error": "\x1b[2J"}], "no token came"),
+        ([{"error": "\x1b[2J"}], "the server said: '\\x1b[2J'"),
+        ([{"choices": [{"text": "a"}]}, {"error": {"message": "the engine has died"}}], "the engine has died"),
     ],
 )
 def test_what_a_server_makes_up_is_no_figure(events: list[Any], found: int | str) -> None:
@@ -280,6 +282,60 @@ def test_what_a_server_makes_up_is_no_figure(events: list[Any], found: int | str
 
     answer = asyncio.run(asked())
     assert answer.tokens == found if isinstance(found, int) else found in answer.error and not answer.tokens
+
+
+def test_a_proxy_is_not_asked_about_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a server that wants a key asked without."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    heard: list[str | None] = []
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            heard.append(self.headers["Authorization"])
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.server_port}"
+        up = threading.Event()
+        threading.Thread(target=serving._when_up, args=(url, up.set), daemon=True).start()
+        assert up.wait(10), "the server's health was asked of a proxy"
+        assert measure(url, "m", 100.0, 2, 3, 4).failed == 0 and heard == ["Bearer secret"] * 2
+        listening.shutdown()
+
+
+def test_the_line_to_paste_names_address_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert "curl 'http://[::1]:8000'/v1/" in serving.Server("m", host="::1").example()
+    assert "http://[::1]:8000" in serving.Server("m", host="::").example()
+    assert "Authorization" not in serving.Server("m").example()
+    keyed = serving.Server("m", others=["--api-key", "secret"]).example()
+    assert '-H "Authorization: Bearer $VLLM_API_KEY"' in keyed and "secret" not in keyed
+    with pytest.raises(serving.OptionError, match="--port=9 is an option of `anybit serve` itself: write it before --"):
+        serving.serve(serving.Server("m", others=["--port=9"]), "vllm", lambda: None)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("load.what", "must end in one of"), ("no/load.png", "no folder")])
+def test_a_picture_that_cannot_be_is_refused_before_anything_is_measured(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["bench", "m", "--url", "http://127.0.0.1:1", "--picture", str(tmp_path / name)]
+    assert reason in str(CliRunner().invoke(app, words).exception)
 
 
 def test_a_picture_needs_figures_of_several_rates(tmp_path: Path) -> None:

@@ -98,9 +98,11 @@ def bench(
     """
     from dataclasses import asdict
 
-    from anybit.integrations.load_test import measure
+    from anybit.integrations.load_test import check_picture, measure
     from anybit.integrations.load_test import picture as draw
 
+    if picture is not None:
+        check_picture(picture)
     found = []
     for rate in rates or [1.0, 4.0, 16.0]:
         one = measure(url.rstrip("/"), model, rate, requests, prompt_words, new_tokens)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import time
@@ -57,6 +58,8 @@ async def ask(client: Any, url: str, model: str, prompt: str, new_tokens: int, i
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
+                if event.get("error"):  # of an answer that had begun
+                    return Answer(0, 0, 0, f"the server said: {str(event['error'])[:200]!r}")
                 if any(choice.get("text") for choice in event.get("choices") or ()):
                     first = first or time.perf_counter() - begin
                     pieces += 1
@@ -77,7 +80,10 @@ async def _at_rate(url: str, model: str, rate: float, requests: int, words: int,
     draw = random.Random(f"{rate}")
     prompts = [" ".join(draw.choices(_WORDS, k=words)) for _ in range(requests)]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with httpx.AsyncClient(limits=limits) as client:
+    key = os.environ.get("VLLM_API_KEY")  # as the server itself has it
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")  # which no proxy knows
+    async with httpx.AsyncClient(limits=limits, headers=headers, trust_env=not here) as client:
         vllm = (await client.get(f"{url}/version")).status_code == 200
         begin, tasks, at = time.perf_counter(), [], 0.0
         for prompt in prompts:
@@ -103,6 +109,8 @@ async def _at_rate(url: str, model: str, rate: float, requests: int, words: int,
 def measure(url: str, model: str, rate: float, requests: int, words: int, new_tokens: int) -> Figures:
     """Send ``requests`` completions of ``words`` words at ``rate`` a second, at random moments, and wait for all.
 
+    They bear the key of ``VLLM_API_KEY``, if it is set.
+
     Raises KernelError where no server answers or httpx is absent, OptionError for a rate that is none.
     """
     if not rate > 0:
@@ -119,12 +127,24 @@ def measure(url: str, model: str, rate: float, requests: int, words: int, new_to
         raise KernelError(f"{url} does not answer as a server does: {one_line(error)}") from None
 
 
-def picture(path: Path, model: str, figures: list[Figures]) -> None:
-    """Draw first tokens, tokens and throughput over the rate. Raises KernelError where matplotlib is absent."""
+def check_picture(path: Path) -> None:
+    """Raise KernelError where matplotlib is absent, OptionError for a file that it cannot write; before measuring."""
     try:
-        import matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise KernelError("a picture needs matplotlib: pip install 'anybit[plots]'") from None
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise OptionError(f"--picture {path} must end in one of {', '.join('.' + kind for kind in kinds)}")
+    if not path.parent.is_dir():
+        raise OptionError(f"--picture {path}: there is no folder {path.parent}")
+
+
+def picture(path: Path, model: str, figures: list[Figures]) -> None:
+    """Draw first tokens, tokens and throughput over the rate. Raises as ``check_picture`` does."""
+    check_picture(path)
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,14 +52,16 @@ class Server:
     @property
     def url(self) -> str:
         """Where a client on this machine finds it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def example(self) -> str:
-        """A command that asks it something; it works when it is pasted."""
+        """A command that asks it something; it works when it is pasted, where ``VLLM_API_KEY`` is the key, if any."""
         body = {"model": self.model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
         text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
-        return f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d {text}"
+        keyed = "VLLM_API_KEY" in os.environ or without_key(self.others)[1] is not None
+        key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if keyed else ""  # the key itself is not to be shown
+        return f"curl {shlex.quote(self.url)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {text}"
 
     @property
     def own_worker(self) -> bool:
@@ -108,6 +111,9 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
         answered.set()
         ready()
 
+    misplaced = [word for word in server.others if word.partition("=")[0] in ("--host", "--port")]
+    if misplaced:
+        raise OptionError(f"{misplaced[0]} is an option of `anybit serve` itself: write it before --")
     _refuse_taken(server)
     watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
     if engine == "vllm":
@@ -262,8 +268,9 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
 
 def _when_up(url: str, ready: Callable[[], None]) -> None:
     """Call ``ready`` once the server says that it is well; waits for as long as the process lives."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's addresses
     while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        with contextlib.suppress(OSError, HTTPException), opener.open(f"{url}/health", timeout=5) as answer:
             if answer.status == 200:
                 ready()
                 return
