@@ -128,3 +128,13 @@ def test_texts_end_where_the_file_says(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", of_another_version)
     _, tokenizer, _ = open_gguf(save_gguf(tmp_path / "model.gguf", 256, 2, MIXED))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+
+
+def test_texts_of_llama_3_begin_with_a_token_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    """As llama.cpp has it: many files of 2024 say how text is split, and nothing of add_bos_token."""
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    assert open_gguf(file)[1]("a").input_ids[0] != 1
+    data = file.read_bytes()
+    assert data.count(b"default") == 1
+    file.write_bytes(data.replace(b"default", b"pixtral"))
+    assert open_gguf(file)[1]("a").input_ids[0] == 1

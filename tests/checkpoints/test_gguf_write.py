@@ -19,6 +19,7 @@ from anybit.checkpoints.formats.gguf_encode import encode
 from anybit.checkpoints.formats.gguf_write import _rule
 from anybit.checkpoints.formats.translate import OwnTranslation
 from anybit.checkpoints.formats.write import convert_into
+from anybit.checkpoints.gguf import read_gguf_header
 from anybit.cli import app
 from anybit.errors import ConversionError
 from anybit.integrations.loading import load_model
@@ -103,6 +104,8 @@ def test_a_model_comes_back(kind: str, scheme: str, tmp_path: Path) -> None:
         assert torch.equal(*(one.model(torch.arange(8)[None]).logits.half() for one in (ours, back)))
     for text in ("<s>user: 12 é!</s>", '!"!"'):
         assert ours.tokenizer.encode(text) == back.tokenizer.encode(text)
+    said = read_gguf_header(tmp_path / "model.gguf").metadata["tokenizer.ggml.add_bos_token"]
+    assert bool(said) == (ours.tokenizer("a").input_ids[0] == ours.tokenizer.bos_token_id)
     assert ours.tokenizer.chat_template == back.tokenizer.chat_template
     assert (ours.tokenizer.bos_token, ours.tokenizer.eos_token) == (back.tokenizer.bos_token, back.tokenizer.eos_token)
 

@@ -29,6 +29,8 @@ _LONGEST_NAME = 1 << 16
 _LARGEST_SIZE = 1 << 31
 _MOST_DIMENSIONS = 4
 _COUNTS = re.compile(r"\.(block_count|expert_count|attention\.head_count(_kv)?)$")
+_BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+"""How text is split (``tokenizer.ggml.pre``) by tokenizers that begin every text with a token, unless told not to."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -213,7 +215,10 @@ def linked_alone(file: Path, folder: Path) -> Iterator[None]:
 
 
 def tokenizer_of(folder: Path, name: str, header: GgufHeader) -> Any:
-    """The tokenizer of a GGUF file, begin and end as the file has them: transformers 5.17 takes one for both."""
+    """The tokenizer of a GGUF file, begin and end as the file has them: transformers 5.17 takes one for both.
+
+    Llama 3's kind begins texts with a token even where the file does not say so, as it does in llama.cpp.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
@@ -222,4 +227,7 @@ def tokenizer_of(folder: Path, name: str, header: GgufHeader) -> Any:
         known = isinstance(number, int) and 0 <= number < len(tokenizer)
         if known and getattr(tokenizer, f"{part}_token_id") != number:
             setattr(tokenizer, f"{part}_token", tokenizer.convert_ids_to_tokens(number))
+    unsaid = "tokenizer.ggml.add_bos_token" not in header.metadata
+    if unsaid and header.metadata.get("tokenizer.ggml.pre") in _BEGUN and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = True
     return tokenizer

@@ -195,6 +195,7 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
             f"{folder}: its tokenizer has no merges, so readers of GGUF files would take it for another kind; other "
             "formats hold it (--to anybit)"
         )
+    special.add_special_token.setdefault("bos", False)  # which readers take for true with some rules
     special.add_to_gguf(writer, quiet=True)
 
 
