@@ -33,7 +33,8 @@ class QuantLinear(nn.Module):
     The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
     the saved one in memory, and ``state_dict`` brings it back.
 
-    Gradients flow to x, so that layers before this one can be trained; the weight has none.
+    Gradients flow to x, so that layers before this one can be trained, and to a bias that asks for them; the weight has
+    none.
     """
 
     # Tensor parallelism in transformers shards the module's own parameters.
@@ -255,15 +256,16 @@ class QuantLinear(nn.Module):
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
-        if x.requires_grad and torch.is_grad_enabled():
-            differentiable: Tensor = _Differentiable.apply(x, self)  # type: ignore[no-untyped-call]
+        trained = x.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if trained and torch.is_grad_enabled():
+            differentiable: Tensor = _Differentiable.apply(x, self.bias, self)  # type: ignore[no-untyped-call]
             return differentiable
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
         assert self._prepared is not None
         if self.input_scale is not None:
-            x = x * self.input_scale
+            x = (x * self.input_scale).to(x.dtype)
         if self.hadamard:
             return ops.hadamard_linear(x, self._prepared.tensors, self.bias, self._prepared.spec_text)
         return ops.linear(x, self._prepared, self.bias)
@@ -365,19 +367,24 @@ class QuantLinear(nn.Module):
 
 
 class _Differentiable(torch.autograd.Function):
-    """A layer's product with the gradient of its input; that of rounding activations is taken to be 1."""
+    """A layer's product with the gradients of its input and bias; that of rounding activations is taken to be 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantLinear) -> Tensor:
-        """Y of x [..., K]."""
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
+        """Y of x [..., K]; bias: the layer's."""
         ctx.layer = layer
         return layer._multiply(x.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The gradient of x, in the dtype of Y's."""
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """The gradients of x and of the bias, in the dtype of Y's."""
         layer: QuantLinear = ctx.layer
-        return (gradient.float() @ layer.effective_weight()).to(gradient.dtype), None
+        wide, (of_x, of_bias, _) = gradient.float(), ctx.needs_input_grad
+        return (
+            (wide @ layer.effective_weight()).to(gradient.dtype) if of_x else None,
+            wide.reshape(-1, wide.shape[-1]).sum(0).to(gradient.dtype) if of_bias else None,
+            None,
+        )
 
 
 def use_backend(model: nn.Module, backend: str | None) -> nn.Module:

@@ -15,6 +15,7 @@ from anybit.hadamard import transform
 from anybit.kernels.gemm.builtin import builtin
 from anybit.kernels.gemm.families import tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.embedding import QuantEmbedding
 from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
@@ -221,6 +222,32 @@ def test_gradients_reach_the_input(scheme: str, hadamard: bool, scaled: bool) ->
     with torch.no_grad():
         jacobian = plain(torch.eye(k))  # row i: y of the i-th unit vector
     torch.testing.assert_close(x.grad, upstream @ jacobian.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(24,), (3, 24), (2, 0, 24), (2, 3, 24)])
+def test_gradients_reach_a_bias_that_asks_for_them(shape: tuple[int, ...]) -> None:
+    layer = QuantLinear.from_weight(random_weight(8, 24, WeightFormat(4)), "w4a16", torch.randn(8))
+    layer.bias.requires_grad_()
+    upstream = torch.randn(*shape[:-1], 8)
+    for asked in (False, True):
+        layer.bias.grad = None
+        layer(torch.randn(*shape, requires_grad=asked)).backward(upstream)
+        torch.testing.assert_close(layer.bias.grad, upstream.reshape(-1, 8).sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scaled_inputs_keep_their_type(dtype: torch.dtype) -> None:
+    layer = QuantLinear(24, 8, "w4a16", bias=False, input_scale=True, dtype=torch.float32)
+    layer.load_weight(random_weight(8, 24, WeightFormat(4)))
+    assert layer(torch.randn(3, 24, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("wrong", [-1, -8, 8])
+def test_rows_that_are_not_there_are_an_error(wrong: int) -> None:
+    embedding = QuantEmbedding.of_weight(random_weight(8, 32, WeightFormat(4)), "w4a16")
+    assert embedding(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, 32)
+    with pytest.raises(IndexError, match=f"index {wrong} is out of"):
+        embedding(torch.tensor([[0, wrong]]))
 
 
 def test_a_rotation_made_in_inference_mode_serves_gradients_later() -> None:

@@ -105,6 +105,10 @@ class Backend(ABC):
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         """The weights of outputs ``ids``, int64 [...] -> [..., K] in a float dtype: what an embedding gives."""
+        if not ids.numel():
+            return ids.new_empty(*ids.shape, spec.k, dtype=dtype)
+        if not ids.is_cuda and (least := int(ids.min())) < 0:  # torch would count from the end
+            raise IndexError(f"index {least} is out of range: rows are counted from 0 to {spec.n - 1}")
         weight = self.restore(tensors, spec).rows(ids.flatten())
         return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
