@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import anybit
-from anybit import QuantLinear
+from anybit import AnyBitCache, QuantLinear
 from anybit.errors import LayerError
 from anybit.integrations import fuse as fusing
 from anybit.kernels.elementwise.rope import RopeStoreArgs, paired_channels
@@ -27,11 +27,11 @@ SIZES = {
 }
 
 
-def quantized(config, scheme, folder):
+def quantized(config, scheme, folder, spread=0.05):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
-        parameter.data.normal_(0, 0.05)
+        parameter.data.normal_(0, spread)
     model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=anybit.AnyBitConfig(scheme))
 
@@ -60,6 +60,25 @@ def test_fused_says_the_same(config_class, scheme, tmp_path):
     assert again.keys() == state.keys()
     assert all(torch.equal(again[name], state[name]) for name in state)
     assert torch.equal(model(ids).logits, logits)
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_fused_layers_look_as_far_back_as_the_model_does(config_class, tmp_path):
+    """Over packed pages, where no mask says it: Mistral keeps its window in its configuration alone."""
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
+    model = quantized(config_class(**SIZES, head_dim=64, **window), "w4a16g32", tmp_path, spread=0.2)
+    model.set_attn_implementation("anybit")
+    ids = torch.randint(0, 128, (1, 60))
+
+    def logits():
+        cache = AnyBitCache("kv16", config=model.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split((50, 1, 2, 7), 1)]
+        return torch.cat(parts, 1)
+
+    with torch.no_grad():
+        wanted = logits()
+        anybit.fuse(model)
+        torch.testing.assert_close(logits(), wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_layers_that_do_not_join_leave_the_model_as_it_was(tmp_path):

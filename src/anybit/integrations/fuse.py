@@ -45,6 +45,8 @@ class FusedLayer(nn.Module):
         self.head_dim = attention.head_dim
         self.query_heads = self.config.num_attention_heads
         self.key_heads = self.config.num_key_value_heads
+        window_of = self.config if type(layer).__name__ == "MistralDecoderLayer" else attention
+        self.window = getattr(window_of, "sliding_window", None)
         self.input_norm: Any = layer.input_layernorm
         self.mlp_norm: Any = layer.post_attention_layernorm
         # Channels that turn with each other lie near each other, so that the product of a token or two ends with the
@@ -125,7 +127,7 @@ class FusedLayer(nn.Module):
         return cosine, sine
 
     def _masks(self) -> Masks:
-        return Masks(scale=self.attention.scaling, window=getattr(self.attention, "sliding_window", None))
+        return Masks(scale=self.attention.scaling, window=self.window)
 
     def _attend(
         self, qkv: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
@@ -137,7 +139,6 @@ class FusedLayer(nn.Module):
         gammas: Norms = (
             (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, _epsilon(q_norm))
         )
-        window = getattr(self.attention, "sliding_window", None)
         if isinstance(cache, AnyBitCache) and mask is None and cache.takes_step(tokens):
             counts = (self.query_heads, heads)
             return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, self._masks(), paired))
@@ -147,8 +148,8 @@ class FusedLayer(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
-        if window is not None:
-            kwargs["sliding_window"] = window
+        if self.window is not None:
+            kwargs["sliding_window"] = self.window
         out, _ = attend(self.attention, q, k, v, mask, dropout=0.0, scaling=self.attention.scaling, **kwargs)
         return self._output(out)
 
