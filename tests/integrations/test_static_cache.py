@@ -256,6 +256,23 @@ def test_graphs_are_forgotten_with_the_weights_that_they_read(llama):
         assert first is not last
 
 
+def test_graphs_are_forgotten_with_the_layers_that_they_ran(llama):
+    """A head of other values, and a layer with an adapter around it: a graph would go on without."""
+    model = quantized(llama, "w4a16g32-kv4")
+    decoder, attention = model._anybit_decoder, model.model.layers[0].self_attn
+
+    def cache():
+        return decoder.cache(1, 50, static=True, keep=False)
+
+    first = cache()
+    assert cache() is first
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.clone(), requires_grad=False)
+    second = cache()
+    assert second is not first and cache() is second
+    attention.q_proj = torch.nn.Sequential(attention.q_proj, torch.nn.Linear(256, 256, bias=False).to(DEVICE))
+    assert cache() is not second
+
+
 def test_pickling_says_what_to_do(llama):
     model = quantized(llama, "w4a16g32")
     assert torch.equal(pickle.loads(pickle.dumps(model))(prompt()).logits, model(prompt()).logits)

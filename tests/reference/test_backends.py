@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from anybit import jit, ops
 from anybit.device import Device
+from anybit.embedding import QuantEmbedding
 from anybit.errors import KernelError, LayerError
 from anybit.hadamard import transform
 from anybit.kernels.gemm.builtin import builtin
 from anybit.kernels.gemm.families import tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.embedding import QuantEmbedding
 from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec

@@ -146,7 +146,7 @@ class Decoder:
         self.caches: dict[tuple[object, ...], AnyBitCache] = {}
         self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
         self.greedy: weakref.WeakKeyDictionary[AnyBitCache, GreedyGraph] = weakref.WeakKeyDictionary()
-        self._weights: list[int] = []
+        self._weights: list[tuple[int, bool]] = []
         self.attention, self._turns = threading.RLock(), threading.RLock()
         self._ended: torch.cuda.Event | None = None
 
@@ -198,8 +198,9 @@ class Decoder:
             return AnyBitCache(kv, config=own, capacity=capacity)
         capacity = -(-(capacity + 1) // _ROUND) * _ROUND
         layers = [m._prepared for m in self.model.modules() if isinstance(m, QuantLinear)]
-        weights = [-1 if prepared is None else prepared.number for prepared in layers]
-        if weights != self._weights:  # moved, or on another backend: graphs would read what is gone
+        weights = [(-1 if prepared is None else prepared.number, False) for prepared in layers]
+        weights += [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters()]
+        if weights != self._weights:  # moved, on another backend, or with an adapter: graphs would read what is gone
             self.forget()
             self._weights = weights
         key = (rows, capacity, str(self.model.device), self.model.dtype)
