@@ -80,6 +80,17 @@ def test_what_is_printed_is_what_there_is(capfd: pytest.CaptureFixture[str]) -> 
     assert found.err == "no folder /tmp/:heart:/x\n"
 
 
+def test_a_terminal_without_a_character_gets_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="latin-1"))
+    monkeypatch.setattr(sys, "argv", ["anybit", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    common.stdout.write("caf\xe9 \u4f60")
+    common.stdout.flush()
+    assert held.getvalue().endswith(b"caf\xe9 \\u4f60")
+
+
 def test_a_traceback_does_not_steer_it_either(capfd: pytest.CaptureFixture[str]) -> None:
     error = RuntimeError(RED)
     cli._show_traceback(RuntimeError, error, None)

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 129 hung up; 13
 """
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -70,6 +71,9 @@ class _Terminated(BaseException):
 def main() -> None:
     """Run the command line."""
     sys.excepthook = _show_traceback
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A terminal or a file whose encoding lacks a character of an answer gets an escape, as standard error does.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Where cores are shared, torch's threads wait for each other longer than they work: after every small operation
     # they spin for a millisecond before they sleep. A few microseconds do: 16 times as fast then, and as fast alone.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
