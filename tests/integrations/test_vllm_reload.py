@@ -136,3 +136,11 @@ def test_parts_of_other_formats_are_let_go_of_and_refused(rank: Any) -> None:
     assert len(held) == 3 and not any(one() is not None for one in held)
     with reloading(model), pytest.raises(LayerError, match=r"whose formats differ, cannot be reloaded: start"):
         model.take(parts, head, bias)
+
+
+def test_a_sleep_that_gives_back_buffers_alone_loses_no_rotation(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made while loading is forgotten by vLLM's sleep of level 2, but for buffers."""
+    signs = torch.ones(12, 12)  # on a GPU; a CPU needs none
+    monkeypatch.setattr("anybit.ops.prepare_rotation", lambda *_: signs)
+    model = Model("w4a8", True, hadamard=NAMES).take(*codes("w4a8", 1)).ready()
+    assert any(buffer is signs for _, buffer in model.named_buffers())

@@ -113,10 +113,12 @@ def ends_with_silu(weight: QuantizedWeight, activations: ActivationFormat, backe
         return False
 
 
-def prepare_rotation(k: int, device: torch.device) -> None:
-    """Put what rotations of k values read onto a GPU: in a CUDA graph that is being captured nothing can be copied."""
-    if device.type == "cuda":
-        hadamard_kernel.signs(factor(k)[0], device)
+def prepare_rotation(k: int, device: torch.device) -> Tensor | None:
+    """Put what rotations of k values read onto a GPU: in a CUDA graph that is being captured nothing can be copied.
+
+    Returns it: it is kept, and read wherever such inputs are rotated. None where nothing is needed.
+    """
+    return hadamard_kernel.signs(factor(k)[0], device) if device.type == "cuda" else None
 
 
 def _check_groups(weight: QuantizedWeight) -> None:

@@ -96,7 +96,8 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         heads = rotary.heads_of(attention, layer.params_dtype, self.scheme, plain)
         _, first, scale = weights[0]
         paired = fusion.pairs_of(layer, self.scheme, first, scale is not None) if plain else None
-        order = layer.anybit_order = paired if heads is None else heads.order
+        order = paired if heads is None else heads.order
+        layer.anybit_order = None if order is None else order.cpu()  # where a sleep does not forget it
         if order is not None and layer.bias is not None:
             layer.bias.data = layer.bias.data[order.to(layer.bias.device)]
         products = []
@@ -105,7 +106,9 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
             prepared = self._prepare(run, order)
             if part.hadamard:
                 width = layer.anybit_inputs * (layer.tp_size if layer.anybit_split else 1)
-                ops.prepare_rotation(width, run[0][1].words.device)
+                signs = ops.prepare_rotation(width, run[0][1].words.device)
+                # A sleep of level 2 forgets what was made while loading, and gives back buffers alone.
+                layer.register_buffer(f"anybit_{number}_signs", signs, persistent=False)
             products.append(Product.of(layer, f"anybit_{number}", prepared, input_scale, part.hadamard))
         layer.anybit_products = tuple(products)
         # vLLM's LoRA looks for the layer's device here.
