@@ -201,6 +201,25 @@ def test_fp8_scales_that_are_not_those_of_the_stated_blocks_are_refused() -> Non
         READERS["fp8"].scheme(made)
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
+def test_the_last_group_may_be_shorter(name: str) -> None:
+    """96 inputs in groups of 64 have two of them, as have 96 in groups of 48."""
+    k, scale = 96, (torch.rand(N, 2, generator=generator(1)) / 8).half()
+    codes = torch.full((N, k), 9)
+    nines = torch.full((k, N // 8), -0x66666667, dtype=torch.int32)  # in any order
+    eights = torch.full((2, N // 8), -0x77777778, dtype=torch.int32)
+    config: dict[str, Any] = {"quant_method": name, "group_size": 64, "version": "gemm"}
+    if name == "compressed-tensors":
+        config = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"group_size": 64}}}}
+        made = layer(config, weight_packed=along(codes), weight_scale=scale, weight_shape=torch.tensor([N, k]))
+    elif name == "awq":
+        made = layer(config, qweight=nines, qzeros=eights, scales=scale.t().contiguous())
+    else:
+        made = layer(config, qweight=along(codes).t().contiguous(), qzeros=eights, scales=scale.t().contiguous())
+    expected = scale.float()[:, torch.arange(k) // 64]
+    assert torch.equal(READERS[name].read(made).dequantize(), expected)
+
+
 @pytest.mark.parametrize(("size", "scheme"), [(48, "w4a16g16asym"), (1024, "w4a16g256asym"), (4096, "w4a16asym")])
 def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> None:
     k = {48: 96, 1024: 2048, 4096: 2048}[size]

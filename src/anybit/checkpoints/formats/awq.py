@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size
 from anybit.packing import QuantizedWeight, pack_words, unpack_words
 from anybit.scheme import Scheme, WeightFormat
 
@@ -69,7 +69,7 @@ def _groups(layer: StoredLayer, k: int) -> Groups:
     if _version(layer.config) == "gemv":
         return Groups.of(layer, layer.config.get("group_size"), k)
     stored = layer.shape("scales")[0]
-    return Groups.of(layer, None if stored == 1 else -(-k // stored), k)
+    return Groups.of(layer, group_size(layer, layer.config.get("group_size"), stored, k), k)
 
 
 def _in_order(places: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anybit.checkpoints.configuration import check_pattern
 from anybit.checkpoints.formats import fp4, fp8
-from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, unset
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size, unset
 from anybit.errors import dtype_name
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Code, Scheme, WeightFormat
@@ -195,9 +195,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
         bits = 8  # as they are stored, whatever they were rounded to
     scale = layer.shape("weight_scale")
     stored = scale[1] if len(scale) == 2 else 1
-    if stored == 0 or k % stored:
-        raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
-    groups = Groups.of(layer, None if stored == 1 else k // stored, k)
+    groups = Groups.of(layer, group_size(layer, _settings(layer).get("group_size"), stored, k), k)
     for tensor, word, value in (("weight_zero_point", "symmetric", False), ("weight_g_idx", "actorder", "group")):
         if tensor not in layer and _settings(layer).get(word) == value:
             raise layer.refuse(f"it has no tensor {tensor}, and config.json says that {word} is {value}")

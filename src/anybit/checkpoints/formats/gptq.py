@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import Code, Scheme, WeightFormat
 
@@ -58,7 +58,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, Tensor]:
     """The weight format, the groups, and the zeros int32 [G, N] as they are used."""
     bits, k, n = _sizes(layer)
     stored = layer.shape("scales")[0]
-    groups = Groups.of(layer, _group_size(layer, k, stored), k)
+    groups = Groups.of(layer, group_size(layer, layer.config.get("group_size"), stored, k), k)
     zero = unpack_words(layer["qzeros"], bits, n).int() + _offset(layer, bits)
     code: Code = "asym"
     if bool((zero == 2 ** (bits - 1)).all()):
@@ -66,18 +66,6 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, Tensor]:
     elif bool((zero >= 2**bits).any()):
         code = "min"
     return WeightFormat(bits, code, groups.group), groups, zero
-
-
-def _group_size(layer: StoredLayer, k: int, stored: int) -> int | None:
-    """The group size: what the configuration says if it fits, since the last group of a row may be shorter."""
-    said = layer.config.get("group_size")
-    if isinstance(said, int) and said > 0 and -(-k // said) == stored:
-        return said
-    if stored == 1:
-        return None
-    if k % stored:
-        raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
-    return k // stored
 
 
 def _offset(layer: StoredLayer, bits: int) -> int:

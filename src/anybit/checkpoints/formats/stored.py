@@ -109,6 +109,20 @@ class Groups:
         return index.to(torch.int32)
 
 
+def group_size(layer: StoredLayer, said: object, stored: int, k: int) -> int | None:
+    """The size of ``stored`` groups of k inputs: what the configuration says if it fits, since the last may be shorter.
+
+    None: whole rows. Raises CheckpointError where no size fits.
+    """
+    if isinstance(said, int) and said > 0 and -(-k // said) == stored:
+        return said
+    if stored == 1:
+        return None
+    if stored == 0 or k % stored:
+        raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
+    return k // stored
+
+
 def ordered(layer: StoredLayer) -> bool:
     """Whether the layer's inputs are in another order than its groups (GPTQ's activation order)."""
     indices = (layer[suffix] for suffix in ("g_idx", "weight_g_idx") if suffix in layer)
