@@ -15,13 +15,19 @@ from torch import Tensor, nn
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
-from vllm.model_executor.layers.linear import QKVParallelLinear  # noqa: E402
+from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
+from vllm.model_executor.layers.linear import (  # noqa: E402
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # noqa: E402
 from vllm.model_executor.model_loader.reload import layerwise  # noqa: E402
 
 import cases_vllm  # noqa: E402
 from anybit.errors import LayerError  # noqa: E402
 from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
+from anybit.integrations.vllm.fusion import SiluMul  # noqa: E402
 from anybit.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 
@@ -144,3 +150,47 @@ def test_a_sleep_that_gives_back_buffers_alone_loses_no_rotation(rank: Any, monk
     monkeypatch.setattr("anybit.ops.prepare_rotation", lambda *_: signs)
     model = Model("w4a8", True, hadamard=NAMES).take(*codes("w4a8", 1)).ready()
     assert any(buffer is signs for _, buffer in model.named_buffers())
+
+
+class Mlp(nn.Module):
+    """The plain MLP of vLLM's models, floats quantized while loading; its first product ends with SiLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = AnyBitConfig("w4a16g32")
+        config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+        same: dict[str, Any] = {"params_dtype": torch.float32, "quant_config": config}
+        self.gate_up_proj = MergedColumnParallelLinear(64, [128, 128], bias=True, prefix="m.gate_up_proj", **same)
+        self.down_proj = RowParallelLinear(128, 64, bias=False, prefix="m.down_proj", **same)
+        self.act_fn: nn.Module = SiluAndMul()
+        layerwise.record_metadata_for_reloading(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.gate_up_proj(x)
+        x = self.act_fn(x)
+        x, _ = self.down_proj(x)
+        return x
+
+    def take(self, seed: int) -> "Mlp":
+        generator = torch.Generator().manual_seed(seed)
+        for shard in (0, 1):
+            for name, shape in (("weight", (128, 64)), ("bias", (128,))):
+                Model._hand(self.gate_up_proj, name, torch.randn(shape, generator=generator), shard)
+        Model._hand(self.down_proj, "weight", torch.randn(64, 128, generator=generator), None)
+        return self
+
+    def ready(self) -> "Mlp":
+        for layer in (self.gate_up_proj, self.down_proj):
+            layer.quant_method.process_weights_after_loading(layer)
+        return self
+
+
+def test_outputs_in_turn_are_in_turn_again(rank: Any) -> None:
+    model, x = Mlp(), torch.randn(3, 64)
+    model.take(1).ready()
+    places = [one.data_ptr() for one in (*model.buffers(), *model.parameters())]
+    assert isinstance(model.act_fn, SiluMul) and model.act_fn.paired
+    with reloading(model):
+        model.take(2)
+    assert torch.equal(model(x), Mlp().take(2).ready()(x))
+    assert [one.data_ptr() for one in (*model.buffers(), *model.parameters())] == places
