@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.cases_calibration import sequences
 from tests.cases_models import save_byte_tokenizer, save_tiny
 from torch import Tensor
@@ -377,6 +377,29 @@ def test_what_would_compute_otherwise_is_refused(method: str, llama: Path, tmp_p
     with pytest.raises(LayerError, match=f"cannot be changed by {method}: its logits come out .*% apart"):
         quantize_folder(tmp_path / "source", tmp_path / "out", "w4a8g32", method, options=FAST)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["rotate", "smooth"])
+def test_tensors_keep_the_dtype_that_each_of_them_has(method: str, llama: Path, tmp_path: Path) -> None:
+    """Weights in bfloat16, in the first file, and gains in float32."""
+    source, saved = tmp_path / "source", load_file(llama / "model.safetensors")
+    shutil.copytree(llama, source)
+    (source / "model.safetensors").unlink()
+    norms = {name: tensor + 1 / 300 for name, tensor in saved.items() if "norm" in name}
+    rest = {name: tensor.bfloat16() for name, tensor in saved.items() if "norm" not in name}
+    save_file(rest, source / "a.safetensors"), save_file(norms, source / "b.safetensors")
+    places = dict.fromkeys(rest, "a.safetensors") | dict.fromkeys(norms, "b.safetensors")
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError, match=r"transformers cannot load .*source: KeyError: 'metadata'"):
+        quantize_folder(source, tmp_path / "out", "w8a16g32", method, options=FAST)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    quantize_folder(source, tmp_path / "out", "w8a16g32", method, options=FAST)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    last = norms["model.norm.weight"] if method == "smooth" else torch.ones(64)
+    assert torch.equal(found["model.norm.weight"], last)
+    assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert method == "smooth" or found["lm_head.weight"].dtype == torch.bfloat16
 
 
 def test_onebit_vectors_lose_less_than_row_scales(llama: Path, tmp_path: Path) -> None:

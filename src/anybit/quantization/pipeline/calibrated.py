@@ -45,7 +45,7 @@ from anybit.quantization.pipeline.calibrate import (
     tokenized,
 )
 from anybit.quantization.pipeline.masks import sparse_model
-from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_tokens, last_position
+from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads
 from anybit.quantization.pipeline.resume import remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
@@ -369,14 +369,17 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
         )
     model.to(home)
     quantized = {f"{layer.name}.weight" for layer in job.layers}
-    kind = next(iter(job.source.entries.values())).dtype
-    state = {name: tensor.to(kind) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     # Of layers that are quantized only those outside the blocks are still needed.
     prefix, _ = find_blocks(model)
     outside = {name for name in quantized if not name.startswith(f"{prefix}.")}
     kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
     tied = {name for name in kept if name not in job.names and method != "rotate"}
-    return Changes({name: tensor for name, tensor in kept.items() if name not in tied}, config, hadamard)
+    # Each as its file stores it, a head that is no longer tied as its embedding.
+    heads = {f"{head}.weight": weight for head, weight in tied_heads(job.model).items()}
+    stored = {name: job.names.get(heads.get(name, name)) for name in kept}
+    kinds = {name: job.source.entries[own].dtype if own else job.source.dtype for name, own in stored.items()}
+    return Changes({n: tensor.to(kinds[n]) for n, tensor in kept.items() if n not in tied}, config, hadamard)
 
 
 @torch.no_grad()
@@ -457,8 +460,8 @@ def load_whole(job: Job) -> Any:
         model = auto_class(job.model.config).from_pretrained(
             job.source.path, dtype=torch.float32, trust_remote_code=job.source.trust_remote_code
         )
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{job.source.path} cannot be loaded: {error}") from error
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"transformers cannot load {job.source.path}: {one_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 
