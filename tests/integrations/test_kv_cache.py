@@ -149,6 +149,26 @@ def test_what_cannot_be_is_refused_by_name():
         other(input_ids=ids, past_key_values=AnyBitCache("kv4", config=other.config))
 
 
+@pytest.mark.parametrize("attention", ["anybit", "sdpa"])
+def test_a_chat_goes_on_over_the_cache_of_its_past(attention: str) -> None:
+    model = model_of("llama")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2)
+    call = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids, more = torch.randint(1, 97, (2, 130)), torch.randint(1, 97, (2, 5))
+    turns = []
+    for cache in (hf.DynamicCache(config=model.config), AnyBitCache("kv16", config=model.config)):
+        first = torch.cat(
+            (model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **call), more), 1
+        )
+        seen = torch.ones_like(first)
+        turns.append(model.generate(first, attention_mask=seen, past_key_values=cache, **call))
+        assert cache.get_seq_length() == turns[-1].shape[1] - 1
+        model.set_attn_implementation(attention)
+    assert torch.equal(*turns)
+
+
 def test_masks_that_are_not_causal_are_refused() -> None:
     """Chunks, and images whose tokens see one another; text of the same models is served."""
     chunked = hf.Llama4TextConfig(**GATED, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=16)

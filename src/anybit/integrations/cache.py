@@ -254,9 +254,12 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         """-1, no limit: the cache grows."""
         return -1
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1, no limit: the cache grows."""
-        return -1
+    get_max_length = get_max_cache_shape
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer keeps a state; of no layers at all, generate would think that all do, and see a chat's past anew."""
+        return [False] * max(len(self), 1)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Keys that a mask covers, and the first one's position."""
@@ -464,10 +467,7 @@ def mask(
     mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of "anybit": the padding, or None where there is none; causality and windows are the attention's own.
-
-    Raises NotCausalError for a mask of another kind.
-    """
+    """The mask of "anybit": the padding, or None where there is none; causality and windows are the attention's own."""
     if not torch.compiler.is_compiling() and not _is_causal(mask_function):
         raise NotCausalError(
             f"attention {NAME!r} is causal, with or without a sliding window, and this model's mask is of another kind "
