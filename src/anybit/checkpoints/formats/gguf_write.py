@@ -139,6 +139,8 @@ def _describe(writer: Any, config: Any) -> None:
         )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ConversionError(f"it attends to a window of {config.sliding_window} tokens, which GGUF's llama does not")
+    if config.hidden_act != "silu":
+        raise ConversionError(f"its MLPs end with {config.hidden_act}, and readers of GGUF files compute silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(Path(str(config.name_or_path)).name or config.model_type)
     writer.add_context_length(config.max_position_embeddings)
