@@ -25,11 +25,13 @@ import cases_vllm
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.checkpoints.formats.translate import FolderTranslation
-from anybit.errors import CheckpointError, OptionError
+from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.serving import Server
 from anybit.integrations.serving_source import vllm_folder
 from anybit.integrations.vllm import streams
 from anybit.integrations.vllm.config import AnyBitConfig
+from anybit.integrations.vllm.head import AnyBitHeadMethod
+from anybit.integrations.vllm.warmup import Ledger
 from anybit.scheme import Scheme
 from cases_damage import save_gguf
 from cases_models import save_byte_tokenizer
@@ -51,6 +53,13 @@ def load(layer: Any, tensors: dict[str, torch.Tensor], *shard: Any) -> None:
     for name, tensor in tensors.items():
         place = getattr(layer, name)
         place.weight_loader(place, tensor, *shard)
+
+
+def test_a_head_of_codes_is_not_tied() -> None:
+    """vLLM skips the tensors of a tied head, whose codes would stay zeros."""
+    head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", Ledger(set()), False, False)
+    with pytest.raises(LayerError, match=r"codes of lm_head, .* set tie_word_embeddings to false"):
+        head.tie_weights(None, None)
 
 
 @pytest.mark.parametrize("tool", CASES)

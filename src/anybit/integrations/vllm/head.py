@@ -58,6 +58,13 @@ class AnyBitHeadMethod(_HeadMethod):
         super().__init__(scheme, name, ledger)
         self.group_index, self.input_scale = group_index, input_scale
 
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Raise LayerError: vLLM loads no codes of a head that config.json ties, and it would multiply by zeros."""
+        raise LayerError(
+            f"the folder holds codes of {self.name}, and its config.json ties that head to the embedding: set "
+            "tie_word_embeddings to false there, or convert the model, `anybit convert FOLDER --to anybit -o OUT`"
+        )
+
     def create_weights(
         self,
         layer: Any,
