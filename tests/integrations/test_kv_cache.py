@@ -169,6 +169,21 @@ def test_a_chat_goes_on_over_the_cache_of_its_past(attention: str) -> None:
     assert torch.equal(*turns)
 
 
+@pytest.mark.parametrize("attention", ["anybit", "sdpa"])
+def test_drafts_that_are_wrong_are_taken_back(attention: str) -> None:
+    model = model_of("llama")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2)
+    ids = torch.randint(1, 97, (1, 40)).repeat(1, 3)
+    call = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    wanted = model.generate(ids, **call)
+    model.set_attn_implementation(attention)
+    cache = AnyBitCache("kv16", config=model.config)
+    assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **call), wanted)
+    assert cache.get_seq_length() <= wanted.shape[1]
+
+
 def test_masks_that_are_not_causal_are_refused() -> None:
     """Chunks, and images whose tokens see one another; text of the same models is served."""
     chunked = hf.Llama4TextConfig(**GATED, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=16)

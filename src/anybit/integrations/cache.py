@@ -272,9 +272,9 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             self.store.reorder(self.rows, beam_idx.tolist())
 
     def crop(self, tokens: int) -> None:
-        """Take tokens back, exactly up to ``slack``: how many, or in older transformers how many stay."""
+        """Take tokens back, exactly up to ``slack``: so many, or -n; in older transformers how many stay."""
         tokens = whole(tokens, "the tokens to crop")
-        removed = tokens if _CROP_COUNTS_REMOVED else (-tokens if tokens < 0 else self.seen - tokens)
+        removed = abs(tokens) if _CROP_COUNTS_REMOVED else (-tokens if tokens < 0 else self.seen - tokens)
         removed = min(removed, self.seen)
         if self.store is None or removed <= 0:
             return
