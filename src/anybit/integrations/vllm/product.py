@@ -41,14 +41,15 @@ class Product:
 
         vLLM has taken the buffers from the layer, and puts them back. LayerError where they do not fit the weight.
         """
-        _, held = get_layerwise_info(layer).kernel_tensors or ({}, {})
+        held: dict[str, Tensor] = (get_layerwise_info(layer).kernel_tensors or ({}, {}))[1]
         pairs = [(held.get(name), tensor) for name, tensor in zip(self.tensors, prepared.tensors, strict=False)]
         if input_scale is not None:
             pairs.append((held.get(self.input_scale or ""), input_scale))
         if prepared.spec_text != self.spec or any(old is None or old.shape != new.shape for old, new in pairs):
             raise LayerError(ANOTHER_LAYOUT)
         for old, new in pairs:
-            old.copy_(new)  # type: ignore[union-attr]
+            assert old is not None
+            old.copy_(new)
 
     def inputs(self, layer: Any, x: Tensor) -> Tensor:
         """X as the weight wants it, where its columns were scaled."""
