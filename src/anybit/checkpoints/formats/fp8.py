@@ -65,12 +65,12 @@ def _grid(layer: StoredLayer) -> tuple[Groups, int]:
         raise layer.refuse(f"weights of {dtype_name(layer.entry('weight').dtype)}, not float8_e4m3fn")
     n, k = layer.shape("weight")
     rows, columns = _shape(layer)
-    block = layer.config.get("weight_block_size")
-    stated = isinstance(block, list) and len(block) == 2
-    if stated and (rows, columns) == (-(-n // block[0]), -(-k // block[1])):
+    given = layer.config.get("weight_block_size")
+    block = given if isinstance(given, list) and len(given) == 2 else None
+    if block and (rows, columns) == (-(-n // block[0]), -(-k // block[1])):
         return Groups.of(layer, block[1], k), block[0]
-    if n % rows or k % columns or (stated and rows not in (1, n)):
-        blocks = f"blocks of {block[0]} x {block[1]}" if stated else "equal blocks"
+    if n % rows or k % columns or (block and rows not in (1, n)):
+        blocks = f"blocks of {block[0]} x {block[1]}" if block else "equal blocks"
         raise layer.refuse(f"a grid of {rows} x {columns} scales does not fit {n} x {k} weights in {blocks}")
     return Groups.of(layer, None if columns == 1 else k // columns, k), n // rows
 
