@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
-from anybit.errors import ConversionError
+from anybit.errors import CheckpointError, ConversionError
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme, WeightFormat
 
@@ -78,7 +78,10 @@ def _encoded(weight: QuantizedWeight, kind: str) -> Tensor | str:
         values.repeat_interleave(group // size, 1)[:, : k // size].view(shape) for values in (scale, minimum)
     )
     data = _ENCODERS[kind](codes, scale, minimum)
-    back, scale_back, minimum_back = block.decode(data)
+    try:
+        back, scale_back, minimum_back = block.decode(data)
+    except CheckpointError:  # bits that stand for nothing
+        return "does not hold its codes"
     if not torch.equal(back, codes):
         return "does not hold its codes"
     if not torch.equal(scale_back.float().view(shape), scale):

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybit.device import checked_device
 from anybit.errors import OptionError, SchemeError
 from anybit.scheme import Scheme
 
@@ -89,6 +88,8 @@ def quantize_folder(
         raise OptionError(f"options must be a dict of names and values, not {options!r}")
     options = dict(options or {})
     if options.get("device") is not None:
+        from anybit.device import checked_device
+
         options["device"] = checked_device(options["device"])
     search = bits is not None or memory is not None or context is not None
     if not METHODS[method].calibrated and not search:
