@@ -256,8 +256,7 @@ class QuantLinear(nn.Module):
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
-        trained = x.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        if trained and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             differentiable: Tensor = _Differentiable.apply(x, self.bias, self)  # type: ignore[no-untyped-call]
             return differentiable
         return self._multiply(x)

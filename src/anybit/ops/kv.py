@@ -28,6 +28,7 @@ from anybit.kernels.attention.decode import Config as Config
 from anybit.kernels.attention.decode import Problem as Problem
 from anybit.kernels.attention.decode import default as default
 from anybit.kernels.attention.kv_page import PageLayout
+from anybit.ops.checks import copy_of
 from anybit.ops.library import define
 
 
@@ -198,7 +199,7 @@ def _quantize(
 def _aligned(x: Tensor) -> Tensor:
     """X itself if rows can be read sixteen bytes at a time, else a copy."""
     fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    return x if fits else copy_of(x)
 
 
 # -------- attention
@@ -263,7 +264,7 @@ def prepare(
     elif (reason := kernels.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
     fits = q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3])
-    q = q if fits else q.clone(memory_format=torch.contiguous_format)
+    q = q if fits else copy_of(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     space = workspace(q.device, *kernels.workspace(problem, config, device))

@@ -70,8 +70,6 @@ def _finite(value: Any) -> float:
 
 
 _READERS: dict[type, Callable[[Any], object]] = {bool: _truth, int: _whole, float: _finite}
-_SAME = 0.05
-"""How far logits may move, in parts of their size, where a model is changed and computes the same."""
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number"}
 _AT_LEAST_0 = (
     *("block_passes", "learn_tokens", "learn_passes", "place_rate", "scale_rate", "gain_rate", "mask_passes"),
@@ -86,6 +84,8 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(_AT_LEAST_0, (0, None)),
 }
 """The least and the most that options may be."""
+_SAME = 0.05
+"""How far logits may move, in parts of their size, where a model is changed and computes the same."""
 
 
 @dataclass(frozen=True, slots=True)
