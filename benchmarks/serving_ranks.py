@@ -1,12 +1,12 @@
-"""One model's answers over two GPUs beside one, in vLLM, and beside anybit's own generate.
+"""One model's answers over two and four GPUs beside one, in vLLM, and beside anybit's own generate.
 
     python benchmarks/serving_ranks.py MODEL --schemes w4a16g32 w3a16g64asym w5a16 --graphs w4a16g128
 
 SmolLM2 has 9 heads for 3 of keys, which no two GPUs share: but for --kinds one a copy gets heads of zeros, 12 for 4,
-which change nothing. It is quantized in each scheme; engines answer over one GPU, over two that share each layer
-(tensor), and over two that have half of the layers each (pipeline), all prompts together and each alone. Where tokens
-part from generate's, it says how far the engine's token is below the largest logit after the same tokens: what rounding
-turns is near it.
+which change nothing. It is quantized in each scheme; engines answer over one GPU, over two (tensor) or four that share
+each layer, and over two that have half of the layers each (pipeline), all prompts together and each alone. Where
+tokens part from generate's, it says how far the engine's token is below the largest logit after the same tokens: what
+rounding turns is near it.
 """
 
 import argparse
@@ -25,7 +25,10 @@ from typing import Any
 
 from serving_check import CONTEXT, NEW, Answers, Generated, prompts_of
 
-KINDS = {"one": {}, "tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+KINDS = {
+    "one": {}, "tensor": {"tensor_parallel_size": 2}, "four": {"tensor_parallel_size": 4},
+    "pipeline": {"pipeline_parallel_size": 2},
+}  # fmt: skip
 
 
 def padded(source: Path, folder: Path) -> Path:
@@ -197,7 +200,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Llama's folder, 16-bit safetensors in one file")
     parser.add_argument("--schemes", nargs="+", required=True)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="the others beside the first")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=["one", "tensor", "pipeline"], help="the others beside the first"
+    )
     parser.add_argument("--graphs", nargs="*", default=[], help="schemes to run in compiled graphs, too")
     parser.add_argument("--fused", action="store_true", help="beside fused generate, and vLLM's attention in it, too")
     parser.add_argument("--work", type=Path, help="a folder for models and what engines say")
