@@ -218,3 +218,39 @@ except AttributeError as error:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "module 'anybit' has no attribute 'nothing'\n"
+
+
+OFFLOADED = (
+    ({"": "disk"}, None, "puts the model on disk, and with it layer model.layers.0"),
+    ({"": "cpu", "model.layers.1": "disk"}, None, "puts model.layers.1 on disk, and with it layer model.layers.1.self"),
+    (
+        {"": 0, "model.layers.1.mlp": "cpu"},
+        None,
+        "puts model.layers.1.mlp on cpu, and with it layer model.layers.1.mlp",
+    ),
+    ("auto", {"cpu": 20_000}, "puts the model on disk"),
+)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("places", "memory", "reason"), OFFLOADED)
+def test_offloaded_layers_are_refused_before_anything_is_loaded(
+    sources: dict[str, Path], tmp_path: Path, places: Any, memory: Any, reason: str, quantized: bool
+) -> None:
+    source = sources["llama"]
+    if quantized:
+        load(source, "w4a16g32").save_pretrained(tmp_path / "q")
+        source = tmp_path / "q"
+    with pytest.raises(OptionError, match=f"{reason}.*quantized layers are not offloaded"):
+        load(
+            source, None if quantized else "w4a16g32", device_map=places, max_memory=memory,
+            offload_folder=str(tmp_path / "offload"),
+        )  # fmt: skip
+
+
+def test_auto_places_layers_by_the_size_of_their_codes(sources: dict[str, Path]) -> None:
+    """Not by that of the weights they are quantized from while loading, for which there may be no room."""
+    whole, quantized = load(sources["llama"]), load(sources["llama"], "w4a16g32")
+    before, after = (sum(p.nbytes for p in m.parameters()) for m in (whole, quantized))
+    auto = load(sources["llama"], "w4a16g32", device_map="auto", max_memory={"cpu": (before + after) // 2})
+    assert tokens_of(auto) == tokens_of(quantized)

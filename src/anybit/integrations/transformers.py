@@ -155,6 +155,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     requires_calibration = False
     tied: Collection[str] = ()
     embeddings: Collection[str] = ()
+    quantized: Collection[str] = ()
     shared: Sequence[str] = ()
     entries: Mapping[str, Entry] | None = None
     fault: AnyBitError | None = None
@@ -169,8 +170,31 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             check_index(folder)
         return config
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raise OptionError for quantized layers that a ``device_map`` offloads; they are known once there is a model.
+
+        A layer on the CPU is offloaded where another device computes: it would be copied there for every call.
+        """
+        if not isinstance(device_map, Mapping):
+            return
+        places = {name: str(place) for name, place in device_map.items()}
+        away = {"disk"} if set(places.values()) <= {"cpu", "disk"} else {"cpu", "disk"}
+        for layer in self.quantized:
+            parts = [name for name in places if not name or f"{layer}.".startswith(f"{name}.")]
+            part = max(parts, key=len, default=None)
+            if part is not None and places[part] in away:
+                raise OptionError(
+                    f"device_map puts {part or 'the model'} on {places[part]}, and with it layer {layer}, which anybit "
+                    "runs only where it stays: quantized layers are not offloaded. Keep them on a GPU (device_map="
+                    "'cuda', or more memory for 'auto'), take fewer bits, or load the whole model with device_map='cpu'"
+                )
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of an element, by which "auto" places layers; a weight that is quantized while loading takes none."""
+        return 0 if self.param_needs_quantization(model, param_name) else param.element_size()
+
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         config = self.quantization_config
         entries = self.entries = _entries_of(checkpoint_files, Path(model.name_or_path or ""))
@@ -187,6 +211,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         overrides = config.quantization.overrides
         embeddings, self.shared = embedding_layers(model, overrides), shared_heads(model, overrides)
         self.embeddings = [layer.name for layer in embeddings]
+        self.quantized = [*self.embeddings, *linears]
+        self.validate_environment(device_map=device_map)
         if not self.pre_quantized:
             check_overrides(model, config.overrides, linears)
         # A tied head is loaded as one, and quantized once its weight is there.
