@@ -268,6 +268,12 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
         (FAST | {"seed": 2**64}, OptionError, "seed must be at least 0 and at most 18446744073709551615"),
         (FAST | {"resume": "/proc/x"}, CalibrationError, "/proc/x cannot be one: No such file or directory"),
         (FAST | {"resume": __file__}, CalibrationError, r"test_methods\.py cannot be one: File exists"),
+        (
+            FAST | {"spill": "/proc/x"},
+            CalibrationError,
+            r"spill .* activations, and /proc/x cannot be one: No",
+        ),
+        (FAST | {"spill": __file__}, CalibrationError, r"test_methods\.py cannot be one: File exists"),
     ],
 )
 def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Calibration block by block on a tiny random model: the right inputs, any lengths, resume, and named failures."""
 
+import resource
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -248,6 +250,21 @@ def test_store_spills_and_cleans_up(tmp_path):
     assert [store[i][0].item() for i in range(4)] == [0, 1, 7, 3]
     store.clear()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        CalibrationError, match=r"option spill: 80 bytes .* cannot be written into .*file .*File exists"
+    ):
+        Store(tmp_path / "file", budget=0)[0] = torch.zeros(20)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # as a disk that is full
+    try:
+        with pytest.raises(CalibrationError, match=r"option spill: 80000 bytes .* name a folder with more space"):
+            Store(tmp_path, budget=0)[0] = torch.zeros(20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.scratch import Scratch
-from anybit.errors import CalibrationError
+from anybit.errors import CalibrationError, one_line
 
 
 class _Stop(Exception):  # noqa: N818  control flow, not an error
@@ -67,10 +67,17 @@ class Store:
         self._held -= 0 if old is None else old.nbytes
         value = value.detach()
         if self._folder is not None and self._held + value.nbytes > self._budget:
-            if self._scratch is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._scratch = Scratch(self._folder)
-            torch.save(value.cpu(), self._path(key))
+            value = value.cpu()
+            try:
+                if self._scratch is None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._scratch = Scratch(self._folder)
+                torch.save(value, self._path(key))
+            except (OSError, RuntimeError) as error:  # torch's own, of a disk that is full
+                raise CalibrationError(
+                    f"option spill: {value.nbytes} bytes of activations cannot be written into {self._folder} "
+                    f"({one_line(error)}): name a folder with more space, or use fewer tokens"
+                ) from error
             self._spilled.add(key)
             return
         self._spilled.discard(key)

@@ -46,7 +46,7 @@ from anybit.quantization.pipeline.calibrate import (
 )
 from anybit.quantization.pipeline.masks import sparse_model
 from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads
-from anybit.quantization.pipeline.resume import remembered
+from anybit.quantization.pipeline.resume import make_folder, remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
 
@@ -245,6 +245,10 @@ def run(job: Job) -> Saved:
     refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
     # The text first: it is the cheaper thing to find missing.
     sequences = sequences_of(job, options, max(options.calibration_tokens, learn))
+    if options.resume is not None:
+        make_folder(options.resume)
+    if options.spill is not None:
+        make_folder(options.spill, "spill", "activations")
     used = first_of(sequences, options.calibration_tokens)
     model = load_whole(job)
     names = {layer.name for layer in job.layers}

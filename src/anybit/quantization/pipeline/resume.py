@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from anybit.checkpoints.scratch import replace_file, sweep
+from anybit.checkpoints.scratch import Scratch, replace_file
 from anybit.errors import CalibrationError
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
@@ -31,7 +31,7 @@ class Folder:
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
-        _make(path)
+        make_folder(path)
         note = path / "calibration"
         found = _read(note)
         if found is None:
@@ -82,19 +82,20 @@ def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) ->
         if note.get("key") != key:
             raise CalibrationError(_OTHERS.format(path))
         return [tensors[f"{i:05d}"] for i in range(len(tensors))]
-    _make(path)  # before the work, not after
+    make_folder(path)  # before the work, not after
     found = make()
     _write(file, {"key": key}, {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(found)})
     return found
 
 
-def _make(path: Path) -> None:
+def make_folder(path: Path, option: str = "resume", content: str = "finished blocks") -> None:
+    """The folder of an option. Raises CalibrationError if it cannot be made, or nothing can be written into it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        sweep(path)
+        Scratch(path).close()
     except OSError as error:
         raise CalibrationError(
-            f"option resume names a folder for finished blocks, and {path} cannot be one: {error.strerror}"
+            f"option {option} names a folder for {content}, and {path} cannot be one: {error.strerror}"
         ) from None
 
 
