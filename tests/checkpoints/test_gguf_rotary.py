@@ -121,6 +121,18 @@ def test_queries_of_the_largest_gemmas_are_scaled_by_hidden_size(
     assert described(tmp_path / "model.gguf", architecture, layers).query_pre_attn_scalar == scale
 
 
+@pytest.mark.parametrize("architecture", ["phi3", "starcoder2", "gpt-oss", "gemma2", "gemma3"])
+def test_queries_see_the_window_of_the_file(architecture: str, tmp_path: Path) -> None:
+    assert described(tmp_path / "model.gguf", architecture, attention__sliding_window=2047).sliding_window == 2047
+
+
+def test_windows_that_bound_nothing_and_windows_that_a_model_lacks(tmp_path: Path) -> None:
+    wide = described(tmp_path / "wide.gguf", "phi3", attention__sliding_window=262144)
+    assert wide.sliding_window is None and described(tmp_path / "none.gguf", "phi3").sliding_window is None
+    with pytest.warns(UserWarning, match="attention sees 512 tokens, and transformers' qwen2 sees all of them"):
+        described(tmp_path / "model.gguf", "qwen2", attention__sliding_window=512)
+
+
 def test_a_model_that_does_not_turn_is_left_alone(tmp_path: Path) -> None:
     assert described(tmp_path / "model.gguf", "mamba").model_type == "mamba"
 

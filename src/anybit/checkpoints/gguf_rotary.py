@@ -1,4 +1,5 @@
-"""What transformers' own reader of GGUF files leaves out of a model's configuration: how it turns and scales queries.
+"""What transformers' own reader of GGUF files leaves out of a model's configuration: how it turns and scales queries,
+and how far they see.
 
 A file says of its rotary embedding in metadata (base, width, linear scaling, YaRN), or holds what every frequency is
 divided by: ``rope_freqs`` (Llama 3), or ``rope_factors_long`` and ``rope_factors_short`` (long rope). Of how Gemma's
@@ -6,6 +7,7 @@ queries are scaled no file says anything: llama.cpp tells the models by their la
 """
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ from anybit.errors import CheckpointError
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are no parameters of a model."""
 _FLOAT32 = 0
+_ALL_WINDOWS = ("phi3", "starcoder2")
+"""Models whose layers all have the window, if there is one."""
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """The layers of the 27B models, whose queries are scaled by hidden size over heads, and not by the size of a head."""
 
 
 def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
-    """Make a model's configuration turn and scale queries as the file does, where it says nothing of it yet.
+    """Make a model's configuration turn and scale queries, and bound what they see, as the file does.
 
     Raises CheckpointError for a scaling that is not known, or factors that are not.
     """
@@ -30,6 +34,7 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
     if architecture in _LARGE_GEMMAS:
         large = text.num_hidden_layers == _LARGE_GEMMAS[architecture]
         text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads if large else text.head_dim
+    _bound(text, file, header.metadata.get(f"{architecture}.attention.sliding_window"))
     known = getattr(text, "rope_parameters", None) or {}
     prefix = f"{architecture}.rope."
     said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
@@ -70,6 +75,21 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
         raise CheckpointError(f"{file} scales its rotary embedding by {kind!r}; known are linear, yarn and factors")
     if found:
         text.rope_parameters = {**known, **found}
+
+
+def _bound(text: Any, file: Path, window: Any) -> None:
+    """Give a model the sliding window of its file; warn where transformers' model has none."""
+    has = getattr(text, "sliding_window", None)
+    if not isinstance(window, int) or not 0 < window < text.max_position_embeddings or window == has:
+        return
+    if has or text.model_type in _ALL_WINDOWS:
+        text.sliding_window = window
+        return
+    warnings.warn(
+        f"{file} says that attention sees {window} tokens, and transformers' {text.model_type} sees all of them: "
+        "answers to longer texts may differ from those of the model it was made from",
+        stacklevel=2,
+    )
 
 
 def _of_kinds(known: dict[str, Any], said: dict[str, Any], file: Path) -> dict[str, Any]:
