@@ -21,6 +21,7 @@ def test_no_spills(arch):
         norm_act.kernel("silu_mul", norm_act.silu_config(row, paired=True)),
         rope.kernel(rope.default(head)),
         rope.kernel(rope.default(replace(head, paired=True))),
+        rope.kernel(rope.default(replace(head, head_dim=96))),
         *(rope_pages.kernel(rope_pages.default(rope_pages.Problem(m, 32, 8, 128, paired=m > 1))) for m in (1, 4096)),
         hadamard.kernel(hadamard.default(hadamard.Problem(1, 14336))),
         hadamard.kernel(hadamard.default(hadamard.Problem(1, 576, torch.bfloat16))),

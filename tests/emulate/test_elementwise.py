@@ -63,10 +63,22 @@ def test_silu_of_extremes(dtype):
     torch.testing.assert_close(y[0].float(), wanted.float(), rtol=TOLERANCE[dtype], atol=1e-30, equal_nan=True)
 
 
-@pytest.mark.parametrize(("dtype", "dim", "norms"), [(torch.float16, 64, False), (torch.bfloat16, 128, True)])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "norms"),
+    [(torch.float16, 64, False), (torch.bfloat16, 128, True), (torch.float16, 96, True), (torch.bfloat16, 80, False)],
+)
 @pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize("paired", [False, True])
 def test_rotary_embedding(dtype, dim, norms, stores, paired):
+    check_rotary_embedding(dtype, dim, norms, stores, paired)
+
+
+@pytest.mark.parametrize("dim", [16, 100, 2])
+def test_rotary_embedding_of_odd_heads(dim):
+    check_rotary_embedding(torch.float16, dim, norms=dim > 16)
+
+
+def check_rotary_embedding(dtype, dim, norms, stores=False, paired=False):
     heads, kv_heads, tokens, batch, ring = 3, 2, 2, 2, 32
     rows = batch * tokens
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)

@@ -42,7 +42,7 @@ def test_norms_and_silu(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 100, 128, 256])
 @pytest.mark.parametrize("norms", [False, True])
 def test_rotary_embedding(dtype, head_dim, norms):
     tokens, heads, kv_heads = 5, 6, 2
@@ -59,7 +59,7 @@ def test_rotary_embedding(dtype, head_dim, norms):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_keys_and_values_go_to_the_ring(dtype, head_dim):
     tokens, batch, heads, kv_heads, ring = 2, 3, 6, 2, 160
     rows = tokens * batch

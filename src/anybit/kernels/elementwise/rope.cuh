@@ -35,9 +35,10 @@ template <bool is_bf16> PTX uint16_t from_float(float v) { return is_bf16 ? ptx:
 // have eight channels of their first half and the eight that turn with them in turn).
 template <class Config> __global__ void __launch_bounds__(Config::threads) rotate(const __grid_constant__ Params p) {
     using namespace rope;
-    constexpr int half = Config::head_dim / 2, pairs = half / 32;
+    constexpr int half = Config::head_dim / 2, pairs = (half + 31) / 32;
     constexpr bool bf16 = Config::is_bf16;
-    static_assert(Config::head_dim % 64 == 0, "a lane holds whole pairs of a head");
+    static_assert(Config::head_dim % 2 == 0, "channels of a head turn in pairs");
+    static_assert(!(Config::paired || Config::stores) || Config::head_dim % 16 == 0, "eights of channels, tiles of a ring");
     const int head = blockIdx.x * (Config::threads / 32) + threadIdx.x / 32, token = blockIdx.y;
     const int lane = ptx::lane_id();
 
@@ -67,7 +68,11 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
     const auto place = [&](int c) { return to_ring ? kv_ring::place(is_value, slot, c, Config::head_dim) : c; };
     if (is_value) {
 #pragma unroll
-        for (int i = 0; i < 2 * pairs; ++i) y[place(lane + 32 * i)] = x[lane + 32 * i];
+        for (int i = 0; i < (Config::head_dim + 31) / 32; ++i) {
+            const int at = lane + 32 * i;
+            if (Config::head_dim % 32 && at >= Config::head_dim) break;
+            y[place(at)] = x[at];
+        }
         return;
     }
 
@@ -75,6 +80,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
 #pragma unroll
     for (int i = 0; i < pairs; ++i) {
         const int at = lane + 32 * i;
+        if (half % 32 && at >= half) break;
         low[i] = to_float<bf16>(x[Config::paired ? at / 8 * 16 + at % 8 : at]);
         high[i] = to_float<bf16>(x[Config::paired ? at / 8 * 16 + at % 8 + 8 : at + half]);
         squares += low[i] * low[i] + high[i] * high[i];
@@ -85,6 +91,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
         const float factor = rsqrtf(squares / static_cast<float>(Config::head_dim) + p.epsilon);
 #pragma unroll
         for (int i = 0; i < pairs; ++i) {
+            if (half % 32 && lane + 32 * i >= half) break;
             low[i] *= factor * (to_float<bf16>(gamma[lane + 32 * i]) + Config::gamma_offset);
             high[i] *= factor * (to_float<bf16>(gamma[lane + 32 * i + half]) + Config::gamma_offset);
         }
@@ -92,6 +99,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
 #pragma unroll
     for (int i = 0; i < pairs; ++i) {
         const int at = lane + 32 * i;
+        if (half % 32 && at >= half) break;
         y[place(at)] = from_float<bf16>(low[i] * to_float<bf16>(cosine[at]) - high[i] * to_float<bf16>(sine[at]));
         y[place(at + half)] =
             from_float<bf16>(high[i] * to_float<bf16>(cosine[at + half]) + low[i] * to_float<bf16>(sine[at + half]));

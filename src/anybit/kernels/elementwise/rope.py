@@ -12,7 +12,7 @@ from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.elementwise.norm_act import paired_rows
 
 WARP = 32
-HEAD_DIMS = (64, 128, 192, 256)
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,13 @@ def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
     return torch.cat((turned, torch.arange(start, start + key_heads * head_dim)))
 
 
-def why_not(problem: Problem, head_dims: tuple[int, ...] = HEAD_DIMS) -> str | None:
+def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"heads are float16 or bfloat16, not {dtype_name(problem.dtype)}"
-    if problem.head_dim not in head_dims:
-        return f"a head has one of {head_dims} channels, not {problem.head_dim}"
+    step = 16 if problem.paired or problem.stores else 2
+    if problem.head_dim % step or not 0 < problem.head_dim <= MAX_HEAD_DIM:
+        return f"a head has a multiple of {step} channels, {MAX_HEAD_DIM} at most, not {problem.head_dim}"
     return None
 
 

@@ -89,7 +89,9 @@ class RopePagesArgs:
 
 def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
-    return rope.why_not(problem, HEAD_DIMS)
+    if problem.head_dim not in HEAD_DIMS:
+        return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
+    return rope.why_not(problem)
 
 
 def default(problem: Problem) -> Config:
