@@ -1,10 +1,16 @@
 """`anybit serve` over transformers: a real server and real clients; and what the command says where it cannot serve."""
 
 import asyncio
+import contextlib
+import http.client
 import importlib.util
 import json
+import os
+import signal
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -94,6 +100,35 @@ def test_a_running_server_is_measured(server: cases.Running, tmp_path: Path) -> 
     if importlib.util.find_spec("matplotlib"):
         picture(tmp_path / "load.svg", server.model, [figures])
         assert (tmp_path / "load.svg").stat().st_size > 1000
+
+
+@has_server
+def test_transformers_server_keeps_connections_longer_than_clients_do(server: cases.Running) -> None:
+    """uvicorn's own 5 seconds are as long as clients use a connection again."""
+    address = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=30)
+    connection.request("GET", "/health")
+    connection.getresponse().read()
+    held = connection.sock
+    time.sleep(7)
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200 and connection.sock is held
+
+
+@pytest.mark.parametrize(("name", "reason"), [("load.what", "must end in one of"), ("no/load.png", "no folder")])
+def test_a_picture_that_cannot_be_is_refused_before_anything_is_measured(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["bench", "m", "--url", "http://127.0.0.1:1", "--picture", str(tmp_path / name)]
+    assert reason in str(CliRunner().invoke(app, words).exception)
+
+
+def test_a_picture_needs_figures_of_several_rates(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    every = [Figures(rate, 10, 0, 50 * rate, 90 * rate, 8, 9, 100 * rate) for rate in (1.0, 2.0)]
+    picture(tmp_path / "load.png", "m", every)
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
 @has_server
@@ -234,6 +269,15 @@ def test_heads_that_gpus_cannot_share_are_refused_before_vllm_starts(tmp_path: P
         serving.serve(server, "vllm", lambda: None)
 
 
+def test_so_are_kv_heads(tmp_path: Path) -> None:
+    """Of 12 heads four GPUs take three each, and of 6 KV heads they cannot take as many each."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 6}))
+    for ranks in (1, 2, 3, 6, 12):  # what is named then
+        serving._refuse_uneven(serving.Server("m", tensor_parallel=ranks), tmp_path)
+    with pytest.raises(serving.OptionError, match="4 cannot share the 6 KV heads of m: choose one of 1, 2, 3"):
+        serving._refuse_uneven(serving.Server("m", tensor_parallel=4), tmp_path)
+
+
 @has_server
 def test_no_server_is_told_in_one_line() -> None:
     found = CliRunner().invoke(app, ["bench", "m", "--url", "http://127.0.0.1:1", "-r", "5", "--requests", "1"])
@@ -324,22 +368,59 @@ def test_the_line_to_paste_names_address_and_key(monkeypatch: pytest.MonkeyPatch
     assert "http://[::1]:8000" in serving.Server("m", host="::").example()
     assert "Authorization" not in serving.Server("m").example()
     keyed = serving.Server("m", others=["--api-key", "secret"]).example()
-    assert '-H "Authorization: Bearer $VLLM_API_KEY"' in keyed and "secret" not in keyed
+    assert '-H "Authorization: Bearer ${VLLM_API_KEY:?set it to the key of this server}"' in keyed
+    assert "secret" not in keyed
     with pytest.raises(serving.OptionError, match="--port=9 is an option of `anybit serve` itself: write it before --"):
         serving.serve(serving.Server("m", others=["--port=9"]), "vllm", lambda: None)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("load.what", "must end in one of"), ("no/load.png", "no folder")])
-def test_a_picture_that_cannot_be_is_refused_before_anything_is_measured(
-    tmp_path: Path, name: str, reason: str
-) -> None:
-    pytest.importorskip("matplotlib")
-    words = ["bench", "m", "--url", "http://127.0.0.1:1", "--picture", str(tmp_path / name)]
-    assert reason in str(CliRunner().invoke(app, words).exception)
+def test_the_line_to_paste_says_what_arguments_for_vllm_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    named = serving.Server("m", others=["--served_model_name=x", "--seed", "1", "--served-model-name", "small", "tiny"])
+    assert '{"model": "small", ' in named.example()
+    assert '{"model": "m", ' in serving.Server("m", others=["--seed", "1"]).example()
+    secure = serving.Server("m", others=["--ssl-certfile=c.pem", "--ssl-keyfile", "k.pem"])
+    assert secure.url == "https://127.0.0.1:8000" and secure.example().startswith("curl -k https://127.0.0.1:8000/v1/")
 
 
-def test_a_picture_needs_figures_of_several_rates(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    every = [Figures(rate, 10, 0, 50 * rate, 90 * rate, 8, 9, 100 * rate) for rate in (1.0, 2.0)]
-    picture(tmp_path / "load.png", "m", every)
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    ("word", "scheme", "reason"),
+    [
+        ("--model=x", None, "--model=x would name another model than the first argument"),
+        ("--uds", None, "--uds would have vLLM listen where"),
+        ("--hf_overrides", "w4a16", "--hf_overrides after -- would take the place of --scheme w4a16"),
+        ("-q=fp8", "w4a16", "-q=fp8 after -- would take the place of --scheme w4a16"),
+    ],
+)
+def test_arguments_that_undo_what_was_said_before_are_refused(word: str, scheme: str | None, reason: str) -> None:
+    asked = serving.Server("m", None if scheme is None else Scheme.parse(scheme), others=[word, "x"])
+    with pytest.raises(serving.OptionError, match=reason):
+        serving.serve(asked, "vllm", lambda: None)
+
+
+def test_a_second_interruption_ends_vllm_and_all_that_it_started(tmp_path: Path) -> None:
+    """As Ctrl-C on a terminal, which tells the whole group; here of programs that do not listen."""
+    psutil = pytest.importorskip("psutil")
+    deaf = "import signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
+    child = deaf + "signal.pause()"
+    parent = deaf + f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]); print(1); signal.pause()"
+    program = (
+        f"import sys; from anybit.integrations import serving; serving._run([sys.executable, '-c', {parent!r}], None)"
+    )
+    process = subprocess.Popen(
+        [cases.sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.read(1) == b"1"
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(1)  # the last program started goes deaf
+        os.killpg(process.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=10)
+        assert len(family) == 2 and not psutil.wait_procs(family, timeout=10)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
+from anybit.integrations.vllm import config as quantization
 from anybit.integrations.vllm import kv_backend, kv_cache
 from anybit.integrations.vllm.kv_backend import RowBuilder
 from anybit.integrations.vllm.kv_spec import RowManager
@@ -235,3 +236,22 @@ def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
     assert spec.tokens_that_fit(10 * (spec.front + 64), 8192)[0] == 10 * 8192
     bytes_of_a_token = 2 * 2 * spec.num_kv_heads * spec.head_size
     assert plain * bytes_of_a_token <= world.total * spec.page_size_bytes < (plain + 1) * bytes_of_a_token
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (12, True), (4, False), (9, False)])
+def test_kv_heads_that_ranks_cannot_share_are_refused_by_name(
+    ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's models would only assert, without a word."""
+    engine = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 6),
+    )
+    monkeypatch.setattr(quantization, "get_current_vllm_config", lambda: engine)
+    if fits:
+        assert quantization.AnyBitConfig("w4a16").get_quant_method(torch.nn.Identity(), "a") is None
+        return
+    with pytest.raises(
+        OptionError, match=f"{ranks} cannot share the 6 KV heads of the model: choose one of 1, 2, 3, 6"
+    ):
+        quantization.AnyBitConfig("w4a16").get_quant_method(torch.nn.Identity(), "a")

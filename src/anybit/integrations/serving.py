@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
@@ -53,15 +55,23 @@ class Server:
     def url(self) -> str:
         """Where a client on this machine finds it."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"http{'s' if self.encrypted else ''}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it speaks TLS."""
+        return bool(values_of("ssl-certfile", self.others) or values_of("ssl-keyfile", self.others))
 
     def example(self) -> str:
-        """A command that asks it something; it works when it is pasted, where ``VLLM_API_KEY`` is the key, if any."""
-        body = {"model": self.model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        """A command that asks it something, to be pasted; a shell that lacks ``VLLM_API_KEY`` asks for it."""
+        model = (values_of("served-model-name", self.others) or [self.model])[0]
+        body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
         text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
         keyed = "VLLM_API_KEY" in os.environ or without_key(self.others)[1] is not None
-        key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if keyed else ""  # the key itself is not to be shown
-        return f"curl {shlex.quote(self.url)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {text}"
+        # The key itself is not to be shown; and a certificate is another name's, or nobody's, on this machine.
+        key = ' -H "Authorization: Bearer ${VLLM_API_KEY:?set it to the key of this server}"' if keyed else ""
+        curl = "curl -k" if self.encrypted else "curl"
+        return f"{curl} {shlex.quote(self.url)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {text}"
 
     @property
     def own_worker(self) -> bool:
@@ -111,9 +121,7 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
         answered.set()
         ready()
 
-    misplaced = [word for word in server.others if word.partition("=")[0] in ("--host", "--port")]
-    if misplaced:
-        raise OptionError(f"{misplaced[0]} is an option of `anybit serve` itself: write it before --")
+    _refuse_misplaced(server)
     _refuse_taken(server)
     watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
     if engine == "vllm":
@@ -136,6 +144,30 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
     return _transformers(server, watch)
 
 
+_OWN = "is an option of `anybit serve` itself: write it before --"
+_MISPLACED = {
+    "host": _OWN,
+    "port": _OWN,
+    "model": "would name another model than the first argument of `anybit serve`: leave it out",
+    "uds": "would have vLLM listen where `anybit serve` does not look for it: leave it out, it listens at --host and "
+    "--port",
+}
+_BESIDE_SCHEME = ("quantization", "q", "hf-overrides")
+
+
+def _refuse_misplaced(server: Server) -> None:
+    """Raise OptionError for arguments for vLLM that would take the place of what is said before them."""
+    for word in server.others:
+        name = word.partition("=")[0].lstrip("-").replace("_", "-") if word.startswith("-") else ""
+        if name in _MISPLACED:
+            raise OptionError(f"{word} {_MISPLACED[name]}")
+        if server.scheme is not None and name.partition(".")[0] in _BESIDE_SCHEME:
+            raise OptionError(
+                f"{word} after -- would take the place of --scheme {server.scheme}, which reaches vLLM as "
+                "--quantization and --hf-overrides: leave one of them out"
+            )
+
+
 def _refuse_taken(server: Server) -> None:
     """Raise OptionError for an address that cannot be listened at, before another program answers in our name."""
     try:
@@ -155,13 +187,23 @@ def _refuse_taken(server: Server) -> None:
 def _refuse_uneven(server: Server, path: Path) -> None:
     """Raise OptionError for attention heads that so many GPUs cannot share, which vLLM refuses after its start."""
     config = read_json(path / "config.json")
-    heads, ranks = (config.get("text_config") or config).get("num_attention_heads"), server.tensor_parallel
-    if isinstance(heads, int) and heads % ranks:
-        fits = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-        raise OptionError(
-            f"--tensor-parallel {ranks} cannot share the {heads} attention heads of {server.model}: choose one of "
-            f"{fits}, or give each GPU a part of the layers: -- --pipeline-parallel-size {ranks}"
-        )
+    text, ranks = config.get("text_config") or config, server.tensor_parallel
+    counts = {"attention heads": text.get("num_attention_heads"), "KV heads": text.get("num_key_value_heads")}
+    heads = {what: count for what, count in counts.items() if isinstance(count, int) and count > 0}
+    queries, keys = heads.get("attention heads", 0), heads.get("KV heads", 1)
+    if not queries or _share(queries, keys, ranks):
+        return
+    fits = ", ".join(str(count) for count in range(1, queries + 1) if _share(queries, keys, count))
+    what = next(name for name, count in heads.items() if not _share(queries, count, ranks))
+    raise OptionError(
+        f"--tensor-parallel {ranks} cannot share the {heads[what]} {what} of {server.model}: choose one of {fits}, or "
+        f"give each GPU a part of the layers: -- --pipeline-parallel-size {ranks}"
+    )
+
+
+def _share(queries: int, keys: int, ranks: int) -> bool:
+    """Whether so many ranks get as many heads each, of keys the same ones where there are more ranks than those."""
+    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
 
 
 def vllm_command(server: Server, path: Path) -> list[str]:
@@ -186,6 +228,19 @@ def vllm_command(server: Server, path: Path) -> list[str]:
     return command + server.others
 
 
+def values_of(option: str, others: list[str]) -> list[str]:
+    """What arguments for vLLM say of an option, by its name without dashes: its last values, as vLLM takes them."""
+    found, taking = list[str](), False
+    for word in others:
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            taking = name.lstrip("-").replace("_", "-") == option
+            found = ([value] if equals else []) if taking else found
+        elif taking:
+            found.append(word)
+    return found
+
+
 def without_key(others: list[str]) -> tuple[list[str], str | None]:
     """Arguments for vLLM without ``--api-key``, and that key: vLLM's log and the list of processes would show it.
 
@@ -206,7 +261,7 @@ def without_key(others: list[str]) -> tuple[list[str], str | None]:
 
 
 KEEP_ALIVE = 75
-"""Seconds for which vLLM's server keeps a connection that nobody uses. vLLM's 5 are what httpx and so OpenAI's client
+"""Seconds for which a server keeps a connection that nobody uses. uvicorn's 5 are what httpx and so OpenAI's client
 keep one for, too: now and then a request goes out on a connection that is being closed, and its answer is lost."""
 
 
@@ -220,17 +275,30 @@ def _run(command: list[str], key: str | None) -> int:
     process = subprocess.Popen(command, env=vllm_environment(key))
     try:
         return process.wait()
-    finally:  # interrupted or told to end: vLLM finishes what it can, and is not left behind
+    finally:
         if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]", seconds: float = 30) -> None:
+    """Interrupted, or told to end: vLLM finishes what it can. Another interruption ends it, and all that it started."""
+    process.terminate()
+    try:
+        process.wait(timeout=seconds)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        import psutil  # vLLM's own requirement
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()  # first, so that it starts no others
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 def _transformers(server: Server, watch: threading.Thread) -> int:
     import torch
+    import uvicorn
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
     from transformers.cli.serving import server as building
@@ -255,20 +323,25 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
             return loaded.model
 
     before, model_manager.ModelManager = model_manager.ModelManager, OneModel
-    build = building.build_server
+    server_of: Any = uvicorn
+    build, configure = building.build_server, server_of.Config
     key = os.environ.get("VLLM_API_KEY")  # what vLLM's own server reads
     building.build_server = lambda *args, **words: Metrics(Door(build(*args, **words), key))
+    server_of.Config = partial(configure, timeout_keep_alive=KEEP_ALIVE)  # Serve has no argument for it
     watch.start()
     try:
         Serve(force_model=server.model, host=server.host, port=server.port, device=str(loaded.model.device))
     finally:
-        model_manager.ModelManager, building.build_server = before, build
+        model_manager.ModelManager, building.build_server, server_of.Config = before, build, configure
     return 0
 
 
 def _when_up(url: str, ready: Callable[[], None]) -> None:
     """Call ``ready`` once the server says that it is well; waits for as long as the process lives."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's addresses
+    anyone = ssl._create_unverified_context()  # a certificate is another name's, or nobody's, on this machine
+    # No proxy knows this machine's addresses.
+    handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=anyone)
+    opener = urllib.request.build_opener(*handlers)
     while True:
         with contextlib.suppress(OSError, HTTPException), opener.open(f"{url}/health", timeout=5) as answer:
             if answer.status == 200:

@@ -68,6 +68,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self._on_hub: tuple[str, bool, str | None] | None = None
         self._source: streams.Source | None = None
         self._mapper: Any = None
+        self._heads_checked = False
         self._words = _stored_words(self)
 
     def __repr__(self) -> str:
@@ -191,6 +192,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What runs a layer. Raises LayerError where vLLM fuses layers of which only some are quantized."""
         self._check_hub()
+        self._check_heads()
         if self._source is not None:
             streams.note(self._source)
         if isinstance(layer, RoutedExperts):
@@ -258,6 +260,21 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             folder = from_hub(name, trusted, revision, load.download_dir)
             self._check_words(folder)
             check_folder(folder, trusted)
+
+    def _check_heads(self) -> None:
+        """Raise OptionError for KV heads that ranks cannot share, before vLLM's models assert that they can."""
+        if self._heads_checked:
+            return
+        self._heads_checked, config = True, get_current_vllm_config()
+        ranks = config.parallel_config.tensor_parallel_size
+        heads = 1 if config.model_config is None else config.model_config.get_total_num_kv_heads()
+        if heads % ranks and ranks % heads:
+            fits = [str(count) for count in range(1, heads + 1) if heads % count == 0]
+            raise OptionError(
+                f"--tensor-parallel-size {ranks} cannot share the {heads} KV heads of the model: choose one of "
+                f"{', '.join(fits)} or a multiple of {heads}, or give each GPU a part of the layers: "
+                f"--pipeline-parallel-size {ranks}"
+            )
 
     def _head_method(self, name: str) -> QuantizeMethodBase | None:
         """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
