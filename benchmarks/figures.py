@@ -92,8 +92,10 @@ def served(rows: list[Row]) -> None:
             label = f"{names[engine]}{scheme}"
             axes.plot([r["rate"] for r in mine], [r[field] for r in mine], marker="o", markersize=3, label=label)
     for axes, title in zip(both, ("time to the first token, ms", "time of each later token, ms"), strict=True):
-        axes.set(xscale="log", yscale="log", xlabel="requests a second", title=title)
+        axes.set(xscale="log", xlabel="requests a second", title=title)
         axes.set_xticks(RATES_SHOWN, [f"{rate:g}" for rate in RATES_SHOWN])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     both[0].legend(fontsize=8)
     save(picture, "serving_rates.svg")
