@@ -276,6 +276,9 @@ def test_so_are_kv_heads(tmp_path: Path) -> None:
         serving._refuse_uneven(serving.Server("m", tensor_parallel=ranks), tmp_path)
     with pytest.raises(serving.OptionError, match="4 cannot share the 6 KV heads of m: choose one of 1, 2, 3"):
         serving._refuse_uneven(serving.Server("m", tensor_parallel=4), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "vocab_size": 300}))  # 320 in vLLM
+    with pytest.raises(serving.OptionError, match="3 cannot share the 300 tokens of m: choose one of 1, 2, 4, or"):
+        serving._refuse_uneven(serving.Server("m", tensor_parallel=3), tmp_path)
 
 
 @has_server

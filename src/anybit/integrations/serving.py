@@ -184,26 +184,33 @@ def _refuse_taken(server: Server) -> None:
         ) from None
 
 
+_SHARED = {"attention heads": "num_attention_heads", "KV heads": "num_key_value_heads", "tokens": "vocab_size"}
+_VOCABULARY = 64
+"""vLLM fills a vocabulary up to a multiple of this."""
+
+
 def _refuse_uneven(server: Server, path: Path) -> None:
-    """Raise OptionError for attention heads that so many GPUs cannot share, which vLLM refuses after its start."""
+    """Raise OptionError for what so many GPUs cannot share, which vLLM refuses after its start, or only asserts."""
     config = read_json(path / "config.json")
     text, ranks = config.get("text_config") or config, server.tensor_parallel
-    counts = {"attention heads": text.get("num_attention_heads"), "KV heads": text.get("num_key_value_heads")}
-    heads = {what: count for what, count in counts.items() if isinstance(count, int) and count > 0}
-    queries, keys = heads.get("attention heads", 0), heads.get("KV heads", 1)
-    if not queries or _share(queries, keys, ranks):
+    parts = {name: count for name, key in _SHARED.items() if isinstance(count := text.get(key), int) and count > 0}
+    uneven = _uneven(parts, ranks)
+    if uneven is None or "attention heads" not in parts:
         return
-    fits = ", ".join(str(count) for count in range(1, queries + 1) if _share(queries, keys, count))
-    what = next(name for name, count in heads.items() if not _share(queries, count, ranks))
+    fits = [str(count) for count in range(1, parts["attention heads"] + 1) if _uneven(parts, count) is None]
     raise OptionError(
-        f"--tensor-parallel {ranks} cannot share the {heads[what]} {what} of {server.model}: choose one of {fits}, or "
-        f"give each GPU a part of the layers: -- --pipeline-parallel-size {ranks}"
+        f"--tensor-parallel {ranks} cannot share the {parts[uneven]} {uneven} of {server.model}: choose one of "
+        f"{', '.join(fits)}, or give each GPU a part of the layers: -- --pipeline-parallel-size {ranks}"
     )
 
 
-def _share(queries: int, keys: int, ranks: int) -> bool:
-    """Whether so many ranks get as many heads each, of keys the same ones where there are more ranks than those."""
-    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+def _uneven(parts: dict[str, int], ranks: int) -> str | None:
+    """The first part of which ranks cannot have as many each; KV heads may be the same ones on several ranks."""
+    for name, count in parts.items():
+        filled = -(-count // _VOCABULARY) * _VOCABULARY if name == "tokens" else count
+        if filled % ranks and not (name == "KV heads" and ranks % count == 0):
+            return name
+    return None
 
 
 def vllm_command(server: Server, path: Path) -> list[str]:
