@@ -153,6 +153,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["explain", "4096,4096.5", "-s", "w4a8"], "4096,4096.5 is not the shape of a layer: write N,K"),
         (["explain", "4096,many", "-s", "w4a8"], "4096,many is not the shape of a layer: write N,K"),
         (["explain", "4096,0", "-s", "w4a8"], "4096,0 is not the shape of a layer: write N,K"),
+        (["explain", "99999999999,64", "-s", "w4a8"], "(outputs, inputs), each at most 16777216"),
         (["quantize", "MODEL", "-o", "OUT", "--keep", "dwon"], "error: 'dwon' matches no layer of LlamaForCausalLM"),
     ],
 )

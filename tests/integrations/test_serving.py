@@ -282,6 +282,12 @@ def test_so_are_kv_heads(tmp_path: Path) -> None:
 
 
 @has_server
+def test_a_port_that_is_none_is_told_in_one_line() -> None:
+    with pytest.raises(KernelError, match=r"127\.0\.0\.1:99999 does not answer as a server does: .*0-65535"):
+        measure("http://127.0.0.1:99999", "m", 1.0, 1, 4, 1)
+
+
+@has_server
 def test_no_server_is_told_in_one_line() -> None:
     found = CliRunner().invoke(app, ["bench", "m", "--url", "http://127.0.0.1:1", "-r", "5", "--requests", "1"])
     assert isinstance(found.exception, KernelError) and "no server answers at http://127.0.0.1:1" in str(

@@ -24,7 +24,7 @@ from anybit.scheme import Scheme
 
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Generate at most this many tokens.")]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+    float, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0 always takes the most likely token.")
 ]
 TopP = Annotated[
     float | None,
@@ -131,6 +131,11 @@ def chat(
 
 
 def _refuse_without_effect(top_p: float | None, temperature: float) -> None:
+    if 0 < temperature < 1e-4:
+        raise typer.BadParameter(
+            "scores divided by less than 0.0001 may be infinite: write 0, which always takes the most likely token",
+            param_hint="--temperature",
+        )
     if top_p is not None and temperature == 0:
         raise typer.BadParameter(
             "a temperature of 0 always takes the most likely token: give a --temperature, or leave this out",

@@ -37,6 +37,7 @@ SchemeOption = Annotated[
 _DTYPES = ("float16", "bfloat16")
 _USUAL_SECONDS = 270.0
 _SAY_SECONDS = 30.0
+_LARGEST = 1 << 24
 _JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -251,8 +252,11 @@ def _shape(text: str) -> tuple[int, int] | None:
         return None
     parts = text.replace("x", ",").split(",")
     sizes = [int(part) for part in parts if re.fullmatch(r"\s*\d+\s*", part)]
-    if len(sizes) != 2 or len(parts) != 2 or min(sizes) < 1:
-        raise SchemeError(f"{text} is not the shape of a layer: write N,K (outputs, inputs), for example 4096,14336")
+    if len(sizes) != 2 or len(parts) != 2 or not 1 <= min(sizes) <= max(sizes) <= _LARGEST:
+        raise SchemeError(
+            f"{text} is not the shape of a layer: write N,K (outputs, inputs), each at most {_LARGEST}, for example "
+            "4096,14336"
+        )
     return sizes[0], sizes[1]
 
 

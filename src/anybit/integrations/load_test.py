@@ -123,8 +123,9 @@ def measure(url: str, model: str, rate: float, requests: int, words: int, new_to
         return asyncio.run(_at_rate(url, model, rate, requests, words, new_tokens))
     except httpx.ConnectError:
         raise KernelError(f"no server answers at {url}: start one with `anybit serve {model}`") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise KernelError(f"{url} does not answer as a server does: {one_line(error)}") from None
+    except (httpx.HTTPError, httpx.InvalidURL, ExceptionGroup) as error:  # a group: of a port that is none
+        inner = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        raise KernelError(f"{url} does not answer as a server does: {one_line(inner)}") from None
 
 
 def check_picture(path: Path) -> None:

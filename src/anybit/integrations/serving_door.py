@@ -32,6 +32,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "prompt": (str,),
     "chat_template_kwargs": (dict,),
 }
+_BOUNDS = {"temperature": (1e-4, 100.0), "top_p": (0.0, 1.0), "frequency_penalty": (-0.99, 100.0)}
+"""Beyond them scores are infinite, or no numbers; whoever draws from such ends all of a GPU's work."""
 _logger = logging.getLogger(__name__)
 
 
@@ -122,6 +124,10 @@ def check_request(body: bytes) -> None:
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if request.get(name) is not None and request[name] < 1:
             raise _Refused(400, f"{name} must be at least 1")
+    for name, (low, high) in _BOUNDS.items():
+        value = request.get(name)
+        if value is not None and not (low <= value <= high or (name == "temperature" and value == 0)):
+            raise _Refused(400, f"{name} must be {'0, or ' if name == 'temperature' else ''}between {low} and {high}")
     if abs(request.get("seed") or 0) >= 1 << 63:
         raise _Refused(400, "seed must fit in 64 bits")
     if any(not isinstance(message, dict) or "role" not in message for message in request.get("messages") or ()):
