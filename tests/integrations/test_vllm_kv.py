@@ -123,6 +123,10 @@ LAYER = {
         (engine(kv_transfer_config=object()), {}, "KV connectors"),
         (engine(parallel__decode_context_parallel_size=2), {}, "context parallelism"),
         (engine(parallel__prefill_context_parallel_size=2), {}, "context parallelism"),
+        (engine(parallel__use_ubatching=True), {}, "--enable-dbo"),
+        (engine(model__is_mm_prefix_lm=True), {}, "tokens of an image see one another in FalconH1"),
+        (engine(model__rswa_window=64), {}, "sees a window and the prompt"),
+        (engine(4), {}, "anybit_kv_cache of --additional-config is 4, and must be a KV format"),
         (engine(cache__cache_dtype="fp8"), {}, "name one of the two"),
         (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
         (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
@@ -238,6 +242,38 @@ def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
     assert plain * bytes_of_a_token <= world.total * spec.page_size_bytes < (plain + 1) * bytes_of_a_token
 
 
+def test_names_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch):
+    asked = engine()
+    asked.additional_config = {"anybit_kv_cach": "kv4", "another": 1}
+    with pytest.raises(OptionError, match="names anybit_kv_cach; of anybit's there are anybit_kv_cache and anybit_att"):
+        kv_cache.format_of(asked)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "VLLM_BATCH_INVARIANT" in str(kv_cache.why_not(engine(), KVFormat.parse("kv4")))
+
+
+def test_latents_are_not_left_in_16_bits_without_a_word(monkeypatch: pytest.MonkeyPatch):
+    """DeepSeek's attention is of another class of vLLM's, which nobody asks for a backend of anybit's."""
+    kv_cache.install()
+    monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: engine("kv4"))
+    with pytest.raises(OptionError, match=r"layers\.0\.attn keeps one latent a token .* leave anybit_kv_cache out"):
+        kv_cache.MLAAttention(2, 1.0, 8, 8, 8, None, 8, None, prefix="layers.0.attn")
+
+
+def offloading(gigabytes: float = 0, layers: int = 0) -> Any:
+    return SimpleNamespace(
+        uva=SimpleNamespace(cpu_offload_gb=gigabytes), prefetch=SimpleNamespace(offload_group_size=layers)
+    )
+
+
+@pytest.mark.parametrize("where", [{"gigabytes": 2}, {"layers": 4}])
+def test_codes_are_not_offloaded(where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        quantization, "get_current_vllm_config", lambda: SimpleNamespace(offload_config=offloading(**where))
+    )
+    with pytest.raises(OptionError, match="offload none of anybit's layers"):
+        quantization.AnyBitConfig("w4a16").get_quant_method(torch.nn.Identity(), "a")
+
+
 @pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (12, True), (4, False), (9, False)])
 def test_kv_heads_that_ranks_cannot_share_are_refused_by_name(
     ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +282,7 @@ def test_kv_heads_that_ranks_cannot_share_are_refused_by_name(
     engine = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 6),
+        offload_config=offloading(),
     )
     monkeypatch.setattr(quantization, "get_current_vllm_config", lambda: engine)
     if fits:

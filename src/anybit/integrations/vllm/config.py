@@ -68,7 +68,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self._on_hub: tuple[str, bool, str | None] | None = None
         self._source: streams.Source | None = None
         self._mapper: Any = None
-        self._heads_checked = False
+        self._engine_checked = False
         self._words = _stored_words(self)
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What runs a layer. Raises LayerError where vLLM fuses layers of which only some are quantized."""
         self._check_hub()
-        self._check_heads()
+        self._check_engine()
         if self._source is not None:
             streams.note(self._source)
         if isinstance(layer, RoutedExperts):
@@ -261,11 +261,20 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             self._check_words(folder)
             check_folder(folder, trusted)
 
-    def _check_heads(self) -> None:
-        """Raise OptionError for KV heads that ranks cannot share, before vLLM's models assert that they can."""
-        if self._heads_checked:
+    def _check_engine(self) -> None:
+        """Raise OptionError for KV heads that ranks cannot share, before vLLM's models assert that they can.
+
+        And for weights that are to be offloaded: vLLM offloads parameters, and codes that are ready are none.
+        """
+        if self._engine_checked:
             return
-        self._heads_checked, config = True, get_current_vllm_config()
+        self._engine_checked, config = True, get_current_vllm_config()
+        offload = config.offload_config
+        if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+            raise OptionError(
+                "--cpu-offload-gb and --offload-group-size offload none of anybit's layers, whose codes stay on the "
+                "GPU: leave them out; a scheme of fewer bits takes less memory"
+            )
         ranks = config.parallel_config.tensor_parallel_size
         heads = 1 if config.model_config is None else config.model_config.get_total_num_kv_heads()
         if heads % ranks and ranks % heads:

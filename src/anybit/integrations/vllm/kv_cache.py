@@ -13,8 +13,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
@@ -35,8 +37,13 @@ def format_of(config: Any) -> KVFormat | None:
     """The KV format that an engine's configuration asks for; None for vLLM's own cache."""
     scheme = getattr(config.quant_config, "scheme", None)
     by_scheme = getattr(scheme, "kv", None)
-    more = config.additional_config
-    by_option = more.get(OPTION) if isinstance(more, dict) else None
+    more = config.additional_config if isinstance(config.additional_config, dict) else {}
+    unknown = [name for name in more if name.startswith("anybit") and name not in (OPTION, ATTENTION)]
+    if unknown:
+        raise OptionError(f"--additional-config names {unknown[0]}; of anybit's there are {OPTION} and {ATTENTION}")
+    by_option = more.get(OPTION)
+    if by_option is not None and not isinstance(by_option, str):
+        raise OptionError(f'{OPTION} of --additional-config is {by_option!r}, and must be a KV format such as "kv4"')
     return by_scheme if by_option is None else KVFormat.parse(by_option)
 
 
@@ -54,13 +61,24 @@ def attends(config: Any) -> bool:
 
 def why_not(config: Any, format: KVFormat) -> str | None:
     """What of an engine's configuration a low-bit KV cache does not go with; None if there is nothing."""
-    parallel, cache = config.parallel_config, config.cache_config
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     if format.float4:
         return f"{format} has no kernels that store it: use kv4"
     if config.kv_transfer_config is not None:
         return "KV connectors (--kv-transfer-config) know nothing of a request's 16-bit residual"
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return "context parallelism splits pages, which are whole here"
+    if getattr(parallel, "use_ubatching", False):
+        return "--enable-dbo and --ubatch-size run two halves of a step at once, which would unpack into one place"
+    if getattr(model, "is_mm_prefix_lm", False):
+        return (
+            f"tokens of an image see one another in {model.architecture}, and here none sees later ones (vLLM 0.32 "
+            'takes --limit-mm-per-prompt \'{"image": 0, "video": 0}\' for text alone)'
+        )
+    if getattr(model, "rswa_window", None) is not None:
+        return f"{model.architecture} sees a window and the prompt, which its kernels do not"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT asks for the same sums whatever a batch holds, which its kernels do not promise"
     if cache.cache_dtype != "auto":
         return f"--kv-cache-dtype {cache.cache_dtype} asks for vLLM's own low-bit cache: name one of the two"
     if getattr(cache, "kv_sharing_fast_prefill", False):
@@ -68,10 +86,10 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     drafter = getattr(config.speculative_config, "method", None)
     if drafter not in (None, "ngram"):
         return f"drafts of {drafter} are not tested with it: use ngram, or leave --speculative-config out"
-    if config.model_config.is_hybrid:
-        if config.model_config.architecture not in HYBRIDS:
+    if model.is_hybrid:
+        if model.architecture not in HYBRIDS:
             return (
-                f"{config.model_config.architecture} has layers that keep a state (Mamba, linear attention); of such "
+                f"{model.architecture} has layers that keep a state (Mamba, linear attention); of such "
                 f"models {', '.join(HYBRIDS)} are tested"
             )
         if cache.enable_prefix_caching:
@@ -126,6 +144,17 @@ def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
     return backend
 
 
+def _refuse_latent(prefix: str) -> None:
+    """Raise OptionError for attention over latents (MLA), which would go without a cache that is asked for."""
+    config = get_current_vllm_config_or_none()
+    format = None if config is None else format_of(config)
+    if format is not None:
+        raise OptionError(
+            f"a KV cache of {format} inside vLLM: {prefix} keeps one latent a token (MLA), and no keys and values that "
+            f"it could pack; {_without(config, format)}"
+        )
+
+
 def install() -> None:
     """Have vLLM ask ``backend_for`` when it makes an attention layer; may be called again."""
     if hasattr(Attention.__init__, "anybit"):
@@ -146,6 +175,13 @@ def install() -> None:
 
     init.anybit = True  # type: ignore[attr-defined]
     Attention.__init__ = init
+    latent, named = MLAAttention.__init__, inspect.signature(MLAAttention.__init__)
+
+    def init_latent(self: Any, *args: Any, **kw: Any) -> None:
+        _refuse_latent(named.bind(self, *args, **kw).arguments.get("prefix", ""))
+        latent(self, *args, **kw)
+
+    MLAAttention.__init__ = init_latent
     if hasattr(RowBackend.__mro__[1], "customize_spec"):  # from 0.32 on vLLM asks the backend
         return
     spec = Attention.get_kv_cache_spec
