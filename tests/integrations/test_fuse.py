@@ -214,3 +214,24 @@ def test_fusing_that_runs_out_of_memory_leaves_the_model_as_it_was(at, tmp_path,
     monkeypatch.setattr(fusing, "_joined", joined)
     anybit.fuse(model)
     assert torch.allclose(model(ids).logits, expected, atol=1e-6)
+
+
+def test_layers_that_only_share_a_name_stay_as_they_are(tmp_path):
+    """Code that a model brings copies transformers' names, and does other things under them."""
+    model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
+    kind = type(model.model.layers[0])
+    model.model.layers[1].__class__ = type(kind.__name__, (kind,), {"__module__": "transformers_modules.m.modeling"})
+    with pytest.raises(LayerError, match=r"layer 1 cannot be fused: its LlamaDecoderLayer is not transformers' own"):
+        anybit.fuse(model)
+
+
+def test_hooks_are_not_dropped(tmp_path):
+    model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
+    ids = torch.randint(0, 128, (1, 5))
+    model(ids, output_hidden_states=True)  # transformers leaves hooks of its own behind
+    hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(LayerError, match="layer 1 cannot be fused: forward hooks of self_attn would not be called"):
+        anybit.fuse(model)
+    hook.remove()
+    logits = model(ids).logits
+    assert torch.allclose(anybit.fuse(model)(ids).logits, logits, atol=1e-6)

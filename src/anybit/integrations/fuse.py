@@ -301,6 +301,10 @@ def _body(model: Any) -> Any:
 def _why_not(layer: nn.Module) -> str | None:
     if type(layer).__name__ not in LAYERS:
         return f"it is a {type(layer).__name__}, and fuse knows {', '.join(LAYERS)}"
+    if not type(layer).__module__.startswith("transformers.models."):
+        return f"its {type(layer).__name__} is not transformers' own, but of {type(layer).__module__}"
+    if (hooked := next((name for name, part in layer.named_modules() if _is_hooked(part)), None)) is not None:
+        return f"forward hooks of {hooked or 'the layer'} would not be called any more: remove them first"
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
     names = {f"self_attn.{n}": getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
@@ -317,6 +321,12 @@ def _why_not(layer: nn.Module) -> str | None:
     if attention.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
     return None
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether others than transformers, which records outputs by hooks that it leaves behind, look at a module."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 class SideBySide(nn.Module):
