@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.cases_models import save_tiny, tokens_of
+from tests.checkpoints.test_format_layouts import padded
+from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from anybit.checkpoints.convert import convert
+from anybit.checkpoints.convert import convert, shared_ignore
+from anybit.checkpoints.formats.write import convert_into
 from anybit.errors import ConversionError
 from anybit.linear import QuantLinear
-from anybit.packing import QuantizedWeight
+from anybit.packing import QuantizedWeight, unpack_words
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.stream import Job, write_quantized
@@ -96,6 +100,30 @@ def test_activation_order_is_refused_by_name(sources: dict[str, Path], tmp_path:
     assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
     with pytest.raises(ConversionError, match=r"layer model\.layers\.0\.\S+ has an activation order"):
         convert(tmp_path / "out", "compressed-tensors")
+
+
+def test_words_that_compressed_tensors_padded_are_written_anew(sources: dict[str, Path], tmp_path: Path) -> None:
+    """As versions before 0.18 packed 3 bits; config.json alone cannot make them anybit's."""
+    quantize_folder(sources["llama"], tmp_path / "old", "w3a16g32")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "old").eval()
+    convert(tmp_path / "old", "compressed-tensors")
+    file = tmp_path / "old" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        k = int(tensors[name.replace("packed", "shape")][1])
+        tensors[name] = padded(unpack_words(tensors[name], 3, k), 3)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConversionError, match=r"holds 10 codes of 3 bits a word, .* write them anew with --output"):
+        convert(tmp_path / "old", "anybit")
+    convert_into(tmp_path / "old", "anybit", tmp_path / "new")
+    assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()) == tokens_of(ours)
+
+
+def test_layers_whose_words_older_versions_would_take_for_their_own_stay_anybits() -> None:
+    """100 inputs of 3 bits are 10 words, dense and padded; 101 are 10 and 11."""
+    for k, held in ((100, False), (101, True)):
+        model = nn.ModuleDict({"layer": nn.Linear(k, 8, device="meta")})
+        assert (shared_ignore(model, Scheme.parse("w3a16"), ["layer"]) == []) == held
 
 
 def test_other_refusals(sources: dict[str, Path], tmp_path: Path) -> None:

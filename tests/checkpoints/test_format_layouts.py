@@ -1,5 +1,6 @@
 """Layouts that no tool here writes on a CPU, made by hand as their documentation has them, and what is refused."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from anybit.checkpoints.formats import FORMATS, StoredLayer
 from anybit.checkpoints.formats.stored import ordered
 from anybit.checkpoints.safetensors import Entry
 from anybit.errors import CheckpointError
+from anybit.linear import QuantLinear
+from anybit.packing import pack_words, words_per_row
 
 READERS = {format.NAME: format for format in FORMATS}
 N, K = 32, 64
@@ -120,17 +123,85 @@ def test_compressed_tensors_with_one_scale_for_a_layer() -> None:
     assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), 0.5 * codes.float())
 
 
-@pytest.mark.parametrize("bits", [3, 7])
-def test_padded_words_are_refused(bits: int) -> None:
-    """Of 7 bits they are as many as those of 8."""
-    settings = {"g": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
-    words = torch.zeros(N, -(-2048 // (32 // bits)), dtype=torch.int32)
+def padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [R, C] -> words of 32 // bits codes each, as compressed-tensors before 0.18 packs them."""
+    each = 32 // bits
+    codes = torch.nn.functional.pad(codes.int(), (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
+    return (codes << bits * torch.arange(each, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+
+
+def packed(
+    bits: int, k: int, pack: Callable[[torch.Tensor, int], torch.Tensor], **config: Any
+) -> tuple[StoredLayer, torch.Tensor]:
+    """An asymmetric layer of 21 outputs, its codes packed by ``pack``, and what it stands for."""
+    codes, zero, scale = random(21, k, top=2**bits), random(21, 1, top=2**bits), torch.rand(21, 1)
     made = layer(
-        {"format": "pack-quantized", "config_groups": settings},
-        weight_packed=words, weight_scale=torch.ones(N, 1), weight_shape=torch.tensor([N, 2048]),
+        {"format": "pack-quantized", **config},
+        weight_packed=pack(codes, bits), weight_zero_point=pack(zero.t(), bits).t().contiguous(), weight_scale=scale,
+        weight_shape=torch.tensor([21, k]),
     )  # fmt: skip
-    with pytest.raises(CheckpointError, match=f"codes of {bits} bits and is padded"):
+    return made, scale * (codes.float() - zero)
+
+
+def saying(bits: int) -> dict[str, Any]:
+    return {"g": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("k", [2048, 100])
+def test_words_that_compressed_tensors_padded(bits: int, k: int) -> None:
+    """Of 7 bits they are as many as those of 8 bits, and those of 100 inputs may be as many as dense ones."""
+    for pack, version in ((padded, "0.17.1"), (pack_words, "0.18.0")):
+        made, expected = packed(bits, k, pack, config_groups=saying(bits), version=version)
+        assert READERS["compressed-tensors"].scheme(made).weights.bits == bits
+        assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+
+
+@pytest.mark.parametrize(
+    ("bits", "k", "config"),
+    [(3, 100, saying(3)), (3, 100, {**saying(3), "version": "0.17.2a20260601"}), (4, 16, {})],
+)
+def test_words_of_two_packings_or_widths_are_refused(bits: int, k: int, config: dict[str, Any]) -> None:
+    version = {"version": config.pop("version")} if "version" in config else {}
+    made, _ = packed(bits, k, pack_words, config_groups=config, **version)
+    with pytest.raises(CheckpointError, match=rf"{k} inputs in {words_per_row(k, bits)} words .* version"):
         READERS["compressed-tensors"].scheme(made)
+
+
+def test_few_codes_have_the_bits_that_are_said() -> None:
+    """16 inputs of 3 bits are two words, as are those of 4."""
+    made, expected = packed(4, 16, pack_words, config_groups=saying(4))
+    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packing_agrees_with_the_installed_compressed_tensors(bits: int, symmetric: bool) -> None:
+    """What it packs is read, whether it pads or not; from 0.18 on it takes anybit's words for the same weights."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    codes, zero, scale = random(N, K, top=2**bits), random(N, 2, top=2**bits), torch.rand(N, 2)
+    signed = [(part - 2 ** (bits - 1)).to(torch.int8) for part in (codes, zero)]
+    parts = {
+        "weight_packed": helpers.pack_to_int32(signed[0], bits), "weight_scale": scale,
+        "weight_shape": torch.tensor([N, K]),
+    }  # fmt: skip
+    if not symmetric:
+        parts["weight_zero_point"] = helpers.pack_to_int32(signed[1], bits, packed_dim=0).contiguous()
+    made = layer({"format": "pack-quantized", "config_groups": saying(bits)}, **parts)
+    weight = READERS["compressed-tensors"].read(made)
+    zeros = 2 ** (bits - 1) if symmetric else zero.repeat_interleave(32, 1)
+    assert torch.equal(weight.dequantize(), scale.repeat_interleave(32, 1) * (codes.float() - zeros))
+    dense = parts["weight_packed"].shape[1] == K * bits // 32
+    if dense:
+        arguments = quantization.QuantizationArgs(
+            num_bits=bits, symmetric=symmetric, strategy="group", group_size=32, type="int"
+        )
+        scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
+        ours = {name: tensor for name, tensor in QuantLinear.tensors_of(weight).items() if name != "bias"}
+        theirs = base.PackedQuantizationCompressor.decompress(ours, scheme=scheme)
+        assert torch.equal(theirs["weight"], weight.dequantize())
 
 
 def test_gptq_v2_zeros_are_as_they_are() -> None:

@@ -14,9 +14,12 @@ from anybit.checkpoints.configuration import (
     settings_of,
 )
 from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats.compressed_tensors import PADDED, packing
+from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.verify import layer_shapes
 from anybit.checkpoints.writing import write_text
 from anybit.errors import ConversionError
+from anybit.packing import WORD, words_per_row
 from anybit.scheme import CODES, GROUPS, Scheme, WeightFormat
 
 TARGETS = (COMPRESSED_TENSORS, METHOD)
@@ -77,6 +80,13 @@ def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
     if isinstance(module, Conv1D):
         return f"layer {name} was a Conv1D, whose weight compressed-tensors expects transposed"
     k = module.weight.shape[1]
+    codes = WORD // fmt.bits
+    both = fmt.bits in PADDED and -(-k // codes) == words_per_row(k, fmt.bits)
+    if both and (k > codes or fmt.code == "asym"):
+        return (
+            f"layer {name} has {k} inputs, whose {fmt.bits}-bit codes compressed-tensors before 0.18 would misread: "
+            f"it expects {codes} codes a word, and finds as many words; use 4 or 8 bits"
+        )
     if fmt.group is not None and k % fmt.group:
         smaller = [f"g{group}" for group in GROUPS if group > 16 and k % group == 0]  # no kernel runs g16
         advice = f"quantize with {' or '.join(smaller)}, or with whole rows" if smaller else "use whole rows"
@@ -141,6 +151,13 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
             raise ConversionError(f"{source.path} quantizes {name} by rules that anybit does not support")
     scheme = Scheme(_weight_format(source.path, group.get("weights") or {}))
     layers = _layers(source)
+    for name in layers:
+        if scheme.weights.bits in PADDED and packing(StoredLayer(source, name, config)) == (scheme.weights.bits, True):
+            raise ConversionError(
+                f"layer {name} holds {WORD // scheme.weights.bits} codes of {scheme.weights.bits} bits a word, as "
+                "compressed-tensors before 0.18 packed them, and anybit packs them without gaps: write them anew with "
+                "--output"
+            )
     _check_layers(source, layers, scheme.weights)
     ignore = [str(pattern) for pattern in config.get("ignore") or []]
     kept = [pattern.removeprefix("re:") for pattern in ignore]

@@ -2,6 +2,7 @@
 
 pack-quantized: weight_packed int32 [N, ceil(K*b/32)], anybit's own words; weight_scale [N, G]; weight_shape; where
 asymmetric weight_zero_point int32 [ceil(N*b/32), G]; in activation order weight_g_idx int32 [K].
+Before version 0.18 no code of 3, 5, 6 or 7 bits crossed words: 32 // b codes a word, the bits above them 0.
 int-quantized, naive-quantized: weight int8 [N, K], weight_scale [N, G], weight_zero_point int8 [N, G].
 The same 2:4 sparse (sparse-24-bitmask): compressed int8 [N, K/2], bitmask uint8 [N, K/8], least bit first; shape.
 float-quantized: weight e4m3 [N, K] (``fp8``), or compressed, which is read as the dense layer that it stands for, since
@@ -22,7 +23,7 @@ from anybit.checkpoints.configuration import check_pattern
 from anybit.checkpoints.formats import fp4, fp8
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size, unset
 from anybit.errors import dtype_name
-from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
+from anybit.packing import WORD, QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Code, Scheme, WeightFormat
 
 NAME = "compressed-tensors"
@@ -35,6 +36,8 @@ _KNOWN = (
     "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mixed-precision",
 )  # fmt: skip
+PADDED = (3, 5, 6, 7)
+"""Widths whose words compressed-tensors padded before version 0.18: they do not divide 32."""
 
 
 def matches(config: dict[str, Any]) -> bool:
@@ -73,12 +76,14 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     if _is_fp8(layer):
         return fp8.read(_with_blocks(layer))
     format, groups, (n, k) = _format(layer)
-    places = None
+    places, padded = None, False
     if format.sparse:
         kept = layer["compressed"].to(torch.int16) + 2 ** (format.bits - 1)
         words, indexed, places = pack_words(kept.to(torch.uint8), format.bits), False, _places(layer, n, k)
     elif "weight_packed" in layer:
         words, indexed = layer["weight_packed"], "weight_g_idx" in layer
+        if padded := packing(layer)[1]:
+            words = pack_words(_unpadded(layer, words, format.bits, k), format.bits)
     else:
         stored = layer["weight"].to(torch.int16) + 2 ** (format.bits - 1)
         words, indexed = pack_words(stored.to(torch.uint8), format.bits), False
@@ -86,13 +91,51 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     if format.code == "asym":
         zero = layer["weight_zero_point"]
         if zero.dtype == torch.int32:
-            zero = unpack_words(zero.t().contiguous(), format.bits, n).t()
+            zero = zero.t().contiguous()
+            zero = (_unpadded(layer, zero, format.bits, n) if padded else unpack_words(zero, format.bits, n)).t()
         else:
             zero = _of_rows((zero.to(torch.int16) + 2 ** (format.bits - 1)).to(torch.uint8), n)
         zero = groups.spread(zero)
     index = groups.order(layer["weight_g_idx"]) if indexed and not unset(layer["weight_g_idx"]) else None
     scale = groups.spread(finite(layer, "scales", _of_rows(layer["weight_scale"], n)))
     return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
+
+
+def packing(layer: StoredLayer) -> tuple[int, bool]:
+    """How many bits a code of a pack-quantized layer has, and whether words are padded, as before version 0.18.
+
+    The shape says it, else the bits that config.json names, and its version. Raises CheckpointError where these don't.
+    """
+    k, words = int(layer["weight_shape"].tolist()[1]), layer.shape("weight_packed")[1]
+    fitting = [(bits, False) for bits in range(1, 9) if words_per_row(k, bits) == words]
+    for bits in PADDED:  # the codes of one word are where they are in both packings, zero points may not be
+        if -(-k // (WORD // bits)) == words and (words > 1 or "weight_zero_point" in layer):
+            fitting.append((bits, True))
+    said = _settings(layer).get("num_bits")
+    found = [fit for fit in fitting if fit[0] == said] or [fit for fit in fitting if not fit[1]] or fitting
+    version = re.match(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})", str(layer.config.get("version")))
+    if len({bits for bits, _ in found}) < len(found) and version is not None:
+        numbers = tuple(map(int, version.groups()))  # previews of 0.17.2, which was never released, may do either
+        padded = True if numbers <= (0, 17, 1) else False if numbers >= (0, 18) else None
+        found = [fit for fit in found if fit[1] is padded]
+    if len(found) == 1:
+        return found[0]
+    if not fitting:
+        raise layer.refuse(f"{words} words a row fit no width of 1 to 8 bits with {k} inputs")
+    kinds = " or ".join(f"{bits} bits{', padded' if padded else ''}" for bits, padded in fitting)
+    raise layer.refuse(
+        f"{k} inputs in {words} words a row may be codes of {kinds}: config.json has to say num_bits, and the version "
+        "of compressed-tensors that packed them (words were padded before 0.18)"
+    )
+
+
+def _unpadded(layer: StoredLayer, words: Tensor, bits: int, length: int) -> Tensor:
+    """Words of 32 // bits codes each, int32 [R, W] -> codes uint8 [R, length]."""
+    each = WORD // bits
+    if words.shape[1] != -(-length // each):
+        raise layer.refuse(f"{length} codes of {bits} bits, {each} a word, are not {words.shape[1]} words")
+    codes = [(words >> bits * place & 2**bits - 1).to(torch.uint8) for place in range(each)]
+    return torch.stack(codes, -1).flatten(1)[:, :length]
 
 
 def _of_rows(values: Tensor, n: int) -> Tensor:
@@ -180,16 +223,7 @@ def _is_fp8(layer: StoredLayer) -> bool:
 def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
     if "weight_packed" in layer:
         n, k = (int(size) for size in layer["weight_shape"].tolist())
-        words = layer.shape("weight_packed")[1]
-        bits = next((b for b in range(1, 9) if words_per_row(k, b) == words), None)
-        said = _settings(layer).get("num_bits")
-        if said in (3, 5, 6, 7) and bits != said and words == -(-k // (32 // said)):
-            raise layer.refuse(
-                f"each word holds {32 // said} codes of {said} bits and is padded, as compressed-tensors up to 0.17 "
-                "packed them; pack the model again with a newer version"
-            )
-        if bits is None:
-            raise layer.refuse(f"{words} words a row fit no width of 1 to 8 bits with {k} inputs")
+        bits = packing(layer)[0]
     else:
         n, k = layer["shape"].flatten().tolist() if "bitmask" in layer else layer.shape("weight")
         bits = 8  # as they are stored, whatever they were rounded to
