@@ -1,7 +1,9 @@
 """jit.launch on hardware: streams, graphs, threads, several devices, torch.compile, and the cost to the host."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 from anybit import jit
 from anybit.jit import cache
+from anybit.ops.capture import capture
 from kernels import row_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -49,6 +52,30 @@ def test_graph_capture_of_the_first_launch() -> None:
         x.copy_(torch.randint(9, x.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         assert torch.equal(y, 2 * x.sum(1))
+
+
+def test_a_dead_graph_does_not_end_a_capture() -> None:
+    """The collector would find a dead cycle that holds a graph, and destroy it in the middle of another's capture."""
+    x, y = inputs()
+    sum_rows(x, y)
+    dead: list[object] = [torch.cuda.CUDAGraph(), *inputs()]
+    with torch.cuda.graph(dead[0]):  # type: ignore[arg-type]
+        sum_rows(dead[1], dead[2])  # type: ignore[arg-type]
+    dead.append(dead)
+    found = weakref.ref(dead[1])  # type: ignore[type-var]
+    thresholds, graph = gc.get_threshold(), torch.cuda.CUDAGraph()
+    gc.set_threshold(1, 1, 1)
+    try:
+        with capture(graph):
+            del dead
+            kept = [[i] for i in range(100)]
+            assert found() is not None and kept
+            sum_rows(x, y)
+    finally:
+        gc.set_threshold(*thresholds)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, 2 * x.sum(1))
 
 
 def test_new_thread() -> None:

@@ -30,6 +30,7 @@ from anybit.integrations import greedy
 from anybit.integrations.cache import NAME, AnyBitCache, NotCausalError
 from anybit.integrations.cache_name import CACHE, cache_of
 from anybit.linear import QuantLinear
+from anybit.ops.capture import capture
 from anybit.scheme import KVFormat
 
 logger = logging.get_logger("anybit")
@@ -92,7 +93,7 @@ class StepGraph:
                 self.logits = self._run()
         else:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            with capture(graph, self.stream):
                 self.logits = self._run()
             self.graph = graph
         current.wait_stream(self.stream)

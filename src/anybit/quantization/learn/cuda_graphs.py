@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.ops.capture import capture
+
 Function = Callable[..., tuple[Tensor, ...]]
 
 # Larger operands keep a GPU busy by themselves, and a recording would hold as much memory again.
@@ -46,6 +48,6 @@ class GraphRecorder:
     def _record(self, key: Hashable, function: Function, tensors: tuple[Tensor, ...]) -> None:
         graph: Any = torch.cuda.CUDAGraph()
         places = [tensor.detach().clone() for tensor in tensors]
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with capture(graph):
             results = function(*places)
         self._graphs[key] = graph, places, results

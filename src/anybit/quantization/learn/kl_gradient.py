@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from anybit.ops.capture import without_collector
+
 # Rows of logits that become probabilities together.
 _ROWS_AT_ONCE = 2048
 # Batches of a shape that run as they are before one is recorded: allocations and choices of algorithms settle.
@@ -179,7 +181,7 @@ class KLGradient:
         """Record a batch and run it."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with without_collector(), torch.cuda.graph(graph, stream=self._stream):
                 self._add(static, states)
         except RuntimeError as error:  # a model that looks at values on its way cannot be recorded
             warnings.warn(f"learning continues without CUDA graphs, which is slower: {error}", stacklevel=2)
