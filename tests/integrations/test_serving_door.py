@@ -64,6 +64,9 @@ def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **heade
         ({"temperature": "hot"}, "temperature must be int or float"),
         ({"temperature": 1e-40}, "temperature must be 0, or between 0.0001 and 100.0"),
         ({"temperature": float("nan")}, "temperature must be 0, or"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias is an object of token ids and numbers between -100 and 100"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias is an object of token ids"),
+        ({"logit_bias": [5]}, "logit_bias is an object of token ids"),
         ({"top_p": 1.5}, "top_p must be between 0.0 and 1.0"),
         ({"frequency_penalty": 1e300}, "frequency_penalty must be between -0.99 and 100.0"),
         ({"messages": "x"}, "messages must be list"),
@@ -108,6 +111,12 @@ def test_routes_that_load_read_or_unload_are_not_there(path: str) -> None:
     for method in ("GET", "POST"):
         assert ask(Door(app), b"{}", path=path, method=method)[0] == 404
     assert not app.bodies
+
+
+def test_whole_numbers_of_a_bias_are_passed_on_as_transformers_takes_them() -> None:
+    app = Asked()
+    assert ask(Door(app), b'{"logit_bias": {"5": -100}, "prompt": "x"}')[0] == 200
+    assert json.loads(app.bodies[0]) == {"logit_bias": {"5": -100.0}, "prompt": "x"} and b"-100.0" in app.bodies[0]
 
 
 def test_a_key_is_asked_for() -> None:

@@ -62,7 +62,7 @@ class Door:
         try:
             self._check_route(scope)
             body = await _body(scope, receive)
-            check_request(body)
+            body = checked(body)
         except _Refused as refused:
             await _answer(send, refused)
             return
@@ -109,8 +109,10 @@ async def _answer(send: Any, refused: _Refused) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def check_request(body: bytes) -> None:
-    """Raise _Refused for fields that would run a stranger's program, take without bounds, or end in a trace."""
+def checked(body: bytes) -> bytes:
+    """What is passed on. Raises _Refused for fields that would run a stranger's program, take without bounds, or end in
+    a trace.
+    """
     try:
         request = json.loads(body or b"{}")
     except (ValueError, RecursionError):
@@ -141,6 +143,18 @@ def check_request(body: bytes) -> None:
         raise _Refused(400, f"stop is a text or up to {STOPS}, of {STOP_LENGTH} characters at most")
     for name in sorted(set(request.get("chat_template_kwargs") or ()) & _arguments()):
         raise _Refused(400, f"chat_template_kwargs are variables of the model's template, and {name} is none")
+    bias = request.get("logit_bias")
+    if not bias:
+        return body
+    if not isinstance(bias, dict) or not all(_is_bias(*pair) for pair in bias.items()):
+        raise _Refused(400, "logit_bias is an object of token ids and numbers between -100 and 100")
+    # transformers takes no whole numbers here, which is what clients send.
+    return json.dumps({**request, "logit_bias": {token: float(value) for token, value in bias.items()}}).encode()
+
+
+def _is_bias(token: str, value: Any) -> bool:
+    named = token.isascii() and token.isdecimal() and len(token) < 10
+    return named and type(value) in (int, float) and abs(value) <= 100  # NaN is not
 
 
 def _arguments() -> set[str]:
