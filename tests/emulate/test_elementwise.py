@@ -122,6 +122,36 @@ def check_rotary_embedding(dtype, dim, norms, stores=False, paired=False):
     assert torch.equal(again, expected_q) and torch.equal(same, expected_k)
 
 
+@pytest.mark.parametrize("ordered", [None, False, True])  # without a ring; with one, by number or by name
+def test_rotary_embedding_in_parts(ordered, monkeypatch):
+    """More tokens than a grid has blocks along y: what one launch makes, in several."""
+    heads, kv_heads, dim, tokens, batch, ring = 2, 1, 32, 1 if ordered is None else 2, 5, 32
+    rows = batch * tokens
+    qkv, (cosine, sine) = torch.randn(rows, 4 * dim).half(), torch.rand(2, rows, dim).half()
+    lengths = torch.tensor([40, 2, 33, 7, 64], dtype=torch.int32)
+    sequences = torch.tensor([4, 2, 0, 1, 3], dtype=torch.int32) if ordered else None
+    launches = []
+
+    def launch(kernel, params, grid, **_):
+        launches.append(grid)
+        emulate.run(kernel, params, grid)
+
+    monkeypatch.setattr(rope.jit, "launch", launch)
+    made = []
+    for most in (65535, 3):
+        monkeypatch.setattr(rope, "MOST_TOKENS", most)
+        q, k = torch.zeros(rows, heads, dim).half(), torch.zeros(rows, kv_heads, dim).half()
+        cache = torch.zeros(batch, kv_heads, 2, ring * dim).half()
+        args = rope.RopeStoreArgs(cosine, sine, cache, lengths, sequences, heads, kv_heads, tokens)
+        problem = rope.Problem(rows, heads, kv_heads, dim, torch.float16, stores=ordered is not None)
+        rest = (k, rope.NO_NORMS) if ordered is None else (None, rope.NO_NORMS, args)
+        rope.launch(problem, qkv, cosine, sine, q, *rest)
+        made.append((q, k, cache))
+    assert [grid[1] for grid in launches] == [rows, *((3, 2) if ordered is None else (2, 2, 2, 2, 2))]
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("dtype", "dim", "norms", "paired"),
     [(torch.float16, 64, False, True), (torch.bfloat16, 128, True, False), (torch.float16, 256, True, True)],

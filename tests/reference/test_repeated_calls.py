@@ -17,6 +17,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
+from anybit.kernels.elementwise import rope
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.ops import call_cache, elementwise, fused, packed, packed_calls
 from anybit.ops import pages as pages_ops
@@ -246,3 +247,13 @@ def test_who_looks_at_ops_sees_them(driver: Driver) -> None:
     assert driver.slow == 2, "the two that write down what is launched"
     ops.linear(x, layer)
     assert driver.slow == 2
+
+
+@pytest.mark.parametrize("grid", [(1 << 31, 1, 1), (1, 65536, 1), (1, 1, 65536)])
+def test_grids_beyond_cuda_are_refused_before_anything_changes(grid: tuple[int, int, int]) -> None:
+    launcher = object.__new__(launching.Launcher)
+    launcher.kernel = rope.kernel(rope.default(rope.Problem(1, 1, 1, 16)))
+    known = launching._Gridded(SimpleNamespace(gridDimX=1), (1, 1, 1))
+    with pytest.raises(KernelError, match=r"beyond what CUDA launches.*pass fewer tokens or sequences"):
+        launcher._on_grid(known, 0, grid)
+    assert known.config == SimpleNamespace(gridDimX=1)

@@ -23,6 +23,7 @@ from anybit.jit.params import layout_of
 from anybit.jit.source import Kernel
 
 Grid = tuple[int, int, int]
+_MOST_BLOCKS = 2**31 - 1, 65535, 65535
 
 _launchers: dict[tuple[Kernel, int, bool], "Launcher"] = {}
 _loading = threading.Lock()
@@ -230,6 +231,11 @@ class Launcher:
         if min(grid) < 1 or grid[0] % kernel.cluster:
             raise ValueError(
                 f"grid {grid} of {kernel.entry}: sides must be positive, x a multiple of cluster {kernel.cluster}"
+            )
+        if any(side > most for side, most in zip(grid, _MOST_BLOCKS, strict=True)):
+            raise KernelError(
+                f"grid {grid} of {kernel.entry} is beyond what CUDA launches, {_MOST_BLOCKS} blocks along x, y and z: "
+                "pass fewer tokens or sequences at a time"
             )
         config = self._config(stream) if known is None else known.config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid

@@ -1,6 +1,6 @@
 """Rotary position embedding of a fused projection's queries and keys: the host side of rope.cuh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -13,6 +13,8 @@ from anybit.kernels.elementwise.norm_act import paired_rows
 
 WARP = 32
 MAX_HEAD_DIM = 512
+MOST_TOKENS = 65535
+"""Of a launch: tokens are blocks along y, of which a grid has no more."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +155,25 @@ def launch(
     problem: Problem, qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | None, norms: Norms,
     step: RopeStoreArgs | None = None,
 ) -> None:  # fmt: skip
-    """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
+    """Launch on the current stream, once for every ``MOST_TOKENS``. Shapes and dtypes are the caller's to check
+    (``anybit.ops`` does).
 
     step: whose ring keys and values go to instead of ``k``.
     """
     config, (q_gamma, k_gamma, epsilon) = default(problem), norms
     ring, lengths, sequences = (None, None, None) if step is None else (step.ring, step.lengths, step.sequences)
-    tokens, slots = (1, 1) if step is None else (step.tokens, step.ring_tokens)
-    params = Params(
-        qkv, cosine, sine, q_gamma, k_gamma, q, k, ring, lengths, sequences,
-        qkv.stride(0), problem.query_heads, problem.key_heads, tokens, slots, epsilon,
-    )  # fmt: skip
-    jit.launch(kernel(config), params, grid(problem, config), pdl=True, device=qkv.get_device())
+    each, slots = (1, 1) if step is None else (step.tokens, step.ring_tokens)
+    if each > MOST_TOKENS:
+        raise KernelError(f"{each} new tokens of a sequence are more than a launch stores ({MOST_TOKENS})")
+    most = MOST_TOKENS // each * each  # whole sequences
+    for first in range(0, problem.tokens, most):
+        part, behind = slice(first, min(first + most, problem.tokens)), slice(first // each, None)
+        if sequences is None and step is not None:  # those of a launch are counted from its first one
+            ring, lengths = step.ring[behind], step.lengths[behind]
+        params = Params(
+            qkv[part], cosine[part], sine[part], q_gamma, k_gamma, q[part], None if k is None else k[part],
+            ring, lengths, None if sequences is None else sequences[behind],
+            qkv.stride(0), problem.query_heads, problem.key_heads, each, slots, epsilon,
+        )  # fmt: skip
+        blocks = grid(replace(problem, tokens=part.stop - first), config)
+        jit.launch(kernel(config), params, blocks, pdl=True, device=qkv.get_device())
