@@ -122,6 +122,16 @@ def test_rows_never_overlap(x: Tensor) -> None:
     assert rows.stride(1) == 1 and rows.stride(0) >= 64
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_far_apart_are_a_copy(rows: int) -> None:
+    """Two prompts of 131,072 tokens of 8,192 values: kernels for few tokens count a row's bytes in 32 bits."""
+    with FakeTensorMode():
+        last = torch.empty(rows, 1 << 17, 8192, dtype=torch.float16)[:, -1:]
+        assert rows_of(last, 8192).stride() == (8192, 1)
+        near = torch.empty(rows, (1 << 17) - 1, 8192, dtype=torch.float16)[:, -1:]
+        assert rows_of(near, 8192).stride() == near.stride()[::2]
+
+
 def test_rows_further_apart_are_no_copy() -> None:
     x = torch.randn(4, 80)[:, :64]
     assert rows_of(x, 64).data_ptr() == x.data_ptr() and rows_of(x, 64).stride() == (80, 1)

@@ -36,10 +36,14 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None
 
 
 def rows_of(x: Tensor, k: int) -> Tensor:
-    """X [..., k] as rows [M, k] that do not overlap, of adjacent values; a copy where it must be one."""
+    """X [..., k] as rows [M, k] that do not overlap, of adjacent values; a copy where it must be one.
+
+    Nor are they 2 GiB apart, as the last tokens of long prompts may be: kernels count a row's bytes in 32 bits.
+    """
     rows = x.reshape(-1, k)
-    if rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < k):
-        return rows.contiguous()
+    step = rows.stride(0)
+    if rows.stride(1) != 1 or (rows.shape[0] > 1 and step < k) or step * rows.element_size() >= 2**31:
+        return rows.clone(memory_format=torch.contiguous_format)
     return rows
 
 

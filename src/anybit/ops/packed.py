@@ -237,7 +237,7 @@ class PackedTiles(Backend):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, PackedWeight, sm90_packed_gemv.Config] | None:
         """Rows, their residual, where their sum goes, weight and config of a product with a norm, if there is one."""
         check_input(x, tensors[0], spec)
-        rows = x.reshape(-1, spec.k).contiguous()
+        rows = rows_of(x, spec.k).contiguous()
         weight = _weight(tensors, spec)
         config = _norm_config(spec, rows, weight)
         other = None if residual is None else residual.reshape(rows.shape).contiguous()
