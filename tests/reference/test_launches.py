@@ -20,6 +20,7 @@ from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.ops import backends, bitwise, elementwise, fused, packed
 from anybit.ops.backend import LinearSpec
+from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
@@ -49,7 +50,7 @@ class Launches:
                 value = value.data_ptr() if isinstance(value, Tensor) else value or 0
             values.append(value)
         layout.packer.pack(*values)
-        assert min(grid) >= 1 and grid[0] % kernel.cluster == 0
+        assert min(grid) >= 1 and grid[0] % kernel.cluster == 0 and max(grid[1:]) <= 65535
         assert kernel.shared_bytes <= self.device.shared_bytes
         self.kernels.append(kernel.entry)
 
@@ -198,6 +199,27 @@ def test_kernels_between_products(launches: Launches) -> None:
     q, k = elementwise._rotate_cuda(torch.randn(6, 256).half(), *tables, 2, 1, *gammas, 1e-5, False)
     assert (q.shape, k.shape) == ((6, 2, 64), (6, 1, 64))
     assert len(launches.kernels) == 4
+
+
+def test_a_prompt_of_many_tokens_is_turned(launches: Launches) -> None:
+    tokens, qkv, table = 16 * 8192, torch.empty(16 * 8192, 64).half(), torch.empty(16 * 8192, 16).half()
+    q, k = elementwise._rotate_cuda(qkv, table, table, 2, 1, None, None, 1e-5, False)
+    assert (len(q), len(k)) == (tokens, tokens) and len(launches.kernels) == 3
+
+
+@pytest.mark.parametrize("which", ["x", "gamma", "residual"])
+def test_norms_of_operands_anywhere(which: str) -> None:
+    """Kernels read eights of all three at once where all begin on 16 bytes, and never else."""
+    operands = {"x": torch.empty(3 * K + 1).half(), "gamma": torch.empty(K + 1).half()}
+    operands["residual"] = torch.empty(3 * K + 1).half()
+    for shift in (0, 1):
+        x, gamma, other = (
+            one[(shift if name == which else 0) :][: one.numel() - 1].view(-1, K) for name, one in operands.items()
+        )
+        prologue = ActivationPrologue(quantize_activations.Source.rms_norm, x, gamma[0], 1e-5, other, other)
+        for target in quantize_activations.Target:
+            problem = prologue.problem(Scheme.parse("w4a8").activations, target)
+            assert problem.aligned == quantize_activations.default(problem).aligned == (shift == 0)
 
 
 @pytest.mark.parametrize("rotated", [False, True])

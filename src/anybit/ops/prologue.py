@@ -1,6 +1,6 @@
 """What a backend does to rows while it codes them, instead of reading what another kernel has written."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -31,8 +31,12 @@ class ActivationPrologue:
         return self.rows[:, : self.rows.shape[1] // 2] if self.source is Source.silu_mul else self.rows
 
     def problem(self, format: ActivationFormat, target: Target) -> Problem:
-        """What quantize-and-pack is asked for."""
-        return quantize_activations.problem_of(self.rows, format, target, self.source, self.rotated)
+        """What quantize-and-pack is asked for. It reads gamma and the residual in the same eights as rows."""
+        problem = quantize_activations.problem_of(self.rows, format, target, self.source, self.rotated)
+        others = (one for one in (self.gamma, self.residual) if one is not None)
+        if problem.aligned and any(one.data_ptr() % 16 for one in others):
+            return replace(problem, aligned=False)
+        return problem
 
     def arguments(self, problem: Problem, config: Config, packed: Packed) -> Params:
         """The arguments of its launch."""
