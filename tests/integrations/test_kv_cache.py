@@ -24,9 +24,16 @@ MODELS = {
 }
 
 
-def model_of(name: str):
+def model_of(name: str, attention: str | None = None, spread: float | None = None):
+    """A model of random weights. attention: its implementation.  spread: of matrices, so that tokens are far apart."""
     torch.manual_seed(0)
-    return MODELS[name]().eval()
+    model = MODELS[name]().eval()
+    for parameter in model.parameters() if spread is not None else ():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, spread)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model
 
 
 def bloom():
@@ -115,9 +122,8 @@ def test_generate(name, options):
 
 
 def test_several_tokens_at_once_and_taking_them_back():
-    model = model_of("llama")
+    model = model_of("llama", "anybit")
     ids = torch.randint(0, 97, (1, 135))
-    model.set_attn_implementation("anybit")
     cache = AnyBitCache("kv4", config=model.config)
     with torch.no_grad():
         model(input_ids=ids[:, :120], past_key_values=cache)
@@ -132,8 +138,7 @@ def test_several_tokens_at_once_and_taking_them_back():
 
 
 def test_what_cannot_be_is_refused_by_name():
-    model = model_of("llama")
-    model.set_attn_implementation("anybit")
+    model = model_of("llama", "anybit")
     ids = torch.randint(0, 97, (1, 5))
     with pytest.raises(LayerError, match="needs an AnyBitCache"):
         model(input_ids=ids)
@@ -151,10 +156,7 @@ def test_what_cannot_be_is_refused_by_name():
 
 @pytest.mark.parametrize("attention", ["anybit", "sdpa"])
 def test_a_chat_goes_on_over_the_cache_of_its_past(attention: str) -> None:
-    model = model_of("llama")
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.2)
+    model = model_of("llama", spread=0.2)
     call = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     ids, more = torch.randint(1, 97, (2, 130)), torch.randint(1, 97, (2, 5))
     turns = []
@@ -171,10 +173,7 @@ def test_a_chat_goes_on_over_the_cache_of_its_past(attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ["anybit", "sdpa"])
 def test_drafts_that_are_wrong_are_taken_back(attention: str) -> None:
-    model = model_of("llama")
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.2)
+    model = model_of("llama", spread=0.2)
     ids = torch.randint(1, 97, (1, 40)).repeat(1, 3)
     call = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     wanted = model.generate(ids, **call)
@@ -210,8 +209,7 @@ def test_masks_that_are_not_causal_are_refused() -> None:
 
 def test_what_a_cache_holds_and_does_not() -> None:
     """Values alone are kept of a pass with gradients; what other caches do layer by layer is refused."""
-    model = model_of("llama")
-    model.set_attn_implementation("anybit")
+    model = model_of("llama", "anybit")
     cache = AnyBitCache("kv4", config=model.config)
     ids = torch.arange(40)[None]
     model(ids, past_key_values=cache)
@@ -227,8 +225,7 @@ def test_what_a_cache_holds_and_does_not() -> None:
 
 @pytest.mark.parametrize("attention", ["anybit", "eager"])
 def test_tokens_that_a_static_cache_refuses_are_not_counted(attention: str) -> None:
-    model = model_of("llama")
-    model.set_attn_implementation(attention)
+    model = model_of("llama", attention)
     ids = torch.randint(0, 97, (2, 140))
     fresh, used = (AnyBitCache("kv4", config=model.config, capacity=100, static=True) for _ in range(2))
     with torch.no_grad():
@@ -254,8 +251,7 @@ def test_tokens_that_a_static_cache_refuses_are_not_counted(attention: str) -> N
 
 
 def test_tokens_that_a_later_layer_refuses_are_taken_back() -> None:
-    model = model_of("llama")
-    model.set_attn_implementation("anybit")
+    model = model_of("llama", "anybit")
     two = hf.LlamaConfig(**{**GATED, "num_hidden_layers": 2}, attn_implementation="anybit")
     cache = AnyBitCache("kv4", config=two, capacity=256, static=True)
     for _ in range(2):
@@ -265,8 +261,7 @@ def test_tokens_that_a_later_layer_refuses_are_taken_back() -> None:
 
 
 def test_a_cache_goes_on_after_a_mask_that_it_refused() -> None:
-    model = model_of("llama")
-    model.set_attn_implementation("anybit")
+    model = model_of("llama", "anybit")
     ids, hole = torch.randint(0, 97, (1, 20)), torch.ones(1, 20, dtype=torch.long)
     hole[0, 7] = 0
     fresh, used = (AnyBitCache("kv4", config=model.config) for _ in range(2))
