@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.config import set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.model_loader import get_model
 
 from anybit.checkpoints.formats.write import convert_into
@@ -172,6 +172,18 @@ def test_a_model_of_the_hub_is_checked_before_a_layer_is_made(
         build()
     config.load_config.load_format = "dummy"
     build()
+
+
+def test_weights_that_vllm_makes_up_are_no_codes(folders: dict[str, Path]) -> None:
+    """`--load-format dummy`, which fills floats alone: the folder is not damaged."""
+    config = configured(folders["packed"])
+    config.load_config.load_format = "dummy"
+    with set_current_vllm_config(config):
+        quantization = AnyBitConfig("w4a16g32")
+        quantization.stored = ["q"]
+        layer = ReplicatedLinear(64, 64, bias=False, params_dtype=torch.float32, quant_config=quantization, prefix="q")
+        with pytest.raises(OptionError, match="--load-format dummy makes numbers up, which codes are not: leave it"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _results(folders: dict[str, Path], tmp_path: Path, loader: Any, count: int) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
@@ -16,7 +17,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from anybit import ops
 from anybit.checkpoints.verify import check_values
-from anybit.errors import AnyBitError, CheckpointError, LayerError
+from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError
 from anybit.integrations.vllm import fusion, rotary, warmup
 from anybit.integrations.vllm.parameters import (
     ANOTHER,
@@ -31,6 +32,7 @@ from anybit.integrations.vllm.parameters import (
     whole,
 )
 from anybit.integrations.vllm.product import ANOTHER_LAYOUT, Product
+from anybit.integrations.vllm.streams import DUMMY
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
@@ -288,6 +290,12 @@ class AnyBitLinearMethod(_Method):
     def _check_loaded(self, layer: Any, shapes: Tensor) -> None:
         for n, k in shapes.tolist():
             if (n, k) == (0, 0):
+                config = get_current_vllm_config_or_none()
+                if config is not None and str(config.load_config.load_format) == DUMMY:
+                    raise OptionError(
+                        f"--load-format {DUMMY} makes numbers up, which codes are not: leave it out, or serve the "
+                        "model that is not quantized with a scheme (`anybit serve MODEL --scheme w4a16g128`)"
+                    )
                 raise CheckpointError(f"layer {self.name}: the checkpoint has no tensors for a part of it; {ANOTHER}")
             if k != layer.anybit_whole_inputs:
                 raise CheckpointError(

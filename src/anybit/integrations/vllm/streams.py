@@ -27,7 +27,7 @@ from anybit.quantization.pipeline.modules import skeleton
 
 OF_FILES = ("auto", "hf", "safetensors", "fastsafetensors")
 """vLLM's formats of loading that read a folder's safetensors."""
-_DUMMY = "dummy"
+DUMMY = "dummy"
 _AT_ONCE = 8
 """How many layers are read at once: vLLM leaves each of its processes one thread."""
 
@@ -93,7 +93,7 @@ def note(source: Source) -> None:
     """Have the tensors of the model that is being built come from a source. OptionError for a loader of other files."""
     config = get_current_vllm_config()
     form = str(config.load_config.load_format)
-    if form not in (*OF_FILES, _DUMMY):
+    if form not in (*OF_FILES, DUMMY):
         raise OptionError(
             f"--load-format {form} reads tensors as they are stored, and those of {source.folder} are read by anybit: "
             "leave it out, or convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
