@@ -103,6 +103,7 @@ def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: flo
         ({"bits": 1.5, "options": TEXT}, OptionError, r"1.5 bits a weight cannot be met: .* the average is 2\."),
         ({"memory": 1000, "options": TEXT}, OptionError, r"the model takes \d{5} bytes"),
         ({"bits": 4.0, "memory": 1e6, "options": TEXT}, OptionError, "one of them, and not both"),
+        ({"context": 5, "options": TEXT}, OptionError, "context, 5, .* give memory, a size, too"),
         ({"bits": float("nan"), "options": TEXT}, OptionError, "bits must be a number, not nan"),
         ({"memory": float("nan"), "options": TEXT}, OptionError, "memory must be a number, not nan"),
         ({"bits": 4.0}, TextError, "name a file with --text"),

@@ -127,7 +127,9 @@ def test_layers_whose_words_older_versions_would_take_for_their_own_stay_anybits
 
 
 def test_other_refusals(sources: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="cannot convert to 'gguf'; there are compressed-tensors, anybit"):
+    with pytest.raises(
+        ConversionError, match="cannot convert to 'gguf' in place; there are compressed-tensors, anybit, and"
+    ):
         convert(sources["llama"], "gguf")
     with pytest.raises(ConversionError, match="not a model that anybit quantized"):
         convert(sources["llama"], "compressed-tensors")

@@ -33,7 +33,8 @@ def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dic
     nothing is changed then. No tensor is touched.
     """
     if to not in TARGETS:
-        raise ConversionError(f"cannot convert to {to!r}; there are {', '.join(TARGETS)}")
+        there = f"{', '.join(TARGETS)}, and in new files (--output) gptq, gguf"
+        raise ConversionError(f"cannot convert to {to!r} in place; there are {there}")
     source = Folder(folder, trust_remote_code)
     quantization = _to_compressed_tensors(source) if to == "compressed-tensors" else _to_anybit(source)
     config = {**source.config, "quantization_config": quantization}

@@ -61,15 +61,15 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     context: with memory, leave room in it for so many tokens of a KV cache, in the scheme's format or in 16 bits.
     Raises OptionError for a size that no choice meets, TextError without a text.
     """
+    if context is not None and (memory is None or context < 1):
+        raise OptionError(
+            f"context, {context}, is tokens of a cache in memory: at least 1, and give memory, a size, too"
+        )
     if (bits is None) == (memory is None):
         raise OptionError("give bits, an average, or memory, a size: one of them, and not both")
     size = bits if memory is None else memory
     if size is not None and math.isnan(size):
         raise OptionError(f"{'bits' if memory is None else 'memory'} must be a number, not {size}")
-    if context is not None and (memory is None or context < 1):
-        raise OptionError(
-            f"context, {context}, is tokens of a cache in memory: at least 1, and give memory, a size, too"
-        )
     if not {"text", "sequences"} & job.options.keys():
         raise TextError("widths are chosen by what they cost on a text: name a file with --text")
     options = Options.of({name: value for name, value in job.options.items() if name in OPTIONS})
