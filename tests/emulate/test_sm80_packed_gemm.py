@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import emulate
+from anybit import jit
 from anybit.device import Device
 from anybit.kernels.gemm import packed_layout, sm80_packed_gemm
+from anybit.kernels.gemm.sm80_packed_gemm import Params
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, TOLERANCE, problem, product, scheme_of
 
@@ -87,3 +89,31 @@ def test_ragged_and_ordered() -> None:
 
 def test_int8_on_later_architectures() -> None:
     run(WeightFormat(4, "asym", 128), 3, 64, 256, torch.int8, arch="sm_90a")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_more_tokens_than_a_launch_takes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+
+    def launch(kernel: jit.Kernel, params: Params, grid: tuple[int, int, int], **_: object) -> None:
+        grids.append(params.m)
+        emulate.run(kernel, params, grid, resident=2)
+
+    monkeypatch.setattr(sm80_packed_gemm.jit, "launch", launch)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: replace(Device.named("sm_80"), sms=2)))
+    monkeypatch.setattr(sm80_packed_gemm, "_STEPS", 3)
+    case = product(WeightFormat(4, "sym", 128), 70, 64, 256, dtype, bias=True)
+    y = case.empty()
+    sm80_packed_gemm.launch(case.packed, case.x, y, case.x_scale, case.bias)
+    assert grids == [64, 6] and case.error(y) < TOLERANCE[case.output]
+
+
+@pytest.mark.parametrize("shape", [(128256, 16384), (16384, 53248), (1 << 20, 16384), (1, 1)])
+@pytest.mark.parametrize("m", [1, 20000, 1 << 22])
+def test_any_number_of_tokens_has_a_config(shape: tuple[int, int], m: int) -> None:
+    asked = problem(m, *shape, WeightFormat(4, "sym", 128), torch.float16, Device.named("sm_80"))
+    part = sm80_packed_gemm.at_once(asked)
+    config = sm80_packed_gemm.default(asked)
+    tokens, rows, depth = sm80_packed_gemm._line(part, config)
+    assert part.m == m or part.m % 64 == 0
+    assert tokens * rows * depth < 2**24 and sm80_packed_gemm._sizes(part, config)[0] <= 2**28

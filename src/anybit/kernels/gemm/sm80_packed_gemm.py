@@ -21,6 +21,12 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.kernels.gemm.packed_problem import Facts, facts, legal
 
+_TOKENS = (8, 16, 32, 64)
+"""Columns of a token tile."""
+_MOST_TOKENS, _MOST_ROWS = _TOKENS[-1], 256
+_STEPS, _SUMS = 2**24 - 1024, 2**28
+"""Of a launch: the kernel divides by floats, and keeps the sums of all tiles apart."""
+
 
 @dataclass(frozen=True)
 class Config(Facts):
@@ -66,9 +72,17 @@ class Params:
     row_tiles: Int32
 
 
+def at_once(problem: LinearProblem) -> LinearProblem:
+    """The same with as many tokens as one launch takes: its steps are counted in 24 bits, its sums take a gibibyte."""
+    steps = max(1, problem.weight_tiles * problem.column_blocks)  # of the narrowest row tiles
+    sums = max(1, packed_layout.round_up(problem.n, _MOST_ROWS)) * _MOST_TOKENS
+    tiles = min(_STEPS // steps, _SUMS // sums)
+    return replace(problem, m=min(problem.m, max(1, tiles) * _MOST_TOKENS))
+
+
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    p = problem
+    p = at_once(problem)
     if p.device.capability < 80:
         return f"{p.device.arch} has no cp.async: sm_80 and later do"
     if p.act_order and p.activations.quantized:
@@ -124,9 +138,7 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
-    shapes = itertools.product(
-        (8, 16, 32, 64), ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)), (2, 3, 4, 6), (False, True)
-    )
+    shapes = itertools.product(_TOKENS, ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)), (2, 3, 4, 6), (False, True))
     candidates = (_config(problem, tokens, *warps, stages, nibbles) for tokens, warps, stages, nibbles in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
@@ -139,7 +151,7 @@ def default(problem: LinearProblem) -> Config:
     """
     if (reason := why_not(problem)) is not None:
         raise KernelError(reason)
-    tokens = next((t for t in (8, 16, 32, 64) if t >= problem.m), 64)
+    tokens = next((t for t in _TOKENS if t >= problem.m), _MOST_TOKENS)
     if tokens <= 16:
         shapes: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (1, 8, 1))
     elif problem.activations.quantized and (tokens == 64 or problem.weights.group == 32):
@@ -167,6 +179,7 @@ def _config(
 
 def room_for_all(problem: LinearProblem, device: torch.device) -> tuple[Tensor, Tensor]:
     """A ``scratch`` that is large enough for every config of a problem."""
+    problem = at_once(problem)
     sums, locks = zip(*(_sizes(problem, config) for config in configs(problem)), strict=True)
     return _room(max(sums), max(locks), device)
 
@@ -193,10 +206,17 @@ def launch(
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
 
-    Activation order costs a gather of x first. room: a ``scratch`` that is large enough, for launches one after
-    another. KernelError where it cannot be done.
+    More tokens than ``at_once`` takes are several launches. Activation order costs a gather of x first. room: a
+    ``scratch`` that is large enough, for launches one after another. KernelError where it cannot be done.
     """
     problem = replace(packed_problem.checked_problem(weight, x, y, x_scale, bias), act_order=False)
+    most = at_once(problem).m
+    if most < problem.m:
+        for first in range(0, problem.m, most):
+            part = slice(first, first + most)
+            scale = None if x_scale is None else x_scale[part]
+            launch(weight, x[part], y[part], scale, bias, config, pdl, room)
+        return
     x = packed_layout.in_order(weight, x)
     config = packed_layout.checked_config(problem, config, default, why_not)
     params = arguments(weight, x, y, x_scale, bias, *(room or scratch(problem, config, x.device)))
