@@ -132,3 +132,16 @@ def test_one_of_several_products_before_turned_heads() -> None:
     values = quantize(torch.randn(128, 256), "w4a16g128")
     kind = ahead.LayerKind(values.spec_text, torch.float16, False, heads=(4, 2, 64, False))
     ahead._call(kind, values.tensors, 3)
+
+
+def test_a_map_that_may_not_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of root's; that dispatchers ignore it is said there."""
+
+    def refuse(self: Path, *arguments: Any, **options: Any) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    kept_choices._build()
+    expected = kept_choices.name_of(["a"], 8, H200)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert kept_choices.name_of(["a"], 8, H200) == expected

@@ -1,5 +1,6 @@
 """Spaces of products, and maps on disk: what is obeyed, what is only a hint, what is ignored by name."""
 
+import contextlib
 import json
 import multiprocessing
 import warnings
@@ -155,7 +156,7 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.json.bad").read_text() == text, "what was there may be somebody's"
 
 
-@pytest.mark.parametrize("what", ["family", "field", "kind of field", "strategy"])
+@pytest.mark.parametrize("what", ["family", "field", "kind of field", "size below 0", "size beyond int", "strategy"])
 def test_a_name_that_is_unknown_drops_its_point(what: str, tmp_path: Path) -> None:
     """Not the file: a map may be of a later version; of kernels that have changed since no field is looked at."""
     one, other = product(), product(m=64)
@@ -169,7 +170,8 @@ def test_a_name_that_is_unknown_drops_its_point(what: str, tmp_path: Path) -> No
     elif what == "strategy":
         measured["padding to int7"] = measured.pop("padding to int8")
     else:
-        content["configs"][name] |= {"deeper": 3} if what == "field" else {"stages": "many"}
+        odd = {"kind of field": "many", "size below 0": -2, "size beyond int": 2**31}
+        content["configs"][name] |= {"deeper": 3} if what == "field" else {"stages": odd[what]}
     path = tmp_path / "map.json"
     path.write_text(json.dumps(content))
     with pytest.warns(UserWarning, match=r"map.json: 1 points are dropped; the first: w4a8 16 x 4096 x 4096: .*"):
@@ -179,6 +181,18 @@ def test_a_name_that_is_unknown_drops_its_point(what: str, tmp_path: Path) -> No
         content["measured"]["kernels"]["sm90_packed_gemm"] = 0
         path.write_text(json.dumps(content))
         assert read(path).why_hint("NVIDIA H200")
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_config_with_a_size_of_zero_is_illegal_or_runs(name: str) -> None:
+    """Legality divides by some sizes; a map that names them 0 must not end a model's step."""
+    for one in (product(m=m, scheme=scheme) for m in (4, 64) for scheme in ("w4a8", "w4a16g128")):
+        family = FAMILIES[name]
+        if family.why_not(one) is None:
+            fields = family.fields(family.default(one))
+            for field in (field for field, value in fields.items() if type(value) is int):
+                with contextlib.suppress(KernelError):
+                    Measured(1.0, name, tuple({**fields, field: 0}.items())).candidate(one)
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling", "itself", "unreadable"])

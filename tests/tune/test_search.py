@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
@@ -18,6 +19,7 @@ from anybit.kernels.gemm.builtin import builtin
 from anybit.kernels.gemm.families import Candidate
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
+from anybit.tune import dispatch
 from anybit.tune import policy as policies
 from anybit.tune import search as searching
 from anybit.tune.policy import Policy, read
@@ -49,6 +51,8 @@ class FakeBench:
             os._exit(139)
         if what == "hang":
             time.sleep(60)
+        if what == "no memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
         if what == "wrong":
             raise WrongResultError("its mean relative error is 1.0")
         if what == "fault":
@@ -72,6 +76,8 @@ class FakeRunner:
         return {"device": H200, "driver": "1.2", "torch": "0"}
 
     def prepare(self, product: LinearProblem) -> FakeBench:
+        if self.troubles.get(str(product)) == "no memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
         return FakeBench(self, product)
 
 
@@ -123,6 +129,24 @@ def test_a_candidate_that_misbehaves_is_excluded_by_name(trouble: str, tmp_path:
     assert said in found.excluded[bad]
     assert found.points == 2
     assert read(tmp_path / "map.json").excluded == found.excluded
+
+
+@pytest.mark.parametrize("who", ["candidate", "built in", "product"])
+def test_what_finds_no_memory_is_not_excluded_and_tried_again(who: str, tmp_path: Path) -> None:
+    """Another program may have had it."""
+    one = product(m=64)
+    tried = candidates_of(one, (), Options(each=3))
+    bad = {"candidate": excluded_name(one, tried[2]), "built in": excluded_name(one, tried[0]), "product": str(one)}[
+        who
+    ]
+    FakeRunner.troubles, dispatch._told = {bad: "no memory"}, set()
+    with pytest.warns(UserWarning, match="the GPU's memory was full"):
+        found = run([one, product(m=96)], tmp_path / "map.json")
+    assert not found.excluded
+    known = {m for points in found.layers.values() for m in points}
+    assert known == ({64, 96} if who == "candidate" else {96})
+    FakeRunner.troubles = {}
+    assert run([one, product(m=96)], tmp_path / "map.json").points == 2
 
 
 def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 An entry holds for one build of anybit, one GPU, its maps, and one list of layers: all of that is in its name.
 """
 
+import contextlib
 import hashlib
 import io
 import pickle
@@ -38,8 +39,10 @@ def name_of(layers: Iterable[str], most: int, device: Device) -> str | None:
     """The name of an entry: a hash of all that decides; None where maps were given by hand."""
     if given():
         return None
-    own = own_file(device.name)
-    parts = [_build(), str(device).encode(), own.read_bytes() if own.is_file() else b"", str(most).encode()]
+    own = b""
+    with contextlib.suppress(OSError):  # there is none, or none that may be read, which a warning has said
+        own = own_file(device.name).read_bytes()
+    parts = [_build(), str(device).encode(), own, str(most).encode()]
     parts += [text.encode() for text in (*sorted(allowed()), "layers", *layers)]
     digest = hashlib.sha256()
     for part in parts:

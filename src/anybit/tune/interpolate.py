@@ -37,5 +37,5 @@ def _estimate(candidate: Candidate, product: LinearProblem) -> float | None:
     try:
         product = replace(product, activations=candidate.activations)
         return FAMILIES[candidate.kernel].estimate(product, candidate.config)
-    except KernelError:
+    except (KernelError, ZeroDivisionError):
         return None

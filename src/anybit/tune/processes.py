@@ -59,9 +59,9 @@ class Worker:
         self, product: LinearProblem, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget,
         guess_us: float, limit: float,
     ) -> list[Time | str]:  # fmt: skip
-        """The time of a call of each candidate, or what is wrong with it; keep: places of those timed carefully.
+        """The time of a call of each candidate, or what is wrong with it ("": it found no memory on the GPU).
 
-        Raises CrashError, and begins anew, where one of them ends the process, or takes more than ``limit`` seconds.
+        keep: places timed carefully. Raises CrashError, and begins anew, where the process ends or takes longer.
         """
         try:
             found: list[Time | str] = self._run(limit, _measure, product, candidates, keep, effort, guess_us)
@@ -102,24 +102,22 @@ def _begin(factory: Callable[[], Any]) -> Any:
 
 
 def _measure(
-    product: LinearProblem,
-    candidates: Sequence[Candidate],
-    keep: Collection[int],
-    effort: TimingBudget,
-    guess_us: float,
+    product: LinearProblem, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget, guess: float
 ) -> list[Time | str]:
-    bench, good = _runner.prepare(product), []
-    found: list[Any] = [None] * len(candidates)
-    for i, candidate in enumerate(candidates):
-        try:
-            bench.check(candidate)
-            good.append(i)
-        except _REFUSED as error:
-            found[i] = f"{error}".partition("\n")[0]
-    kept = [place for place, i in enumerate(good) if i in keep]
-    times = bench.times([candidates[i] for i in good], kept, effort, guess_us) if good else []
-    for i, time in zip(good, times, strict=True):
-        found[i] = time
+    found: list[Any] = [""] * len(candidates)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        bench, good = _runner.prepare(product), []
+        for i, candidate in enumerate(candidates):
+            try:
+                bench.check(candidate)
+                good.append(i)
+            except _REFUSED as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    found[i] = f"{error}".partition("\n")[0]
+        kept = [place for place, i in enumerate(good) if i in keep]
+        times = bench.times([candidates[i] for i in good], kept, effort, guess) if good else []
+        for i, time in zip(good, times, strict=True):
+            found[i] = time
     return found
 
 

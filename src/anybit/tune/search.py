@@ -21,6 +21,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.gemm.families import Candidate
 from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.tune.dispatch import tell
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.tune.processes import CrashError, Worker, apart, compile_one, compilers, die_with_parent
 from anybit.tune.roofline import floor_us
@@ -280,7 +281,7 @@ def race(
     policy: Policy,
     keep: Collection[Candidate] = (),
 ) -> list[tuple[Candidate, Time]]:
-    """Check and time candidates in the child; what fails is excluded, and left out.
+    """Check and time candidates in the child; what fails is excluded, and left out; nothing where memory is short.
 
     keep: candidates that are timed carefully however they begin, as built-in choices are.
     """
@@ -291,15 +292,17 @@ def race(
         for one, answer in zip(some, answers, strict=True):
             if isinstance(answer, Time):
                 found.append((one, answer))
-            else:
+            elif answer:
                 policy.excluded[excluded_name(product, one)] = answer
+            else:
+                tell("the GPU's memory was full: the next search tries again what was not timed")
+                if one in keep:
+                    return []
         return found
 
     todo = [one for one in candidates if excluded_name(product, one) not in policy.excluded]
-    try:
+    with contextlib.suppress(CrashError):
         return measured(todo, options.limit + _EACH_SECONDS * len(todo))
-    except CrashError:
-        pass
     good = []
     for one in todo:  # which of them it was shows when each is measured alone
         try:

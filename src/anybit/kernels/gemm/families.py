@@ -81,7 +81,10 @@ class KernelFamily:
             return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
         if self.module is sm80_packed_gemm and product.device.arch == "sm_90a":
             return "sm_90a has wgmma, which is 1.5 times as fast as this family's mma.sync"
-        reason: str | None = self.module.why_not(product, config)
+        try:
+            reason: str | None = self.module.why_not(product, config)
+        except ZeroDivisionError:
+            reason = f"one of the sizes in {config} is 0"
         return reason
 
     def configs(self, product: LinearProblem) -> list[Any]:
@@ -132,8 +135,9 @@ class KernelFamily:
                 if value not in kind.__members__:
                     raise KernelError(f"{name} of {self.name} is one of {', '.join(kind.__members__)}, not {value!r}")
                 found[name] = kind[str(value)]
-            elif type(value) is not kind:
-                raise KernelError(f"{name} of {self.name} is of type {kind.__name__}, not {value!r}")
+            elif type(value) is not kind or not 0 <= int(value) < 2**31:
+                what = "bool" if kind is bool else "int from 0 to 2^31 - 1"
+                raise KernelError(f"{name} of {self.name} is of type {what}, not {value!r}")
             else:
                 found[name] = value
         return found
