@@ -55,6 +55,12 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def sixteen_bits(what: str, dtype: object) -> str:
+    """A sentence for values of another type than kernels take, and what to do about it."""
+    advice = "load the model with dtype=torch.float16 or torch.bfloat16"
+    return f"{what} float16 or bfloat16, not {dtype_name(dtype)}: {advice}"
+
+
 def printable(text: object, keep: str = "") -> str:
     r"""Text from a file as a terminal may show it: what is not printable becomes an escape such as ``\x1b``.
 

@@ -1,5 +1,6 @@
 """Bad input of the ops that norm, code and multiply is named before anything is launched."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, packed_tiles, sm90_packed_gemm
+from anybit.kernels.elementwise import norm_act, quantize_activations, rope, rope_pages
+from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, packed_rows, packed_tiles, sm90_packed_gemm
 from anybit.ops import elementwise, fused
 from anybit.ops.backend import LinearSpec
 from anybit.ops.checks import check_input, rows_of
@@ -268,3 +269,16 @@ def test_products_of_large_tiles(changes: dict[str, Tensor], said: str) -> None:
     given: dict[str, Any] = {"x": half(2, 64), "bias": None, "y": half(2, 8)} | changes
     with pytest.raises(KernelError, match=said):
         sm90_packed_gemm.multiply(given["x"], weight, given["bias"], given["y"])
+
+
+def test_what_no_kernel_turns_or_norms_says_what_to_do() -> None:
+    wide = {"dtype": torch.float32}
+    reasons = [norm_act.why_not(norm_act.Problem(1, 8, **wide)), rope.why_not(rope.Problem(1, 1, 1, 16, **wide))]
+    reasons.append(packed_rows.why_not(WeightFormat(4), torch.float32))
+    assert all(
+        "not float32: load the model with dtype=torch.float16 or torch.bfloat16" in one for one in reasons if one
+    )
+    assert all(reasons)
+    many = rope_pages.Problem(1 << 22, 48, 8, 128)
+    assert "4194304 tokens are more threads" in (rope_pages.why_not(many) or "")
+    assert rope_pages.why_not(replace(many, tokens=1 << 21)) is None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import KernelError, dtype_name
+from anybit.errors import KernelError, sixteen_bits
 from anybit.jit import Float32, Int32, Int64, Pointer
 
 VECTOR = 8
@@ -56,7 +56,7 @@ class Params:
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"rows are float16 or bfloat16, not {dtype_name(problem.dtype)}"
+        return sixteen_bits("rows are", problem.dtype)
     if problem.m < 1 or problem.k < 1:
         return f"rows of shape {problem.m} x {problem.k} are empty"
     if problem.k > MOST_THREADS * MOST_VECTORS * VECTOR:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import KernelError, dtype_name
+from anybit.errors import KernelError, sixteen_bits
 from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.elementwise.norm_act import paired_rows
 
@@ -123,7 +123,7 @@ def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
 def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"heads are float16 or bfloat16, not {dtype_name(problem.dtype)}"
+        return sixteen_bits("heads are", problem.dtype)
     step = 16 if problem.paired or problem.stores else 2
     if problem.head_dim % step or not 0 < problem.head_dim <= MAX_HEAD_DIM:
         return f"a head has a multiple of {step} channels, {MAX_HEAD_DIM} at most, not {problem.head_dim}"

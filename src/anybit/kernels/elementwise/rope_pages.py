@@ -91,6 +91,8 @@ def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
     if problem.head_dim not in HEAD_DIMS:
         return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
+    if _threads(problem) >= 2**31 - 256:
+        return f"{problem.tokens} tokens are more threads than a launch counts (2^31): turn fewer at a time"
     return rope.why_not(problem)
 
 
@@ -104,9 +106,12 @@ def default(problem: Problem) -> Config:
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """A thread for each 16 channels of all heads of all tokens."""
+    return -(-_threads(problem) // config.threads), 1, 1
+
+
+def _threads(problem: Problem) -> int:
     heads = problem.query_heads + 2 * problem.key_heads
-    threads = problem.tokens * heads * (problem.head_dim // _CHANNELS)
-    return -(-threads // config.threads), 1, 1
+    return problem.tokens * heads * (problem.head_dim // _CHANNELS)
 
 
 @cache

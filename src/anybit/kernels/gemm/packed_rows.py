@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import KernelError, dtype_name
+from anybit.errors import KernelError, dtype_name, sixteen_bits
 from anybit.jit import Int32, Pointer
 from anybit.kernels.common.types import Code, Output
 from anybit.kernels.gemm import packed_layout
@@ -48,7 +48,7 @@ def why_not(format: WeightFormat, dtype: torch.dtype) -> str | None:
     if format.sparse:
         return "rows of 2:4 sparse weights are not read one by one"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"rows become float16 or bfloat16, not {dtype_name(dtype)}"
+        return sixteen_bits("rows become", dtype)
     return None
 
 
