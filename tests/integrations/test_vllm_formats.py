@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 import cases_serving
 import cases_vllm
@@ -53,6 +54,18 @@ def load(layer: Any, tensors: dict[str, torch.Tensor], *shard: Any) -> None:
     for name, tensor in tensors.items():
         place = getattr(layer, name)
         place.weight_loader(place, tensor, *shard)
+
+
+def test_a_model_that_drafts_is_found_by_the_names_of_its_own_files(rank: Any) -> None:
+    """vLLM puts one more word before them: its layers were taken for floats, and the codes had no place."""
+    config = AnyBitConfig("w4a16g32", overrides={"model.layers.0.mlp.down_proj": Scheme.parse("w8a16g32")})
+    config.stored = ["model.layers.0.mlp.down_proj", "lm_head"]
+    name = "draft_model.model.layers.0.mlp.down_proj"
+    layer = RowParallelLinear(64, 64, bias=False, params_dtype=torch.float32, quant_config=config, prefix=name)
+    (part,) = layer.quant_method.parts
+    assert (part.name, str(part.scheme)) == ("model.layers.0.mlp.down_proj", "w8a16g32")
+    head = ParallelLMHead(32, 64, params_dtype=torch.float32, quant_config=config, prefix="draft_model.lm_head")
+    assert isinstance(head.quant_method, AnyBitHeadMethod)
 
 
 def test_a_head_of_codes_is_not_tied() -> None:

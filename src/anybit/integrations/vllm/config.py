@@ -32,6 +32,8 @@ from anybit.scheme import Scheme
 
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
 HEADS = ("lm_head", "embed_out")
+_DRAFT = "draft_model."
+"""What vLLM puts before the names of a model that drafts, and no checkpoint has."""
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
     'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
@@ -195,6 +197,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self._check_engine()
         if self._source is not None:
             streams.note(self._source)
+        prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, RoutedExperts):
             self._tell("experts stay in 16 bits: anybit's schemes apply to the linear layers alone")
             return UnquantizedFusedMoEMethod(layer.moe_config)
