@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit import ops
+from anybit.device import Device
 from anybit.errors import LayerError, dtype_name
 from anybit.hadamard import inverse
 from anybit.ops.backend import RopeStoreArgs
@@ -321,7 +322,7 @@ class QuantLinear(nn.Module):
         """Whether the kernel that codes this layer's input can make it too."""
         assert self._prepared is not None
         plain = self.input_scale is None and self.weight_g_idx is None
-        if self.hadamard and ops.rotation_refused(self.in_features, x.dtype):
+        if self.hadamard and x.is_cuda and ops.rotation_refused(self.in_features, x.dtype, Device.of(x)):
             return False
         coded = self.scheme.activations.quantized and ops.backends[self._prepared.spec.backend].codes
         return plain and coded and x.is_cuda

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit import jit, ops
+from anybit import hadamard, jit, ops
 from anybit.device import Device
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
@@ -205,6 +205,18 @@ def test_a_prompt_of_many_tokens_is_turned(launches: Launches) -> None:
     tokens, qkv, table = 16 * 8192, torch.empty(16 * 8192, 64).half(), torch.empty(16 * 8192, 16).half()
     q, k = elementwise._rotate_cuda(qkv, table, table, 2, 1, None, None, 1e-5, False)
     assert (len(q), len(k)) == (tokens, tokens) and len(launches.kernels) == 3
+
+
+@pytest.mark.parametrize("k", [14336, 28672])
+def test_rotations_of_wide_rows(k: int, launches: Launches) -> None:
+    """28,672 values take 130 KiB of shared memory, which blocks of sm_89 do not have: torch rotates them there."""
+    x, room = torch.randn(2, k).half(), launches.device.shared_bytes
+    y = ops._hadamard_cuda(x)
+    fits = k == 14336 or room > 130 << 10
+    assert launches.kernels == ["transform"] * fits
+    if not fits:
+        torch.testing.assert_close(y, hadamard.transform(x))
+    assert (ops.rotation_refused(k, x.dtype, launches.device) is None) == fits
 
 
 @pytest.mark.parametrize("which", ["x", "gamma", "residual"])

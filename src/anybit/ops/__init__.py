@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
+from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.hadamard import factor, transform
 from anybit.kernels.elementwise import hadamard as hadamard_kernel
@@ -191,8 +192,8 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def _hadamard_cuda(x: Tensor) -> Tensor:
-    # Without a kernel for the size or the type: the same in torch's operations.
-    problem = hadamard_kernel.Problem(1, x.shape[-1], x.dtype)
+    # Without a kernel for the size, the type or the device: the same in torch's operations.
+    problem = hadamard_kernel.Problem(1, x.shape[-1], x.dtype, Device.of(x))
     return transform(x) if hadamard_kernel.why_not(problem) else hadamard_kernel.transform(x)
 
 

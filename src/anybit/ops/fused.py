@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.elementwise.quantize_activations import Problem, Source, why_not
 from anybit.kernels.elementwise.rope import RopeStoreArgs
@@ -84,13 +85,13 @@ def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: 
 def _codes(x: Tensor, spec: LinearSpec, rotated: bool) -> bool:
     """Whether a kernel codes rows of a layer and makes them as well."""
     coding = spec.activations.quantized and backends[spec.backend].codes and x.is_cuda and x.numel() > 0
-    return coding and not (rotated and rotation_refused(spec.k, x.dtype))
+    return coding and not (rotated and rotation_refused(spec.k, x.dtype, Device.of(x)))
 
 
 @cache
-def rotation_refused(k: int, dtype: torch.dtype) -> str | None:
-    """Why no kernel rotates rows of k values while it codes them, in a sentence; None if one does."""
-    return why_not(Problem(1, k, ActivationFormat(8, "sym"), dtype, rotated=True))
+def rotation_refused(k: int, dtype: torch.dtype, device: Device | None = None) -> str | None:
+    """Why no kernel rotates rows of k values while it codes them, in a sentence; None if one does (on a device)."""
+    return why_not(Problem(1, k, ActivationFormat(8, "sym"), dtype, rotated=True, device=device))
 
 
 def _norm_linear(

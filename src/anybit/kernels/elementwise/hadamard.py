@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit import hadamard, jit
+from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.jit import Float32, Int64, Pointer
 
@@ -20,11 +21,12 @@ _MOST_ROWS = 16
 
 @dataclass(frozen=True)
 class Problem:
-    """Vectors [rows, k] of a 16-bit type."""
+    """Vectors [rows, k] of a 16-bit type, on a device; None: one whose blocks have room for them."""
 
     rows: int
     k: int
     dtype: torch.dtype = torch.float16
+    device: Device | None = None
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,12 @@ def why_not(problem: Problem) -> str | None:
         return f"vectors must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
     if problem.k > MOST_SIZE:
         return f"{problem.k} values are more than a block holds ({MOST_SIZE})"
-    order, _ = hadamard.factor(problem.k)
+    order, power = hadamard.factor(problem.k)
     if order > MOST_ORDER:
         return (
             f"this kernel takes factors up to order {MOST_ORDER}, and this size has one of {order}: torch multiplies it"
         )
-    return None
+    return None if problem.device is None else problem.device.why_not_shared(shared_bytes(order, power))
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
+from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.hadamard import factor
 from anybit.jit import Float32, Int32, Int64, Pointer
@@ -45,7 +46,8 @@ class Target(Enum):
 class Problem:
     """Activations [m, k] in ``dtype`` -> codes in ``format``. ``aligned``: rows start on 16 bytes, K is in eights.
 
-    rotated: what the source gives is multiplied by a Hadamard matrix first, as ``kernels.hadamard`` does.
+    rotated: what the source gives is multiplied by a Hadamard matrix first, as ``kernels.hadamard`` does, in the shared
+    memory of ``device``; None: of one that has room for it.
     """
 
     m: int
@@ -56,6 +58,7 @@ class Problem:
     target: Target = Target.planes
     aligned: bool = True
     rotated: bool = False
+    device: Device | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,8 @@ def problem_of(
     m, k = x.shape
     k = k // 2 if source is Source.silu_mul else k
     aligned = k % VECTOR == 0 and rows_aligned(x)
-    return Problem(m, k, format, x.dtype, source, target, aligned, rotated)
+    device = Device.of(x) if rotated and x.is_cuda else None
+    return Problem(m, k, format, x.dtype, source, target, aligned, rotated, device)
 
 
 def quantize(
@@ -348,6 +352,8 @@ def _unrotatable(problem: Problem) -> str | None:
     reason = hadamard.why_not(hadamard.Problem(problem.m, problem.k, problem.dtype))
     if reason is None and factor(problem.k)[1] % VECTOR:
         return f"a power of two in K = {problem.k} of {factor(problem.k)[1]} is less than the vectors of {VECTOR}"
+    if reason is None and problem.device is not None:
+        return problem.device.why_not_shared(_REDUCTION_BYTES + hadamard.shared_bytes(*factor(problem.k)))
     return reason
 
 
