@@ -1,7 +1,9 @@
 """compressed-tensors loads what anybit saved, and anybit takes it back."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from anybit.checkpoints.convert import convert, shared_ignore
 from anybit.checkpoints.formats.write import convert_into
-from anybit.errors import ConversionError
+from anybit.errors import CheckpointError, ConversionError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.quantization.methods.registry import quantize_folder
@@ -100,6 +102,54 @@ def test_activation_order_is_refused_by_name(sources: dict[str, Path], tmp_path:
     assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
     with pytest.raises(ConversionError, match=r"layer model\.layers\.0\.\S+ has an activation order"):
         convert(tmp_path / "out", "compressed-tensors")
+
+
+def _changed(folder: Path, entry: dict[str, Any], **tensors: torch.Tensor) -> None:
+    """Change a folder's quantization_config, and tensors of its only file."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= entry
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict[str, Path], tmp_path: Path) -> None:
+    quantize_folder(sources["llama"], tmp_path / "out", "w4a16g32")
+    convert(tmp_path / "out", "compressed-tensors")
+    apply = [{"targets": ["re:.*down_proj"], "location": "input"}]
+    rotated = {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}}
+    scales = {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+    shape = {"model.layers.0.mlp.up_proj.weight_shape": torch.tensor([1, 96, 64])}
+    group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
+    odd = {"config_groups": {"g": {**group, "weights": {**group["weights"], "num_bits": "four"}}}}
+    for i, (entry, tensors, message) in enumerate(
+        [
+            (rotated, {}, "rotates activations while it runs"),
+            ({"kv_cache_scheme": {"num_bits": 8}}, scales, r"k_scale, for a KV cache .* anew with --output"),
+            ({}, shape, "up_proj cannot be read: its tensors contradict"),
+            (odd, {}, "weights of 'four' bits"),
+            ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may take for ever"),
+        ]
+    ):
+        shutil.copytree(tmp_path / "out", tmp_path / str(i))
+        _changed(tmp_path / str(i), entry, **tensors)
+        before = (tmp_path / str(i) / "config.json").read_text()
+        with pytest.raises((ConversionError, CheckpointError), match=message):
+            convert(tmp_path / str(i), "anybit")
+        assert (tmp_path / str(i) / "config.json").read_text() == before
+
+
+def test_what_others_leave_out_is_written(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Defaults, whole rows as groups of -1, and the format of the group alone."""
+    quantize_folder(sources["llama"], tmp_path / "out", "w4a16")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    convert(tmp_path / "out", "compressed-tensors")
+    weights = {"num_bits": 4, "strategy": "channel", "group_size": -1}
+    groups = {"config_groups": {"a": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}}
+    _changed(tmp_path / "out", {"format": "mixed-precision", **groups})
+    convert(tmp_path / "out", "anybit")
+    assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()) == tokens_of(ours)
 
 
 def test_words_that_compressed_tensors_padded_are_written_anew(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from anybit.checkpoints.configuration import (
     COMPRESSED_TENSORS,
     FORMAT,
     METHOD,
+    Quantization,
     compressed_tensors_settings,
     configuration,
     settings_of,
@@ -139,7 +140,7 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
     groups = config.get("config_groups") or {}
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ConversionError(f"{source.path} has {len(groups)} config_groups; anybit has one scheme a model")
-    (group,) = groups.values()
+    ((title, group),) = groups.items()
     if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
         raise ConversionError(f"{source.path}: its config_groups do not describe weights")
     kind = group.get("format") or config.get("format")
@@ -152,6 +153,7 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
             raise ConversionError(f"{source.path} quantizes {name} by rules that anybit does not support")
     scheme = Scheme(_weight_format(source.path, group.get("weights") or {}))
     layers = _layers(source)
+    _check_foreign(source)
     for name in layers:
         if scheme.weights.bits in PADDED and packing(StoredLayer(source, name, config)) == (scheme.weights.bits, True):
             raise ConversionError(
@@ -162,7 +164,33 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
     _check_layers(source, layers, scheme.weights)
     ignore = [str(pattern) for pattern in config.get("ignore") or []]
     kept = [pattern.removeprefix("re:") for pattern in ignore]
-    return {**config, METHOD: settings_of(configuration(scheme, kept))}
+    # What others leave out, or write in other words, is written as it is checked when the folder is loaded.
+    whole = compressed_tensors_settings(scheme.weights, ignore)
+    group = {**group, "weights": {**group["weights"], **whole["config_groups"]["group_0"]["weights"]}}
+    entry = {
+        **config,
+        "format": FORMAT,
+        "config_groups": {title: group},
+        METHOD: settings_of(configuration(scheme, kept)),
+    }
+    Quantization.of({"quantization_config": entry}, source.path / "config.json")
+    return entry
+
+
+def _check_foreign(source: Folder) -> None:
+    """Hold a folder against its model as other tools' folders are held; refuse scales of a quantized KV cache."""
+    from anybit.checkpoints.formats.translate import FolderTranslation
+    from anybit.quantization.pipeline.modules import skeleton
+
+    found = FolderTranslation.of(source)
+    if found is None:
+        return
+    found.check(skeleton(source.path, source.trust_remote_code))
+    if found.kv_scales:
+        raise ConversionError(
+            f"{source.path} has {found.kv_scales[0]}, for a KV cache that anybit rounds otherwise: write the model "
+            "anew with --output, which leaves such scales aside"
+        )
 
 
 def _weight_format(path: Path, weights: dict[str, Any]) -> WeightFormat:
@@ -175,8 +203,10 @@ def _weight_format(path: Path, weights: dict[str, Any]) -> WeightFormat:
         raise ConversionError(f"{path} has an activation order ({weights['actorder']}) that its tensors do not store")
     if strategy == "group" and group not in GROUPS:
         raise ConversionError(f"{path} has groups of {group}; anybit has groups of {', '.join(map(str, GROUPS))}")
-    code = "sym" if weights.get("symmetric", True) else "asym"
-    return WeightFormat(int(weights.get("num_bits", 8)), code, group if strategy == "group" else None)  # type: ignore[arg-type]
+    code, bits = "sym" if weights.get("symmetric", True) else "asym", weights.get("num_bits", 8)
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
+        raise ConversionError(f"{path} has weights of {bits!r} bits; anybit has those of 1 to 8")
+    return WeightFormat(bits, code, group if strategy == "group" else None)  # type: ignore[arg-type]
 
 
 def _layers(source: Folder) -> list[str]:
