@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybit import jit
+from anybit import jit, ops
 from anybit.errors import KernelError
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import norm_act, quantize_activations, rope, rope_pages
@@ -80,6 +80,11 @@ def test_a_norm_whose_result_is_coded(
     ):
         with pytest.raises(KernelError, match=said):
             call(half(2, 64))
+
+
+def test_ids_on_another_device_than_their_table() -> None:
+    with pytest.raises(KernelError, match="ids are on cpu, and the table of rows on meta: move one of them"):
+        ops._rows(torch.tensor([1]), [half(1).to("meta")], torch.float16, str(spec()))
 
 
 def test_gate_and_up_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,8 @@ def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str) -> Tensor:
+    if ids.device != weight[0].device:
+        raise KernelError(f"ids are on {ids.device}, and the table of rows on {weight[0].device}: move one of them")
     parsed = LinearSpec.parse(spec)
     return backends[parsed.backend].rows(ids, weight, parsed, dtype)
 
