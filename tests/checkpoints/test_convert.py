@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.cases_models import save_tiny, tokens_of
 from tests.checkpoints.test_format_layouts import padded
 from torch import nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3MoeConfig
 
 from anybit.checkpoints.convert import convert, shared_ignore
 from anybit.checkpoints.formats.write import convert_into
@@ -86,6 +86,22 @@ def test_what_it_cannot_express_is_refused_by_name(
     with pytest.raises(ConversionError, match=message):
         convert(tmp_path / "out", "compressed-tensors")
     assert (tmp_path / "out" / "config.json").read_text() == before
+
+
+def test_models_with_experts_stay_anybits(tmp_path: Path) -> None:
+    """transformers and vLLM would look for codes of experts, which stay in 16 bits."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(
+        vocab_size=96, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, **sizes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert found["quant_method"] == "anybit"
+    assert len(tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())) == 12
+    with pytest.raises(ConversionError, match=r"has experts in 16 bits \(model\.layers\.0\.mlp\.experts\.\w+\)"):
+        convert(tmp_path / "out", "compressed-tensors")
 
 
 def test_activation_order_is_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:

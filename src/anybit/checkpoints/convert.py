@@ -67,12 +67,21 @@ def shared_ignore(
     activation order.
     """
     quantized = set(quantized)
-    if hadamard or input_scale or why_not(scheme) is not None:
+    if hadamard or input_scale or why_not(scheme) is not None or _experts(model) is not None:
         return None
     for name, module in model.named_modules():
         if name in quantized and _why_not_layer(name, module, scheme.weights) is not None:
             return None
     return _unquantized_linears(model, quantized)
+
+
+def _experts(model: Any) -> str | None:
+    """The name of a parameter that holds several experts, if there is one.
+
+    transformers and vLLM take them for linear layers of such a folder, and the first does so whatever it ignores.
+    """
+    found = (name for name, parameter in model.named_parameters() if parameter.ndim > 2)
+    return next((name for name in found if ".experts." in name or ".block_sparse_moe." in name), None)
 
 
 def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
@@ -125,6 +134,10 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
     layers = _layers(source)
     _check_layers(source, layers, scheme.weights)
     model = skeleton(source.path, source.trust_remote_code)
+    if (experts := _experts(model)) is not None:
+        raise ConversionError(
+            f"{source.path} has experts in 16 bits ({experts}): readers of compressed-tensors expect codes of them"
+        )
     for name, module in model.named_modules():
         if name in layers and (why := _why_not_layer(name, module, scheme.weights)) is not None:
             raise ConversionError(why)
