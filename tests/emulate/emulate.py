@@ -3,7 +3,8 @@
     emulate.run(kernel, Params(x, y, 8, 100, 2.0), grid=(2, 1, 1))
 
 writes into the tensors that the parameters name, as a launch would, or raises EmulationError with the name of what is
-wrong: an overrun, a race, a missing wait, a divergent barrier, a deadlock. See docs/writing-kernels.md.
+wrong: an overrun, a misaligned vector, a race, a missing wait, a divergent barrier, a deadlock. See
+docs/writing-kernels.md.
 """
 
 import ctypes
@@ -91,6 +92,8 @@ def run(
     dependent: names of parameters that an earlier kernel may still write: touching them before griddepcontrol_wait is
     an error, and so is a launch in which no thread calls it.
     """
+    if grid[0] >= 1 << 31 or max(grid[1:]) > 65535:
+        raise EmulationError(f"{kernel.entry}: a grid of {grid} has more blocks than CUDA launches")
     layout = layout_of(kernel.params)
     runtime, function = prepare(kernel)
     values, copies = [], []

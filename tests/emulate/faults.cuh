@@ -52,6 +52,11 @@ KERNEL(divergent_shuffle) {
 
 KERNEL(global_overrun) { p.y[threadIdx.x] = p.x[threadIdx.x + (Config::fault ? 1 : 0)]; }
 
+KERNEL(misaligned_vector) {
+    if (threadIdx.x < Config::threads / 4 - 1)
+        reinterpret_cast<uint4*>(p.y)[threadIdx.x] = *reinterpret_cast<const uint4*>(p.x + 4 * threadIdx.x + (Config::fault ? 2 : 0));
+}
+
 KERNEL(null_pointer) { p.y[threadIdx.x] = (Config::fault ? static_cast<const uint32_t*>(nullptr) : p.x)[threadIdx.x]; }
 
 KERNEL(shared_overrun) {

@@ -63,6 +63,7 @@ def test_example(seed: int) -> None:
         ),
         ("divergent_shuffle", 256, r"divergent shfl.*: thread \d+ of the same group is at shfl"),
         ("global_overrun", 256, r"load of 4 bytes from x \+ 256, past its 256 bytes: overrun"),
+        ("misaligned_vector", 256, r"load of 16 bytes at x \+ \d+: misaligned"),
         ("null_pointer", 256, r"access of address .*, which is no memory"),
         ("shared_overrun", 256, r"store of 4 bytes to shared memory \+ 256, past its 256 bytes: overrun"),
         ("copy_overrun", 256, r"cp.async of 16 bytes from x \+ 256, past its 256 bytes: overrun"),
@@ -79,6 +80,13 @@ def test_faults_are_named(entry: str, shared_bytes: int, message: str) -> None:
         run(entry, 0, x, torch.zeros(64, dtype=torch.int32), seed, shared_bytes=shared_bytes)
         with pytest.raises(emulate.EmulationError, match=message):
             run(entry, 1, x, torch.zeros(64, dtype=torch.int32), seed, shared_bytes=shared_bytes)
+
+
+@pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536), (1 << 31, 1, 1)])
+def test_grids_that_cuda_does_not_launch(grid: tuple[int, int, int]) -> None:
+    kernel = row_sums.kernel(row_sums.Config())
+    with pytest.raises(emulate.EmulationError, match="more blocks than CUDA launches"):
+        emulate.run(kernel, row_sums.Params(torch.zeros(1, 1), torch.zeros(1), 1, 1, 2.0), grid)
 
 
 def test_what_the_right_ones_compute() -> None:

@@ -174,13 +174,21 @@ using namespace emulate;
 
 // ---- What -fsanitize=thread calls before every load and store of the kernel -----------------------------------------
 
-#define HOOKS(bytes)                                                                                              \
-    extern "C" void __tsan_read##bytes(void* p) { if (inside(p)) check_read(p, bytes, "load"); }                  \
-    extern "C" void __tsan_write##bytes(void* p) { if (inside(p)) check_write(p, bytes, "store"); }               \
-    extern "C" void __tsan_unaligned_read##bytes(void* p) { if (inside(p)) check_read(p, bytes, "load"); }        \
-    extern "C" void __tsan_unaligned_write##bytes(void* p) { if (inside(p)) check_write(p, bytes, "store"); }     \
-    extern "C" void __tsan_volatile_read##bytes(void* p) { if (inside(p)) check_read(p, bytes, "load"); }         \
-    extern "C" void __tsan_volatile_write##bytes(void* p) { if (inside(p)) check_write(p, bytes, "store"); }
+static void checked(void* p, size_t bytes, bool write, bool aligned) {
+    if (!inside(p)) return;
+    const char* what = write ? "store" : "load";
+    if (aligned && reinterpret_cast<uintptr_t>(p) % bytes)
+        fail("%s of %zu bytes at %s: misaligned", what, bytes, place(p).c_str());
+    write ? check_write(p, bytes, what) : check_read(p, bytes, what);
+}
+
+#define HOOKS(bytes)                                                                               \
+    extern "C" void __tsan_read##bytes(void* p) { checked(p, bytes, false, true); }                \
+    extern "C" void __tsan_write##bytes(void* p) { checked(p, bytes, true, true); }                \
+    extern "C" void __tsan_unaligned_read##bytes(void* p) { checked(p, bytes, false, false); }     \
+    extern "C" void __tsan_unaligned_write##bytes(void* p) { checked(p, bytes, true, false); }     \
+    extern "C" void __tsan_volatile_read##bytes(void* p) { checked(p, bytes, false, true); }       \
+    extern "C" void __tsan_volatile_write##bytes(void* p) { checked(p, bytes, true, true); }
 HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
 extern "C" void __tsan_read_range(void* p, size_t bytes) { if (inside(p)) check_read(p, bytes, "load"); }
 extern "C" void __tsan_write_range(void* p, size_t bytes) { if (inside(p)) check_write(p, bytes, "store"); }
