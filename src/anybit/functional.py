@@ -42,7 +42,8 @@ def matmul(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
 
     x: [..., K]; float16 or bfloat16 on a GPU, any float type on a CPU. bias: float [N]. Returns [..., N] in x's dtype.
     Quantized activations are quantized on the way. Raises KernelError or LayerError, before anything is launched, for
-    an x of another width, dtype or device than the weight takes.
+    an x of another width, dtype or device than the weight takes. For gradients of x call a ``QuantLinear``: here they
+    are lost on a GPU, with torch's warning about an op without an autograd kernel.
     """
     if not isinstance(weight, Prepared):
         raise LayerError(
