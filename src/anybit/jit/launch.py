@@ -23,7 +23,8 @@ from anybit.jit.params import layout_of
 from anybit.jit.source import Kernel
 
 Grid = tuple[int, int, int]
-_MOST_BLOCKS = 2**31 - 1, 65535, 65535
+MOST_BLOCKS = 2**31 - 1, 65535, 65535
+"""Of a grid, along x, y and z."""
 
 _launchers: dict[tuple[Kernel, int, bool], "Launcher"] = {}
 _loading = threading.Lock()
@@ -232,9 +233,9 @@ class Launcher:
             raise ValueError(
                 f"grid {grid} of {kernel.entry}: sides must be positive, x a multiple of cluster {kernel.cluster}"
             )
-        if any(side > most for side, most in zip(grid, _MOST_BLOCKS, strict=True)):
+        if any(side > most for side, most in zip(grid, MOST_BLOCKS, strict=True)):
             raise KernelError(
-                f"grid {grid} of {kernel.entry} is beyond what CUDA launches, {_MOST_BLOCKS} blocks along x, y and z: "
+                f"grid {grid} of {kernel.entry} is beyond what CUDA launches, {MOST_BLOCKS} blocks along x, y and z: "
                 "pass fewer tokens or sequences at a time"
             )
         config = self._config(stream) if known is None else known.config

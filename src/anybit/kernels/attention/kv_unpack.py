@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from anybit.device import Device
-from anybit.jit import Int32, Int64, Kernel, Pointer
+from anybit.jit import MOST_BLOCKS, Int32, Int64, Kernel, Pointer
 from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
-_MOST_JOBS = 65535
+_MOST_JOBS = MOST_BLOCKS[1]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from anybit.kernels.elementwise.norm_act import paired_rows
 
 WARP = 32
 MAX_HEAD_DIM = 512
-MOST_TOKENS = 65535
-"""Of a launch: tokens are blocks along y, of which a grid has no more."""
+MOST_TOKENS = jit.MOST_BLOCKS[1]
+"""Of a launch: tokens are blocks along y."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,12 @@ class RopeStoreArgs:
         """Slots of a sequence's ring."""
         return self.ring.shape[-1] // self.head_dim
 
+    def behind(self, first: int) -> "RopeStoreArgs":
+        """The same for the sequences from the ``first`` on: by name, or counted from there."""
+        if self.sequences is not None:
+            return replace(self, sequences=self.sequences[first:])
+        return replace(self, ring=self.ring[first:], lengths=self.lengths[first:])
+
     def operands(self) -> tuple[Tensor | int | None, ...]:
         """The fields in their order, as ops take them."""
         return (
@@ -160,20 +166,23 @@ def launch(
 
     step: whose ring keys and values go to instead of ``k``.
     """
-    config, (q_gamma, k_gamma, epsilon) = default(problem), norms
-    ring, lengths, sequences = (None, None, None) if step is None else (step.ring, step.lengths, step.sequences)
-    each, slots = (1, 1) if step is None else (step.tokens, step.ring_tokens)
+    each = 1 if step is None else step.tokens
     if each > MOST_TOKENS:
         raise KernelError(f"{each} new tokens of a sequence are more than a launch stores ({MOST_TOKENS})")
     most = MOST_TOKENS // each * each  # whole sequences
-    for first in range(0, problem.tokens, most):
-        part, behind = slice(first, min(first + most, problem.tokens)), slice(first // each, None)
-        if sequences is None and step is not None:  # those of a launch are counted from its first one
-            ring, lengths = step.ring[behind], step.lengths[behind]
-        params = Params(
-            qkv[part], cosine[part], sine[part], q_gamma, k_gamma, q[part], None if k is None else k[part],
-            ring, lengths, None if sequences is None else sequences[behind],
-            qkv.stride(0), problem.query_heads, problem.key_heads, each, slots, epsilon,
-        )  # fmt: skip
-        blocks = grid(replace(problem, tokens=part.stop - first), config)
-        jit.launch(kernel(config), params, blocks, pdl=True, device=qkv.get_device())
+    if problem.tokens > most:
+        for first in range(0, problem.tokens, most):
+            part = slice(first, min(first + most, problem.tokens))
+            some = replace(problem, tokens=part.stop - first)
+            keys = None if k is None else k[part]
+            behind = None if step is None else step.behind(first // each)
+            launch(some, qkv[part], cosine[part], sine[part], q[part], keys, norms, behind)
+        return
+    config, (q_gamma, k_gamma, epsilon) = default(problem), norms
+    ring, lengths, sequences = (None, None, None) if step is None else (step.ring, step.lengths, step.sequences)
+    slots = 1 if step is None else step.ring_tokens
+    params = Params(
+        qkv, cosine, sine, q_gamma, k_gamma, q, k, ring, lengths, sequences,
+        qkv.stride(0), problem.query_heads, problem.key_heads, each, slots, epsilon,
+    )  # fmt: skip
+    jit.launch(kernel(config), params, grid(problem, config), pdl=True, device=qkv.get_device())
