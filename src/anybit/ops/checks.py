@@ -43,7 +43,7 @@ def rows_of(x: Tensor, k: int) -> Tensor:
     rows = x.reshape(-1, k)
     step = rows.stride(0)
     if rows.stride(1) != 1 or (rows.shape[0] > 1 and step < k) or step * rows.element_size() >= 2**31:
-        return rows.clone(memory_format=torch.contiguous_format)
+        return copy_of(rows)
     return rows
 
 
