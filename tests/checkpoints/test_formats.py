@@ -184,7 +184,7 @@ def test_a_folder_loads_and_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gptq-4-sym", "ct-w4g32", "fp8-blocks"])
 def test_a_scheme_for_a_quantized_model_is_answered_with_the_way_in(name: str, tmp_path: Path) -> None:
     folder = whole_model(name, tmp_path)
-    with pytest.raises(CheckpointError, match=r"quantized already, by .*: anybit\.load\(MODEL\)"):
+    with pytest.raises(CheckpointError, match=r"already quantized by .*: anybit\.load\(MODEL\)"):
         transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=anybit.AnyBitConfig("w4a16"))
 
 
@@ -212,7 +212,7 @@ def test_layers_become_floats_where_that_is_allowed(tmp_path: Path) -> None:
 
 def test_kernels_refuse_by_name_and_say_what_there_is(tmp_path: Path) -> None:
     folder = whole_model("hqq-3", tmp_path)
-    with pytest.raises(KernelError, match=r"w3a16g32min .*; --dequantize \(dequantize=True\) runs the layers"):
+    with pytest.raises(KernelError, match=r"w3a16g32min .*; --dequantize \(dequantize=True\) runs this model's layers"):
         load_model(folder, backend="packed")
 
 

@@ -107,7 +107,7 @@ def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: P
     ):
         lost = without_method(source, tmp_path / f"lost {source.name}")
         for kind in (AutoModelForCausalLM, AutoModel):
-            with pytest.raises(CheckpointError, match=r"has model\.layers\.0\..*, codes of a quantized layer, and its"):
+            with pytest.raises(CheckpointError, match=r"has model\.layers\.0\..*, codes of a quantized layer, but its"):
                 kind.from_pretrained(lost)
         with pytest.raises(CheckpointError):
             load_model(lost)

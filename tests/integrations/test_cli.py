@@ -128,7 +128,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
         (["quantize", "MODEL", "-o", "OUT", "--set", "speed"], "--set 'speed' is not understood: write NAME=VALUE"),
         (["generate", "MODEL", "-p", "x", "--backend", "magic"], "backend 'magic' is unknown"),
-        (["generate", "MODEL", "-p", "x", "--backend", "reference-packed"], "is for layers that anybit quantized, and"),
+        (["generate", "MODEL", "-p", "x", "--backend", "reference-packed"], "runs quantized layers, and"),
         (["generate", "MODEL", "-p", "a\udcff\udcfe"], "error: --prompt is not UTF-8: '\\udcff' at character 1"),
         (["chat", "MODEL", "--system", "\udcff"], "error: --system is not UTF-8"),
         (["generate", " ", "-p", "x"], "error: the model's name is empty"),
@@ -437,7 +437,7 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
             load_model(*words, **more)
 
     with pytest.warns(
-        UserWarning, match="is in float32, and kernels take float16 or bfloat16, so it is loaded as bfloat16"
+        UserWarning, match="is stored in float32; kernels take float16 or bfloat16, so it is loaded as bfloat16"
     ):
         load(model, "w4a16g32")
     config = json.loads((model / "config.json").read_text())
@@ -459,7 +459,7 @@ def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
 
     try:
         dispatch.allow("a8")
-        with pytest.warns(UserWarning, match="no policy map of this device has .* tune MODEL --scheme S --allow a8"):
+        with pytest.warns(UserWarning, match="no policy map of this device lists .* tune MODEL --scheme S --allow a8"):
             loaded = load_model(model, "w4a16g32", device="cpu").model
         assert {layer.runs_on for layer in loaded.modules() if isinstance(layer, QuantLinear)} == {"reference-decoded"}
         with warnings.catch_warnings(action="error"):

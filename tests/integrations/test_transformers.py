@@ -221,12 +221,16 @@ except AttributeError as error:
 
 
 OFFLOADED = (
-    ({"": "disk"}, None, "puts the model on disk, and with it layer model.layers.0"),
-    ({"": "cpu", "model.layers.1": "disk"}, None, "puts model.layers.1 on disk, and with it layer model.layers.1.self"),
+    ({"": "disk"}, None, "puts the model on disk, which would offload layer model.layers.0"),
+    (
+        {"": "cpu", "model.layers.1": "disk"},
+        None,
+        "puts model.layers.1 on disk, which would offload layer model.layers.1",
+    ),
     (
         {"": 0, "model.layers.1.mlp": "cpu"},
         None,
-        "puts model.layers.1.mlp on cpu, and with it layer model.layers.1.mlp",
+        "puts model.layers.1.mlp on cpu, which would offload layer model.layers.1.mlp",
     ),
     ("auto", {"cpu": 20_000}, "puts the model on disk"),
 )
@@ -241,7 +245,7 @@ def test_offloaded_layers_are_refused_before_anything_is_loaded(
     if quantized:
         load(source, "w4a16g32").save_pretrained(tmp_path / "q")
         source = tmp_path / "q"
-    with pytest.raises(OptionError, match=f"{reason}.*quantized layers are not offloaded"):
+    with pytest.raises(OptionError, match=f"{reason}.*quantized layers cannot be offloaded"):
         load(
             source, None if quantized else "w4a16g32", device_map=places, max_memory=memory,
             offload_folder=str(tmp_path / "offload"),

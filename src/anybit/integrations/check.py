@@ -1,4 +1,4 @@
-"""A model folder as a whole, before a program loads it that checks less than ``load_model`` does."""
+"""Check a whole model folder before a program loads it that checks less than ``load_model`` does (vLLM)."""
 
 from pathlib import Path
 
@@ -14,18 +14,18 @@ from anybit.quantization.pipeline.modules import skeleton
 
 
 def check_folder(path: Path, trust_remote_code: bool = False) -> None:
-    """Check a folder's configuration, index, headers, and the values of what is not a quantized layer.
+    """Check a folder's configuration, index, headers, and the values of everything but its quantized layers.
 
-    The values of quantized layers, or of those that are to be, are left to who loads them (``verify.check_values``). A
-    folder of a tool that is not read here is checked by itself, not against the model. Raises CheckpointError, naming
-    file and tensor.
+    Values of layers that are or will be quantized are checked by their loader (``verify.check_values``). A folder in a
+    format that anybit cannot read is only checked for consistent headers. Raises CheckpointError, naming file and
+    tensor.
     """
     folder = Folder(path, trust_remote_code)
     foreign = FolderTranslation.of(folder) if folder.quantization is None else None
     if foreign is not None:
         foreign.check(skeleton(path, trust_remote_code))
         for name in foreign.plain:
-            foreign.read_plain(name)  # refuses what is not finite
+            foreign.read_plain(name)  # raises for NaN or infinity
         return
     if method_of(folder.config) not in (None, METHOD):
         return

@@ -1,4 +1,4 @@
-"""Models that other tools have quantized, in transformers: built by config.json, filled through a Translation."""
+"""Models quantized by other tools, in transformers: built from config.json, loaded through a ``Translation``."""
 
 import copy
 import warnings
@@ -20,14 +20,14 @@ from anybit.scheme import Scheme
 def load_translated(
     source: Translation, empty: Any, dtype: torch.dtype, device_map: Any = None, backend: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """(model, loading info) of a translated folder, as ``from_pretrained`` gives them; read a layer at a time.
+    """(model, loading info) of a translated folder, as ``from_pretrained`` returns them; read layer by layer.
 
-    empty: the model on the meta device, as transformers builds it without quantization.
-    Raises CheckpointError for a layer that the model does not have, or has in another shape.
+    empty: the unquantized model on the meta device.
+    Raises CheckpointError for a layer that the model lacks or has in another shape.
     """
     if source.kv_scales:
         warnings.warn(
-            f"{source.path} has scales of an 8-bit KV cache, such as {source.kv_scales[0]}: they are not used, and "
+            f"{source.path} has scales for an 8-bit KV cache, such as {source.kv_scales[0]}: they are ignored, and "
             "keys and values stay in 16 bits",
             stacklevel=3,
         )
@@ -36,7 +36,7 @@ def load_translated(
     words = source.configuration(kept)
     config = copy.deepcopy(empty.config)
     config.quantization_config = {**words, **({"backend": backend} if backend else {})}
-    for name in set(tied_heads(empty)) & set(source.layers):  # codes of its own end what a head was tied to
+    for name in set(tied_heads(empty)) & set(source.layers):  # a head with codes of its own is no longer tied
         del empty.all_tied_weights_keys[f"{name}.weight"]
         for part in (config, config.get_text_config(decoder=True)):
             part.tie_word_embeddings = False
@@ -53,10 +53,10 @@ def load_translated(
 
 
 def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> tuple[Any, Any, Scheme] | None:
-    """(model, tokenizer, scheme) of a GGUF file with its quantization kept; None for one that has to be dequantized.
+    """(model, tokenizer, scheme) of a GGUF file, keeping its quantization; None if it has to be dequantized.
 
-    dtype: of all floats; "auto" is float16. Warns where a file, or matrices of it, have to be dequantized.
-    Raises CheckpointError for a file that is corrupt.
+    dtype: of all floats; "auto" is float16. Warns if the file, or some of its matrices, must be dequantized.
+    Raises CheckpointError for a corrupt file, KernelError if no kernel supports its codes.
     """
     if gguf_scheme(file) is None:
         return None
@@ -76,11 +76,11 @@ def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> t
         raise without_kernel(error) from None
     except (AnyBitError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # what is wrong with a file can make the libraries below fail in any way
+    except Exception as error:  # a damaged file can make the libraries below raise anything
         raise CheckpointError(f"{file} cannot be loaded: {one_line(error)}") from error
     return model, tokenizer, source.scheme
 
 
 def without_kernel(error: KernelError) -> KernelError:
-    """The error of a layer that no kernel runs, and what else there is for models that cannot be quantized anew."""
-    return KernelError(f"{error}; --dequantize (dequantize=True) runs the layers of this model as 16-bit floats")
+    """The error for codes that no kernel supports, plus the way out for models that cannot be requantized."""
+    return KernelError(f"{error}; --dequantize (dequantize=True) runs this model's layers as 16-bit floats")

@@ -1,8 +1,8 @@
-"""Folders of quantized layers that transformers would fill with random weights, refused once anybit is there.
+"""Refuse quantized checkpoints that transformers would load with random weights.
 
-transformers asks a quantizer only where config.json names a method that it knows. Where that name is damaged, or gone,
-it warns, makes the weights up, and reports those that it has no place for. Importing this module ends both. It also
-says what to call for a folder of another tool's that is given an ``AnyBitConfig``.
+If config.json names no quantization method, or one that transformers does not know, transformers only warns,
+initializes the missing weights randomly and reports the codes as unexpected keys. Importing this module turns that
+into a CheckpointError. It also says what to call instead when an ``AnyBitConfig`` is passed for another tool's folder.
 """
 
 import functools
@@ -16,11 +16,11 @@ from anybit.checkpoints.configuration import METHOD, settings_of
 from anybit.errors import CheckpointError, one_line
 
 _CODES = ("weight_packed", "qweight")
-"""What layers of compressed-tensors (and anybit), GPTQ and AWQ keep instead of a weight."""
+"""Tensors that quantized layers hold instead of a weight: compressed-tensors (and anybit), GPTQ and AWQ."""
 
 
 def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """What transformers asks of a method: where it does not know one, it warns and makes the weights up."""
+    """Wrap ``supports_quant_method``: transformers ignores an unknown method and initializes weights randomly."""
 
     @functools.wraps(theirs)
     def supports_quant_method(entry: Any) -> bool:
@@ -28,27 +28,27 @@ def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
         ours = isinstance(entry.get(METHOD), Mapping) or "scheme" in entry
         if ours and not (isinstance(method, str) and method in auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
             raise CheckpointError(
-                f"quantization_config has anybit's words in it, and a quant_method that nothing knows: {method!r:.80}; "
-                "config.json is damaged"
+                f"quantization_config has anybit's settings but an unknown quant_method, {method!r:.80}: config.json "
+                "is damaged"
             )
         try:
             return theirs(entry)
-        except ValueError as error:  # of an entry that names no method
+        except ValueError as error:  # the entry names no method
             raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from None
 
     return supports_quant_method
 
 
 def _refusing_others(theirs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """What transformers asks where a model is quantized and a configuration is given, too."""
+    """Wrap ``merge_quantization_configs``, called when a quantized model is also given a configuration."""
 
     @functools.wraps(theirs)
     def merge_quantization_configs(entry: Any, given: Any) -> Any:
         ours = getattr(given, "quant_method", None) == METHOD
         if ours and isinstance(entry, Mapping) and settings_of(entry) is None:
             raise CheckpointError(
-                f"the model is quantized already, by {entry.get('quant_method')}: anybit.load(MODEL) gives it with its "
-                "codes on anybit's kernels, and a scheme needs the original model"
+                f"the model is already quantized by {entry.get('quant_method')}: anybit.load(MODEL) runs its codes on "
+                "anybit's kernels; to quantize to another scheme, start from the original model"
             )
         return theirs(entry, given)
 
@@ -56,19 +56,19 @@ def _refusing_others(theirs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
 
 
 def _refusing_codes(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """What transformers does once it has read a checkpoint; weights that it lacks are made up here."""
+    """Wrap ``_finalize_model_loading``, in which transformers initializes missing weights."""
 
     @functools.wraps(theirs)
     def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
-        base = f"{model.base_model_prefix}."  # which a model and the folder need not both have
+        base = f"{model.base_model_prefix}."  # may be on the model's names or the folder's only
         surplus = {name.removeprefix(base): name for name in loading_info.unexpected_keys}
         for name in sorted(loading_info.missing_keys):
             layer = name.removeprefix(base).removesuffix(".weight")
             codes = next((surplus[f"{layer}.{code}"] for code in _CODES if f"{layer}.{code}" in surplus), None)
             if codes is not None and name.endswith(".weight"):
                 raise CheckpointError(
-                    f"{load_config.pretrained_model_name_or_path} has {codes}, codes of a quantized layer, and "
-                    "its config.json no quantization_config that can be used: restore that entry"
+                    f"{load_config.pretrained_model_name_or_path} has {codes}, codes of a quantized layer, but its "
+                    "config.json has no usable quantization_config: restore that entry"
                 )
         return theirs(model, load_config, loading_info)
 
@@ -79,5 +79,5 @@ auto.AutoHfQuantizer.supports_quant_method = staticmethod(_refusing_damage(auto.
 auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(
     _refusing_others(auto.AutoHfQuantizer.merge_quantization_configs)
 )
-if hasattr(PreTrainedModel, "_finalize_model_loading"):  # transformers' own, which a version to come may not have
+if hasattr(PreTrainedModel, "_finalize_model_loading"):  # private to transformers: later versions may lack it
     PreTrainedModel._finalize_model_loading = staticmethod(_refusing_codes(PreTrainedModel._finalize_model_loading))

@@ -1,4 +1,4 @@
-"""Load a model from a folder, a hub name or a GGUF file: quantized already, quantized while loading, or not at all."""
+"""Load a model from a folder, the hub or a GGUF file: already quantized, quantized while loading, or unquantized."""
 
 import importlib.util
 import warnings
@@ -30,7 +30,7 @@ from anybit.tune.dispatch import allowed
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to run. scheme: None if it is not quantized by anybit."""
+    """A model ready to run. scheme: None unless anybit runs quantized layers of it."""
 
     model: Any
     tokenizer: Any
@@ -39,16 +39,15 @@ class Loaded:
 
     @property
     def positions(self) -> int | None:
-        """How many positions the model was made for; None where its configuration does not bind it to a number.
+        """The model's context length; None where its configuration does not fix one.
 
-        Attention that is biased by distance (ALiBi) has no last position, and where rotary embeddings are scaled the
-        number may be that of before or of after.
+        ALiBi has no last position; with RoPE scaling the configured number may be the one before or after scaling.
         """
         return positions_of(self.model.config)
 
     @property
     def positions_end(self) -> bool:
-        """Whether the model has no position after its last one, as rotary embeddings do: it keeps a table of them."""
+        """Whether the model cannot go past its last position: it keeps a table of positions (RoPE models do not)."""
         return last_position(self.model.config) is not None
 
 
@@ -66,16 +65,16 @@ def load_model(
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
-    scheme: quantize while loading; None takes the model as it is. device: by default a GPU if there is one.
-    dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's. A
-        quantized model that is stored in float32 is loaded as bfloat16 onto a GPU, whose kernels take 16-bit floats; a
-        warning says so.
-    overrides: schemes of single layers, beside ``scheme`` (see ``AnyBitConfig``).
-    trust_remote_code: run the Python files of a model that brings its own; without it nothing in a folder is executed.
-    dequantize: quantized layers become 16-bit floats (float32 on a CPU), for codes that no kernel of the device runs.
-    Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
-    LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it,
-    or that is named for a model that is not quantized.
+    scheme: quantize to this scheme while loading; None loads the model as stored.
+    device: by default a GPU if there is one.
+    dtype: of everything unquantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's. A
+        quantized model stored in float32 is loaded onto a GPU as bfloat16, as kernels take 16-bit floats; this warns.
+    overrides: per-layer schemes, on top of ``scheme`` (see ``AnyBitConfig``).
+    trust_remote_code: run a model's own Python files; without it nothing in a folder is executed.
+    dequantize: turn quantized layers into bfloat16 (float32 on a CPU), for codes that no kernel on the device supports.
+    Raises CheckpointError, naming file and tensor, for a corrupt, incomplete or non-finite checkpoint; LayerError for a
+    layer that the scheme does not fit; KernelError for a backend that is unknown, cannot run the layers, or is given
+    for an unquantized model; SchemeError for an invalid scheme, or overrides without one.
     """
     device = checked_device(device)
     wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
@@ -84,7 +83,7 @@ def load_model(
     if device != "cpu" and importlib.util.find_spec("accelerate") is None:
         raise KernelError(f"transformers loads a model onto {device} with accelerate: pip install 'anybit[cuda]'")
     if overrides and scheme is None:
-        raise SchemeError("overrides are exceptions from a scheme to quantize in while loading: name that scheme, too")
+        raise SchemeError("overrides are exceptions to a scheme: pass the scheme to quantize to, too")
     if dequantize:
         if scheme is not None or backend is not None:
             raise KernelError("dequantize leaves no layer quantized: leave out the scheme and the backend")
@@ -95,7 +94,7 @@ def load_model(
             return Loaded(native[0].eval(), native[1], native[2], str(source))
     with local_folder(source, trust_remote_code) as path:
         folder = Folder(path, trust_remote_code)
-        # A configuration that transformers cannot build gets its own error.
+        # Built first, so that a configuration that transformers cannot build raises an error of its own.
         empty = skeleton(path, trust_remote_code)
         method = method_of(folder.config)
         foreign = FolderTranslation.of(folder) if folder.quantization is None else None
@@ -112,15 +111,15 @@ def load_model(
         quantized = scheme is not None or stored is not None
         if backend is not None and not quantized:
             raise KernelError(
-                f"backend {backend!r} is for layers that anybit quantized, and {source} has none: leave the backend "
-                "out, or name a scheme to quantize while loading"
+                f"backend {backend!r} runs quantized layers, and {source} has none: leave the backend out, or give a "
+                "scheme to quantize to while loading"
             )
         if wanted == "auto" and quantized and not (backend or "").startswith("reference"):
             wanted = folder.kernel_dtype
             if wanted != folder.dtype:
                 here, there = (dtype_name(kind) for kind in (folder.dtype, wanted))
                 warnings.warn(
-                    f"{source} is in {here}, and kernels take float16 or bfloat16, so it is loaded as {there}",
+                    f"{source} is stored in {here}; kernels take float16 or bfloat16, so it is loaded as {there}",
                     stacklevel=2,
                 )
         arguments: dict[str, Any] = {}
@@ -130,7 +129,7 @@ def load_model(
                 scheme, modules_to_not_convert, backend, overrides=overrides
             )
         elif stored is not None and backend is not None and foreign is None:
-            # Beside a checkpoint's own quantization_config transformers ignores another: it has to be in that one.
+            # transformers ignores a second quantization_config, so the backend goes into the checkpoint's own.
             arguments["config"] = config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             entry = config.quantization_config
             (entry if entry["quant_method"] == METHOD else entry[METHOD])["backend"] = backend
@@ -148,8 +147,8 @@ def load_model(
             raise error if foreign is None else without_kernel(error) from None
         except (AnyBitError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # what is wrong with a folder can make the libraries below fail in any way
-            _refuse_not_finite(folder)  # transformers does not tell what went wrong while it quantized
+        except Exception as error:  # a damaged folder can make the libraries below raise anything
+            _refuse_not_finite(folder)  # transformers hides the reason when quantizing a weight fails
             if method not in (None, METHOD):
                 raise unreadable(folder.config, source, one_line(error)) from error
             raise CheckpointError(f"{path} cannot be loaded: {one_line(error)}") from error
@@ -158,7 +157,7 @@ def load_model(
             _refuse_not_finite(folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-            tokenizer("a")  # some settings fail at the first text only
+            tokenizer("a")  # some bad settings fail only at the first text
         except MemoryError:
             raise
         except Exception as error:
@@ -170,13 +169,13 @@ def load_model(
 
 
 def _entry(folder: Folder) -> dict[str, Any]:
-    """The quantization_config of another method, with a name where it has none."""
+    """The quantization_config of another method, whose quant_method is a string even if it names none."""
     entry = folder.config["quantization_config"]
     return {**entry, "quant_method": str(entry.get("quant_method", ""))}
 
 
 def _dequantized(source: str | Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool) -> Loaded:
-    """A model whose quantized layers have become floats: on the CPU, a layer after the other, and then moved."""
+    """Load with all quantized layers turned into floats: layer by layer on the CPU, then moved to ``device``."""
     kind = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     loaded = load_model(
         source, backend=None if stored_scheme(source) is None else "reference-packed", device="cpu", dtype=kind,
@@ -196,11 +195,11 @@ def load(
     trust_remote_code: bool = False,
     dequantize: bool = False,
 ) -> Any:
-    """A transformers model out of anything that anybit reads: its own folders, GPTQ, AWQ, auto-round, HQQ, GGUF, ...
+    """Load a transformers model from any format anybit reads: its own folders, GPTQ, AWQ, auto-round, HQQ, GGUF, ...
 
-    Layers keep their codes and run on anybit's kernels. What transformers' own ``from_pretrained`` makes of such a
-    folder needs the packages of the tool that has written it; this needs none. Arguments and errors are those of
-    ``load_model``, which gives the tokenizer, too.
+    Layers keep their codes and run on anybit's kernels. Unlike transformers' ``from_pretrained``, this does not need
+    the packages of the tool that wrote the checkpoint. Arguments and errors are those of ``load_model``, which also
+    returns the tokenizer.
     """
     loaded = load_model(
         source, backend=backend, device=device, dtype=dtype, trust_remote_code=trust_remote_code, dequantize=dequantize
@@ -209,7 +208,7 @@ def load(
 
 
 def stored_scheme(source: str | Path) -> Scheme | None:
-    """The scheme that most of a model's layers run in, by its headers; None for a model without quantized layers."""
+    """The scheme of most of a model's layers, read from its headers; None for an unquantized model."""
     if is_gguf(source):
         return gguf_scheme(Path(source).expanduser())
     with local_folder(source) as path:
@@ -221,18 +220,18 @@ def stored_scheme(source: str | Path) -> Scheme | None:
 
 
 def _say_without_effect(model: nn.Module) -> None:
-    """Warn where 8-bit activations have been allowed, and no layer was measured to be faster with them."""
+    """Warn if 8-bit activations are allowed but no layer was measured to be faster with them."""
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     if not any(layer.runs_on == "packed+a8" for layer in layers):
         warnings.warn(
-            "8-bit activations are allowed (a8), but no policy map of this device has a layer that is faster "
-            "with them: activations stay in 16 bits. `anybit tune MODEL --scheme S --allow a8` measures that on a GPU",
+            "8-bit activations are allowed (a8), but no policy map of this device lists a layer of this model as "
+            "faster with them: activations stay in 16 bits. Measure with `anybit tune MODEL --scheme S --allow a8`",
             stacklevel=3,
         )
 
 
 def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:
-    """Transformers makes up what is missing; a model that is half random numbers is worse than none."""
+    """Raise CheckpointError for tensors that the model needs and lacks: transformers would initialize them randomly."""
     for kind, what in (("missing_keys", "no tensor"), ("mismatched_keys", "another shape for tensor")):
         names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found.get(kind) or ())
         if names:
@@ -241,12 +240,12 @@ def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:
 
 
 def _has_fault(model: nn.Module) -> bool:
-    """Whether a parameter may hold NaN or infinity: a sum that is finite proves its terms finite, in one pass."""
+    """Whether a parameter may hold NaN or infinity: a finite sum proves all terms finite, in one pass."""
     tensors = (p.detach() for p in model.parameters() if p.is_floating_point() and not p.is_meta)
     return any(not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) for tensor in tensors)
 
 
 def _refuse_not_finite(folder: Folder) -> None:
-    """Name the first tensor of a checkpoint that is not finite, if there is one."""
+    """Raise CheckpointError for the first tensor of a checkpoint with NaN or infinity, if there is one."""
     for name in folder.entries:
         folder.read(name, finite=True)

@@ -1,7 +1,7 @@
 """anybit in transformers: ``from_pretrained(model, quantization_config=AnyBitConfig("w4a16g128"))``, save and reload.
 
-Importing this module (or anybit) registers the quantizer; transformers finds it by ``quant_method: "anybit"``, and for
-folders in compressed-tensors' format by anybit's words in them.
+Importing this module (or anybit) registers the quantizer. transformers selects it by ``quant_method: "anybit"``;
+checkpoints in compressed-tensors format select it by an ``anybit`` section in their ``quantization_config``.
 """
 
 import re
@@ -57,19 +57,19 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How a transformers model is quantized.
 
     scheme: for example "w4a16g128" (see ``anybit.scheme``).
-    modules_to_not_convert: names or patterns of linear layers that stay as they are; by default the output head. A head
-        that is tied to the embedding always stays.
-    backend: what runs the layers, by name; by default the first that can on the device of each layer. On a CPU
-        "reference-decoded" (the default) is fast and keeps float32 weights, "reference-packed" keeps them packed.
-        It is not saved, and transformers drops it for a checkpoint that is quantized already: there,
+    modules_to_not_convert: names or patterns of linear layers to leave unquantized; by default the output head. A head
+        tied to the embedding is never quantized by default.
+    backend: the backend that runs the layers; by default the first one that supports a layer on its device. On a CPU,
+        "reference-decoded" (the default) is fast and keeps float32 weights; "reference-packed" keeps them packed.
+        Not saved. transformers ignores it for checkpoints that are already quantized: there, call
         ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
-    input_scale: the checkpoint stores a scale of every input channel for every layer (OneBit's form).
+    input_scale: the checkpoint stores a scale per input channel for every layer (OneBit's form).
     hadamard: names of the layers whose inputs are rotated at run time (``anybit.quantization.methods.rotate``).
-    overrides: schemes of layers that have another one, by name or by a pattern such as "*.down_proj"; a name comes
-        before patterns, and of these the last that matches. A head that is named is quantized, too; if it is tied, it
-        gets codes of its own, and the embedding stays as it is.
-    Raises SchemeError, KernelError for an unknown backend, OptionError for an argument that it does not have.
+    overrides: per-layer schemes, keyed by layer name or by a pattern such as "*.down_proj". An exact name wins over
+        patterns; among patterns the last match wins. Naming a head quantizes it; a tied head then gets codes of its
+        own, and the embedding is unchanged.
+    Raises SchemeError for an invalid scheme, KernelError for an unknown backend, OptionError for an unknown argument.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.ignore: list[str] | None = None
         if backend is not None and backend not in backends:
             raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
-        # A saved configuration also says who wrote it, which changes nothing here.
+        # Saved configurations also carry the method and the version that wrote them; neither changes anything here.
         unexpected = set(unknown) - {"quant_method", "version"}
         if unexpected:
             known = "scheme, modules_to_not_convert, backend, group_index, hadamard, input_scale and overrides"
@@ -102,15 +102,15 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Read what a config.json says, in anybit's words or beside compressed-tensors'. Raises CheckpointError."""
+        """Parse anybit's settings, alone or in compressed-tensors' entry. Raises CheckpointError if there are none."""
         if Quantization.of({"quantization_config": config_dict}) is None:
-            raise CheckpointError(f"a quantization_config of anybit's has quant_method {METHOD!r} and a scheme")
+            raise CheckpointError(f"anybit's quantization_config needs quant_method {METHOD!r} and a scheme")
         return super().from_dict(settings_of(config_dict), return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``config.json`` says: the format of the checkpoint, not the choice of a backend.
+        """The ``quantization_config`` for config.json; it describes the checkpoint, so it omits the backend.
 
-        It is compressed-tensors' entry with anybit's words in it where that format can hold the model.
+        Where compressed-tensors can hold the model, this is its entry plus an ``anybit`` section.
         """
         return configuration(
             Scheme.parse(self.scheme),
@@ -124,14 +124,14 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @property
     def quantization(self) -> Quantization:
-        """The same as ``anybit.checkpoints`` has it."""
+        """The same settings as the ``Quantization`` that ``anybit.checkpoints`` works with."""
         overrides = {layer: Scheme.parse(scheme) for layer, scheme in self.overrides.items()}
         kept, scheme = self.modules_to_not_convert, Scheme.parse(self.scheme)
         return Quantization(scheme, kept, self.group_index, self.hadamard, self.input_scale, overrides)
 
 
 def _taking_over(theirs: Any) -> Any:
-    """compressed-tensors' configuration, or anybit's for a folder that carries anybit's words."""
+    """compressed-tensors' configuration class, made to return AnyBitConfig where there is an anybit section."""
 
     class CompressedTensorsOrAnyBit(theirs):  # type: ignore[misc]
         @classmethod
@@ -142,7 +142,7 @@ def _taking_over(theirs: Any) -> Any:
     return CompressedTensorsOrAnyBit
 
 
-# transformers chooses by the name of the method alone, and has one class a name.
+# transformers looks the class up by quant_method alone, one class per name.
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _taking_over(
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]
 )
@@ -150,7 +150,7 @@ auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _taking_over(
 
 @register_quantizer(METHOD)
 class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Replaces the linear layers of a transformers model by QuantLinear, and fills them."""
+    """Replaces the linear layers of a transformers model by QuantLinear and loads or quantizes their weights."""
 
     requires_calibration = False
     tied: Collection[str] = ()
@@ -162,7 +162,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     quantization_config: AnyBitConfig
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Check the configuration and the index: here transformers has read neither but for the first's numbers."""
+        """Check config.json and the checkpoint index: the first hook that runs, before transformers relies on them."""
         folder = Path(str(getattr(config, "name_or_path", "") or ""))
         place = folder / "config.json"
         if place.is_file():
@@ -171,9 +171,9 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return config
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise OptionError for quantized layers that a ``device_map`` offloads; they are known once there is a model.
+        """Raise OptionError if ``device_map`` offloads quantized layers (known only once the model is built).
 
-        A layer on the CPU is offloaded where another device computes: it would be copied there for every call.
+        A layer on the CPU counts as offloaded if another device computes: it would be copied over at every call.
         """
         if not isinstance(device_map, Mapping):
             return
@@ -184,13 +184,13 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             part = max(parts, key=len, default=None)
             if part is not None and places[part] in away:
                 raise OptionError(
-                    f"device_map puts {part or 'the model'} on {places[part]}, and with it layer {layer}, which anybit "
-                    "runs only where it stays: quantized layers are not offloaded. Keep them on a GPU (device_map="
-                    "'cuda', or more memory for 'auto'), take fewer bits, or load the whole model with device_map='cpu'"
+                    f"device_map puts {part or 'the model'} on {places[part]}, which would offload layer {layer}: "
+                    "quantized layers cannot be offloaded. Keep them on a GPU (device_map='cuda', or more memory for "
+                    "'auto'), choose fewer bits, or load the whole model with device_map='cpu'"
                 )
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes of an element, by which "auto" places layers; a weight that is quantized while loading takes none."""
+        """Bytes per element, by which device_map="auto" places layers; 0 for a weight quantized while loading."""
         return 0 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def _process_model_before_weight_loading(
@@ -215,7 +215,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.validate_environment(device_map=device_map)
         if not self.pre_quantized:
             check_overrides(model, config.overrides, linears)
-        # A tied head is loaded as one, and quantized once its weight is there.
+        # A tied head is loaded as an ordinary one and quantized once its weight is there.
         self.tied = sorted(set(linears) & set(tied_heads(model)))
         keep = [*keep, *self.tied]
         if not config.group_index and not config.overrides:
@@ -241,7 +241,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             put_embedding(model, name, new, self.shared)
         if self.pre_quantized and entries is not None:
             check_model(model, entries, model.name_or_path, self)
-        # The empty tensors that keep other programs out are no surprise here.
+        # The empty tensors that keep other programs from loading the folder (``TRAP``) are expected here.
         trap = rf"({'|'.join(map(re.escape, [*linears, *self.embeddings]))})\.{TRAP}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
 
@@ -266,7 +266,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _quantize_tied(self, model: Any, name: str) -> None:
-        """Give a tied head codes of its own; what it was tied to stays as it is."""
+        """Give a tied head codes of its own; the embedding it was tied to is unchanged."""
         head, scheme, weight = self._rounded(model, name)
         bias = None if head.bias is None else head.bias.detach()
         model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, self.quantization_config.backend))
@@ -275,13 +275,13 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             part.tie_word_embeddings = False
 
     def _quantize_embedding(self, model: Any, name: str) -> None:
-        """Round an embedding's rows; heads that are tied to it multiply by the same codes."""
+        """Quantize an embedding's rows (RTN); heads tied to it share its codes."""
         old, scheme, weight = self._rounded(model, name)
         new = QuantEmbedding.of_weight(weight, scheme, old.padding_idx, self.quantization_config.backend)
         put_embedding(model, name, new, self.shared)
 
     def _rounded(self, model: Any, name: str) -> tuple[Any, Scheme, QuantizedWeight]:
-        """A layer of the model, its scheme, and its weight rounded to nearest in that. LayerError names the layer."""
+        """(layer, its scheme, its weight quantized by RTN). Raises LayerError, naming the layer."""
         layer, scheme = model.get_submodule(name), self.quantization_config.quantization.scheme_of(name)
         try:
             return layer, scheme, quantize_weight(layer.weight.detach(), scheme.weights)
@@ -289,7 +289,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             raise LayerError(f"layer {name}: {error}") from None
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """What is saved; where compressed-tensors cannot hold it, with an empty tensor a layer: see ``TRAP``."""
+        """What to save: where compressed-tensors cannot hold the model, with an empty tensor per layer (``TRAP``)."""
         if self.quantization_config.ignore is not None:
             return None, {}
         state = model.state_dict()
@@ -297,14 +297,14 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**state, **{name: torch.empty(0, dtype=torch.uint8) for name in traps}}, {}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a checkpoint tensor is the weight of a layer that is to be quantized while loading."""
+        """Whether a checkpoint tensor is the weight of a layer to quantize while loading."""
         if self.pre_quantized:
             return False
         module, tensor_name = get_module_from_name(model, param_name)
         return isinstance(module, QuantLinear) and tensor_name == "weight"
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation that turns a weight into the tensors of its QuantLinear."""
+        """The op that turns a weight into the tensors of its QuantLinear."""
         return _Quantize(self)
 
     def is_serializable(self, **kwargs: Any) -> bool:
@@ -318,11 +318,11 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """Every layer is one op with a fake."""
+        """Every layer is one custom op with a fake (meta) implementation."""
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        if graph.installed(model):  # fused layers ask their projections for more than a Linear does
+        if graph.installed(model):  # fused layers call methods of QuantLinear that nn.Linear lacks
             from anybit.integrations.fuse import unfuse
 
             unfuse(model)
@@ -345,9 +345,9 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def check_finite(model: nn.Module) -> None:
-    """Raise CheckpointError for a parameter with NaN or infinity, of what is not quantized, and name it."""
+    """Raise CheckpointError, naming the tensor, if an unquantized parameter holds NaN or infinity."""
     for name, parameter in model.named_parameters():
-        # A sum that is finite proves its terms finite, in one pass.
+        # A finite sum proves all terms finite, in one pass.
         if parameter.is_meta or not parameter.is_floating_point():
             continue
         tensor = parameter.detach()
@@ -356,14 +356,14 @@ def check_finite(model: nn.Module) -> None:
 
 
 def _entries_of(files: list[str] | None, root: Path) -> Mapping[str, Any] | None:
-    """The tensors of the files that transformers is about to read, checked as a folder's; None if it reads no files."""
+    """Headers of the safetensors files about to be read, checked as a folder's are; None if there are no such files."""
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return None
     return read_entries([Path(file) for file in files], root)
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
-    """Quantizes one weight while it is loaded, so that only one layer is ever held in full."""
+    """Quantizes one weight while it is loaded, so that only one layer is ever held unquantized."""
 
     def __init__(self, quantizer: AnyBitQuantizer) -> None:
         self.quantizer = quantizer
@@ -380,7 +380,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         try:
             quantized = quantize_weight(weight, layer.scheme.weights)
         except LayerError as error:
-            # transformers would put a report of its own in the place of what is raised here.
+            # transformers would replace an exception raised here by its own report, so it is raised after loading.
             self.quantizer.fault = self.quantizer.fault or self._fault(name, error)
             quantized = quantize_weight(torch.zeros_like(weight), layer.scheme.weights, search=False)
         layer.drop_placeholder()
@@ -390,7 +390,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         return {f"{name}.{suffix}": tensor for suffix, tensor in QuantLinear.tensors_of(quantized).items()}
 
     def _fault(self, name: str, error: LayerError) -> AnyBitError:
-        """What is wrong with a layer's weight, by file and tensor where that can be said."""
+        """The error to raise for a layer's weight, naming file and tensor where possible."""
         entry = (self.quantizer.entries or {}).get(f"{name}.weight")
         try:
             if entry is not None:
@@ -401,12 +401,12 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
 
 
 class _Loading(QuantLinear):
-    """A QuantLinear that is still to be quantized: it has a place for the checkpoint's weight, dropped afterwards."""
+    """A QuantLinear yet to be quantized: it holds a placeholder for the checkpoint's weight until it is quantized."""
 
     transposed_source: bool = False
 
     def add_placeholder(self, transposed: bool) -> None:
-        """Announce the checkpoint's weight, [N, K], or [K, N] for a transposed source (Conv1D)."""
+        """Add a meta parameter for the checkpoint's weight: [N, K], or [K, N] if it is stored transposed (Conv1D)."""
         self.transposed_source = transposed
         shape = (self.in_features, self.out_features) if transposed else (self.out_features, self.in_features)
         placeholder = torch.empty(shape, dtype=self.weight_scale.dtype, device="meta")
@@ -414,13 +414,13 @@ class _Loading(QuantLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The place for the checkpoint's weight."""
+        """The placeholder for the checkpoint's weight."""
         placeholder = self._parameters["weight"]
         assert placeholder is not None
         return placeholder
 
     def drop_placeholder(self) -> None:
-        """The weight has been quantized: become a plain QuantLinear."""
+        """Become a plain QuantLinear once the weight is quantized."""
         del self._parameters["weight"]
         self.__class__ = QuantLinear  # type: ignore[assignment]
 
@@ -436,10 +436,10 @@ def replace_linears(
     input_scale: bool = False,
     overrides: Mapping[str, Scheme] | None = None,
 ) -> list[str]:
-    """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, but for those to keep.
+    """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, except those in ``keep``.
 
-    placeholder: leave room for the full weight, to be quantized while it is loaded. Returns the names replaced.
-    Raises LayerError if a layer does not fit the scheme, or if there is nothing to quantize.
+    placeholder: add a placeholder for the float weight, to quantize while it is loaded. Returns the names replaced.
+    Raises LayerError if a layer does not fit the scheme, or if no layer is left to quantize.
     """
     names = []
     for name, module in list(model.named_modules()):
@@ -472,6 +472,6 @@ def replace_linears(
         names.append(name)
     if not names:
         raise LayerError(
-            f"{type(model).__name__} has no linear layer to quantize (left as they are: {', '.join(keep)})"
+            f"{type(model).__name__} has no linear layer to quantize (modules_to_not_convert: {', '.join(keep)})"
         )
     return names
