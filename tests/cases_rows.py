@@ -253,8 +253,12 @@ def paged_attention(masks: Masks):
         assert most == int(seen.max())
         for i, n in enumerate(seen.tolist()):
             here = slice(int(starts[i]), int(starts[i + 1]))
-            pages = table[i, : -(-n // PAGE)].long()
-            k, v = (x[pages].flatten(0, 1)[:n].transpose(0, 1) for x in (keys, values))
+            if table is None:
+                assert here.stop - here.start == n
+                k, v = (x[here].transpose(0, 1) for x in (keys, values))
+            else:
+                pages = table[i, : -(-n // PAGE)].long()
+                k, v = (x[pages].flatten(0, 1)[:n].transpose(0, 1) for x in (keys, values))
             out[here] = attend(q[here].float(), k.float(), v.float(), masks)[0].to(q.dtype)
 
     return prompts
@@ -280,4 +284,8 @@ STEPS = [
         "kv2g128", before=(127, 128, 0, 0), new=(1, 1, 130, 5), bf16=True, window=150, heads=4, kv_heads=1, together=2
     ),
     Case("kv4", before=(511, 30), new=(1, 226), head_dim=64, softcap=20.0, sinks=True, heads=4, kv_heads=1),
+    # Prompts that begin a page, one of them behind a page that this step fills; and prompts of one page.
+    Case("kv4g128", before=(300, PAGE, 0, 2 * PAGE, 0), new=(1, 1, 300, 130, 40), heads=4, kv_heads=1),
+    Case("kv4t", before=(127, 300, 0, 0), new=(5, 1, PAGE, 100), slack=32, heads=4, kv_heads=1),
+    Case("kv2g32", before=(0, 0), new=(20, PAGE), bf16=True, window=50, heads=4, kv_heads=1),
 ]

@@ -31,8 +31,20 @@ BATCHES = {
     "both": ((300, 1), (129, 1), (400, 400), (300, 100)),
     "drafts": ((300, 5), (129, 2), (128, 1)),
     "drafts and prompts": ((300, 5), (129, 2), (128, 1), (400, 400), (300, 100)),
+    "prompts that begin a page": ((300, 1), (400, 400), (300, 44), (258, 130)),
+    "prompts of a page": ((300, 1), (100, 100), (128, 128), (5, 5)),
 }
 """Tokens of each request, and how many of them are new."""
+LAUNCHES = {
+    "decodes": (2, 0),
+    "prompts": (2, 2),
+    "both": (4, 2),
+    "drafts": (2, 0),
+    "drafts and prompts": (4, 2),
+    "prompts that begin a page": (3, 2),
+    "prompts of a page": (3, 1),
+}
+"""What a layer launches or asks for: once, and for each group of prompts."""
 
 
 class Driver:
@@ -163,9 +175,8 @@ def test_layers_that_look_alike_launch_the_same(
     ]
     wanted = [layer(replace(batch)) for layer in layers]
     assert len({str(one) for one in wanted}) == 4, "each has addresses of its own"
-    prompts = "prompts" in name or name == "both"
-    decodes = 2 * (name != "prompts")
-    assert len(wanted[0]) == decodes + prompts * (2 + 2 * len(batch.groups))
+    once, each = LAUNCHES[name]
+    assert len(wanted[0]) == once + each * len(batch.groups)
     asked = parts_of(monkeypatch)
     assert [layer(batch) for layer in layers] == wanted
     assert [layer(batch) for layer in reversed(layers)] == wanted[::-1]

@@ -128,7 +128,8 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
 def store_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: bool, keeps: bool) -> None:
     """``store`` where sequences have different numbers of new tokens: pack full windows, keep the newest, or both.
 
-    k, v: [tokens, kv_heads, head_dim].  Both at once are right for ``ring - window + 1`` tokens of each at most.
+    k, v: [tokens, kv_heads, head_dim].  Both at once are right for ``ring - window + 1`` tokens of each at most, and
+    for any number that begins a window: no slot of the ring is read and overwritten then.
     """
     k, v = (_aligned(x[None]) for x in (k, v))
     strides: dict[str, Any] = {

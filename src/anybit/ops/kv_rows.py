@@ -1,8 +1,9 @@
 """Kernels over rows of a pool that is not ours (``kernels.attention.kv_rows``): vLLM's blocks.
 
-A step of a layer, in this order: ``pack`` what becomes full, of all sequences; then ``decode`` those with few new
-tokens and ``unpack`` what the prompts among them attend over; then ``keep`` the newest tokens. For sequences with few
-new tokens ``store`` is the first and the last in one launch. Nothing here waits for the device.
+A layer of a step, in this order: ``pack`` the pages that become full, of all sequences; ``decode`` sequences with few
+new tokens and ``unpack`` what prompts attend over; then ``keep`` the newest tokens. One launch does the first and the
+last where no token is overwritten that is still to be read: ``store`` for sequences with few new tokens, ``put`` for
+those whose new tokens begin a page. Nothing here waits for the device.
 """
 
 from functools import cache
@@ -64,6 +65,11 @@ def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None
     starts: int32 [sequences + 1], where those of each sequence begin.  most: the largest number of them.
     """
     kv.store_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=False)
+
+
+def put(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
+    """``pack`` and ``keep`` at once, for sequences whose new tokens all begin a page; arguments as in ``pack``."""
+    kv.store_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=True)
 
 
 def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:

@@ -189,13 +189,15 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
             if query.is_cuda:
                 self._space(query, 0)
             return output.zero_()
-        dtype, tensors = _tokens_dtype(query.dtype), (query, key, value, output)
-        q, k, v, out = [_tokens(x, self.head_size, batch.tokens) for x in tensors]
+        dtype, rotates = _tokens_dtype(query.dtype), self.layout.layout.format.rotate
+        q, k, v, out = [_by_head(x, self.head_size) for x in (query, key, value, output)]
+        if batch.rows or rotates or q.dtype != dtype:  # kernels look at no padding; these would
+            q, k, v, out = (x[: batch.tokens] for x in (q, k, v, out))
         if q.dtype != dtype:  # as anybit's own generate attends
             q, k, v = (x.to(dtype) for x in (q, k, v))
         pages = kv_cache.view(torch.uint8).squeeze(2)
         rotation = None
-        if self.layout.layout.format.rotate:
+        if rotates:
             rotation = _rotation(self.head_size, q.dtype, q.device)
             q, k, v = (turn(x, rotation, dtype) for x in (q, k, v))
         if batch.rows:
@@ -218,24 +220,25 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         values: Tensor,
         starts: Tensor,
         seen: Tensor,
-        table: Tensor,
+        table: Tensor | None,
         most: int,
         out: Tensor,
     ) -> None:
         window = self.masks.window
+        # Without a page table each sequence reads its own new tokens.
+        where = {"cu_seqlens_k": starts} if table is None else {"seqused_k": seen, "block_table": table}
         _flash_attention(self.head_size)(
             q,
             keys,
             values,
             cu_seqlens_q=starts,
             max_seqlen_k=most,
-            seqused_k=seen,
             softmax_scale=self.masks.scale,
             window_size=[window - 1, 0] if window else None,
             softcap=self.masks.softcap or 0.0,
-            block_table=table,
             out=out,
             s_aux=self.masks.sinks,
+            **where,
         )
 
     def _space(self, like: Tensor, pages: int) -> Tensor:
@@ -267,10 +270,9 @@ def _flash_attention(head_size: int) -> Callable[..., Any]:
     return partial(flash_attn_varlen_func, max_seqlen_q=PAGE, causal=True, fa_version=version)
 
 
-def _tokens(x: Tensor, head_size: int, count: int) -> Tensor:
-    """[count, heads, head_size] of a batch that may be padded; itself where it is that, since views cost time, too."""
-    x = x if x.dim() == 3 else x.view(x.shape[0], -1, head_size)
-    return x if x.shape[0] == count else x[:count]
+def _by_head(x: Tensor, head_size: int) -> Tensor:
+    """[tokens, heads, head_size]; x itself if it has that shape, since a view costs time, too."""
+    return x if x.dim() == 3 else x.view(x.shape[0], -1, head_size)
 
 
 def _room(config: Any) -> int:

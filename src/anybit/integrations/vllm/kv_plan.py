@@ -1,8 +1,9 @@
-"""How prompts attend over packed pages: which pages are unpacked, and which of them each page of queries reads.
+"""How prompts attend over a packed cache: which pages are unpacked, and which of them each page of queries reads.
 
-A query reads its own page in 16 bits and the pages before packed, so that its answer depends on its position alone and
-not on how a prompt was cut. The queries of one page are a sequence of their own to a varlen attention kernel with a
-page table: the unpacked pages before, then their own in 16 bits, causal at its end.
+A query reads its own page in 16 bits and earlier pages as they were packed, so its answer depends on its position
+alone, not on how the prompt was split into chunks. To a varlen attention kernel the queries of one page are a sequence
+with a page table of its own: the unpacked earlier pages, then their own page in 16 bits, with a causal mask at the end.
+Prompts of a single page need no page table: they attend over the new keys and values where these lie.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from anybit.ops.kv_rows import PAGE
 class Group:
     """Rows whose pages are unpacked together, as arrays of int32.
 
-    begin, end: which of the new tokens of all rows these are.  jobs [pages, 2]: as ``kv_rows.unpack`` takes them.
-    table [query pages, most pages]: which unpacked pages each page of queries reads, then zeros.  starts
-    [query pages + 1]: where its queries begin, from ``begin`` on.  seen [query pages]: the tokens it reads.
+    begin, end: the group's slice of the step's new tokens.  jobs [pages, 2]: as ``kv_rows.unpack`` takes them; none if
+    every row is new and fits one page.  table [query pages, most pages]: the unpacked pages that each page of queries
+    reads, padded with zeros.  starts [query pages + 1]: where its queries begin, counted from ``begin``.  seen
+    [query pages]: how many tokens it reads.
     """
 
     begin: int
@@ -35,9 +37,9 @@ def most_pages(longest: int, tokens: int) -> int:
 
 
 def plan(starts: np.ndarray, lengths: np.ndarray, room: int) -> list[Group]:
-    """Groups of rows that each unpack ``room`` pages at most, or one row.
+    """Groups of rows that unpack at most ``room`` pages each, or hold a single row.
 
-    starts: int [rows + 1], where the new tokens of each row begin.  lengths: int [rows], the new ones included.
+    starts: int [rows + 1], where the new tokens of each row begin.  lengths: int [rows], new tokens included.
     """
     new = np.diff(starts)
     before = lengths - new
@@ -69,6 +71,8 @@ def _group(
         counts.append(high - np.maximum(before[row], own * PAGE))
         seen.append(high)
         base += len(asked)
+    if all(before[row] == last[row] == 0 for row in rows):
+        jobs = [np.empty((0, 2))]
     width = max(table.shape[1] for table in tables)
     table = np.concatenate([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
     ends = np.concatenate((np.zeros(1, np.int64), np.concatenate(counts).cumsum()))

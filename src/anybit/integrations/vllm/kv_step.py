@@ -17,22 +17,24 @@ from anybit.integrations.vllm.kv_plan import Group, plan
 from anybit.kvrows import Row
 from anybit.ops import kv, kv_again, kv_rows
 from anybit.ops.kv import Masks
-from anybit.ops.kv_rows import RowLayout
+from anybit.ops.kv_rows import PAGE, RowLayout
 
-Prompts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor], None]
-"""Causal attention of ragged queries over pages: (q [tokens, heads, dim], keys and values [pages, 128, kv_heads, dim],
-starts [sequences + 1], seen [sequences], table [sequences, pages], the largest of seen, out), all int32."""
+Prompts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, Tensor], None]
+"""Causal attention of ragged queries: (q [tokens, heads, dim], keys and values [pages, 128, kv_heads, dim], starts
+[sequences + 1], seen [sequences], table [sequences, pages], the largest of seen, out), all int32. Without a table, keys
+and values are [tokens, kv_heads, dim], and those of a sequence begin where its queries do."""
 
 
 class Asked(NamedTuple):
-    """What ``Prompts`` is asked about some of a step's tokens, whichever the layer."""
+    """The arguments of ``Prompts`` for a slice of a step's tokens, the same for every layer.
+
+    paged: unpacked keys and values, and the table; None where the slice attends over its own new keys and values.
+    """
 
     here: slice
-    keys: Tensor
-    values: Tensor
+    paged: tuple[Tensor, Tensor, Tensor] | None
     starts: Tensor
     seen: Tensor
-    table: Tensor
     most: int
 
 
@@ -42,9 +44,9 @@ class Batch:
 
     table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new ones
     in all.  decodes: the first requests have few new tokens each, ``queries`` at most, ``decode_tokens`` in all.
-    most: new tokens of another request at most.  groups: of the others, with their arrays on the device.  rows: all
-    requests, where plain torch runs them.  made: what layers do, by how they look
-    (``kv_again.key_of``).
+    most: new tokens of another request at most.  aligned: the new tokens of all others begin a page.  groups: of the
+    others, with their arrays on the device.  rows: all requests, where plain torch runs them.  made: what layers do, by
+    how they look (``kv_again.key_of``).
     """
 
     table: Tensor
@@ -55,6 +57,7 @@ class Batch:
     decode_tokens: int
     queries: int = 1
     most: int = 0
+    aligned: bool = False
     groups: list[tuple[Group, tuple[Tensor, ...]]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     made: dict[Hashable, list[kv_again.Again | Asked]] = field(default_factory=dict, init=False)
@@ -67,7 +70,8 @@ class Batch:
 
     def add_prompts(self, starts: np.ndarray, lengths: np.ndarray, room: int) -> None:
         """Plan the requests after the decodes, from what the host knows of them; see ``kv_plan.plan``."""
-        self.most = int(np.diff(starts).max())
+        new = np.diff(starts)
+        self.most, self.aligned = int(new.max()), not ((lengths - new)[new > 0] % PAGE).any()
         device = self.table.device
         for group in plan(starts, lengths, room):
             arrays = [torch.from_numpy(x) for x in (group.jobs, group.table, group.starts, group.seen)]
@@ -90,7 +94,8 @@ def run(
     places = kv_again.places_of(pages, q, k, v, out, sinks)
 
     def attend(of: Asked) -> None:
-        prompts(q[of.here], of.keys, of.values, of.starts, of.seen, of.table, of.most, out[of.here])
+        keys, values, table = of.paged or (k[of.here], v[of.here], None)
+        prompts(q[of.here], keys, values, of.starts, of.seen, table, of.most, out[of.here])
 
     if (known := batch.made.get(key)) is not None:
         for again in known:
@@ -122,8 +127,9 @@ def _parts(
     d, total = batch.decodes, batch.starts.shape[0] - 1
     starts = batch.starts[d:]
     others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
-    if batch.groups:  # all pages that become full, before anyone reads
-        yield partial(kv_rows.pack, others, k, v, starts, batch.most)
+    if batch.groups:  # pack all pages that become full before anyone reads them
+        first = kv_rows.put if batch.aligned else kv_rows.pack
+        yield partial(first, others, k, v, starts, batch.most)
     if d:
         few = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
         ragged = kv_rows.Ragged(batch.starts[: d + 1], batch.queries) if batch.queries > 1 else None
@@ -131,9 +137,11 @@ def _parts(
         yield partial(kv_rows.store, few, k[here], v[here], ragged)
         yield partial(kv_rows.decode, q[here], few, masks, out=out[here], overlaps=True, ragged=ragged)
     for group, (jobs, table, begins, seen) in batch.groups:
-        plain = space(jobs.shape[0])[: jobs.shape[0]]
-        yield partial(kv_rows.unpack, others, k, v, starts, jobs, plain)
-        keys, values = (plain[:, part].transpose(1, 2) for part in (0, 1))
-        yield Asked(slice(group.begin, group.end), keys, values, begins, seen, table, int(group.seen.max()))
-    if batch.groups:
+        paged = None
+        if jobs.shape[0]:
+            plain = space(jobs.shape[0])[: jobs.shape[0]]
+            yield partial(kv_rows.unpack, others, k, v, starts, jobs, plain)
+            paged = plain[:, 0].transpose(1, 2), plain[:, 1].transpose(1, 2), table
+        yield Asked(slice(group.begin, group.end), paged, begins, seen, int(group.seen.max()))
+    if batch.groups and not batch.aligned:
         yield partial(kv_rows.keep, others, k, v, starts, batch.most)
