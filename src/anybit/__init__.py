@@ -5,9 +5,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=AnyBitConfig("w4a16g128"))
 
-Importing anybit touches no GPU, reads no environment variable, makes no folder, and loads neither torch nor
-transformers: a name is loaded when it is first used. It does register anybit with transformers, now or as soon as
-transformers is loaded, so that a saved model loads by its name alone.
+Importing anybit touches no GPU, reads no environment variable, creates no folder, and imports neither torch nor
+transformers: each public name is imported on first use. It does register anybit with transformers, now or as soon as
+transformers is imported, so that saved models load with ``from_pretrained(name)`` alone.
 """
 
 import importlib
@@ -71,11 +71,11 @@ _HOMES = {
     "unfuse": "integrations.fuse",
     "use_backend": "linear",
 }
-"""The module of every public name."""
+"""The module that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a subpackage (``anybit.ops``), loaded when it is first used."""
+    """Import a public name or a subpackage (``anybit.ops``) on first use."""
     if name in _HOMES:
         value = getattr(importlib.import_module(f"anybit.{_HOMES[name]}"), name)
         globals()[name] = value

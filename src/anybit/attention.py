@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a quantized KV cache, and its exact reference in plain torch."""
+"""Decode attention over a quantized KV cache, and its exact reference in plain torch."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from anybit.ops.kv import NO_MASKS, Masks
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, masks: Masks = NO_MASKS) -> tuple[Tensor, Tensor]:
-    """Exact causal attention of the newest tokens of one sequence, in the precision of q.
+    """Exact causal attention of the newest tokens of one sequence, in q's dtype.
 
     q: [tokens, heads, dim].  k, v: [kv_heads, length, dim] with the new tokens last.
     Returns the output [tokens, heads, dim] and the log-sum-exp [tokens, heads]; an empty sum gives 0 and -inf.
@@ -55,16 +55,16 @@ def decode(
     split: int = 0,
     debug: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the newest tokens, already written to the cache, over everything before and among them.
+    """Causal attention of the newest tokens, which ``cache.write`` has stored, over their whole sequences.
 
-    q: [len(sequences), tokens, heads, head_dim] in the cache's dtype. On a GPU 1 to 16 tokens: longer ones are prompts
-    (``prefill``), and KernelError says so; elsewhere the exact reference takes any number.
-    split: 0 shares the work evenly among the multiprocessors, so that results depend on the whole batch in their last
-    bits; a multiple of the layout's block (say 1024) cuts every sequence into pieces of so many tokens, and results
-    are the same bit for bit whatever else is in the batch.
-    debug: check tables, lengths and sequences on the device too, and wait for the outcome (default: whether the
-    environment has ANYBIT_DEBUG=1); raises KernelError with what is wrong.
-    Raises LayerError, before anything is launched, for a q that does not fit the cache or its sequences.
+    q: [len(sequences), tokens, heads, head_dim] in the cache's dtype. On a GPU 1 to 16 tokens, else KernelError: longer
+    ones are prompts (``prefill``). On a CPU the exact reference takes any number.
+    split: 0 (split-KV) divides the batch's work evenly among the SMs, so the last bits of a result depend on the rest
+    of the batch; a multiple of the layout's block (say 1024) cuts every sequence into splits of that many tokens, and
+    results are bitwise independent of the batch.
+    debug: also check page table, lengths and sequences on the device, synchronously (default: whether ANYBIT_DEBUG=1
+    in the environment); raises KernelError with what is wrong.
+    Raises LayerError, before anything is launched, if q does not fit the cache or its sequences.
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [len(sequences), tokens, heads].
     """
     check(q, cache, layer, sequences, masks)
@@ -81,15 +81,15 @@ def decode(
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, sequence: int, masks: Masks = NO_MASKS
 ) -> Tensor:
-    """Write K and V of a prompt, or of its next part, and attend over them in 16 bits and over all tokens before.
+    """Write K and V of a prompt or its next chunk; attend over them, unquantized, and over all earlier tokens.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], already counted by ``cache.extend``; all in the
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], after ``cache.extend`` by ``tokens``; all in the
     cache's dtype and on its device, else LayerError. Returns the output in q's shape and dtype.
     """
     tokens = q.shape[0]
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     if cache.length(sequence) > tokens:
-        old = cache.read_before(layer, sequence, tokens)  # in float32, as a decode step reads them
+        old = cache.read_before(layer, sequence, tokens)  # float32, as decode reads them
         keys, values = (torch.cat((before, new.float()), 1) for before, new in zip(old, (keys, values), strict=True))
     cache.write(layer, [sequence], k[None], v[None])
     plain = masks.softcap is None and masks.sinks is None and masks.alibi is None
@@ -99,7 +99,7 @@ def prefill(
         )
         return out[0].transpose(0, 1)
     parts = []
-    for begin in range(0, tokens, 256):  # logits of all queries at once would not fit
+    for begin in range(0, tokens, 256):  # bounds the memory of the logits
         end = min(begin + 256, tokens)
         seen = keys.shape[1] - tokens + end
         parts.append(attend(q[begin:end].float(), keys[:, :seen].float(), values[:, :seen].float(), masks)[0])
@@ -107,7 +107,7 @@ def prefill(
 
 
 def check(q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS) -> None:
-    """Raise LayerError for queries that do not fit the cache, before anything is launched."""
+    """Raise LayerError if q or the masks do not fit the cache or its sequences."""
     cache.check_layer(layer)
     if q.dim() != 4 or q.shape[0] != len(sequences) or q.shape[3] != cache.head_dim:
         raise LayerError(
@@ -138,7 +138,7 @@ def decode_reference(
     masks: Masks = NO_MASKS,
     precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """``decode`` in plain torch over the dequantized cache: the oracle of the kernel and the CPU's own path."""
+    """``decode`` in plain torch over the dequantized cache: the kernel's oracle and the CPU path."""
     outs, totals = [], []
     for row, sequence in enumerate(sequences):
         query = q[row].to(precision)
@@ -169,7 +169,7 @@ def decode_kernel(
     errors: Tensor | None = None,
     split: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """``decode`` by the GPU's kernel, without the checks and without rotation; see ``ops.kv.prepare`` for the rest."""
+    """``decode`` on the GPU without checks and without rotation; see ``ops.kv.prepare`` for the rest."""
     view, rows, overlaps = cache.view(layer), cache.row_pointer(sequences), cache.newest_are_few
     return kv.decode(q, view, rows, masks, config=config, out=out, errors=errors, split=split, overlaps=overlaps)
 
@@ -177,7 +177,7 @@ def decode_kernel(
 def decode_checked(
     q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS, *, split: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """``decode_kernel`` with every length, table entry and sequence checked on the device; it waits for the outcome."""
+    """``decode_kernel`` that also checks every length, table entry and sequence on the device; synchronizes."""
     problem = view_problem(q, cache, masks, split)
     config = kv.default(problem, Device.of(q), checked=True)
     errors = torch.zeros(1, dtype=torch.int32, device=q.device)

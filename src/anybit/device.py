@@ -1,4 +1,4 @@
-"""What anybit needs to know about a GPU: its architecture and a few numbers to plan kernels with."""
+"""What anybit needs to know about a GPU to choose kernels and configs: architecture, SMs, shared memory, bandwidth."""
 
 import os
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Device:
     """A GPU to plan for; it need not be present.
 
     arch: "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a" or "sm_120a".
-    sms: streaming multiprocessors.  shared_bytes: shared memory that a block can use at most.
-    bandwidth: bytes a second that large reads reach.
+    sms: streaming multiprocessors.  shared_bytes: most shared memory a block can use.
+    bandwidth: achievable read bandwidth in bytes/s.
     """
 
     arch: str
@@ -30,14 +30,14 @@ class Device:
         return int(self.arch.removeprefix("sm_").rstrip("af"))
 
     def why_not_shared(self, needed: int) -> str | None:
-        """Why a block cannot have so many bytes of shared memory, in a sentence; None if it can."""
+        """Why a block cannot use ``needed`` bytes of shared memory, in a sentence; None if it can."""
         if needed <= self.shared_bytes:
             return None
         return f"{needed} bytes of shared memory are more than the {self.shared_bytes} of a block of {self.arch}"
 
     @staticmethod
     def named(arch: str) -> "Device":
-        """A typical GPU of an architecture, to plan and compile for without one. Raises KernelError for another."""
+        """A typical GPU of an architecture, to plan and compile for. Raises KernelError for an unknown one."""
         if arch not in _TYPICAL:
             raise KernelError(f"architecture {arch!r} is not known; anybit knows {', '.join(_TYPICAL)}")
         return _TYPICAL[arch]
@@ -50,7 +50,7 @@ class Device:
         return _present(tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
 
 
-# Bandwidths are what large reads reach where that was measured (H200: 4.67 TB/s), else nine tenths of the data sheet.
+# Bandwidths: measured on large reads for the H200 (4.67 TB/s), else 90% of the data sheet.
 _TYPICAL = {
     device.arch: device
     for device in (
@@ -83,21 +83,21 @@ def _present(index: int) -> Device:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory that a device has in all, whoever uses them."""
+    """Total memory of a device in bytes, used or not."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def checked_device(device: object) -> str:
-    """The device by name, or the one to take where none is named; KernelError for one that is not here."""
+    """The device's name, or the default one for None. Raises KernelError if it does not exist."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         wanted = torch.device(device if isinstance(device, torch.device) else str(device))
     except RuntimeError:
         wanted = torch.device("meta")
-    if wanted.type == "meta":  # which has shapes and no values
+    if wanted.type == "meta":  # shapes without values
         raise KernelError(f"device {device!r} is unknown; write cpu, cuda, or cuda:1 for the second GPU")
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
         raise KernelError(

@@ -1,4 +1,4 @@
-"""QuantEmbedding: an embedding whose rows are a QuantizedWeight, and the output head that is tied to one."""
+"""QuantEmbedding: an embedding whose table is a QuantizedWeight, and TiedHead, the output head that shares it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from anybit.scheme import Scheme
 
 
 def embedding_refused(scheme: Scheme) -> str | None:
-    """Why no embedding is stored in a scheme, in a sentence; None if one may be."""
+    """Why an embedding cannot use a scheme, in a sentence; None if it can."""
     if scheme.activations.quantized:
         return (
             f"an embedding multiplies no activations that {scheme} could quantize: name 16-bit ones, for example w8a16"
@@ -25,10 +25,10 @@ def embedding_refused(scheme: Scheme) -> str | None:
 
 
 class QuantEmbedding(QuantLinear):
-    """Rows of a table in ``scheme``: ids int [...] -> [..., embedding_dim] in the dtype of its scales.
+    """An embedding table in ``scheme``: ids int [...] -> [..., embedding_dim] in the dtype of its scales.
 
-    It stores what a QuantLinear of ``num_embeddings`` outputs stores, in its layouts: an output head that is tied to it
-    multiplies by the same codes (``TiedHead``). On a GPU rows come straight from the tiles that products read.
+    It is stored as a QuantLinear with ``num_embeddings`` outputs, so that a tied output head (``TiedHead``) multiplies
+    by the same codes. On a GPU rows are dequantized straight from the GEMM's layout.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class QuantEmbedding(QuantLinear):
             embedding_dim, num_embeddings, scheme, False, group_index=group_index, dtype=dtype, device=device,
             backend=backend,
         )  # fmt: skip
-        # A model is where its first parameter is, and while the layer is prepared this one alone is anywhere.
+        # transformers takes a model's device from its first parameter; once prepared, only this one is off meta.
         self._parameters = {"weight_shape": self._parameters["weight_shape"], **self._parameters}
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
 
@@ -59,7 +59,7 @@ class QuantEmbedding(QuantLinear):
     ) -> "QuantEmbedding":
         """An embedding that holds a quantized weight [num_embeddings, embedding_dim], on the weight's device.
 
-        Raises LayerError for a scheme of another weight format, or one that no embedding can have.
+        Raises LayerError for a scheme with another weight format, or one that no embedding supports.
         """
         ordered = weight.group_index is not None
         layer = cls(*weight.shape, scheme, padding_idx=padding_idx, group_index=ordered, device="meta", backend=backend)
@@ -67,9 +67,9 @@ class QuantEmbedding(QuantLinear):
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of ids, int32 or int64 [...] -> [..., embedding_dim], in the dtype of the scales.
+        """Look up ids, int32 or int64 [...] -> [..., embedding_dim], in the dtype of the scales.
 
-        Raises LayerError for other ids. One beyond the table is an IndexError on a CPU, and gives NaN on a GPU.
+        Raises LayerError for other ids. An id out of range raises IndexError on a CPU and yields NaN on a GPU.
         """
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             kind = dtype_name(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
@@ -80,11 +80,11 @@ class QuantEmbedding(QuantLinear):
         return ops.rows(ids.long(), self._prepared, self.weight_scale.dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """What a tied head gives: x float [..., embedding_dim] -> [..., num_embeddings]."""
+        """Multiply by the table, as a tied head does: x float [..., embedding_dim] -> [..., num_embeddings]."""
         return super().forward(x)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Embedding:
-        """A plain embedding of the same rows."""
+        """A plain nn.Embedding with the dequantized table."""
         weight = nn.Parameter(self.effective_weight().to(dtype), requires_grad=False)
         n, k = weight.shape
         return nn.Embedding(n, k, self.padding_idx, _weight=weight, _freeze=True)
@@ -95,26 +95,26 @@ class QuantEmbedding(QuantLinear):
 
 
 class TiedHead(nn.Module):
-    """An output head that multiplies by the codes of an embedding: y = x W^T + bias. It stores the bias alone."""
+    """An output head that multiplies by the codes of an embedding: y = x W^T + bias. It stores only the bias."""
 
     def __init__(self, embedding: QuantEmbedding, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # which is a child of the model already
+        self._embedding = (embedding,)  # a tuple: not registered as a child twice
         self.bias = bias
         self.in_features, self.out_features = embedding.in_features, embedding.out_features
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight [N, K], computed at every access."""
+        """The dequantized weight [N, K], recomputed at every access."""
         return self._embedding[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """X float [..., K] -> [..., N]."""
+        """Apply the head: x float [..., K] -> [..., N]."""
         y = self._embedding[0].multiply(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def dequantized(self, embedding: nn.Embedding) -> nn.Linear:
-        """A plain head that is tied to a plain embedding."""
+        """A plain nn.Linear tied to a plain embedding."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
         linear.weight, linear.bias = embedding.weight, self.bias  # type: ignore[assignment]
@@ -126,7 +126,7 @@ class TiedHead(nn.Module):
 
 
 def put_embedding(model: Any, name: str, embedding: QuantEmbedding, heads: Sequence[str]) -> None:
-    """Put an embedding in the place of a model's own, and heads that multiply by its codes in that of tied ones."""
+    """Replace a model's embedding, and the output heads tied to it by TiedHeads."""
     model.set_submodule(name, embedding)
     for head in heads:
         model.set_submodule(head, TiedHead(embedding, model.get_submodule(head).bias))

@@ -4,9 +4,9 @@ _LONGEST = 2500
 
 
 class AnyBitError(Exception):
-    """The root of every error that anybit raises on purpose.
+    """The base class of every error that anybit raises on purpose.
 
-    Its message is ``printable`` and bounded in length, whatever names from files it quotes.
+    Messages are made ``printable`` and bounded in length, whatever names from files they quote.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -19,7 +19,7 @@ def _message(text: str) -> str:
 
 
 class SchemeError(AnyBitError, ValueError):
-    """A scheme that cannot be parsed, or that is impossible."""
+    """A scheme that cannot be parsed, or an unsupported combination."""
 
 
 class LayerError(AnyBitError, ValueError):
@@ -27,11 +27,11 @@ class LayerError(AnyBitError, ValueError):
 
 
 class CheckpointError(AnyBitError, ValueError):
-    """A checkpoint that is corrupt, incomplete, or of an unknown kind."""
+    """A checkpoint that is corrupt, incomplete, or in an unknown format."""
 
 
 class ConversionError(AnyBitError, ValueError):
-    """A layer that the format asked for cannot express."""
+    """A layer that the target format cannot represent."""
 
 
 class TextError(AnyBitError, ValueError):
@@ -39,11 +39,11 @@ class TextError(AnyBitError, ValueError):
 
 
 class KernelError(AnyBitError, RuntimeError):
-    """A problem that no kernel on this device can take, or a kernel that failed."""
+    """A problem that no kernel on this device supports, or a kernel that failed."""
 
 
 class CalibrationError(AnyBitError, ValueError):
-    """A calibration that cannot continue: a layer that is never reached, NaN or infinity, an unusable Hessian."""
+    """A calibration that cannot continue: a layer that no token reaches, NaN or infinity, an unusable Hessian."""
 
 
 class OptionError(AnyBitError, ValueError):
@@ -51,21 +51,21 @@ class OptionError(AnyBitError, ValueError):
 
 
 def dtype_name(dtype: object) -> str:
-    """A dtype as messages and files name it: "float16"."""
+    """A dtype's name in messages and files: "float16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def sixteen_bits(what: str, dtype: object) -> str:
-    """A sentence for values of another type than kernels take, and what to do about it."""
+    """The message for a dtype that kernels do not support, with what to do about it."""
     advice = "load the model with dtype=torch.float16 or torch.bfloat16"
     return f"{what} float16 or bfloat16, not {dtype_name(dtype)}: {advice}"
 
 
 def printable(text: object, keep: str = "") -> str:
-    r"""Text from a file as a terminal may show it: what is not printable becomes an escape such as ``\x1b``.
+    r"""Text from a file, safe for a terminal: unprintable characters become escapes such as ``\x1b``.
 
-    A name of a tensor, a model type or a path may hold control characters, which would move the cursor or colour the
-    screen, and marks that turn the direction of writing.  keep: characters that stay, such as "\n\t" in a text.
+    Names of tensors, model types and paths may hold control characters that move the cursor or colour the screen, and
+    bidirectional marks.  keep: characters to leave as they are, such as "\n\t".
     """
     shown = str(text)
     if shown.isprintable():
@@ -76,10 +76,10 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def one_line(error: BaseException, first: bool = False) -> str:
-    """Another library's error within a sentence: its words or its first line, 300 characters at most."""
+    """Another library's error as part of a sentence: its text, or only its first line, 300 characters at most."""
     text = str(error).strip()
     text = " ".join((text.splitlines() or [""])[0].split() if first else text.split())
-    # Python's own words make no sentence alone: KeyError('x') says 'x'.
+    # These need their type to make sense: the text of KeyError('x') is 'x'.
     if not text or isinstance(error, LookupError | TypeError | AttributeError | RecursionError | ArithmeticError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,9 +1,9 @@
-"""anybit without modules: quantize one weight matrix, multiply with it.
+"""anybit without modules: quantize one weight matrix, multiply by it.
 
     weight = anybit.quantize(torch.randn(4096, 4096, dtype=torch.float16, device="cuda"), "w4a16g128")
     y = anybit.matmul(x, weight)                          # x [..., 4096] -> y [..., 4096]
 
-``anybit.attention.decode`` is the same for attention over a quantized KV cache.
+``anybit.attention.decode`` is the counterpart for attention over a quantized KV cache.
 """
 
 from torch import Tensor
@@ -17,15 +17,15 @@ from anybit.scheme import Scheme
 
 
 def quantize(weight: Tensor | QuantizedWeight, scheme: Scheme | str, *, backend: str | None = None) -> Prepared:
-    """Quantize a weight matrix by rounding to nearest, and lay it out for the kernels that will multiply with it.
+    """Quantize a weight matrix by round-to-nearest, and lay it out for the kernels that will read it.
 
-    weight: float [N, K], on the device that is to run it; or a QuantizedWeight, whose codes are kept.
-    scheme: what weights and activations become, such as ``"w4a16g128"`` or ``"w4a8"``.
-    backend: a name out of ``anybit.ops.backends``; None takes the fastest that can run this layer on this device.
-    The result goes into ``matmul``; its ``restore()`` gives the QuantizedWeight back.
+    weight: float [N, K], on the device that will run it; or a QuantizedWeight, whose codes are kept.
+    scheme: formats of weights and activations, such as ``"w4a16g128"`` or ``"w4a8"``.
+    backend: a name from ``anybit.ops.backends``; None takes the fastest that can run this layer on this device.
+    Pass the result to ``matmul``; its ``restore()`` returns the QuantizedWeight.
 
-    Raises SchemeError for a scheme that does not parse, LayerError for a weight that the scheme does not fit, and
-    KernelError, with every backend's reason, where none can run it.
+    Raises SchemeError for a scheme that does not parse, LayerError for a weight that does not fit the scheme, and
+    KernelError, with every backend's reason, if none can run it.
     """
     parsed = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     if isinstance(weight, QuantizedWeight):
@@ -38,12 +38,12 @@ def quantize(weight: Tensor | QuantizedWeight, scheme: Scheme | str, *, backend:
 
 
 def matmul(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + bias for a weight that ``quantize`` has made.
+    """Return x W^T + bias for a weight from ``quantize``.
 
     x: [..., K]; float16 or bfloat16 on a GPU, any float type on a CPU. bias: float [N]. Returns [..., N] in x's dtype.
-    Quantized activations are quantized on the way. Raises KernelError or LayerError, before anything is launched, for
-    an x of another width, dtype or device than the weight takes. For gradients of x call a ``QuantLinear``: here they
-    are lost on a GPU, with torch's warning about an op without an autograd kernel.
+    Activations are quantized on the fly if the scheme says so. Raises KernelError or LayerError, before anything is
+    launched, if x has the wrong width, dtype or device. For gradients of x use a ``QuantLinear``: here they are lost on
+    a GPU, with torch's warning about an op without an autograd kernel.
     """
     if not isinstance(weight, Prepared):
         raise LayerError(

@@ -1,16 +1,16 @@
 """The quantized KV cache: pages of codes, a 16-bit residual for the newest tokens, and operations on sequences.
 
-Everything here is plain torch and runs anywhere; on a GPU ``write`` hands the work to one kernel. A step is
+Everything here is plain torch and runs anywhere; on a GPU ``write`` launches one kernel. A step is
 
-    cache.extend(sequences, n)              n more tokens each: pages reserved, lengths counted
-    cache.write(layer, sequences, k, v)     their K and V, for every layer
+    cache.extend(sequences, n)              allocate pages for n more tokens each, and update lengths
+    cache.write(layer, sequences, k, v)     store their K and V, for every layer
     attention.decode(q, cache, layer, sequences)
 
-``extend`` may touch the host's tables; ``write`` and the attention only read fixed addresses on the device, so a CUDA
-graph of them stays right while the sequences grow.
+``extend`` may update tables on the host; ``write`` and attention only use fixed device addresses, so a CUDA graph of
+them stays valid while sequences grow.
 
-Whatever changes sequences does all that it is asked or raises CacheError and changes nothing, on the host and on the
-device: ``kvpool.Ledger`` plans a change and refuses it, or the copies are made and both sides take it over.
+Operations on sequences are atomic: they succeed, or raise CacheError and change nothing on host or device.
+``kvpool.Ledger`` plans a change first; the copies are made next, and only then do both sides commit it.
 """
 
 from collections.abc import Sequence
@@ -42,25 +42,25 @@ from anybit.ops.kv import LayerView
 from anybit.scheme import KVFormat, is_whole
 
 WINDOW = 128
-"""Tokens that are packed at a time, at most: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes a word)."""
+"""Most tokens packed at a time: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes per word)."""
 
 
 class KVCache:
     """K and V of all layers of up to ``sequences`` sequences of up to ``capacity`` tokens each.
 
-    format: KVFormat or its text ("kv4", "k4v2g32t").  pages: how many pages all sequences share (default: enough for
-    every sequence to be full).  page: 64, 128 or 256 tokens.  slack: newest tokens that can be cropped away exactly,
-    whatever was packed meanwhile; also the most new tokens, plus one, that a decode step may bring.
-    dtype: float16 or bfloat16, the type of the residual and of 16-bit pages.
+    format: KVFormat or its text ("kv4", "k4v2g32t").  pages: size of the pool that all sequences share (default: enough
+    for every sequence at capacity).  page: 64, 128 or 256 tokens.  slack: how many of the newest tokens can be cropped
+    exactly, even if some were packed meanwhile; a decode step may bring up to slack + 1 tokens.
+    dtype: float16 or bfloat16, of the residual and of 16-bit pages.
 
-    Tensors (fixed for the life of the cache):
-        pages     uint8 [layers, pages, kv_heads, page_bytes]; kv_page.py says what is inside
-        residual  dtype [layers, sequences, kv_heads, 2, ring * head_dim], K and V in the order of the tensor cores
-        table     int32 [sequences, capacity / page], -1 where there is no page
+    Tensors (addresses stay fixed until ``grow``):
+        pages     uint8 [layers, pages, kv_heads, page_bytes]; kv_page.py describes the bytes
+        residual  dtype [layers, sequences, kv_heads, 2, ring * head_dim], K and V in tensor-core fragment order
+        table     int32 [sequences, capacity / page], the page table; -1 where there is no page
         lengths   int32 [sequences], tokens of each sequence, the newest included
 
-    Raises LayerError for a size that is not a positive integer, and for a head that the format does not divide.
-    Methods raise CacheError for a sequence that is not there and for tokens that do not fit; nothing has changed then.
+    Raises LayerError for a size that is not a positive integer, and for a head_dim that the format does not divide.
+    Methods raise CacheError, and change nothing, for a sequence that does not exist or tokens that do not fit.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class KVCache:
         self._places = ring_places(ring, head_dim).to(self.device)
         self._rows: dict[tuple[object, ...], Tensor] = {}
         self.newest_are_few = False
-        """Whether the last write was of a step and not of a prompt: then attention may start reading pages early."""
+        """Whether the last write was a decode step, not a prompt: attention may then start reading pages early."""
         self.number = kv.register(self)
-        """Under which ops find this cache: they take no objects."""
+        """The handle by which torch.library ops, which cannot take objects, find this cache."""
 
     def _check_memory(
         self, layers: int, sequences: int, pages: int, kv_heads: int, ring: int, device: torch.device
     ) -> None:
-        """Raise LayerError for a cache that this machine cannot hold, before anything is made."""
+        """Raise LayerError for a cache larger than the device's memory, before anything is allocated."""
         size = layers * kv_heads * (pages * self.layout.page_bytes + sequences * 4 * ring * self.layout.head_dim)
         have = memory_of(device)
         if pages > MOST or size > have:
@@ -129,19 +129,19 @@ class KVCache:
 
     def add(self) -> int:
         """A new, empty sequence; raises CacheError when all are in use."""
-        return self.ledger.add()  # whose rows on the device are those that ``free`` left
+        return self.ledger.add()  # ``free`` has reset the device's rows
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence: its pages go back to the pool, but for those that others share."""
+        """Remove a sequence and return its pages to the pool, except those that other sequences share."""
         self.ledger.free(sequence)
         self.table[sequence] = -1
         self.lengths[sequence] = 0
 
     def fork(self, sequence: int) -> int:
-        """A second sequence with the same tokens: full pages are shared, and only what differs later is copied.
+        """A second sequence with the same tokens, copy-on-write: pages are shared, the residual is copied.
 
-        What ``reserve`` set aside stays the first one's. A half-full page is shared too; whichever of its owners
-        writes to it first takes a copy, and so one page more.
+        Pages set aside by ``reserve`` stay with the first sequence. A partially filled page is shared too; whichever
+        owner writes to it first gets a copy, which takes one more page.
         """
         target, change = self.ledger.plan_fork(sequence)
         self._commit(change)
@@ -150,39 +150,39 @@ class KVCache:
     def crop(self, sequence: int, length: int) -> None:
         """Keep the first ``length`` tokens.
 
-        Exact for the newest ``slack`` tokens; further back, the tokens of the block that is opened again keep the
-        values that the pages held.
+        Exact for the newest ``slack`` tokens. Further back, tokens that return from pages to the residual keep their
+        dequantized values.
         """
         self._commit(self.ledger.plan_crop(sequence, length))
 
     def reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> None:
-        """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was (the beams of a beam search)."""
+        """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was (beam search)."""
         self._commit(self.ledger.plan_reorder(sequences, origin))
 
     def reserve(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Set pages aside for ``tokens`` more tokens of each sequence, so that ``extend`` by them is not refused.
+        """Set pages aside for ``tokens`` more tokens of each sequence, so that extending by them cannot fail.
 
-        That holds until a sequence is cropped or reordered, which gives up pages without tokens, or forked, whose
-        half-full page takes a copy once more.
+        Cropping or reordering a sequence gives up its unused pages; forking it shares its partial page, which costs a
+        copy again.
         """
         self._commit(self.ledger.plan_reserve(sequences, each(tokens, sequences)), lengths=False)
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Count ``tokens`` more tokens for each sequence and make sure of their pages; then ``write`` them.
+        """Allocate pages for ``tokens`` more tokens of each sequence and update lengths; ``write`` them next.
 
-        All sequences or none: CacheError, and nothing has changed, if one is at its capacity or the pages do not
-        suffice for all.
+        All sequences or none: raises CacheError, with nothing changed, if one would exceed its capacity or the pool has
+        too few pages.
         """
         counts = each(tokens, sequences)
         change = self.ledger.plan_extend(sequences, counts)
         rows = self.row_index(tuple(change.entries))
-        even = len(set(counts)) == 1  # made on the device then, which waits for no copy
+        even = len(set(counts)) == 1  # then filled on the device, without a host copy
         more = torch.full_like(rows, whole(counts[0], "tokens"), dtype=torch.int32) if even else self._int32(counts)
         self._commit(change, lengths=False)
         self.lengths.index_add_(0, rows, more)
 
     def row_index(self, sequences: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        """The sequences as a tensor on the cache's device, made once."""
+        """The sequences as a tensor on the cache's device; memoized."""
         key = (dtype, *sequences)
         if key not in self._rows:
             if len(self._rows) > 256:
@@ -193,7 +193,7 @@ class KVCache:
     def _commit(self, change: Change, lengths: bool = True) -> None:
         """Carry out a plan: the copies first, then the ledger and the device's tables.
 
-        Copies are read in full before they are written: one that fails for want of memory leaves the cache as it was.
+        Each copy reads all its sources before it writes, so one that runs out of memory leaves the cache unchanged.
         """
         cells = [
             (sequence, i, new[i] if i < len(new) else -1)
@@ -230,13 +230,13 @@ class KVCache:
     # -------- tokens
 
     def write(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """Store the newest tokens of each sequence, already counted by ``extend``.
+        """Store K and V of the newest tokens of each sequence, after ``extend`` by them.
 
-        k, v: [len(sequences), tokens, kv_heads, head_dim] in the cache's dtype, on its device; LayerError for others.
-        Windows that become full are quantized and packed; 16-bit values of the newest tokens stay in the residual.
+        k, v: [len(sequences), tokens, kv_heads, head_dim] in the cache's dtype, on its device; else LayerError.
+        Windows that become full are quantized into pages; the residual keeps the newest tokens in 16 bits.
         """
         self._check(layer, sequences, k, v)
-        k, v = k.detach(), v.detach()  # what is kept would keep the graphs of all its tokens
+        k, v = k.detach(), v.detach()  # else the cache would keep every token's autograd graph alive
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
             k, v = turn(k, self.rotation, self.dtype), turn(v, self.rotation, self.dtype)
@@ -276,24 +276,24 @@ class KVCache:
                 )
 
     def view(self, layer: int) -> LayerView:
-        """A layer as kernels read it."""
+        """One layer's tensors and sizes, as kernels take them."""
         return LayerView(
             self.layout, self.pages[layer], self.residual[layer], self.table, self.lengths, self.ledger.ring,
             self.window, self.ledger.capacity,
         )  # fmt: skip
 
     def row_pointer(self, sequences: Sequence[int]) -> Tensor | None:
-        """The sequences as int32 for a kernel; None where they are 0, 1, 2 ..."""
+        """The sequences as int32 for a kernel; None if they are 0, 1, 2 ..."""
         identity = list(sequences) == list(range(len(sequences)))
         return None if identity else self.row_index(sequences, torch.int32)
 
     def completes(self, sequences: Sequence[int], tokens: int) -> bool:
-        """Whether the newest ``tokens`` tokens of a sequence completed a window, which is then to be packed."""
+        """Whether the newest ``tokens`` tokens completed a window of any sequence, which then has to be packed."""
         lengths = (self.length(sequence) for sequence in sequences)
         return any(self.ledger.packed(length) > self.ledger.packed(length - tokens) for length in lengths)
 
     def pack(self, layer: int, sequences: Sequence[int], tokens: int) -> None:
-        """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
+        """Quantize the windows that the newest ``tokens`` tokens completed; all are in the residual already."""
         if self.pages.is_cuda and not self.format.float4:
             kv.pack(self.view(layer), self.row_pointer(sequences), len(sequences), tokens, layer)
             return
@@ -303,7 +303,7 @@ class KVCache:
             self._write_one(layer, sequence, *newest)
 
     def _write_one(self, layer: int, sequence: int, k: Tensor, v: Tensor) -> None:
-        """K and V [heads, tokens, dim] of the newest tokens of one sequence, in plain torch."""
+        """Store K and V [heads, tokens, dim] of one sequence's newest tokens, in plain torch."""
         length, tokens = self.length(sequence), k.shape[1]
         old = length - tokens
         begin, end = self.ledger.packed(old), self.ledger.packed(length)
@@ -324,7 +324,7 @@ class KVCache:
             self._into_ring(layer, sequence, part, length - keep, new[:, tokens - keep :])
 
     def _into_ring(self, layer: int | slice, sequence: int, part: int, begin: int, tokens: Tensor) -> None:
-        """Put tokens [..., n, dim] that start at position ``begin`` into their slots of the ring."""
+        """Write tokens [..., n, dim] from position ``begin`` on into their ring slots."""
         slots = torch.arange(begin, begin + tokens.shape[-2], device=self.device) % self.ledger.ring
         self.residual[layer, sequence, :, part][..., self._places[part, slots].flatten()] = tokens.flatten(-2)
 
@@ -335,14 +335,14 @@ class KVCache:
         return residual[:, self._places[part, slots]]
 
     def read(self, layer: int, sequence: int, newest: int = 0) -> tuple[Tensor, Tensor]:
-        """K and V [kv_heads, length, head_dim] as attention sees them, in float32: dequantized pages, then 16 bits.
+        """K and V float32 [kv_heads, length, head_dim] as attention sees them: dequantized pages, then the residual.
 
-        newest: how many of the newest tokens a step has just brought; the window that they completed, if any, is
-        still read from the residual. Rotated heads stay rotated.
+        newest: how many tokens the current step brought; a window that they completed is still read from the residual.
+        Rotated heads stay rotated.
         """
         length = self.length(sequence)
         packed = self.ledger.packed(max(length - newest, 0))
-        if packed < self.ledger.entry(sequence).oldest:  # more new tokens than the ring holds: a prompt
+        if packed < self.ledger.entry(sequence).oldest:  # a prompt longer than the ring
             packed = self.ledger.packed(length)
         return self._read(layer, sequence, length, packed)
 
@@ -359,7 +359,7 @@ class KVCache:
         return both[0], both[1]
 
     def read_before(self, layer: int, sequence: int, newest: int) -> tuple[Tensor, Tensor]:
-        """K and V [kv_heads, length - newest, head_dim] in float32, not rotated, before the newest are written."""
+        """K and V float32 [kv_heads, length - newest, head_dim], unrotated; call before the newest are written."""
         length = self.length(sequence) - newest
         both = self._read(layer, sequence, length, self.ledger.packed(length))
         if self.rotation is not None:
@@ -367,7 +367,7 @@ class KVCache:
         return both
 
     def grow(self, layers: int, capacity: int) -> None:
-        """Make room for more layers and longer sequences; what is there stays, its addresses do not."""
+        """Make room for more layers and longer sequences. Contents stay; device addresses change."""
         check_size("layers", layers)
         check_size("capacity", capacity)
         layers = max(layers, self.layers)
@@ -387,16 +387,16 @@ class KVCache:
         self.ledger.capacity = max(self.ledger.capacity, per_sequence * self.layout.page)
 
     def _exact(self, blocks: Tensor, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
+        """Dequantized K and V in float32; 16-bit parts come from ``stored``, read in the cache's dtype."""
         k, v = kv_page.decode(self.layout, blocks, torch.float32)
         return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
 
 
 def turn(x: Tensor, rotation: Tensor, dtype: torch.dtype) -> Tensor:
-    """X [..., head_dim] times a cache's rotation, in x's dtype, for a cache of ``dtype``.
+    """Multiply x [..., head_dim] by a cache's rotation, in x's dtype, for a cache of ``dtype``.
 
-    Rotated values may be sqrt(head_dim) times as large. What float16 does not hold becomes its largest value, and a
-    head with a value that is not finite becomes NaNs.
+    Rotation can scale values by up to sqrt(head_dim): for float16 caches they are clamped to the float16 range, and a
+    head with a non-finite value becomes all NaN.
     """
     if dtype != torch.float16:
         return x @ rotation.to(x.dtype)
@@ -405,9 +405,9 @@ def turn(x: Tensor, rotation: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def why_not(model: Any, format: KVFormat) -> str | None:
-    """Why generation of a transformers model cannot keep its keys and values in a format; None if it can.
+    """Why a transformers model cannot generate with a KV cache in a format; None if it can.
 
-    Asked of models without weights too: before one is quantized.
+    Needs no weights: it is also asked before a model is quantized.
     """
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -429,7 +429,7 @@ def why_not(model: Any, format: KVFormat) -> str | None:
 
 
 def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-    """The normalized, symmetric Hadamard matrix [size, size]: its own inverse. Sizes are powers of two."""
+    """The normalized, symmetric Hadamard matrix [size, size], its own inverse; LayerError unless a power of two."""
     if size & (size - 1):
         raise LayerError(f"heads of {size} channels cannot be rotated: a Hadamard matrix here has a power of two")
     return torch.Tensor.to(matrix(size, torch.float64), device, dtype)

@@ -16,26 +16,25 @@ from anybit.packing import QuantizedWeight, check_fours, pack_words, unpack_word
 from anybit.scheme import Scheme, is_whole
 
 _preparing = threading.RLock()
-"""Held while a layer's weight changes its form: between two forms it is in neither."""
+"""Held while a layer's weight is converted: in between, neither layout is complete."""
 
 
 class QuantLinear(nn.Module):
     """y = x W^T + bias with W in ``scheme``: x float [..., in_features] -> y [..., out_features] in x's dtype.
 
-    The saved tensors are those of compressed-tensors' pack-quantized format:
+    Tensors are saved in compressed-tensors' pack-quantized format:
     weight_packed: int32 [N, ceil(K*bits/32)].  weight_scale: float [N, G].
     weight_zero_point: int32 [ceil(N*bits/32), G], asym only, packed along N.  weight_shape: int64 [2] (N, K).
-    Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse),
+    Extensions of that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse),
     weight_minimum float [N, G] (min).
 
-    input_scale: float [K], what x is multiplied by first: OneBit's value vector of the columns.
+    input_scale: float [K], multiplies x first (OneBit's value vector over the input channels).
     hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``quantization.methods.rotate``).
 
-    The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
-    the saved one in memory, and ``state_dict`` brings it back.
+    The first call, or ``prepare``, converts the weight to a backend's layout, which replaces the saved layout in
+    memory; ``state_dict`` converts it back.
 
-    Gradients flow to x, so that layers before this one can be trained, and to a bias that asks for them; the weight has
-    none.
+    Gradients flow to x, so that earlier layers can be trained, and to a bias with requires_grad; the weight gets none.
     """
 
     # Tensor parallelism in transformers shards the module's own parameters.
@@ -107,8 +106,8 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """A layer that holds a quantized weight, on the weight's device. bias: float [N].
 
-        Raises LayerError for a weight that is not quantized, a bias of another shape or of integers, and a scheme of
-        another weight format.
+        Raises LayerError for a weight that is not a QuantizedWeight, a bias of the wrong shape or dtype, and a scheme
+        whose weight format is not the weight's.
         """
         if not isinstance(weight, QuantizedWeight):
             raise LayerError(
@@ -130,7 +129,7 @@ class QuantLinear(nn.Module):
 
     @staticmethod
     def tensors_of(weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors that a checkpoint stores for a weight, by name."""
+        """The tensors that a checkpoint stores for a weight, keyed by name."""
         n, k = weight.shape
         tensors = {
             "weight_packed": weight.words,
@@ -148,7 +147,7 @@ class QuantLinear(nn.Module):
         return tensors
 
     def load_weight(self, weight: QuantizedWeight) -> None:
-        """Replace the layer's weight by a quantized one of its shape and format; LayerError for any other."""
+        """Replace the layer's weight. Raises LayerError for another shape or format."""
         expected = (self.out_features, self.in_features)
         if weight.shape != expected or weight.format != self.scheme.weights:
             raise LayerError(
@@ -161,7 +160,7 @@ class QuantLinear(nn.Module):
             setattr(self, name, _frozen(tensor))
 
     def quantized_weight(self) -> QuantizedWeight:
-        """The layer's weight as codes, scales and zeros. Raises LayerError where it is on the meta device."""
+        """The layer's weight as codes, scales and zeros. Raises LayerError if it is on the meta device."""
         if self._prepared is not None:
             return self._prepared.restore()
         if self.weight_packed.is_meta:
@@ -178,20 +177,19 @@ class QuantLinear(nn.Module):
     def prepare(self) -> "QuantLinear":
         """Convert the weight to the layout of the backend that will run it, and free the saved layout.
 
-        On a GPU it waits until that is done, so that the layer can be called on any stream. Raises LayerError in a
-        CUDA graph that is being captured. It is never part of a graph of torch.compile: with fullgraph=True it has to
-        be called before.
+        On a GPU it synchronizes the stream, so that the layer can be called on any other. Raises LayerError while a
+        CUDA graph is being captured. torch.compile breaks the graph here: with fullgraph=True, call it beforehand.
         """
         if torch.compiler.is_dynamo_compiling():
             told = "this weight is not prepared: call prepare(), or the layer, before torch.compile(fullgraph=True)"
             torch._dynamo.graph_break(msg=told)
-            torch.compiler.disable(self._prepare)()  # Dynamo would compile how words are unpacked
+            torch.compiler.disable(self._prepare)()  # else Dynamo would compile the unpacking
         else:
             self._prepare()
         return self
 
     def _prepare(self) -> None:
-        with _preparing:  # of several threads at a layer's first call one prepares it
+        with _preparing:  # threads may race to a layer's first call: one prepares it
             if self._prepared is not None:
                 return
             weight = self.quantized_weight()
@@ -207,17 +205,17 @@ class QuantLinear(nn.Module):
 
     @property
     def runs_on(self) -> str | None:
-        """The backend that the weight is prepared for, by name; None before that."""
+        """Name of the backend that the weight is prepared for; None before ``prepare``."""
         return None if self._prepared is None else self._prepared.spec.backend
 
     def stand_in_fused(self, fused: bool) -> None:
-        """Mark the layer as part of a fused layer, which decides how its kernels share multiprocessors."""
+        """Mark the layer as part of a fused layer, which changes how its kernels share the SMs."""
         self._fused = fused
         if self._prepared is not None:
             self._prepared = self._prepared.in_fused(fused)
 
     def unprepare(self) -> "QuantLinear":
-        """Bring the saved layout back and free the backend's."""
+        """Convert the weight back to the saved layout, and free the backend's."""
         if self._prepared is not None:
             weight = self._prepared.restore()
             _wait_for(weight.words)
@@ -230,27 +228,27 @@ class QuantLinear(nn.Module):
         return weight if self.input_scale is None else weight * self.input_scale.to(dtype)
 
     def effective_weight(self) -> Tensor:
-        """What x is multiplied with, its scaling and its rotation included: y = x W^T + bias. float32 [N, K]."""
+        """W of y = x W^T + bias with input_scale and rotation folded in, float32 [N, K]."""
         weight = self.quantized_weight().dequantize(torch.float32)
         weight = inverse(weight) if self.hadamard else weight
         return weight if self.input_scale is None else weight * self.input_scale.float()
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, [N, K], computed at every access: for code that inspects a layer, not for speed."""
+        """The dequantized weight, [N, K], recomputed at every access: for code that inspects layers, not for speed."""
         dtype = self.weight_scale.dtype
         if self._prepared is None and self.weight_packed.is_meta:
             return torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
         weight = self.dequantize(dtype)
-        # transformers initializes what does not say that it is: some models reach for their children's weights then.
+        # Some models' _init_weights reaches into children: without this flag it would initialize this copy.
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = x W^T + bias: x float [..., in_features] -> [..., out_features] in x's dtype.
 
-        On a GPU x is float16 or bfloat16. The first call prepares the weight, and raises KernelError where no backend
-        runs the layer on its device; a wrong dtype, width or device is an error before anything is launched.
+        On a GPU x must be float16 or bfloat16. The first call prepares the weight, and raises KernelError if no
+        backend runs the layer on its device. A wrong dtype, width or device raises before anything is launched.
         """
         if not isinstance(x, Tensor):
             raise LayerError(f"x must be a torch.Tensor [..., {self.in_features}], not {type(x).__name__}")
@@ -273,10 +271,10 @@ class QuantLinear(nn.Module):
     def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(y of the RMSNorm of x + residual, x + residual), quantized in the same launch if activations are.
+        """Return (self(RMSNorm(x + residual)), x + residual), fused where the backend's kernels allow.
 
-        With one or two tokens of 16-bit activations the product normalizes its input itself, where its kernel can.
-        silu: return silu(gate) * up [..., out_features / 2]; rows of gate and up are interleaved eight by eight.
+        Quantized activations are normalized by the kernel that quantizes them; one or two 16-bit tokens by the GEMV.
+        silu: return silu(gate) * up [..., out_features / 2]; rows of gate and up alternate in groups of eight.
         """
         if self._prepared is None:
             self.prepare()
@@ -294,9 +292,10 @@ class QuantLinear(nn.Module):
     def norm_linear_rope(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, step: RopeStoreArgs
     ) -> tuple[Tensor, Tensor]:
-        """(rotated queries [tokens, query_heads, head_dim], x + residual); keys and values go where ``step`` says.
+        """``norm_linear`` of a fused QKV projection, then RoPE; ``step`` says where K and V go in the cache's residual.
 
-        Outputs are queries, keys and values, channels as ``kernels.rope.paired_channels`` says.
+        Outputs of the layer are Q, K and V with channels in ``kernels.elementwise.rope.paired_channels`` order.
+        Returns (rotated queries [tokens, query_heads, head_dim], x + residual).
         """
         if self._prepared is None:
             self.prepare()
@@ -308,7 +307,7 @@ class QuantLinear(nn.Module):
         return ops.norm_rotate_store(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, step)
 
     def silu_linear(self, gate_up: Tensor) -> Tensor:
-        """Y of silu(gate) * up, [..., 2 in_features] -> [..., out_features]."""
+        """Apply the layer to silu(gate) * up: [..., 2 in_features] -> [..., out_features]."""
         if self._prepared is None:
             self.prepare()
         prepared = self._prepared
@@ -319,7 +318,7 @@ class QuantLinear(nn.Module):
         return ops.silu_linear(gate_up, prepared.tensors, self.bias, prepared.spec_text, self.hadamard)
 
     def _codes_first(self, x: Tensor) -> bool:
-        """Whether the kernel that codes this layer's input can make it too."""
+        """Whether the kernel that quantizes this layer's input can also compute it (norm or SiLU)."""
         assert self._prepared is not None
         plain = self.input_scale is None and self.weight_g_idx is None
         if self.hadamard and x.is_cuda and ops.rotation_refused(self.in_features, x.dtype, Device.of(x)):
@@ -328,14 +327,14 @@ class QuantLinear(nn.Module):
         return plain and coded and x.is_cuda
 
     def _norms_first(self, x: Tensor, silu: bool = False) -> bool:
-        """Whether the kernel that multiplies this layer's input may norm it too, or end with SiLU."""
+        """Whether the GEMM kernel may also normalize its input, or apply SiLU in its epilogue."""
         assert self._prepared is not None
         plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
         most = 0 if self.scheme.activations.quantized else ops.backends[self._prepared.spec.backend].norm_tokens
         return plain and x.is_cuda and (silu or x.numel() <= most * self.in_features)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # Moving or casting the module: the saved layout moves, and is prepared anew for the new device.
+        # Moves or casts the module: the saved layout moves, and the next call prepares it for the new device.
         self.unprepare()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
@@ -353,7 +352,7 @@ class QuantLinear(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
         shape = state_dict.get(f"{prefix}weight_shape")
         own = [self.out_features, self.in_features]
-        # Words and scales may have the same shapes in a layer of another width: a row's last word and group are ragged.
+        # Layers of different widths can have equal shapes of words and scales: a row's last word and group are ragged.
         if isinstance(shape, Tensor) and not shape.is_meta and shape.flatten().tolist() != own:
             errors.append(f"{prefix}weight_shape says {shape.tolist()}, and the layer is {own} (outputs, inputs)")
             return
@@ -367,17 +366,17 @@ class QuantLinear(nn.Module):
 
 
 class _Differentiable(torch.autograd.Function):
-    """A layer's product with the gradients of its input and bias; that of rounding activations is taken to be 1."""
+    """A layer's product with gradients for input and bias; activation rounding is a straight-through estimator."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
-        """Y of x [..., K]; bias: the layer's."""
+        """Apply the layer to x [..., K]; bias is the layer's own, passed for its gradient."""
         ctx.layer = layer
         return layer._multiply(x.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and of the bias, in the dtype of Y's."""
+        """The gradients of x and of the bias, in the dtype of y's gradient."""
         layer: QuantLinear = ctx.layer
         wide, (of_x, of_bias, _) = gradient.float(), ctx.needs_input_grad
         return (
@@ -388,11 +387,11 @@ class _Differentiable(torch.autograd.Function):
 
 
 def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
-    """Run every QuantLinear of a model on a backend, by name; None lets each layer choose. Returns the model.
+    """Run every QuantLinear of a model on the named backend; None lets each layer choose. Returns the model.
 
     On a CPU "reference-decoded" is fast and keeps float32 weights; "reference-packed" is slow and keeps them packed.
     Raises LayerError for anything but a model, KernelError for a backend that is unknown or cannot run a layer. After
-    any error, running out of memory included, all layers keep the backend they had.
+    any error, running out of memory included, all layers keep their old backend.
     """
     if not isinstance(model, nn.Module):
         raise LayerError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -413,7 +412,7 @@ def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
 
 
 def _wait_for(tensor: Tensor) -> None:
-    """Wait for what the current stream makes of a layer: other streams use it next, and do not know of this one."""
+    """Synchronize the current stream, which produced the tensor: other streams may read it next."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 

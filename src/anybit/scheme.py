@@ -1,26 +1,26 @@
-"""Schemes: what is quantized, and how, in one short word.
+"""Schemes: what is quantized, and how, in one short string.
 
     w4a16g128            4-bit weights in groups of 128, 16-bit activations
-    w2a2                 2-bit weights and activations, one scale a row and a token
-    w2a16g64asym         2-bit weights with a zero point for each group of 64
+    w2a2                 2-bit weights (one scale per output row) and 2-bit activations (one scale per token)
+    w2a16g64asym         2-bit weights with a zero point per group of 64
     w4a8                 4-bit weights, 8-bit integer activations;  w4a8fp: 8-bit float (e4m3) activations
-    w3a4bipolar-xasym    bipolar weights, asymmetric activations (x is the activations' letter in Y = XW)
+    w3a4bipolar-xasym    bipolar weights, asymmetric activations (x as in Y = XW)
     w4a16g128s24         2:4 sparse weights
-    w4a16g32min          4-bit weights, each group of 32 with a scale and a float minimum
+    w4a16g32min          4-bit weights, a scale and a float minimum per group of 32
     w4a16g16e2m1         4-bit floats in groups of 16;  nf4, iq4: other tables of 16 values;  w8a16e4m3: 8-bit floats
     w4a16g128-kv4        and a 4-bit KV cache;  -k4v2g32: keys 4 bits, values 2, groups of 32;
                          -kv4t: keys grouped along the channels of a token ("tensor-wise");  -kv4rot: rotated heads
 
-Integer codes belong to one family: ``value = scale * (u - zero)`` with an unsigned code ``u`` in [0, 2^bits).
-They differ in the zero alone (bipolar-INT is APT-LLM's format, section III-A: x' = 2x + 1, up to the scale):
+All integer codes decode as ``value = scale * (u - zero)`` with an unsigned code ``u`` in [0, 2^bits).
+They differ only in the zero (bipolar-INT is APT-LLM's format, section III-A: x' = 2x + 1, up to the scale):
 
     sym       zero = 2^(bits-1)         signed integers
     asym      zero = one integer per group, in [0, 2^bits - 1]
     bipolar   zero = (2^bits - 1) / 2   odd multiples of half a step, symmetric about zero
 
-Weights that other tools have quantized need two more kinds (``anybit.packing`` has the values of the tables):
+Weights quantized by other tools need two more kinds (``anybit.packing`` has the tables):
 
-    min                    value = scale * u + minimum, a float minimum a group (GGUF's K quants, HQQ)
+    min                    value = scale * u + minimum, a float minimum per group (GGUF's K-quants, HQQ)
     e2m1, nf4, iq4, e4m3   value = scale * table[u] (MXFP4 and NVFP4, bitsandbytes, GGUF's IQ4, FP8)
 """
 
@@ -39,21 +39,21 @@ GROUPS = (16, 32, 64, 128, 256)
 KV_GROUPS = (32, 64, 128)
 KV_BITS = (2, 4, 8, 16)
 CODES: tuple[Code, ...] = ("sym", "asym", "bipolar")
-"""The codes of integers, of which activations have some, too."""
+"""The integer codes, which activations can use too."""
 TABLES: dict[Code, int] = {"e2m1": 4, "nf4": 4, "iq4": 4, "e4m3": 8}
-"""The codes that stand for the values of a table, and how many bits each has."""
+"""The codes that index a table of values, and the width of each in bits."""
 WEIGHT_CODES: tuple[Code, ...] = (*CODES, "min", *TABLES)
 
 
 def fixed_zero(code: str, bits: int) -> float | None:
-    """The zero that a code implies at a width, in units of code; None where each group stores its own (asym)."""
+    """The implied zero of an integer code, in code units; None where each group stores its own (asym)."""
     if code == "asym":
         return None
     return float(2 ** (bits - 1)) if code == "sym" else (2**bits - 1) / 2
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is an integer, Python's or another kind's; True and 4.0 are not."""
+    """Whether a value is an integer of Python, numpy or torch; True and 4.0 are not."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -62,17 +62,17 @@ def _is_one_of(value: object, allowed: Collection[int]) -> bool:
 
 
 def _default_code(bits: int) -> Code:
-    # One signed bit would be {-1, 0}: a sign and a scale is what every 1-bit method means.
+    # One signed bit would be {-1, 0}; 1-bit methods mean {-1, 1} times a scale.
     return "bipolar" if bits == 1 else "sym"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How the weights of a linear layer are coded.
+    """How the weights of a linear layer are quantized.
 
     bits: 1 to 8.  code: one of WEIGHT_CODES.  group: input channels that share a scale (16, 32, 64, 128 or 256), or
-    None for one scale a row.  sparse: 2:4, two non-zeros in every four inputs.
-    Raises SchemeError for any other value, and for a pair of them that does not exist.
+    None for one scale per output row.  sparse: 2:4, two non-zeros in every four inputs.
+    Raises SchemeError for any other value or an unsupported combination.
     """
 
     bits: int
@@ -102,25 +102,25 @@ class WeightFormat:
 
     @property
     def zero(self) -> float | None:
-        """The implied zero in units of code, or None when each group stores its own (asym)."""
+        """The implied zero in code units, or None where each group stores its own (asym)."""
         return fixed_zero(self.code, self.bits) if self.code in CODES else 0.0
 
     @property
     def tabled(self) -> bool:
-        """Whether codes stand for the values of a table."""
+        """Whether codes index a table of values."""
         return self.code in TABLES
 
     def groups(self, in_features: int) -> int:
-        """How many groups a row of ``in_features`` weights has; the last one may be ragged."""
+        """Number of groups in a row of ``in_features`` weights; the last one may be partial."""
         return 1 if self.group is None else -(-in_features // self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """How activations are coded, per token and at run time.
+    """How activations are quantized: dynamically, with a scale per token.
 
-    bits: 1 to 8, or 16 (left as they are).  code: "sym", "asym", "bipolar", or "float" (the model's own type at 16
-    bits, e4m3 at 8).  Raises SchemeError for any other value or pair of them.
+    bits: 1 to 8, or 16 (not quantized).  code: "sym", "asym", "bipolar", or "float" (the model's own type at 16
+    bits, e4m3 at 8).  Raises SchemeError for any other value or combination.
     """
 
     bits: int = 16
@@ -149,19 +149,19 @@ class ActivationFormat:
 
     @property
     def zero(self) -> float | None:
-        """The implied zero in units of code, or None where each token has its own (asym) or there is none (float)."""
+        """The implied zero in code units, or None where each token has its own (asym) or there is none (float)."""
         return None if self.code == "float" else fixed_zero(self.code, self.bits)
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How the KV cache is coded: asymmetric codes with a scale and a zero a group (BitDecoding, section IV).
+    """How the KV cache is quantized: asymmetric codes, a scale and a zero per group (BitDecoding, section IV).
 
-    key_bits, value_bits: 2, 4, 8, or 16 (left as they are).  key_axis: "channel" (a group is ``group`` tokens of one
+    key_bits, value_bits: 2, 4, 8, or 16 (not quantized).  key_axis: "channel" (a group is ``group`` tokens of one
     channel, KC in the paper) or "token" (``group`` channels of one token, KT).  Values are always grouped by token.
-    rotate: heads of K and V are rotated by a Hadamard matrix before they are coded.
-    float4: instead of all that, e2m1 floats of 4 bits with an e4m3 scale for every 16 (NVFP4), as the tensor cores of
-    sm_120 multiply them; written ``kvfp4``.
+    rotate: heads of K and V are rotated by a Hadamard matrix before quantization.
+    float4: 4-bit e2m1 floats with an e4m3 scale per 16 instead (NVFP4), which sm_120's tensor cores multiply natively;
+    written ``kvfp4``, it takes no other option than ``rot``.
     Raises SchemeError for any other value.
     """
 
@@ -199,7 +199,7 @@ class KVFormat:
     def parse(cls, text: str) -> "KVFormat":
         """Read a KV format such as ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``; the inverse of ``str``.
 
-        Raises SchemeError, with the formats that there are, for anything else.
+        Raises SchemeError, which lists the formats, for anything else.
         """
         if not isinstance(text, str):
             raise SchemeError(f"a KV format is a string such as 'kv4', not {type(text).__name__}")
@@ -230,7 +230,7 @@ _GRAMMAR = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What is quantized and how: weights, activations and, if given, the KV cache. An immutable value.
+    """What is quantized and how: weights, activations and, optionally, the KV cache. Immutable.
 
     >>> scheme = Scheme.parse("w4a16g128-kv4")
     >>> scheme.weights.bits, scheme.weights.group, scheme.activations.bits, scheme.kv.key_bits
@@ -255,7 +255,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: "str | Scheme") -> "Scheme":
-        """Read a scheme; the inverse of ``str``. Raises SchemeError (a ValueError) that says what is allowed."""
+        """Read a scheme; the inverse of ``str``. Raises SchemeError (a ValueError), which lists what is allowed."""
         if isinstance(text, Scheme):
             return text
         if not isinstance(text, str):
@@ -290,7 +290,7 @@ class Scheme:
 
 
 def _formats(match: re.Match[str], code: ActivationCode | None) -> tuple[WeightFormat, ActivationFormat]:
-    """The weight and activation formats of a parsed word; the code of the activations comes from its own suffix."""
+    """The weight and activation formats of a regex match; ``code`` is the activations' suffix (-xasym), if any."""
     bits, activation_bits = int(match["w"]), int(match["a"])
     group = int(match["group"]) if match["group"] else None
     weights = WeightFormat(bits, match["code"] or _default_code(bits), group, bool(match["sparse"]))  # type: ignore[arg-type]
