@@ -150,7 +150,7 @@ def test_what_cannot_be_is_refused_by_name():
         AnyBitCache("w4a16")
     other = bloom()
     other.config._attn_implementation = "anybit"
-    with pytest.raises(LayerError, match="leave out AnyBitCache's config"):
+    with pytest.raises(LayerError, match="Create the AnyBitCache without config"):
         other(input_ids=ids, past_key_values=AnyBitCache("kv4", config=other.config))
 
 
@@ -184,7 +184,7 @@ def test_drafts_that_are_wrong_are_taken_back(attention: str) -> None:
 
 
 def test_masks_that_are_not_causal_are_refused() -> None:
-    """Chunks, and images whose tokens see one another; text of the same models is served."""
+    """Chunks, and bidirectional within images; text of the same models is served."""
     chunked = hf.Llama4TextConfig(**GATED, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=16)
     torch.manual_seed(0)
     model = hf.Llama4ForCausalLM(chunked).eval()
@@ -202,7 +202,7 @@ def test_masks_that_are_not_causal_are_refused() -> None:
     torch.testing.assert_close(new, wanted, rtol=2e-2, atol=2e-2)
     image[0, 5:12] = 1
     cache = AnyBitCache("kv16", config=config.text_config)
-    with pytest.raises(LayerError, match="images whose tokens see one another"):
+    with pytest.raises(LayerError, match="bidirectional within images"):
         seeing(ids, token_type_ids=image, past_key_values=cache)
     assert cache.get_seq_length() == 0
 
@@ -229,7 +229,7 @@ def test_tokens_that_a_static_cache_refuses_are_not_counted(attention: str) -> N
     ids = torch.randint(0, 97, (2, 140))
     fresh, used = (AnyBitCache("kv4", config=model.config, capacity=100, static=True) for _ in range(2))
     with torch.no_grad():
-        with pytest.raises(LayerError, match="140 tokens do not fit a static AnyBitCache for 128"):
+        with pytest.raises(LayerError, match="140 tokens do not fit a static AnyBitCache of 128"):
             model(input_ids=ids, past_key_values=used)
         assert used.get_seq_length() == 0 and used.store is None
         for cache in (fresh, used):
@@ -255,7 +255,7 @@ def test_tokens_that_a_later_layer_refuses_are_taken_back() -> None:
     two = hf.LlamaConfig(**{**GATED, "num_hidden_layers": 2}, attn_implementation="anybit")
     cache = AnyBitCache("kv4", config=two, capacity=256, static=True)
     for _ in range(2):
-        with torch.no_grad(), pytest.raises(LayerError, match="layer 2 of a static AnyBitCache made for 2 layers"):
+        with torch.no_grad(), pytest.raises(LayerError, match="layer 2 is beyond a static AnyBitCache of 2 layers"):
             model(input_ids=torch.randint(0, 97, (1, 140)), past_key_values=cache)
         assert cache.get_seq_length() == 0 and cache.store.lengths.tolist() == [0]
 

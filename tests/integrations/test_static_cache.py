@@ -355,7 +355,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
     model.hf_device_map = {"": 0}
     model.set_attn_implementation("anybit")
     cache = AnyBitCache("kv4", config=model.config, capacity=128, static=True)
-    with pytest.raises(LayerError, match=r"do not fit a static AnyBitCache for 128"):
+    with pytest.raises(LayerError, match=r"do not fit a static AnyBitCache of 128"):
         model.generate(prompt(), **GREEDY, past_key_values=cache)
 
 

@@ -3,10 +3,9 @@
     model.set_attn_implementation("anybit")
     model.generate(**inputs, past_key_values=AnyBitCache("kv4", config=model.config))
 
-With the attention implementation "anybit" (registered on import, its mask too) new tokens attend straight over packed
-pages: on a GPU by the kernel, elsewhere by the exact reference. With any other implementation, and in models that do
-not go through transformers' attention interface (BLOOM), the cache hands out dequantized keys and values: the same
-result, none of the speed.
+The attention implementation "anybit" (registered on import, with its mask) reads packed pages directly: by the kernel
+on a GPU, by the exact reference elsewhere. With any other implementation, and in models that bypass transformers'
+attention interface (BLOOM), the cache returns dequantized keys and values: the same result without the speed.
 """
 
 import inspect
@@ -35,26 +34,25 @@ _GROWTH = 1024
 
 
 class NotCausalError(LayerError):
-    """Attention "anybit" was asked to hide other tokens than later ones and those beyond a sliding window."""
+    """The mask asked of attention "anybit" is neither causal nor causal with a sliding window."""
 
 
 Waiting = tuple[Tensor, Tensor, int]
-"""Keys and values [batch, tokens, kv_heads, dim] of a layer, and the layer."""
+"""(keys, values, layer index): new keys and values [batch, tokens, kv_heads, dim], not yet stored."""
 
 
 class AnyBitCache(Cache):  # type: ignore[misc]
-    """K and V of a batch of sequences in a quantized cache.
+    """A quantized KV cache for a batch of sequences.
 
-    scheme: a KV format ("kv4", "k4v2g32"), or a model's scheme that has one ("w4a16g128-kv4").
+    scheme: a KV format ("kv4", "k4v2g32"), or a scheme that has one ("w4a16g128-kv4").
     config: the model's configuration; its ``_attn_implementation`` decides whether attention reads packed pages.
-    capacity: tokens of a sequence to make room for at once (the cache grows when that is not enough).
+    capacity: tokens per sequence to allocate up front (the cache grows beyond that).
     page, slack: see ``KVCache``.
-    static: never grow beyond ``capacity``, so that every address stays and a step can be a CUDA graph (``graph.py``).
-    Left-padded batches are kept without their padding where attention is "anybit".
+    static: never grow beyond ``capacity``: addresses stay fixed, so a step can be a CUDA graph (``graph.py``).
+    With attention "anybit", the padding of left-padded batches is not stored.
 
-    Tokens that are refused are not counted: after an error the cache is what it was before the forward pass, and can
-    be used on. (Tokens of a pass that is refused at a later layer than its first are taken back by ``KVCache.crop``,
-    which is exact up to ``slack`` of them, and for all tokens that the cache has.)
+    After an error the cache is as it was before the forward pass. (If a layer after the first fails, ``KVCache.crop``
+    removes the pass's tokens: exact for up to ``slack`` tokens, and if the cache holds no others.)
     """
 
     is_compileable = False
@@ -82,29 +80,29 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self.rows: list[int] = []
         self.seen = 0  # tokens of a row, padding included
         self._waiting: Waiting | None = None
-        self._counted_ahead = 0  # tokens of the forward pass under way that ``count`` has counted already
-        self._pass: tuple[int, list[int]] = 0, []  # tokens that the pass under way has counted: in all, and of each row
-        self.packs_later = False  # whether ``pack`` follows the forward pass, which then packs no window itself
+        self._counted_ahead = 0  # tokens of the current forward pass that ``count`` counted before it ran
+        self._pass: tuple[int, list[int]] = 0, []  # tokens counted by the current pass: padding included, and per row
+        self.packs_later = False  # full windows are packed by ``counted`` after the forward pass, not during it
 
-    # -------- what transformers asks
+    # -------- transformers' Cache interface
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Add a layer's new keys and values, [batch, kv_heads, tokens, dim] each, as transformers asks.
+        """Add a layer's new keys and values, [batch, kv_heads, tokens, dim] each.
 
-        Returns what the model's attention reads: all of them, dequantized (of a prompt as they came); where attention
-        is "anybit", which reads the pages itself, the new ones.
-        Raises LayerError for another batch, shape or device, and where a static cache is full.
+        Returns the keys and values that attention takes: all tokens, dequantized (a first prompt's as passed in); only
+        the new tokens if attention is "anybit", which reads the pages itself.
+        Raises LayerError if batch, shape or device changed, or a static cache is full.
         """
         if key_states.shape != value_states.shape:
             raise LayerError(
-                f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} must have one shape: "
-                "models whose heads of K and V differ are not supported by AnyBitCache"
+                f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} must have the same shape: "
+                "AnyBitCache does not support models whose K and V heads differ"
             )
         if self._waiting is not None:
             layer, self._waiting = self._waiting[2], None
             raise LayerError(
-                f"layer {layer} did not run the attention {NAME!r} although the model's configuration names "
-                "it: its attention does not go through transformers' interface; leave out AnyBitCache's config"
+                f"layer {layer} did not run attention {NAME!r}, although the model's configuration names it: its "
+                "attention bypasses transformers' attention interface. Create the AnyBitCache without config"
             )
         self._begin(tuple(key_states.shape), layer_idx, key_states)
         k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
@@ -118,7 +116,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         store = self._store()
         store.write(layer_idx, self.rows, k.to(store.dtype), v.to(store.dtype))
         if old == 0:
-            return key_states, value_states  # a prompt attends over its own 16-bit values
+            return key_states, value_states  # a first prompt attends to its own unquantized keys and values
         both = [store.read(layer_idx, row, newest=k.shape[1]) for row in self.rows]
         keys, values = (torch.stack(x) for x in zip(*both, strict=True))
         if store.rotation is not None:
@@ -131,9 +129,9 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         return getattr(self.config, "_attn_implementation", None) == NAME
 
     def _begin(self, shape: tuple[int, ...], layer: int, k: Tensor | None = None) -> None:
-        """Make room for a layer's new keys [batch, kv_heads, tokens, dim]; LayerError if that cannot be.
+        """Make room for a layer's new keys [batch, kv_heads, tokens, dim].
 
-        Nothing is counted, and what the pass has counted before is taken back if this is refused.
+        Counts no tokens. Raises LayerError if they do not fit, after removing those that this pass already counted.
         """
         counted = layer > 0 or self._counted_ahead > 0
         total = self.seen + (0 if counted else shape[2])
@@ -161,30 +159,30 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         if (heads, dim) != (store.kv_heads, store.head_dim):
             raise LayerError(
                 f"layer {layer} has {heads} KV heads of {dim} channels, and earlier ones {store.kv_heads} of "
-                f"{store.head_dim}: AnyBitCache needs all layers alike"
+                f"{store.head_dim}: AnyBitCache needs the same in all layers"
             )
         if k is not None and k.device != store.pages.device:
             raise LayerError(f"keys are on {k.device}, and the KV cache on {store.pages.device}: move one of them")
         if self.static and layer >= store.layers:
             raise LayerError(
-                f"layer {layer} of a static AnyBitCache made for {store.layers} layers: give it the config"
+                f"layer {layer} is beyond a static AnyBitCache of {store.layers} layers: pass config=model.config"
             )
 
     def _check_room(self, total: int) -> None:
-        """Raise LayerError for more tokens than a static cache has room for."""
+        """Raise LayerError if a static cache has no room for ``total`` tokens per row."""
         room = self._pages(self.capacity)
         if total > room:
-            raise LayerError(f"{total} tokens do not fit a static AnyBitCache for {room}: give it a larger capacity")
+            raise LayerError(f"{total} tokens do not fit a static AnyBitCache of {room}: create it with more capacity")
 
     def _pages(self, tokens: int) -> int:
-        """Tokens of as many whole pages."""
+        """``tokens`` rounded up to whole pages."""
         return -(-tokens // self.page) * self.page
 
     def _allocate(self, k: Tensor, total: int) -> None:
-        """Make the store for a batch of keys [batch, kv_heads, tokens, dim]."""
+        """Create the KVCache for a batch of keys [batch, kv_heads, tokens, dim]."""
         batch, heads, _, dim = k.shape
         capacity = self.capacity if self.static else max(self.capacity, total + _GROWTH)
-        # Tensors made in inference mode could not be written to outside of it, and a static cache is kept.
+        # Tensors created in inference mode cannot be written outside it, and a static cache outlives this call.
         with torch.inference_mode(False):
             self.store = KVCache(
                 self.format,
@@ -201,21 +199,21 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             self.rows = [self.store.add() for _ in range(batch)]
 
     def _count(self, layer: int, tokens: int, of_rows: list[int] | None = None) -> None:
-        """Count the tokens of a forward pass with its first layer, unless ``count`` has; of_rows: without padding."""
+        """At layer 0, count the pass's tokens unless ``count`` already has. of_rows: per row, without padding."""
         if layer == 0 and not self._counted_ahead:
             self._store().extend(self.rows, tokens if of_rows is None else of_rows)
             self.seen += tokens
             self._pass = tokens, [tokens] * len(self.rows) if of_rows is None else of_rows
 
     def _take_back(self) -> None:
-        """Count no token of the forward pass under way."""
+        """Remove the tokens that the current forward pass has counted."""
         store, (tokens, of_rows) = self._store(), self._pass
         for row, n in zip(self.rows, of_rows, strict=False):
             store.crop(row, store.length(row) - n)
         self.seen, self._counted_ahead, self._pass = self.seen - tokens, 0, (0, [])
 
     def count(self, tokens: int) -> None:
-        """Count a step's tokens ahead of the forward pass that brings them: all of a step that is the host's work."""
+        """Count a step's tokens before its forward pass: all the host work, so the pass can be a CUDA graph."""
         store, tokens = self._store(), whole(tokens, "the tokens of a step")
         total = self.seen + tokens
         if self.static:
@@ -226,14 +224,14 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self.seen, self._counted_ahead, self._pass = total, tokens, (tokens, [tokens] * len(self.rows))
 
     def counted(self) -> None:
-        """The forward pass that ``count`` announced has run: pack what it has left to be packed."""
+        """Finish the step begun by ``count``, after its forward pass: pack the windows that it filled."""
         store, tokens, self._counted_ahead = self._store(), self._counted_ahead, 0
         if self.packs_later and store.completes(self.rows, tokens):
             for layer in range(store.layers):
                 store.pack(layer, self.rows, tokens)
 
     def takes_step(self, tokens: int) -> bool:
-        """Whether ``tokens`` tokens a row, none of them padding, are a step for the packed attention."""
+        """Whether packed attention can run ``tokens`` new tokens per row, without padding, as a decode step."""
         store = self.store
         if store is None or not self.packed_attention:
             return False
@@ -258,21 +256,21 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """No layer keeps a state; of no layers at all, generate would think that all do, and see a chat's past anew."""
+        """No layer is linear attention. Never empty: generate takes all([]) as true and reprocesses a chat."""
         return [False] * max(len(self), 1)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys that a mask covers, and the first one's position."""
+        """(number of keys that a mask covers, position of the first)."""
         length = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         return self.seen + length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on as row ``beam_idx[i]`` was; only what differs is copied."""
+        """Beam search: row i continues row ``beam_idx[i]``; full pages are shared, not copied."""
         if self.store is not None:
             self.store.reorder(self.rows, beam_idx.tolist())
 
     def crop(self, tokens: int) -> None:
-        """Take tokens back, exactly up to ``slack``: so many, or -n; in older transformers how many stay."""
+        """Remove n newest tokens, exactly up to ``slack``; tokens: n or -n, in older transformers how many to keep."""
         tokens = whole(tokens, "the tokens to crop")
         removed = abs(tokens) if _CROP_COUNTS_REMOVED else (-tokens if tokens < 0 else self.seen - tokens)
         removed = min(removed, self.seen)
@@ -283,11 +281,11 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self.seen -= removed
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: the base class would do it layer by layer, and here there are none."""
-        raise LayerError("an AnyBitCache cannot repeat its rows: give generate a batch that is already repeated")
+        """Not supported (the base class works layer by layer, and this cache has no layer objects)."""
+        raise LayerError("an AnyBitCache cannot repeat its rows: pass generate a batch that is already repeated")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refused, as ``batch_repeat_interleave`` is."""
+        """Not supported, like ``batch_repeat_interleave``."""
         raise LayerError("an AnyBitCache cannot select rows: use reorder_cache")
 
     def reset(self) -> None:
@@ -307,12 +305,12 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
-        """Whether a first token has come."""
+        """Whether any token has been stored."""
         return self.store is not None
 
     @property
     def is_croppable(self) -> bool:
-        """Whether a few tokens can be taken back without a trace."""
+        """True: the newest ``slack`` tokens can be removed exactly."""
         return True
 
     def __len__(self) -> int:
@@ -334,10 +332,10 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         masks: Masks,
         paired: bool = False,
     ) -> Tensor:
-        """Attention of a step's fused projection, where ``takes_step`` said yes.
+        """RoPE, KV store and attention of a decode step's QKV projection; only if ``takes_step`` is true.
 
-        qkv: [batch, tokens, (query heads + 2 key heads) * head_dim].  rotary: cosine and sine [batch * tokens,
-        head_dim].  heads: of queries and of keys.  norms, paired: as for ``ops.elementwise.rotate``.
+        qkv: [batch, tokens, (query heads + 2 * KV heads) * head_dim].  rotary: cosine and sine [batch * tokens,
+        head_dim].  heads: (query heads, KV heads).  norms, paired: as for ``ops.elementwise.rotate``.
         Returns [batch, tokens, query heads, head_dim].
         """
         batch, tokens, _ = qkv.shape
@@ -358,9 +356,9 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self, layer: int, rotary: tuple[Tensor, Tensor], heads: tuple[int, int], batch: int, tokens: int,
         dtype: torch.dtype,
     ) -> RopeStoreArgs | None:  # fmt: skip
-        """Where the keys and values of a layer's step go that a kernel can store as they are made, counting it.
+        """Count a layer's step and return where a kernel can store its keys and values directly after RoPE.
 
-        None where they go another way, and then nothing has happened.
+        None, and nothing counted, if the format rotates its keys or the dtypes differ.
         """
         store = self._store()
         if store.rotation is not None or dtype != store.dtype:
@@ -372,7 +370,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         )
 
     def attend_turned(self, layer: int, q: Tensor, masks: Masks) -> Tensor:
-        """Attention of turned queries [batch, tokens, heads, head_dim] whose keys and values ``step`` has stored."""
+        """Attention of queries after RoPE [batch, tokens, heads, head_dim]; keys and values are stored (``step``)."""
         store, tokens = self._store(), q.shape[1]
         if not self.packs_later and store.completes(self.rows, tokens):
             store.pack(layer, self.rows, tokens)
@@ -384,14 +382,14 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         return self._store()
 
     def taken(self) -> Waiting | None:
-        """What ``update`` took for the attention that comes next, which is this caller's."""
+        """Take the keys and values that ``update`` left for this attention call; None if there are none."""
         found, self._waiting = self._waiting, None
         return found
 
     def attend(self, q: Tensor, new: Waiting | None, padding: Tensor | None, masks: Masks) -> Tensor:
-        """Store what was ``taken``, and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
+        """Store the keys and values from ``taken`` and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
         if new is None:
-            raise LayerError("attention ran before the cache got its keys and values")
+            raise LayerError("attention ran before the cache's update: keys and values of this layer are missing")
         k, v, layer = new
         store, tokens = self._store(), q.shape[2]
         q = q.transpose(1, 2).to(store.dtype)
@@ -400,7 +398,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         if layer == 0 and padding is not None and bool((padding[:, 1:] < padding[:, :-1]).any()):
             raise LayerError(
                 "attention 'anybit' supports left padding only, and this attention_mask hides tokens after "
-                "visible ones (generate makes such a mask from pad tokens within a prompt: pass attention_mask)"
+                "visible ones (generate builds such a mask from pad tokens inside a prompt: pass attention_mask)"
             )
         self._count(layer, tokens, None if padding is None else counts)
         even = all(count == tokens for count in counts)
@@ -441,13 +439,13 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention implementation "anybit": refuses by name what a paged cache cannot do."""
+    """The attention implementation "anybit"; LayerError names each argument that it does not support."""
     cache = getattr(key, "anybit_cache", None)
     if cache is None:
         raise LayerError(
             f"attention 'anybit' needs an AnyBitCache: pass {CACHE}=AnyBitCache('kv4', config=model.config)"
         )
-    new = cache.taken()  # first, so that nothing waits after a refusal
+    new = cache.taken()  # before any check, so that an error leaves nothing pending in the cache
     if dropout:
         raise LayerError(f"attention 'anybit' does not support dropout, and dropout is {dropout}: call model.eval()")
     if position_bias is not None:
@@ -467,28 +465,28 @@ def mask(
     mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of "anybit": the padding, or None where there is none; causality and windows are the attention's own."""
+    """The mask for "anybit": the padding mask, or None without padding; the kernel applies causality and windows."""
     if not torch.compiler.is_compiling() and not _is_causal(mask_function):
         raise NotCausalError(
             f"attention {NAME!r} is causal, with or without a sliding window, and this model's mask is of another kind "
-            "(chunks, or images whose tokens see one another): use another attention implementation, and give "
-            "AnyBitCache no config"
+            "(chunked, or bidirectional within images): use another attention implementation, and create AnyBitCache "
+            "without config"
         )
     if attention_mask is None:
         return None
     if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # models that make a mask where none is given (OPT): the rows of a captured step have no padding
+        return None  # some models (OPT) create a mask if none is given; rows of a captured step have no padding
     attention_mask = attention_mask[:, -kv_length:] if kv_length else attention_mask
     return None if bool(attention_mask.all()) else attention_mask
 
 
 def _is_causal(function: Any) -> bool:
-    """Whether a mask function of transformers hides later tokens, tokens beyond a sliding window, and no others."""
+    """Whether a mask function of transformers is plainly causal, with or without a sliding window."""
     if function is None or function is causal_mask_function:
         return True
     kind, inside = getattr(function, "__qualname__", "").partition(".")[0], getattr(function, "__closure__", None)
     values = [cell.cell_contents for cell in inside or ()]
-    if kind == "blockwise_overlay":  # -1: of no block
+    if kind == "blockwise_overlay":  # -1: token in no block
         return not bool((values[0] >= 0).any())
     return kind == "sliding_window_overlay" or (kind in ("and_masks", "or_masks") and all(map(_is_causal, *values)))
 

@@ -1,4 +1,4 @@
-"""What transformers calls the cache in a model's call: ``past_key_values`` until 5.23, ``cache`` since."""
+"""The name of the cache argument of a transformers model: ``past_key_values`` up to 5.23, ``cache`` since 5.24."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import transformers
 
 CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
-"""The name of this version of transformers; since 5.24 it takes the older one, too."""
+"""The name in the installed version of transformers; 5.24 and later also accept the older one."""
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a model's call, by either name; None where there is none."""
+    """The cache among the keyword arguments of a model call, by either name; None if there is none."""
     found = arguments.get("cache")
     return arguments.get("past_key_values") if found is None else found

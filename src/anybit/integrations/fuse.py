@@ -1,5 +1,5 @@
-"""Fewer, larger kernels for Llama-like models: projections that share an input become one product, each norm takes the
-residual sum along, and the rotary embedding and SiLU are one launch each, or the ends of products of a token or two.
+"""Kernel fusion for Llama-like models: QKV and gate/up become one GEMM each, each norm includes the residual add, and
+RoPE and SiLU are one launch each, or the epilogue of the GEMM at one or two tokens.
 
     model = anybit.fuse(model)       # for inference; anybit.unfuse(model) undoes it, for saving
 """
@@ -29,11 +29,11 @@ _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _TABLE_BYTES = 128 << 20
 
 Hidden = Tensor | tuple[Tensor, Tensor]
-"""What travels between layers: hidden states, or what is still to be added to them beside the residual."""
+"""Passed between layers: hidden states, or a pair (last layer's output, residual) whose sum they are."""
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in eight launches or so, five for a token or two, instead of more than twenty; see ``unfuse``."""
+    """A decoder layer in about eight launches, five at one or two tokens, instead of more than twenty."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class FusedLayer(nn.Module):
         self.window = getattr(window_of, "sliding_window", None)
         self.input_norm: Any = layer.input_layernorm
         self.mlp_norm: Any = layer.post_attention_layernorm
-        # Channels that turn with each other lie near each other, so that the product of a token or two ends with the
-        # rotary embedding and stores keys and values; not where each head is normed first (Qwen3), nor where
-        # activations are coded, whose products have no such end.
+        # Interleave the channels that RoPE rotates together, so that the GEMM of one or two tokens can apply RoPE and
+        # store keys and values in its epilogue. Not for models with a QK norm (Qwen3), nor for quantized activations,
+        # whose GEMMs have no such epilogue.
         normed = getattr(attention, "q_norm", None) is not None
         coded = attention.q_proj.scheme.activations.quantized
         heads = (self.query_heads, self.key_heads, self.head_dim)
@@ -60,8 +60,8 @@ class FusedLayer(nn.Module):
         self.channels = paired_channels(*heads) if plain else None
         self.qkv = _joined(projections, self.channels)
         self.output: Any = attention.o_proj
-        # Rows of gate and up in turn, so that products end with SiLU. Where none with coded activations does, the
-        # kernel that codes them takes gate and up side by side.
+        # Interleave rows of gate and up, so that the GEMM's epilogue can apply SiLU. If no GEMM with quantized
+        # activations has that epilogue, the kernel that quantizes them applies SiLU, and takes gate and up unmixed.
         size = mlp.gate_proj.out_features
         projections = [mlp.gate_proj, mlp.up_proj]
         ends = not mlp.down_proj.scheme.activations.quantized or _end_with_silu(projections)
@@ -75,7 +75,7 @@ class FusedLayer(nn.Module):
         for parent, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             for name in names:
                 delattr(parent, name)
-        self.original = [layer]  # in a list, so that its parameters are not counted twice
+        self.original = [layer]  # in a list, so that nn.Module does not register its parameters a second time
 
     def forward(
         self,
@@ -88,7 +88,7 @@ class FusedLayer(nn.Module):
         cache: Any = None,
         **kwargs: Any,
     ) -> Hidden:
-        """One decoder layer: hidden states [batch, tokens, hidden], or a pair whose sum they are, -> such a pair."""
+        """One decoder layer: hidden states [batch, tokens, hidden], or a ``Hidden`` pair of them -> a pair."""
         assert position_embeddings is not None
         cache = past_key_values if cache is None else cache
         x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
@@ -109,7 +109,7 @@ class FusedLayer(nn.Module):
     def _step(
         self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]
     ) -> RopeStoreArgs | None:
-        """Where a step's keys and values go whose product can store them itself; None in every other case."""
+        """Where the QKV GEMM of this step can store keys and values itself; None if it cannot."""
         batch, tokens = x.shape[:2]
         if (
             self.channels is None
@@ -154,27 +154,27 @@ class FusedLayer(nn.Module):
         return self._output(out)
 
     def _output(self, attended: Tensor) -> Tensor:
-        """The output projection of attention's [batch, tokens, heads, head_dim]."""
+        """The output projection, [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]."""
         result: Tensor = self.output(attended.reshape(*attended.shape[:2], -1))
         return result
 
 
 class FusedNorm(nn.Module):
-    """The norm after the last layer, which also adds what the layers left to be added."""
+    """The final norm, including the last layer's residual add."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
 
     def forward(self, hidden_states: Hidden) -> Tensor:
-        """The norm of hidden states, or of the sum of a pair."""
+        """The norm of hidden states, or of a pair's sum."""
         return _norm(hidden_states, self.norm)[0]
 
 
 class FusedRotary(nn.Module):
-    """The rotary embedding, in graphs as two look-ups in tables of its own values instead of nine small kernels.
+    """The rotary embedding; in CUDA graphs, two lookups in precomputed tables instead of nine small kernels.
 
-    in_tables: whether positions are known to lie within the tables; the owner of a static cache knows.
+    in_tables: whether all positions are known to be within the tables, which the owner of a static cache sets.
     """
 
     def __init__(self, rotary: nn.Module, positions: int) -> None:
@@ -199,7 +199,7 @@ class FusedRotary(nn.Module):
 
 
 def _rotary_of(body: Any) -> nn.Module | None:
-    """The rotary embedding of a model in tables, where it depends on nothing but the position and they stay small."""
+    """A model's rotary embedding as FusedRotary, if it depends only on the position and its tables are small."""
     rotary = getattr(body, "rotary_emb", None)
     positions = getattr(body.config, "max_position_embeddings", 0)
     inverse = getattr(rotary, "inv_freq", None)
@@ -211,9 +211,8 @@ def _rotary_of(body: Any) -> nn.Module | None:
 def fuse(model: nn.Module) -> nn.Module:
     """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
 
-    Knows Llama, Mistral, Qwen2 and Qwen3. Projections of one input whose schemes differ stay a
-    product each. Raises LayerError, naming the layer, for anything else. A fused model
-    generates, but is not saved, and gives no hidden states of its layers: ``unfuse`` first.
+    Supports Llama, Mistral, Qwen2 and Qwen3; raises LayerError, naming the layer, for anything else. Projections that
+    share an input but not a scheme stay separate GEMMs. To save a fused model or get hidden states, ``unfuse`` it.
     """
     body = _body(model)
     layers = getattr(body, "layers", None)
@@ -229,10 +228,10 @@ def fuse(model: nn.Module) -> nn.Module:
     for index, layer in enumerate(layers):
         try:
             layers[index] = FusedLayer(layer)
-        except LayerError as error:  # found while joining, as other activation orders of layers side by side
+        except LayerError as error:  # found only while joining, such as projections with different activation orders
             _restore(layers)
             raise LayerError(f"layer {index} cannot be fused: {error}") from None
-        except BaseException:  # memory that does not suffice: a model of both kinds of layers would not run
+        except BaseException:  # out of memory, for example: a half-fused model would not run
             _restore(layers)
             raise
     body.norm = FusedNorm(body.norm)
@@ -248,12 +247,12 @@ def fuse(model: nn.Module) -> nn.Module:
 def accelerate(model: Any) -> bool:
     """Prepare a model for fast ``generate(cache_implementation="static")``: fused layers if possible, CUDA graphs.
 
-    Works in place, also for models that are not quantized, and raises nothing. Returns whether a static AnyBitCache
-    will serve the model; if not, generate as before.
+    Works in place, also on unquantized models. Returns whether static generation will use an AnyBitCache and CUDA
+    graphs; if not, generate as before.
     """
     layers = getattr(_body(model), "layers", None)
     if layers is not None and len(layers) and all(_why_not(layer) is None for layer in layers):
-        with contextlib.suppress(LayerError):  # then nothing has been fused
+        with contextlib.suppress(LayerError):  # in which case nothing was fused
             fuse(model)
     graph.install(model, None)
     return graph.serves(model)
@@ -269,7 +268,7 @@ def unfuse(model: nn.Module) -> nn.Module:
         body.rotary_emb = body.rotary_emb.rotary
     graph.uninstall(model)
     schemes = [module.scheme for module in model.modules() if isinstance(module, QuantLinear)]
-    kv = next((scheme.kv for scheme in schemes if scheme.kv is not None), None)  # overrides of layers name none
+    kv = next((scheme.kv for scheme in schemes if scheme.kv is not None), None)  # per-layer overrides have none
     if kv is not None:
         graph.install(model, kv)
     for refusal in model.__dict__.pop("_anybit_refusals", ()):
@@ -278,7 +277,7 @@ def unfuse(model: nn.Module) -> nn.Module:
 
 
 def _restore(layers: Any) -> None:
-    """Put the original layers in place of fused ones."""
+    """Replace fused layers by the originals, giving them back their projections."""
     for index, layer in enumerate(layers):
         if isinstance(layer, FusedLayer):
             attention, mlp = layer.attention, layer.mlp
@@ -304,7 +303,7 @@ def _why_not(layer: nn.Module) -> str | None:
     if not type(layer).__module__.startswith("transformers.models."):
         return f"its {type(layer).__name__} is not transformers' own, but of {type(layer).__module__}"
     if (hooked := next((name for name, part in layer.named_modules() if _is_hooked(part)), None)) is not None:
-        return f"forward hooks of {hooked or 'the layer'} would not be called any more: remove them first"
+        return f"forward hooks of {hooked or 'the layer'} would no longer be called: remove them first"
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
     names = {f"self_attn.{n}": getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
@@ -315,7 +314,7 @@ def _why_not(layer: nn.Module) -> str | None:
     for shared in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         for name in shared:
             if names[name].input_scale is not None:
-                return f"{name} has scales of its own for its inputs, so it cannot be joined with its neighbours"
+                return f"{name} has an input_scale of its own, so it cannot be joined with its neighbours"
             if names[name].hadamard != names[shared[0]].hadamard:
                 return f"only one of {shared[0]} and {name} rotates its inputs, so they cannot be joined"
     if attention.config.hidden_act not in ("silu", "swish"):
@@ -324,15 +323,15 @@ def _why_not(layer: nn.Module) -> str | None:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether others than transformers, which records outputs by hooks that it leaves behind, look at a module."""
+    """Whether a module has forward hooks other than those that transformers installs to record outputs."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 class SideBySide(nn.Module):
-    """Projections of one input in different schemes: a product each, whose outputs are put side by side.
+    """Projections that share an input but not a scheme: one GEMM each, outputs concatenated.
 
-    Stands where a joined QuantLinear would, for inputs that are normed first.
+    Takes the place of a joined QuantLinear after a norm.
     """
 
     def __init__(self, layers: list[QuantLinear]) -> None:
@@ -341,7 +340,7 @@ class SideBySide(nn.Module):
         self.scheme = layers[0].scheme
 
     def norm_linear(self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False) -> Any:
-        """(y of the RMSNorm of x + residual, x + residual), as QuantLinear has it; ``silu`` would need joined rows."""
+        """``QuantLinear.norm_linear``: (y of RMSNorm(x + residual), x + residual); ``silu`` is not supported."""
         assert not silu
         if residual is None:
             normed, total = rms_norm(x, gamma, epsilon), x
@@ -356,25 +355,25 @@ class SideBySide(nn.Module):
 
 
 def _alike(layers: list[QuantLinear]) -> bool:
-    """Whether layers have one scheme, so that they can be one product."""
+    """Whether layers have the same scheme, so that they can be one GEMM."""
     return all(layer.scheme == layers[0].scheme for layer in layers)
 
 
 def _end_with_silu(layers: list[QuantLinear]) -> bool:
-    """Whether products of these layers with coded activations may end with SiLU."""
+    """Whether the GEMM of these layers with quantized activations has a SiLU epilogue."""
     one = layers[0]
     return ops.ends_with_silu(one.quantized_weight(), one.scheme.activations, one.backend)
 
 
 def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:
-    """One QuantLinear whose outputs are those of several, in the order of ``rows``; SideBySide if schemes differ."""
+    """Layers joined into one QuantLinear, output rows in the order of ``rows``; SideBySide if schemes differ."""
     if not _alike(layers):
         return SideBySide(layers)
     weight = stack([layer.quantized_weight() for layer in layers])
     biases = [layer.bias for layer in layers]
     bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
     if bias is None and any(b is not None for b in biases):
-        raise LayerError("some of the layers to join have a bias, and some have none")
+        raise LayerError("some of the layers to join have a bias, and some do not")
     if rows is not None:
         weight, bias = reorder(weight, rows), None if bias is None else bias[rows.to(bias.device)]
     joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend)
@@ -404,7 +403,7 @@ def _split(
 
 
 def _norm(hidden: Hidden, norm: Any) -> tuple[Tensor, Tensor]:
-    """(normed, sum) of hidden states or of a pair."""
+    """(normed, residual) of hidden states, or of a pair's sum."""
     if isinstance(hidden, Tensor):
         return rms_norm(hidden, norm.weight, _epsilon(norm)), hidden
     return add_rms_norm(hidden[0], hidden[1], norm.weight, _epsilon(norm))
@@ -419,7 +418,7 @@ def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
 
 
 def _refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-    """Transformers records what its own layers give: of fused ones it would return nothing, and say nothing."""
+    """Raise LayerError for outputs that transformers records by layer type and would silently omit if fused."""
     for name in ("output_hidden_states", "output_attentions"):
         asked = kwargs.get(name)
         if asked if asked is not None else getattr(body.config, name, False):

@@ -1,13 +1,13 @@
-"""Decoding at the speed of the kernels: a static cache, and the whole step as one CUDA graph.
+"""CUDA graphs for decoding: a static cache, and each decode step as one graph launch.
 
-``install`` (which ``anybit.fuse`` and models of a scheme with ``-kv`` go through) changes two things about a model:
+``install`` (called by ``anybit.fuse`` and for schemes with ``-kv``) changes two things about a model:
 
-- ``generate`` makes an ``AnyBitCache`` by itself: with ``cache_implementation="static"`` one of a fixed size, in 16
-  bits or in the scheme's KV format; and in every ``generate`` of a model whose scheme names a KV format.
-- a step of one token a row over a static AnyBitCache is captured once and then replayed: one launch for hundreds.
+- ``generate`` creates an ``AnyBitCache``: a static one for ``cache_implementation="static"``, in 16 bits or in the
+  scheme's KV format; by default a growing one, if the scheme has a KV format.
+- a step of one token per row over a static AnyBitCache is captured once and then replayed.
 
-A greedy generate needs no host between tokens (``greedy.py``). Prompts, and steps that ask for more than logits, run as
-they always do.
+Greedy generation does not wait for the host between tokens (``greedy.py``). Prefill, and steps that ask for more than
+logits, run eagerly.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from anybit.scheme import KVFormat
 logger = logging.get_logger("anybit")
 
 _SIXTEEN_BITS = KVFormat.parse("kv16")
-_ROUND = 512  # capacities of static caches, so that calls of similar lengths share one graph
+_ROUND = 512  # static capacities are rounded up to this, so that calls of similar lengths share a graph
 _STEP_ARGUMENTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep",
     "return_dict", "cache_position",
@@ -44,9 +44,9 @@ _STEP_ARGUMENTS = {
 
 
 class StepGraph:
-    """One token a row over one static cache, captured at the second step: the first one compiles and plans.
+    """A step of one token per row over one static cache: eager the first time (to compile), captured the second.
 
-    ids, positions: int64 [rows, 1], where a step's inputs are put.
+    ids, positions: int64 [rows, 1], the graph's input buffers.
     """
 
     def __init__(self, model: Any, forward: Callable[..., Any], cache: AnyBitCache) -> None:
@@ -63,7 +63,7 @@ class StepGraph:
         self.logits: Tensor | None = None
 
     def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
-        """Logits [rows, 1, vocabulary] of the step that brings ``ids``; they are overwritten by the next step."""
+        """Logits [rows, 1, vocabulary] after tokens ``ids``; the next step overwrites them."""
         self.ids.copy_(ids)
         if isinstance(positions, int):
             self.positions.fill_(positions)
@@ -73,7 +73,7 @@ class StepGraph:
 
     def _advance(self) -> Tensor:
         self.cache.count(1)
-        self.cache.packs_later = True  # on the way out, by ``counted``: the graph stays the same for every step
+        self.cache.packs_later = True  # by ``counted`` below: packing is not part of the graph, the same for all steps
         try:
             if self.graph is None:
                 self._first_steps()
@@ -101,7 +101,7 @@ class StepGraph:
             self.graph.replay()
 
     def _run(self) -> Tensor:
-        # Every position is below the cache's capacity.
+        # Positions are below the cache's capacity, so tables of that size cover them.
         if self.rotary is not None:
             self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
         try:
@@ -116,10 +116,10 @@ class StepGraph:
 
 
 class GreedyGraph(StepGraph):
-    """A step that puts its own token and position where the next step reads them."""
+    """A greedy step: it writes its argmax token and the next position into its own input buffers."""
 
     def tokens(self, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
-        """The tokens int64 [rows, 1] of step after step, each overwritten by the next one."""
+        """Yield the tokens of each step, int64 [rows, 1]; the next step overwrites them."""
         self.ids.copy_(first)
         self.positions.copy_(positions)
         while True:
@@ -134,16 +134,15 @@ class GreedyGraph(StepGraph):
 
 
 class Decoder:
-    """What a model keeps between calls of ``generate``: its static caches and their graphs.
+    """A model's static caches and their graphs, kept between calls of ``generate``.
 
-    Threads may share the model. A forward pass is one thread's (``attention``), since the model's configuration says
-    meanwhile which attention runs; a ``generate`` over a static cache is, too (``turn``), since that is kept and used
-    again.
+    Threads may share the model. A lock serializes forward passes (``attention``), which switch the attention
+    implementation in the model's configuration; another serializes ``generate`` over static caches (``turn``).
     """
 
     def __init__(self, model: Any, kv: KVFormat | None) -> None:
         self._model, self.kv = weakref.ref(model), kv
-        self._overridden: Any = model.__dict__.get("forward")  # accelerate's hooks, for example
+        self._overridden: Any = model.__dict__.get("forward")  # a forward set on the instance: accelerate's hooks
         self.caches: dict[tuple[object, ...], AnyBitCache] = {}
         self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
         self.greedy: weakref.WeakKeyDictionary[AnyBitCache, GreedyGraph] = weakref.WeakKeyDictionary()
@@ -153,10 +152,10 @@ class Decoder:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """One thread's use of the kept caches, on its current stream; others wait."""
+        """Exclusive use of the static caches, on the thread's current stream."""
         on_gpu = self.model.device.type == "cuda"
         with self._turns:
-            if on_gpu and self._ended is not None:  # the last one's may have been another stream
+            if on_gpu and self._ended is not None:  # the previous user may have run on another stream
                 torch.cuda.current_stream(self.model.device).wait_event(self._ended)
             try:
                 yield
@@ -169,17 +168,17 @@ class Decoder:
 
     def __reduce__(self) -> Any:
         raise LayerError(
-            "a model that was fused, or whose scheme has a KV format, cannot be pickled: anybit.unfuse(model), if it "
-            "was fused, then model.save_pretrained(folder)"
+            "a model that was fused, or whose scheme has a KV format, cannot be pickled: call anybit.unfuse(model) if "
+            "it was fused, then model.save_pretrained(folder)"
         )
 
     @property
     def model(self) -> Any:
-        """The model, which owns this and not the other way round."""
+        """The model (a weak reference: the model owns this object)."""
         return self._model()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass as it was before."""
+        """The model's original forward pass."""
         if self._overridden is not None:
             return self._overridden(*args, **kwargs)
         return type(self.model).forward(self.model, *args, **kwargs)
@@ -191,7 +190,7 @@ class Decoder:
         self.greedy.clear()
 
     def cache(self, rows: int, capacity: int, static: bool, keep: bool) -> AnyBitCache:
-        """The cache of a ``generate`` call. keep: it will be handed to the caller, and must not be used again."""
+        """An empty cache for a ``generate`` call. keep: the caller keeps it, so it must not be reused."""
         config = self.model.config.get_text_config(decoder=True)
         kv = self.kv or _SIXTEEN_BITS
         own = config if _attention_is_open(self.model) else _Plain(config)
@@ -201,23 +200,23 @@ class Decoder:
         layers = [m._prepared for m in self.model.modules() if isinstance(m, QuantLinear)]
         weights = [(-1 if prepared is None else prepared.number, False) for prepared in layers]
         weights += [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters()]
-        if weights != self._weights:  # moved, on another backend, or with an adapter: graphs would read what is gone
+        if weights != self._weights:  # moved, another backend, or an adapter: graphs would read freed addresses
             self.forget()
             self._weights = weights
         key = (rows, capacity, str(self.model.device), self.model.dtype)
         found = self.caches.pop(key, None)
         if found is None:
-            self.caches.clear()  # one at a time: a cache is large
+            self.caches.clear()  # keep one at a time: caches are large
             found = AnyBitCache(kv, capacity=capacity, static=True)
-        found.config = own  # which the last prompt may have replaced
+        found.config = own  # a previous prefill may have replaced it
         found.reset()
         if not keep:
             self.caches[key] = found
         return found
 
     def tokens(self, cache: AnyBitCache, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
-        """Greedy tokens [rows, 1] of one step after another over a static cache."""
-        if not first.is_cuda or isinstance(cache.config, _Plain):  # whose shapes change from step to step
+        """Yield the greedy tokens [rows, 1] of each step over a static cache."""
+        if not first.is_cuda or isinstance(cache.config, _Plain):  # no graph: dequantized keys grow at every step
             ids = first
             while True:
                 step = {"input_ids": ids, "position_ids": positions, CACHE: cache, "use_cache": True}
@@ -234,7 +233,7 @@ class Decoder:
             yield ids
 
     def step(self, cache: AnyBitCache, ids: Tensor, positions: Tensor | int) -> Tensor:
-        """The logits of one token a row."""
+        """Logits [rows, 1, vocabulary] of a step of one token per row."""
         graph = self.graphs.get(cache)
         if graph is None:
             graph = self.graphs[cache] = StepGraph(self.model, self.forward, cache)
@@ -242,7 +241,7 @@ class Decoder:
 
 
 class _Plain:
-    """A configuration seen by a cache whose model's attention cannot read packed pages."""
+    """Stand-in configuration for a cache whose model cannot run attention over packed pages."""
 
     def __init__(self, config: Any) -> None:
         self.num_hidden_layers = config.num_hidden_layers
@@ -250,7 +249,7 @@ class _Plain:
 
 
 class _Packed:
-    """While it lasts, a model's attention is the one that reads packed pages."""
+    """Context manager: run a model's attention over packed pages."""
 
     def __init__(self, cache: AnyBitCache) -> None:
         self.config = cache.config
@@ -266,7 +265,7 @@ class _Packed:
 
 
 def install(model: Any, kv: KVFormat | None) -> None:
-    """Make a transformers model create AnyBitCaches and replay its steps; see the module's docstring."""
+    """Make a transformers model create AnyBitCaches and replay decode steps as CUDA graphs (see the module)."""
     if "_anybit_decoder" in model.__dict__ or not hasattr(model, "_prepare_cache_for_generation"):
         return
 
@@ -295,7 +294,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         decoder: Decoder = self._anybit_decoder
-        if torch.compiler.is_compiling():  # whose graph may break anywhere, and not while a lock is held
+        if torch.compiler.is_compiling():  # a graph break must not happen while a lock is held
             return attending(decoder, args, kwargs)
         with decoder.attention:
             return attending(decoder, args, kwargs)
@@ -322,14 +321,14 @@ def install(model: Any, kv: KVFormat | None) -> None:
         keep = bool(generation_config.return_dict_in_generate)
         made = decoder.cache(rows, length, static, keep)
         if decoder.kv is not None:
-            logger.warning_once(f"generate uses an AnyBitCache, as the scheme asks: {made.format}")
+            logger.warning_once(f"generate uses an AnyBitCache in the scheme's KV format, {made.format}")
         model_kwargs[CACHE] = made
         return None
 
     @functools.wraps(type(model).generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         decoder: Decoder = self._anybit_decoder
-        given = kwargs | ({"generation_config": args[1]} if len(args) > 1 else {})  # as transformers orders them
+        given = kwargs | ({"generation_config": args[1]} if len(args) > 1 else {})  # its second positional argument
         static = greedy.setting(self, given, "cache_implementation") == "static"
         if greedy.wanted(self, given) and why_not(self, decoder.kv or _SIXTEEN_BITS) is None:
             streamer = kwargs.pop("streamer", None)
@@ -344,7 +343,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
 
 
 def installed(model: Any) -> bool:
-    """Whether a model went through ``install``."""
+    """Whether ``install`` was called on a model."""
     return "_anybit_decoder" in model.__dict__
 
 
@@ -357,7 +356,7 @@ def uninstall(model: Any) -> None:
 
 
 def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is one token a row over a static cache on a GPU, and asks for nothing but logits."""
+    """Whether a call is a step of one token per row over a static cache on a GPU that asks only for logits."""
     if not (cache.static and ids.is_cuda and ids.shape[1] == 1 and ids.shape[0] == len(cache.rows)):
         return False
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
@@ -367,22 +366,22 @@ def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def serves(model: Any) -> bool:
-    """Whether ``generate`` of a model that went through ``install`` makes static AnyBitCaches, replayed on a GPU."""
+    """Whether static ``generate`` of a model uses AnyBitCaches, and CUDA graphs on a GPU (after ``install``)."""
     decoder = model.__dict__.get("_anybit_decoder")
     return decoder is not None and _attention_is_open(model) and why_not(model, decoder.kv or _SIXTEEN_BITS) is None
 
 
 def why_not(model: Any, kv: KVFormat) -> str | None:
-    """Why a model cannot keep its keys and values in an AnyBitCache of a format, in a sentence; None if it can."""
+    """Why a model cannot use an AnyBitCache of a format, as a sentence; None if it can."""
     return kvcache.why_not(model, kv) or on_several_devices(model)
 
 
 def on_several_devices(model: Any) -> str | None:
-    """That a model was spread over devices (``device_map``), in a sentence; None if it was not."""
+    """A sentence that says a model is spread over several devices (``device_map``); None if it is on one."""
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     return None if len(devices) < 2 else f"it is spread over the devices {', '.join(devices)}: load it onto one"
 
 
 def _attention_is_open(model: nn.Module) -> bool:
-    """Whether a model's attention goes through transformers' interface, where anybit's can take its place."""
+    """Whether a model's attention goes through transformers' interface, so that anybit's can replace it."""
     return bool(getattr(model, "_supports_attention_backend", False))

@@ -1,8 +1,8 @@
-"""Greedy generation without the host in the loop: the step's graph picks its token and feeds it back to itself.
+"""Greedy generation without a device sync per token: each step's CUDA graph feeds its argmax token to the next.
 
-transformers' loop asks the device after every token whether to stop, which costs a small model more than its step.
-Here tokens are looked at eight at a time, while the next eight are being made. The result is the same: tokens after the
-end of a sequence are replaced by padding, and a text ends where all its rows have.
+transformers' loop syncs after every token to check stopping criteria, which can cost a small model more than the step.
+Here tokens are checked eight at a time while the next eight are computed. The output is the same: tokens after a row's
+end become padding, and generation ends when all rows have ended.
 """
 
 import functools
@@ -21,7 +21,7 @@ _KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache", "
 
 
 def setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A setting of a call of ``generate``, as transformers finds it: its own, its configuration's, or the model's."""
+    """A setting of a ``generate`` call: the keyword's, else its generation_config's, else the model's."""
     found = kwargs.get(name)
     for config in (kwargs.get("generation_config"), model.generation_config):
         found = getattr(config, name, None) if found is None else found
@@ -29,7 +29,7 @@ def setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
 
 
 def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of ``generate`` is greedy, over a static cache, and asks for tokens alone."""
+    """Whether a ``generate`` call is greedy, over a static cache, and returns only tokens."""
     value = functools.partial(setting, model, kwargs)
     plain = not value("do_sample") and (value("num_beams") or 1) == 1 and (value("num_return_sequences") or 1) == 1
     extra = value("return_dict_in_generate") or value("prompt_lookup_num_tokens") or value("penalty_alpha")
@@ -50,9 +50,9 @@ def generate(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Tensor:
-    """A decoding method for transformers: tokens [rows, length] of prompts and answers.
+    """A decoding method for transformers (``custom_generate``). Returns tokens [rows, length], prompts included.
 
-    steps: gives the tokens [rows, 1] of one step after another, from the first token and its positions.
+    steps: yields the tokens [rows, 1] of each step, given the cache, the first tokens and their positions.
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -81,7 +81,7 @@ def generate(
     waiting: list[Tensor] = []
 
     def look(tokens: list[Tensor]) -> bool:
-        """Take tokens over; whether all rows have ended."""
+        """Append tokens to the answer. Returns whether all rows have ended."""
         for column in torch.cat(tokens, 1).t().tolist() if tokens else []:
             if all(row.ended for row in rows):
                 return True
@@ -93,7 +93,7 @@ def generate(
 
     fresh: list[Tensor] = []
     source, made = steps(cache, first, last + 1), 1
-    done = look([first])  # the first token is not kept waiting
+    done = look([first])  # stream the first token at once
     while not done and made < room:
         fresh.append(next(source).clone())
         made += 1
@@ -109,13 +109,13 @@ def generate(
 
 
 class _Row:
-    """One sequence: whether its end has come."""
+    """One sequence, and whether it has ended."""
 
     def __init__(self, ends: set[int]) -> None:
         self.ends, self.ended = ends, False
 
     def take(self, token: int, padding: Tensor | None) -> int:
-        """The token that is written down."""
+        """The token to output: ``token``, or padding after the end."""
         if self.ended:
             return int(padding) if padding is not None else token
         self.ended = token in self.ends
