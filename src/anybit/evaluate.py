@@ -1,4 +1,4 @@
-"""Perplexity over fixed windows of a text, and agreement with another model."""
+"""Perplexity over fixed windows of a text, and agreement with a baseline model."""
 
 import math
 import time
@@ -15,15 +15,15 @@ from anybit.linear import QuantLinear
 from anybit.quantization.pipeline.calibrate import read_text as read_text
 
 Progress = Callable[[int, int], None]
-"""Called with the windows done and all there are."""
+"""Called with windows done and windows in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Perplexity, and all that the figure depends on.
+    """Perplexity, and everything the figure depends on.
 
-    perplexity: exp of the mean negative log likelihood (nats) over ``scored`` tokens, those of every window but its
-    first.  bos: whether every window begins with the BOS token, in addition to its text.
+    perplexity: exp of the mean negative log likelihood (nats) over ``scored`` tokens: all but the first of each window.
+    bos: whether every window begins with the BOS token, in addition to its text.
     """
 
     perplexity: float
@@ -38,7 +38,7 @@ class Perplexity:
 class Agreement:
     """How often two models predict the same next token, and how far apart their distributions are.
 
-    same: share of positions with the same most likely token.  divergence: mean KL(baseline || model), nats.
+    same: share of positions with the same top-1 token.  divergence: mean KL(baseline || model), nats.
     """
 
     same: float
@@ -47,10 +47,10 @@ class Agreement:
 
 
 def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos: int | None = None) -> Tensor:
-    """Cut token ids into consecutive windows of ``context`` tokens, int64 [windows, context]; a remainder is left out.
+    """Cut token ids into consecutive windows of ``context`` tokens, int64 [windows, context]; the remainder is dropped.
 
-    bos: a token put in front of every window, which then holds context - 1 tokens of text.
-    Raises TextError for a text shorter than one window, or than the windows asked for.
+    bos: a token to prepend to every window, which then holds context - 1 tokens of text.
+    Raises TextError for a text shorter than one window, or than ``windows`` of them.
     """
     if context < 2:
         raise TextError(f"a window needs at least 2 tokens, to predict one from another, not {context}")
@@ -75,9 +75,9 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of a causal language model over windows of token ids, int64 [W, T], one window at a time.
 
-    bos: whether windows begin with a BOS token, as the result says. progress: called with windows done, and all.
-    cache: makes a KV cache for a window, which then runs ``step`` tokens at a time, so that later tokens attend over
-    what the cache made of earlier ones (a model that sees a window at once attends over plain keys and values).
+    bos: whether windows begin with a BOS token; only recorded in the result. progress: called with windows done and in
+    all. cache: makes a KV cache per window, which then runs ``step`` tokens at a time, so that later tokens attend over
+    quantized keys and values; without it a window runs at once, over unquantized ones.
     """
     start = time.perf_counter()
     total, scored = 0.0, 0
@@ -120,12 +120,12 @@ def agreement(
 
 
 def bits_per_weight(model: nn.Module) -> float:
-    """Bits per weight of the quantized layers, scales and zeros included; of all Linears if none is quantized.
+    """Bits per weight of the quantized layers, including scales and zeros; of all Linears if none is quantized.
 
-    Experts that are stored as one tensor stay in 16 bits, and count.
+    Experts stored as one tensor are not quantized, and are counted.
 
-    Scales and weights that are not quantized count 16 bits, even where the model runs in float32 (on a CPU all do):
-    a checkpoint usually stores 16.
+    Scales and unquantized weights count 16 bits even if the model runs in float32, as on a CPU: a checkpoint usually
+    stores 16.
     """
     bits, weights = 0.0, 0
     for module in model.modules():
@@ -146,7 +146,7 @@ def bits_per_weight(model: nn.Module) -> float:
 
 
 def _logits(model: Any, window: Tensor, cache: Callable[[], Any] | None, step: int) -> Tensor:
-    """float32 [T, vocabulary] of a window int64 [T]: seen at once, or ``step`` tokens at a time over a cache."""
+    """Logits float32 [T, vocabulary] of a window int64 [T]: in one pass, or ``step`` tokens at a time over a cache."""
     ids = window[None].to(model.device)
     if cache is None:
         logits: Tensor = model(ids, use_cache=False).logits[0]

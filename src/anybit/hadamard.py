@@ -1,9 +1,9 @@
-"""Hadamard matrices of many orders, and their product with vectors: the rotation that spreads outliers over channels.
+"""Fast Hadamard transforms of any width a model has: the rotation that spreads outliers over channels.
 
-A Hadamard matrix has entries of 1 and -1 and orthogonal rows. Orders 2^k are Sylvester's; Paley's constructions over
-finite fields (Paley, 1933) give q + 1 for prime powers q = 3 mod 4 and 2(q + 1) for q = 1 mod 4; products of orders are
-orders again. Sizes of language models are a small order times a power of two: 576 = 36 * 16, 1536 = 12 * 128,
-14336 = 28 * 512, 11008 = 344 * 32. The power-of-two part of a product needs additions alone.
+A Hadamard matrix has entries 1 and -1 and orthogonal rows. Sylvester's construction gives orders 2^k; Paley's, over
+finite fields (Paley, 1933), q + 1 for prime powers q = 3 mod 4 and 2(q + 1) for q = 1 mod 4; Kronecker products give
+products of orders. Model widths are a small order times a power of two: 576 = 36 * 16, 1536 = 12 * 128,
+14336 = 28 * 512, 11008 = 344 * 32. The power-of-two factor takes only additions (butterflies).
 """
 
 from functools import cache
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from anybit.errors import LayerError
 
-# The largest size whose matrix is worth holding.
+# The largest size whose dense matrix is kept.
 _WHOLE = 4096
 
 
 def factor(size: int) -> tuple[int, int]:
-    """(m, 2^k) with m * 2^k = size and m the smallest order that has a construction.
+    """(m, 2^k) with m * 2^k = size and m the smallest order with a construction.
 
-    Raises LayerError for a size that none of them reaches.
+    Raises LayerError for a size without one.
     """
     if size < 1:
         raise LayerError(f"a Hadamard matrix has at least 1 row, not {size}")
@@ -40,15 +40,15 @@ def factor(size: int) -> tuple[int, int]:
 
 
 def matrix(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The orthogonal matrix that ``transform`` multiplies with, [size, size]: a Hadamard matrix over sqrt(size)."""
+    """The orthogonal matrix of ``transform``, [size, size]: a Hadamard matrix divided by sqrt(size)."""
     return transform(torch.eye(size, dtype=dtype)).T.contiguous()
 
 
 def transform(x: Tensor) -> Tensor:
-    """X [..., n] -> H x for every vector, in x's dtype, with H orthogonal; arithmetic is float32 (float64 if x is).
+    """H x for every vector of x [..., n], in x's dtype, with H orthogonal; arithmetic is float32 (float64 if x is).
 
-    H is A (x) S: A of order m by Paley, S of order 2^k by Sylvester (``factor``).
-    Under autocast it is one product in the 16-bit type, which is much faster on a GPU.
+    H is the Kronecker product of A, order m by Paley, and S, order 2^k by Sylvester (``factor``).
+    Under CUDA autocast, widths up to 4096 take one GEMM in the autocast dtype, which is much faster.
     """
     size = x.shape[-1]
     kind = x.device.type
@@ -72,7 +72,7 @@ def transform(x: Tensor) -> Tensor:
 
 
 def inverse(x: Tensor) -> Tensor:
-    """X [..., n] -> H^T x: undoes ``transform``."""
+    """H^T x for every vector of x [..., n]: the inverse of ``transform``."""
     size = x.shape[-1]
     kind = x.device.type
     if kind == "cuda" and size <= _WHOLE and torch.is_autocast_enabled(kind):
@@ -90,7 +90,7 @@ def inverse(x: Tensor) -> Tensor:
 
 @cache
 def _whole(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The transpose of the matrix of signs, [size, size]."""
+    """The transpose of the sign matrix (entries 1 and -1), [size, size]."""
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         whole: Tensor = (transform(torch.eye(size)) * size**0.5).round()
         return whole.to(device, dtype)
@@ -98,14 +98,14 @@ def _whole(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _signs_on(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Kept where it is used: a copy in every call would stall a GPU, and cannot be captured in a graph."""
-    with torch.inference_mode(False):  # a tensor of inference mode could not be saved for a gradient later
+    """``signs`` on a device: a host copy in every call would stall a GPU, and cannot be captured in a CUDA graph."""
+    with torch.inference_mode(False):  # inference tensors cannot be saved for backward
         return signs(order).to(device, dtype, copy=True)
 
 
 @cache
 def signs(order: int) -> Tensor:
-    """The matrix of an order by Paley's constructions, entries 1 and -1, float32 [order, order]."""
+    """Paley's matrix of an order, entries 1 and -1, float32 [order, order]."""
     found = _paley(order)
     assert found is not None
     return found
@@ -113,7 +113,7 @@ def signs(order: int) -> Tensor:
 
 @cache
 def _paley(order: int) -> Tensor | None:
-    """A Hadamard matrix of an order that is a multiple of 4 by one of Paley's constructions, or None."""
+    """A Hadamard matrix of an order (a multiple of 4) by one of Paley's constructions, or None."""
     q = order - 1
     if q % 4 == 3 and (field := _prime_power(q)):
         residues = _residues(*field)
@@ -176,7 +176,7 @@ def _multiply(a: tuple[int, ...], b: tuple[int, ...], modulus: tuple[int, ...], 
 
 
 def _irreducible(p: int, k: int) -> tuple[int, ...]:
-    """The low coefficients of a monic irreducible polynomial of degree k over GF(p): one without a root, for k <= 3."""
+    """The low coefficients of a monic irreducible polynomial of degree k <= 3 over GF(p): one without a root."""
     if k > 3:
         raise LayerError(f"finite fields of {p}^{k} elements are not supported; only squares and cubes of primes are")
     for number in range(p**k):

@@ -1,19 +1,19 @@
 """The bookkeeping of a paged KV cache: who owns which page. Plain Python, no tensors.
 
-``PagePool`` counts the references of pages; ``Ledger`` keeps the sequences. A change of the ledger has two steps:
+``PagePool`` reference-counts pages; ``Ledger`` keeps the sequences. A change has two phases:
 
-    change = ledger.plan_extend([0, 1], [5, 5])     checks everything, changes nothing; CacheError says what is wrong
-    ...                                             the memory carries out ``change.actions``, in order
+    change = ledger.plan_extend([0, 1], [5, 5])     checks everything, changes nothing; raises CacheError
+    ...                                             the cache performs ``change.actions``, in order
     ledger.commit(change)                           cannot fail
 
-so a change that is refused, or whose copies fail, leaves everything as it was.
+so a change that is refused, or whose copies fail, has no effect.
 
-A sequence of ``n`` tokens has its first ``n - n % window`` tokens in pages and its newest tokens in a ring of
-``ring = window + slack`` slots, token ``i`` in slot ``i % ring``. So the newest ``slack`` tokens can always be taken
-back exactly as they were, even when a window was packed in between.
+A sequence of ``n`` tokens keeps its first ``n - n % window`` tokens in pages and its newest tokens in a ring buffer of
+``ring = window + slack`` slots, token ``i`` in slot ``i % ring``. The newest ``slack`` tokens can therefore always be
+cropped exactly, even if a window was packed meanwhile.
 
-Sequences share pages that hold tokens of both, and only those. Of a page that is half full the first sequence that
-writes to it takes a copy; the last one that still has it writes to the page itself.
+Sequences share only pages that hold tokens of both. Partially filled pages are copy-on-write: the first owner to write
+takes a copy, the last one left writes in place.
 """
 
 import itertools
@@ -28,16 +28,16 @@ from anybit.kernels.attention.kv_page import PAGES
 from anybit.scheme import is_whole
 
 MOST = 2**31 - 1
-"""The largest size of a cache: kernels count tokens and pages in int32."""
+"""The largest size of a cache: kernels index tokens and pages in int32."""
 
 
 class CacheError(AnyBitError, ValueError):
-    """A KV cache that is full, or asked for something it does not hold."""
+    """A KV cache that is full, or a request for something it does not hold."""
 
 
 @dataclass(frozen=True)
 class CopyPages:
-    """Copy pages, all layers and heads, before one of their owners writes: ``sources[i]`` to ``targets[i]``."""
+    """Copy pages ``sources[i]`` to ``targets[i]``, all layers and heads, before an owner writes to the copy."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -45,7 +45,7 @@ class CopyPages:
 
 @dataclass(frozen=True)
 class CopyRings:
-    """Copy residuals of sequences, all at once: every source is read before any target is written."""
+    """Copy residuals between sequences; every source must be read before any target is written."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -53,7 +53,7 @@ class CopyRings:
 
 @dataclass(frozen=True)
 class Unpack:
-    """Bring tokens begin .. end - 1 of a sequence back from pages into its ring, with the values the pages have."""
+    """Dequantize tokens begin .. end - 1 of a sequence from its pages back into its ring."""
 
     sequence: int
     begin: int
@@ -65,7 +65,7 @@ Action = CopyPages | CopyRings | Unpack
 
 
 class Entry(NamedTuple):
-    """One sequence: how many tokens it has, its pages, and the oldest token that its ring still holds."""
+    """One sequence: its length in tokens, its pages, and the oldest token that its ring still holds."""
 
     length: int = 0
     pages: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """The result of a plan: the entries as they will be, what the memory must do first, and how many pages it takes."""
+    """A planned change: the new entries, the copies to perform first, and how many pages are taken from the pool."""
 
     entries: dict[int, Entry]
     actions: tuple[Action, ...] = ()
@@ -90,22 +90,22 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """How many pages are free."""
+        """Number of free pages."""
         return len(self._free)
 
     def next(self, count: int) -> list[int]:
-        """The ``count`` pages that ``exchange`` will take first; they stay free until then."""
+        """Peek at the ``count`` pages that ``exchange`` will take next."""
         return self._free[-1 : -count - 1 : -1]
 
     def grow(self, pages: int) -> None:
-        """Have ``pages`` pages in all."""
+        """Enlarge the pool to ``pages`` pages in all."""
         self._free[:0] = range(pages - 1, len(self.references) - 1, -1)
         self.references += [0] * (pages - len(self.references))
 
     def exchange(self, taken: int, gained: Iterable[int], lost: Iterable[int]) -> None:
-        """Take the ``next`` pages, count an owner more of pages that are gained, and one less of those that are lost.
+        """Take the next ``taken`` pages; add a reference to gained pages, and drop one of lost pages.
 
-        Pages without an owner are free again.
+        Pages without references become free.
         """
         if taken:
             del self._free[-taken:]
@@ -118,10 +118,10 @@ class PagePool:
 
 
 class Ledger:
-    """The sequences of a cache: who has how many tokens, and where.
+    """The sequences of a cache: their lengths and pages.
 
-    window: tokens that are packed at a time (a multiple of 16).  page: tokens of a page; one divides the other.
-    Every method raises CacheError for an impossible request, and then nothing has changed.
+    window: tokens that are packed at a time.  page: tokens per page; one must divide the other.
+    Methods raise CacheError for an impossible request, and then change nothing.
     """
 
     def __init__(self, sequences: int, pages: int, window: int, page: int, slack: int, capacity: int) -> None:
@@ -135,7 +135,7 @@ class Ledger:
         self.entries: list[Entry | None] = [None] * sequences
 
     def entry(self, sequence: int) -> Entry:
-        """The state of a live sequence."""
+        """The entry of a live sequence."""
         sequence = whole(sequence, "a sequence")
         found = self.entries[sequence] if 0 <= sequence < len(self.entries) else None
         if found is None:
@@ -147,7 +147,7 @@ class Ledger:
         return length - length % self.window
 
     def holding(self, length: int) -> int:
-        """How many pages hold tokens of a sequence of ``length``."""
+        """How many pages a sequence of ``length`` tokens fills, wholly or partly."""
         return -(-self.packed(length) // self.page)
 
     def add(self) -> int:
@@ -157,24 +157,24 @@ class Ledger:
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; pages that no other sequence uses become free."""
+        """Remove a sequence; pages that no other sequence uses become free."""
         self.pool.exchange(0, (), self.entry(sequence).pages)
         self.entries[sequence] = None
 
     def plan_reserve(self, sequences: Sequence[int], tokens: Sequence[int]) -> Change:
-        """Give each sequence the pages of its own that ``tokens[i]`` more tokens will be written to.
+        """Give each sequence private pages for ``tokens[i]`` more tokens.
 
-        ``plan_extend`` by no more tokens than that then takes no page, unless the sequence was cropped, forked or
-        reordered meanwhile: a crop and a reorder give up pages without tokens; a fork shares the half-full page again.
+        ``plan_extend`` by up to that many then takes no page, unless the sequence was cropped, forked or reordered
+        meanwhile: a crop and a reorder give up unused pages; a fork shares the partial page again.
         """
         return self._plan_growth(sequences, tokens, counts=False)
 
     def plan_extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> Change:
-        """Append ``tokens[i]`` tokens to each sequence: their pages, and their count."""
+        """Append ``tokens[i]`` tokens to each sequence: allocate pages and update lengths."""
         return self._plan_growth(sequences, tokens, counts=True)
 
     def plan_crop(self, sequence: int, length: int) -> Change:
-        """Keep the first ``length`` tokens; what leaves the pages but not the sequence goes back to the ring."""
+        """Keep the first ``length`` tokens; kept tokens of a reopened window move from pages back to the ring."""
         entry, length = self.entry(sequence), whole(length, "the length to crop to")
         if not 0 <= length <= entry.length:
             raise CacheError(f"sequence {sequence} has {entry.length} tokens and cannot be cropped to {_short(length)}")
@@ -212,7 +212,7 @@ class Ledger:
         return Change(entries, (rings,) if moved else ())
 
     def commit(self, change: Change) -> None:
-        """Make a plan true; no other change may have come between."""
+        """Apply a plan; no other change may have been committed since it was made."""
         gained: list[int] = []
         lost: list[int] = []
         for _, old, new, first in self.moves(change):
@@ -223,9 +223,9 @@ class Ledger:
         self.pool.exchange(change.taken, gained, lost)
 
     def moves(self, change: Change) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
-        """Sequences that will have other pages: the pages before and then, and how many of the first stay the same.
+        """For each sequence whose pages change: (sequence, old pages, new pages, length of their common prefix).
 
-        All that stay are counted where pages are only added, as in most steps, and none elsewhere.
+        The prefix is all old pages if pages are only appended, as in most steps, else 0.
         """
         for sequence, entry in change.entries.items():
             old = (self.entries[sequence] or Entry()).pages
@@ -241,7 +241,7 @@ class Ledger:
         )
 
     def _rows(self, sequences: Sequence[int]) -> dict[int, Entry]:
-        """Sequences that are there, each once, and their entries."""
+        """Entries by sequence; CacheError for one that does not exist or is named twice."""
         rows = {whole(s, "a sequence"): self.entry(s) for s in sequences}
         if len(rows) < len(sequences):
             twice = next(row for row in rows if list(sequences).count(row) > 1)
@@ -258,13 +258,13 @@ class Ledger:
                 raise CacheError(
                     f"sequence {row} has {entry.length} tokens of at most {self.capacity}: {_short(n)} more do not fit"
                 )
-        left: Counter[int] = Counter()  # how many of these sequences leave a page to its other owners
+        left: Counter[int] = Counter()  # how many of these sequences give up their share of a page
         copied: set[int] = set()
         needed = 0
         for (row, entry), n in zip(rows.items(), more, strict=True):
             begin, end = self.packed(entry.length), self.packed(entry.length + n)
             needed += max(self.holding(entry.length + n) - len(entry.pages), 0)
-            if end > begin and begin % self.page:  # a page that is half full will be written to
+            if end > begin and begin % self.page:  # writes to a partial page
                 page = entry.pages[begin // self.page]
                 if self.pool.references[page] - left[page] > 1:
                     left[page] += 1
@@ -296,30 +296,30 @@ class Ledger:
 
 
 def whole(value: object, name: str) -> int:
-    """``value`` as an integer; CacheError for 1.5, 1.0, True and everything else that is not one."""
+    """``value`` as an int; CacheError for 1.5, 1.0, True and everything else that is not an integer."""
     if type(value) is int:
         return value
     try:
         if is_whole(value):
             return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        pass  # a tensor of floats, for one
+        pass  # such as a float tensor
     raise CacheError(f"{name} must be a whole number, not {value!r}")
 
 
 def _short(number: int) -> str:
-    """A number as messages show it, however many digits it has."""
+    """A number for messages, shortened if it has too many digits."""
     return str(number) if abs(number) < 10**18 else f"{'-' if number < 0 else ''}more than 10^18"
 
 
 def check_size(name: str, size: object) -> None:
-    """Raise LayerError for an impossible size of a cache."""
+    """Raise LayerError unless a size is an integer from 1 to MOST."""
     if not is_whole(size) or not 1 <= size <= MOST:  # type: ignore[operator]
         raise LayerError(f"{name} of a KV cache must be a whole number from 1 to 2^31 - 1, not {size!r}")
 
 
 def check_page(page: object, slack: object) -> None:
-    """Raise LayerError for tokens of a page, or tokens that can be cropped exactly, that no KV cache has."""
+    """Raise LayerError for an unsupported page size or slack, both in tokens."""
     if not is_whole(page) or page not in PAGES:
         raise LayerError(f"a page holds 64, 128 or 256 tokens, not {page!r}")
     if not is_whole(slack) or slack % 32 or not 0 <= slack <= MOST:  # type: ignore[operator]
@@ -327,5 +327,5 @@ def check_page(page: object, slack: object) -> None:
 
 
 def each(tokens: int | Sequence[int], sequences: Sequence[int]) -> list[int]:
-    """Tokens of each sequence, from one number for all or a list of them."""
+    """Token counts per sequence, from one number for all or a list."""
     return list(tokens) if isinstance(tokens, list | tuple) else [tokens] * len(sequences)  # type: ignore[list-item]

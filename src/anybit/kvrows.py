@@ -1,7 +1,7 @@
-"""Rows of a pool that is not ours in plain torch: the oracle of the kernels over them, and a CPU's own path.
+"""A KV cache in an external block pool, such as vLLM's, in plain torch: the kernels' oracle and the CPU path.
 
-What rows are is described in ``kernels.attention.kv_rows``; ``step`` is one layer of one step for a batch of sequences
-with any numbers of new tokens. ``Rows`` is the same on a GPU, with kernels.
+``kernels.attention.kv_rows`` describes the layout of a sequence's row of blocks. ``step`` runs one layer for a batch of
+sequences with any numbers of new tokens; ``ops.kv_rows`` does the same on a GPU.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from anybit.ops.kv_rows import PAGE, RowLayout
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One sequence of a batch: its row of the table, which new tokens are its own, and how many came before."""
+    """One sequence of a batch: its row of the block table, its range of new tokens, and how many it had before."""
 
     table: Tensor
     begin: int
@@ -26,22 +26,22 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens, the new ones included."""
+        """Tokens, including the new ones."""
         return self.before + self.end - self.begin
 
     @property
     def own(self) -> int:
-        """First token of the page that the first new token belongs to."""
+        """First token of the first new token's page."""
         return self.before // PAGE * PAGE
 
 
 class Pool:
-    """A layer's blocks: uint8 [blocks, kv_heads, page_bytes], and the 16-bit dtype of tokens."""
+    """A layer's blocks: uint8 [blocks, kv_heads, page_bytes], and the dtype of their 16-bit values."""
 
     def __init__(self, rows: RowLayout, pages: Tensor, dtype: torch.dtype) -> None:
         self.rows, self.pages, self.dtype = rows, pages, dtype
         size = rows.slots * rows.layout.head_dim
-        halves = pages[..., : 4 * size].view(dtype)  # of residual blocks: keys, then values
+        halves = pages[..., : 4 * size].view(dtype)  # residual blocks: keys, then values
         self.halves = (halves[..., :size], halves[..., size:])
         self.places = kv_page.ring_places(rows.slots, rows.layout.head_dim).to(pages.device)
 
@@ -51,7 +51,7 @@ class Pool:
         return row.table[at // self.rows.slots].long(), at % self.rows.slots
 
     def read_ring(self, row: Row, begin: int, end: int) -> list[Tensor]:
-        """K and V [kv_heads, end - begin, head_dim] of tokens in 16 bits."""
+        """K and V [kv_heads, end - begin, head_dim] of the tokens in the residual, in 16 bits."""
         blocks, slots = self.ring(row, begin, end)
         heads = torch.arange(self.pages.shape[1], device=self.pages.device)[:, None, None]
         return [
@@ -59,22 +59,22 @@ class Pool:
         ]
 
     def write_ring(self, row: Row, begin: int, end: int, k: Tensor, v: Tensor) -> None:
-        """Put K and V [kv_heads, end - begin, head_dim] into their slots."""
+        """Write K and V [kv_heads, end - begin, head_dim] into their residual slots."""
         blocks, slots = self.ring(row, begin, end)
         heads = torch.arange(self.pages.shape[1], device=self.pages.device)[:, None, None]
         for part, (half, new) in enumerate(zip(self.halves, (k, v), strict=True)):
             half[blocks[None, :, None], heads, self.places[part, slots][None]] = new
 
     def page(self, row: Row, index: int) -> int:
-        """The block of a page."""
+        """The block that holds a page."""
         return int(row.table[self.rows.front + index])
 
     def write_page(self, row: Row, index: int, k: Tensor, v: Tensor) -> None:
-        """Pack K and V [kv_heads, 128, head_dim]."""
+        """Quantize K and V [kv_heads, 128, head_dim] into a page."""
         self.pages[self.page(row, index)] = kv_page.encode(self.rows.layout, k, v).flatten(1)
 
     def read_pages(self, row: Row, count: int) -> list[Tensor]:
-        """K and V [kv_heads, 128 * count, head_dim] of the first pages, in float32."""
+        """Dequantize the first ``count`` pages: K and V float32 [kv_heads, 128 * count, head_dim]."""
         layout = self.rows.layout
         owned = row.table[self.rows.front : self.rows.front + count].long()
         blocks = (
@@ -82,7 +82,7 @@ class Pool:
         )
         both = kv_page.decode(layout, blocks, torch.float32)
         bits = (layout.format.key_bits, layout.format.value_bits)
-        if 16 in bits and self.dtype != torch.float16:  # those are read as the type they were written in
+        if 16 in bits and self.dtype != torch.float16:  # 16-bit parts are bit patterns of self.dtype
             exact = kv_page.decode(layout, blocks, self.dtype)
             return [e.float() if b == 16 else x for b, e, x in zip(bits, exact, both, strict=True)]
         return list(both)
@@ -91,14 +91,14 @@ class Pool:
 def step(
     pool: Pool, batch: list[Row], q: Tensor, k: Tensor, v: Tensor, masks: Masks = NO_MASKS, *, packs: bool = True
 ) -> Tensor:
-    """Store new tokens of a batch and attend.
+    """Store the new tokens of a batch and attend.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; rotated, where the format is. packs: False for a
-    test that must notice.  Returns the output in q's shape and dtype.
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; already rotated if the format is.
+    packs: False skips packing, for a test that must notice.  Returns the output in q's shape and dtype.
     """
     new = [x.to(pool.dtype).transpose(0, 1) for x in (k, v)]
     out, near = torch.zeros_like(q), []
-    for row in batch:  # what any of them completes, another may read in this very step
+    for row in batch:  # pack first: another sequence may read a page completed in this step
         old = pool.read_ring(row, row.own, row.before)
         both = [torch.cat((before, x[:, row.begin : row.end]), 1) for before, x in zip(old, new, strict=True)]
         for page in range(row.own // PAGE, row.length // PAGE) if packs else ():

@@ -1,7 +1,7 @@
-"""Codes, dense words, and the one in-memory form of a quantized linear layer. Pure torch, any device.
+"""Codes, dense words, and QuantizedWeight, the in-memory form of a quantized linear layer. Pure torch, any device.
 
-Codes are unsigned (see ``anybit.scheme``). Dense words are 32-bit, least significant bit first, and a row has no
-padding bits beyond its last word: the layout of compressed-tensors' ``pack-quantized``, for every width.
+Codes are unsigned (see ``anybit.scheme``). Rows of codes are packed densely into 32-bit words, least significant bit
+first, padded only in a row's last word: compressed-tensors' ``pack-quantized`` layout, for every width.
 """
 
 import itertools
@@ -17,18 +17,18 @@ from anybit.errors import LayerError, dtype_name
 from anybit.scheme import WeightFormat
 
 WORD = 32
-# What a QuantizedWeight holds for each of its outputs.
+# Fields of a QuantizedWeight with a row per output.
 _BY_ROW = ("words", "scale", "zero", "indices", "minimum")
 
 
 def _period(bits: int) -> tuple[int, int]:
-    """The fewest codes that fill whole words, and how many words: after them the layout of a row repeats."""
+    """(codes, words) of the shortest run of codes that fills whole words: the period of a row's layout."""
     common = math.gcd(bits, WORD)
     return WORD // common, bits // common
 
 
 def words_per_row(length: int, bits: int) -> int:
-    """How many 32-bit words hold ``length`` codes of ``bits`` bits."""
+    """Number of 32-bit words for ``length`` codes of ``bits`` bits."""
     return -(-length * bits // WORD)
 
 
@@ -41,7 +41,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     length = codes.shape[-1]
     periods = -(-length // WORD)  # 32 codes fill ``bits`` words
     parts = torch.nn.functional.pad(codes.to(torch.uint8), (0, periods * WORD - length)).flatten()
-    # Two neighbours become one, of twice the bits; where that is more than a byte, in a type of twice the size.
+    # Merge neighbours pairwise into fields of twice the bits, moving to a wider dtype once a byte overflows.
     wide = bits
     while wide <= 4:
         pairs = parts.view(torch.int16)
@@ -57,7 +57,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def _joined(parts: Tensor, bits: int) -> Tensor:
-    """Numbers int64 [R, P] of 33 to 63 bits, one after another -> int32 words [R, P*bits/32]."""
+    """Concatenate int64 fields [R, P] of 33 to 63 bits into int32 words [R, P*bits/32]."""
     words = parts.new_empty(len(parts), parts.shape[1] * bits // WORD, dtype=torch.int32)
     for word in range(words.shape[1]):
         part, offset = divmod(word * WORD, bits)
@@ -71,7 +71,7 @@ def _joined(parts: Tensor, bits: int) -> Tensor:
 def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
     """Unpack int32 words [..., ceil(length*bits/32)] into uint8 codes [..., length]; the inverse of ``pack_words``.
 
-    Raises LayerError for words of another type or number.
+    Raises LayerError for words of the wrong dtype or count.
     """
     _check_bits(bits)
     expected = words_per_row(length, bits)
@@ -88,20 +88,20 @@ def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
         word, offset = divmod(position * bits, WORD)
         code = rows[..., word] >> offset
         if offset + bits > WORD:
-            low = WORD - offset  # the bits that the first word still holds; >> has filled the rest with its sign
+            low = WORD - offset  # bits in the first word; >> has sign-filled the rest
             code = (code & (2**low - 1)) | (rows[..., word + 1] << low)
         codes.append((code & mask).to(torch.uint8))
     return torch.stack(codes, dim=-1).flatten(-2)[..., :length].contiguous()
 
 
 def check_fours(k: int, name: str = "this layer") -> None:
-    """Raise LayerError where k inputs are no fours, of which 2:4 sparse layers keep two each."""
+    """Raise LayerError unless k, the inputs of a 2:4 sparse layer, is a multiple of 4."""
     if k % 4:
         raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and {name} has {k}")
 
 
 _TABLES: dict[str, tuple[float, ...]] = {
-    # OCP Microscaling Formats (MX) 1.0, section 5.3.3: a sign, two bits of exponent, one of mantissa.
+    # OCP Microscaling Formats (MX) 1.0, section 5.3.3: one sign, two exponent and one mantissa bit.
     "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
     # QLoRA, appendix E.
     "nf4": (
@@ -115,7 +115,7 @@ _TABLES: dict[str, tuple[float, ...]] = {
 
 
 def table_of(code: str) -> Tensor:
-    """The values of a table's codes in their order, float32 [2^bits] on the CPU; of e4m3 two are NaN (0x7F, 0xFF)."""
+    """The values of a table code in code order, float32 [2^bits] on the CPU; e4m3's 0x7F and 0xFF are NaN."""
     if code == "e4m3":
         return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return torch.tensor(_TABLES[code], dtype=torch.float32)
@@ -125,13 +125,13 @@ def table_of(code: str) -> Tensor:
 class QuantizedWeight:
     """The weights of one linear layer, N outputs by K inputs, as codes: ``W = scale * (u - zero)``.
 
-    With code "min" it is ``W = scale * u + minimum``, with a table's ``W = scale * table[u]``.
+    With code "min", ``W = scale * u + minimum``; with a table code, ``W = scale * table[u]``.
 
     words: int32 [N, ceil(K*bits/32)], dense; for 2:4 sparse layers the codes of the non-zeros, [N, ceil(K/2*bits/32)].
     scale: float [N, G] with G = 1 for whole rows, else ceil(K / group).
     zero: uint8 [N, G] for asym, else None (the format implies it).
     group_index: int32 [K], the group of each input channel (activation order), else None: channel k is in k // group.
-    indices: int32 [N, ceil(K/2*2/32)], for 2:4 sparse layers the places (0 to 3) of the two non-zeros of every four.
+    indices: int32 [N, ceil(K/2*2/32)], 2-bit positions of the two non-zeros in every four, for 2:4 sparse layers.
     minimum: float [N, G] for min, else None.
     """
 
@@ -176,9 +176,9 @@ class QuantizedWeight:
         group_index: Tensor | None = None,
         minimum: Tensor | None = None,
     ) -> "QuantizedWeight":
-        """Pack dense codes, uint8 [N, K]; the other arguments are the fields of those names.
+        """Pack dense codes, uint8 [N, K]; the other arguments are the fields of the same names.
 
-        Raises LayerError for a shape or dtype that the format does not have. For 2:4 see ``from_sparse_codes``.
+        Raises LayerError for a shape or dtype that does not fit the format. For 2:4 see ``from_sparse_codes``.
         """
         n, k = codes.shape
         return cls(pack_words(codes, format.bits), scale, zero, (n, k), format, group_index, minimum=minimum)
@@ -189,7 +189,7 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """Pack a 2:4 sparse layer: codes uint8 [N, K] and a boolean mask [N, K] with two True in every four inputs.
 
-        scale, zero: the fields of those names. Raises LayerError for a mask that keeps more or fewer.
+        scale, zero: the fields of the same names. Raises LayerError for a mask that keeps more or fewer.
         """
         n, k = codes.shape
         if k % 4 or not bool((mask.view(n, -1, 4).sum(-1) == 2).all()):
@@ -201,12 +201,12 @@ class QuantizedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.words.device
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits that a checkpoint stores for each weight, its share of scales and zeros (``bits`` each) included."""
+        """Bits per weight in a checkpoint, including scales and zeros (``bits`` each)."""
         parts = (self.words, self.scale, self.group_index, self.indices, self.minimum)
         size = 8 * sum(t.numel() * t.element_size() for t in parts if t is not None)
         zeros = 0 if self.zero is None else self.zero.numel() * self.format.bits
@@ -220,14 +220,14 @@ class QuantizedWeight:
         return replace(self, **moved)
 
     def rows(self, rows: "Tensor | slice") -> "QuantizedWeight":
-        """The layer of some of the outputs: a slice of them, or int64 indices in their new order."""
+        """A layer with a subset of the outputs: a slice, or int64 indices in their new order."""
         chosen = {name: t[rows].contiguous() for name in _BY_ROW if (t := getattr(self, name)) is not None}
         return replace(self, **chosen, shape=(chosen["words"].shape[0], self.shape[1]))
 
     def with_scales(self, dtype: torch.dtype) -> "QuantizedWeight":
         """The same codes with scales and minima in another float dtype.
 
-        Raises LayerError where a scale or a minimum would overflow, or a scale become 0.
+        Raises LayerError if a scale or a minimum would overflow, or a scale underflow to 0.
         """
         minimum = None if self.minimum is None else self.minimum.to(dtype)
         cast = replace(self, scale=self.scale.to(dtype), minimum=minimum)
@@ -251,11 +251,11 @@ class QuantizedWeight:
         return torch.arange(k, device=self.device) // (self.format.group or k)
 
     def with_group_index(self) -> "QuantizedWeight":
-        """The same weight with the group of each input channel spelled out, as an activation order is."""
+        """The same weight with an explicit ``group_index``, as activation order stores."""
         return replace(self, group_index=self.groups().to(torch.int32))
 
     def codes(self) -> Tensor:
-        """Unsigned codes, uint8 [N, K]. Pruned weights of a 2:4 sparse layer hold their group's zero."""
+        """Unsigned codes, uint8 [N, K]. Pruned weights of a 2:4 sparse layer get their group's zero."""
         n, k = self.shape
         if self.indices is None:
             return unpack_words(self.words, self.format.bits, k)
@@ -265,7 +265,7 @@ class QuantizedWeight:
         return pruned.scatter(-1, places, kept).view(n, k)
 
     def mask(self) -> Tensor | None:
-        """The weights that a 2:4 sparse layer keeps, bool [N, K]; None for a dense one."""
+        """True for the weights that a 2:4 sparse layer keeps, bool [N, K]; None for a dense layer."""
         if self.indices is None:
             return None
         n, k = self.shape
@@ -274,7 +274,7 @@ class QuantizedWeight:
         return kept.scatter_(-1, places, True).view(n, k)
 
     def zeros(self) -> Tensor:
-        """The zero of each group in units of code, float32 [N, G]."""
+        """The zero of each group in code units, float32 [N, G]."""
         if self.zero is not None:
             return self.zero.float()
         zero = self.format.zero
@@ -282,9 +282,9 @@ class QuantizedWeight:
         return torch.full_like(self.scale, zero, dtype=torch.float32)
 
     def centered(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Codes less their zeros, [N, K] in a float dtype: integers, or halves of odd ones for bipolar codes.
+        """Codes minus their zeros, [N, K] in a float dtype: integers, or odd multiples of 1/2 for bipolar codes.
 
-        Of a table's codes it is their values; codes with a minimum have no zero, and stay as they are.
+        Table codes give their table values; codes with a minimum have no zero, and are returned as they are.
         """
         if self.format.tabled:
             return table_of(self.format.code).to(self.device, dtype)[self.codes().int()]
@@ -294,7 +294,7 @@ class QuantizedWeight:
         return self._by_group(codes, Tensor.sub_, self.zero.to(dtype))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights that the codes stand for, [N, K]: float32 arithmetic (float64 if asked for), rounded once."""
+        """The dequantized weights, [N, K]: float32 arithmetic (float64 for a float64 dtype), rounded to dtype once."""
         work = torch.float64 if dtype == torch.float64 else torch.float32
         values = self._by_group(self.centered(work), Tensor.mul_, self.scale.to(work))
         if self.minimum is not None:
@@ -302,7 +302,7 @@ class QuantizedWeight:
         return values.to(dtype)
 
     def _by_group(self, values: Tensor, operation: Callable[[Tensor, Tensor], Tensor], groups: Tensor) -> Tensor:
-        """Change values [N, K] in place by what their groups have, [N, G]."""
+        """Apply an in-place operation to values [N, K] with per-group operands [N, G]."""
         size = self.shape[1] // groups.shape[1]
         if self.group_index is None and size * groups.shape[1] == self.shape[1] and size == (self.format.group or size):
             # A broadcast is much cheaper than gathering a scale for every weight.
@@ -313,7 +313,7 @@ class QuantizedWeight:
 
 
 def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:
-    """One layer whose outputs are those of several layers with the same inputs, in their order.
+    """Concatenate the outputs of layers that read the same inputs into one layer.
 
     Raises LayerError unless all have the same format, inputs and activation order.
     """
@@ -334,13 +334,13 @@ def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:
 
 
 def unstack(weight: QuantizedWeight, outputs: list[int]) -> list[QuantizedWeight]:
-    """The inverse of ``stack``: layers of so many outputs each."""
+    """The inverse of ``stack``: layers with ``outputs[i]`` outputs each."""
     ends = list(itertools.accumulate(outputs))
     return [weight.rows(slice(end - n, end)) for n, end in zip(outputs, ends, strict=True)]
 
 
 def reorder(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
-    """The layer whose output i is output ``rows[i]`` of this one; rows int64 [N], a permutation."""
+    """Permute outputs: output i of the result is output ``rows[i]``; rows int64 [N]."""
     return weight.rows(rows.to(weight.device))
 
 
@@ -349,7 +349,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _check_stored(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Kernels read these tensors by their addresses: another type would be other numbers."""
+    """Check dtype and device: kernels read these tensors through raw pointers."""
     wanted = {"zero": torch.uint8, "scale": None, "minimum": None}.get(name, torch.int32)
     if not (tensor.is_floating_point() if wanted is None else tensor.dtype == wanted):
         words = "floating-point" if wanted is None else dtype_name(wanted)

@@ -1,6 +1,6 @@
-"""The exact reference in plain torch: the oracle of every test, and the backend where there is no GPU.
+"""The exact reference in plain torch: the oracle of every test, and the CPU backend.
 
-Integer products are sums over unsigned codes with rank-1 corrections, the algebra that the kernels follow:
+Integer products are sums over unsigned codes with rank-1 corrections, as in the kernels:
 
     sum (uw - zw)(ux - zx) = sum uw ux - zx sum uw - zw sum ux + K zw zx
 """
@@ -20,7 +20,7 @@ _FLOAT32_EXACT = 2**24
 
 @dataclass(frozen=True, eq=False)
 class QuantizedActivations:
-    """Activations as codes: ``X = scale * (codes - zero)``, row by row (a token a row).
+    """Activations as codes: ``X = scale * (codes - zero)``, a token per row.
 
     codes: uint8 [M, K], or float8_e4m3fn [M, K] for 8-bit float.  scale: float32 [M].
     zero: float32 [M] (integers for asym, the implied zero otherwise; 0 for float).
@@ -31,15 +31,15 @@ class QuantizedActivations:
     zero: Tensor
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The activations that the codes stand for, [M, K]."""
+        """The dequantized activations, [M, K]."""
         return ((self.codes.to(dtype) - self.zero.to(dtype)[:, None]) * self.scale.to(dtype)[:, None]).to(dtype)
 
 
 def quantize_activations(x: Tensor, format: ActivationFormat) -> QuantizedActivations:
-    """Quantize activations [..., K], any float dtype, per token; the kernels give the same codes bit for bit.
+    """Quantize activations [..., K], any float dtype, per token; the kernels' codes are bitwise equal.
 
     Arithmetic is float32. A row of zeros gets scale 0; a row with NaN or infinity gets scale NaN.
-    Returns codes [M, K] with the leading dimensions flattened. Raises LayerError for a format of 16 bits.
+    Returns codes [M, K] with the leading dimensions flattened. Raises LayerError for a 16-bit format.
     """
     if not format.quantized:
         raise LayerError("16-bit activations are not quantized")
@@ -50,12 +50,12 @@ def quantize_activations(x: Tensor, format: ActivationFormat) -> QuantizedActiva
 
 
 def _steps(rows: Tensor, format: ActivationFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes less their zeros, float32 [M, K] (e4m3 values for float), and the scale and zero of each row."""
+    """Codes minus their zeros, float32 [M, K] (e4m3 values for float), and the scale and zero of each row."""
     bits = format.bits
     top = 2**bits - 1
     largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
-    finite = largest.isfinite()  # amax passes NaN on
-    # Rows are rarely anything but finite, and then a CPU saves a pass over them; a GPU must not wait for the answer.
+    finite = largest.isfinite()  # amax propagates NaN
+    # Usually all rows are finite, and a CPU saves a pass; a GPU would have to synchronize to know.
     all_finite = not rows.is_cuda and bool(finite.all())
     if not all_finite:
         rows = torch.where(finite[:, None], rows, 0.0)
@@ -74,10 +74,10 @@ def _steps(rows: Tensor, format: ActivationFormat) -> tuple[Tensor, Tensor, Tens
         inverse, scale = _over(most, largest), _divide(largest, most)
         steps = (rows * inverse[:, None]).round_().clamp_(-most if bits > 1 else -1, most if bits > 1 else 0)
         zero = torch.full_like(scale, 2 ** (bits - 1))
-    else:  # bipolar: floor, because its levels are odd multiples of half a step
+    else:  # bipolar: floor, because levels are odd multiples of half a step
         half = top / 2
         inverse = _over(half, largest)
-        # Of one bit only the sign is kept, and the mean magnitude is the scale that loses least.
+        # One bit keeps only the sign: the mean magnitude is the least-squares scale.
         scale = 2 * rows.abs().mean(dim=1) if bits == 1 else _divide(largest, half)
         steps = (rows * inverse[:, None]).floor_().add_(2 ** (bits - 1)).clamp_(0, top).sub_(half)
         zero = torch.full_like(scale, half)
@@ -85,14 +85,14 @@ def _steps(rows: Tensor, format: ActivationFormat) -> tuple[Tensor, Tensor, Tens
 
 
 def accumulate(activations: Tensor, weights: Tensor) -> Tensor:
-    """The integer core of every kernel: unsigned codes X [M, K] and W [N, K] -> sum over K, int64 [M, N], exact."""
+    """The kernels' integer core: unsigned codes X [M, K] times W [N, K]^T, int64 [M, N], exact."""
     return (activations.double() @ weights.double().T).to(torch.int64)
 
 
 def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
     """Sum over K of (uw - zw)(ux - zx) from codes and rank-1 terms, float64 [M, N], exact.
 
-    Raises LayerError for weights in groups, which sums over whole rows do not know, and for codes of no integers.
+    Raises LayerError for grouped weights and for codes that are not integers.
     """
     if weight.scale.shape[1] != 1:
         raise LayerError(f"{weight.format} has {weight.scale.shape[1]} groups a row; this needs whole rows")
@@ -105,7 +105,7 @@ def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
 
 
 def check_activations(x: Tensor, k: int) -> None:
-    """Raise LayerError for an x that no layer of k inputs takes."""
+    """Raise LayerError unless x is floating-point with k features in its last dimension."""
     if not x.is_floating_point():
         raise LayerError(f"x is {dtype_name(x.dtype)}, and a layer takes floating-point activations")
     if x.ndim < 1 or x.shape[-1] != k:
@@ -119,10 +119,10 @@ def linear(
     bias: Tensor | None = None,
     decoded: Tensor | None = None,
 ) -> Tensor:
-    """Y = x W^T + bias through the codes of a scheme; x float [..., K] -> y [..., N] in x's dtype.
+    """Return x W^T + bias [..., N] in x's dtype, for x [..., K], a quantized weight and, optionally, activations.
 
-    decoded: what ``decode`` returned for this weight, to trade memory for speed; computed and dropped if None.
-    Products of integers with whole-row scales are exact before the scales are applied; everything else is float32
+    decoded: the result of ``decode`` for this weight, to trade memory for speed; recomputed if None.
+    Integer products with whole-row scales are exact before the scales are applied; everything else is float32
     (float64 if x is). Raises LayerError for an x that is not floating-point or has another width.
     """
     check_activations(x, weight.shape[1])
@@ -134,7 +134,7 @@ def linear(
 def multiply(
     x: Tensor, decoded: Tensor, scale: Tensor, weights: WeightFormat, activations: ActivationFormat, bias: Tensor | None
 ) -> Tensor:
-    """``linear`` with a weight that ``decode`` has decoded, [N, K], whose scales are ``scale`` [N, G]; unchecked."""
+    """``linear`` with the result of ``decode``, [N, K], and the weight's scales [N, G]; unchecked."""
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows, operand = x.reshape(-1, x.shape[-1]), decoded.to(work)
     if not activations.quantized:
@@ -143,8 +143,8 @@ def multiply(
         steps, row_scale, _ = _steps(rows.float(), activations)
         steps = steps.to(work)
         if _sums_integers(weights, activations, scale):
-            # Rounded where the kernels round, so that their results are these bit for bit: the exact sum, times the
-            # token's scale, and once after the weight's scale and the bias.
+            # Rounds where the kernels round, for bitwise equality: after the exact sum, after the token's scale, and
+            # once after the weight's scale and the bias.
             y = _exact_product(steps, operand, weights, activations) * row_scale.to(work)[:, None]
             weight_scale = scale[:, 0].to(work)
             if bias is None:
@@ -159,18 +159,18 @@ def multiply(
 
 
 def decode(weight: QuantizedWeight, activations: ActivationFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What ``linear`` multiplies with, [N, K]: the dequantized weights, or the centered codes of whole-row integers."""
+    """The operand of ``linear``, [N, K]: dequantized weights, or centered codes for integer products."""
     exact = _sums_integers(weight.format, activations, weight.scale)
     return weight.centered(dtype) if exact else weight.dequantize(dtype)
 
 
 def _sums_integers(weights: WeightFormat, activations: ActivationFormat, scale: Tensor) -> bool:
-    """Whether a product is one of integers alone, before the scales of its rows are applied."""
+    """Whether a product is integer until the row scales are applied."""
     return activations.quantized and activations.integer and scale.shape[1] == 1 and weights.code in CODES
 
 
 def _exact_product(x: Tensor, w: Tensor, weights: WeightFormat, activations: ActivationFormat) -> Tensor:
-    """Centered integers X [M, K] times W [N, K]^T, rounded once, to x's dtype: K in chunks whose sums float32 holds."""
+    """Centered codes X [M, K] times W [N, K]^T, rounded once to x's dtype: in chunks of K that are exact in float32."""
     largest = _most_units(weights.code, weights.bits) * _most_units(activations.code, activations.bits)
     chunk = max(_FLOAT32_EXACT // largest, 1) if x.dtype == torch.float32 else x.shape[1]
     if chunk >= x.shape[1]:
@@ -183,7 +183,7 @@ def _exact_product(x: Tensor, w: Tensor, weights: WeightFormat, activations: Act
 
 
 def _most_units(code: str, bits: int) -> int:
-    """The largest magnitude of a centered code, in whole units: bipolar codes are counted in halves."""
+    """Bound on the magnitude of a centered code, in integer units (halves for bipolar codes)."""
     return 1 << (bits - 1 if code == "sym" else bits)
 
 
@@ -196,8 +196,8 @@ def _over(numerator: float, denominator: Tensor) -> Tensor:
 
 
 def _divide(numerator: Tensor, denominator: float) -> Tensor:
-    """Numerator / denominator, correctly rounded on every device: tensors on both sides.
+    """Numerator / denominator, correctly rounded on every device.
 
-    Of a tensor and a number, torch makes a product with the reciprocal, which rounds twice and differs by device.
+    torch divides a tensor by a number by multiplying with the reciprocal, which rounds twice and differs by device.
     """
     return numerator / torch.full_like(numerator, denominator)

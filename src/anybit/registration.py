@@ -1,8 +1,8 @@
-"""Register anybit with transformers, without loading transformers.
+"""Register anybit with transformers, without importing transformers.
 
-Once anybit is imported, a saved model loads by its name alone, so transformers must know anybit's quantizer and
-attention by then. Loading transformers takes seconds, which ``anybit --help`` and ``anybit.Scheme`` do not need. So if
-transformers is not loaded yet, anybit registers right after it has been.
+After ``import anybit``, ``from_pretrained`` must find anybit's quantizer and attention. Importing transformers takes
+seconds, which ``anybit --help`` and ``anybit.Scheme`` do not need: so if it is not imported yet, an import hook
+registers anybit right after it is.
 """
 
 import importlib
@@ -13,18 +13,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MODELS = "transformers.modeling_utils"
-"""The module that every transformers model needs; once it is loaded, so is all that anybit's adapters need."""
+"""The module that every transformers model imports; once it is loaded, so is all that anybit's adapters need."""
 
 
 def register() -> None:
-    """Register anybit's quantizer, configuration, attention, mask and refusals with transformers."""
+    """Register anybit's quantizer, configuration, attention, mask and load-time checks with transformers."""
     importlib.import_module("anybit.integrations.transformers")
     importlib.import_module("anybit.integrations.cache")
     importlib.import_module("anybit.integrations.guard")
 
 
 def register_in_time() -> None:
-    """``register`` now if transformers' models are loaded, else right after they have been."""
+    """Call ``register`` now if transformers' models are imported, else right after they are."""
     if MODELS in sys.modules:
         register()
     else:
@@ -32,12 +32,12 @@ def register_in_time() -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself; when ``MODELS`` is about to be loaded, it makes ``register`` run afterwards."""
+    """An import hook that finds nothing itself, but runs ``register`` after ``MODELS`` is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders return for ``MODELS``, with ``register`` run after its loader."""
+        """The other finders' spec for ``MODELS``, with a loader that also runs ``register``."""
         if fullname != MODELS:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)

@@ -1,7 +1,7 @@
-"""A range of a layer's inputs as a layer of its own: what tensor parallelism splits a row-parallel layer into.
+"""Shards of a layer along its inputs, for row-parallel layers under tensor parallelism.
 
-Every function takes what a checkpoint stores of the whole layer. The values that codes stand for do not change: where a
-cut falls inside a group, the shard has smaller groups whose scales repeat.
+Functions take the whole layer's tensors as a checkpoint stores them. Dequantized values do not change: if a cut falls
+inside a group, the shard gets smaller groups with repeated scales.
 """
 
 from dataclasses import replace
@@ -15,13 +15,13 @@ from anybit.packing import QuantizedWeight, pack_words, unpack_words
 from anybit.scheme import GROUPS, WeightFormat
 
 _SMALLER = tuple(group for group in GROUPS if group >= 32)
-"""What groups may become: groups of 16 cost a scale for every 16 inputs."""
+"""Group sizes of shards; not 16, which would cost a scale per 16 inputs."""
 
 
 def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
-    """The format of the shard that begins at input ``start``: the same, or with smaller groups.
+    """The format of a shard that begins at input ``start``: the same, or with smaller groups.
 
-    Raises LayerError where no group size fits: a cut that is no multiple of 32, or of 4 for 2:4 sparse weights.
+    Raises LayerError if no group size fits (the cut is not a multiple of 32), or a 2:4 sparse shard is not in fours.
     """
     if format.sparse and (start % 4 or inputs % 4):
         raise LayerError(f"2:4 sparse weights are split in fours of inputs, not at input {start} of {inputs} more")
@@ -37,7 +37,7 @@ def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
 
 
 def shard_words(words: Tensor, bits: int, start: int, inputs: int) -> Tensor:
-    """Columns ``start`` to ``start + inputs`` of dense words int32 [N, words], packed anew."""
+    """Columns ``start`` to ``start + inputs`` of dense words int32 [N, words], repacked."""
     if start * bits % 32 == 0 and inputs * bits % 32 == 0:
         return words[:, start * bits // 32 : (start + inputs) * bits // 32]
     held = words.shape[1] * 32 // bits
@@ -45,7 +45,7 @@ def shard_words(words: Tensor, bits: int, start: int, inputs: int) -> Tensor:
 
 
 def shard_groups(values: Tensor, format: WeightFormat, start: int, inputs: int) -> Tensor:
-    """Scales or zeros [N, G] of the whole layer in ``format`` -> those of a shard in ``shard_format``."""
+    """Scales or zeros [N, G] of the whole layer in ``format`` -> those of the shard, in its ``shard_format``."""
     if format.group is None:
         return values
     step = shard_format(format, start, inputs).group or format.group
@@ -55,10 +55,11 @@ def shard_groups(values: Tensor, format: WeightFormat, start: int, inputs: int) 
 def shard_ordered(
     values: tuple[Tensor | None, ...], group_index: Tensor, format: WeightFormat
 ) -> tuple[tuple[Any, ...], Tensor, WeightFormat]:
-    """The same for an activation order: scales, zeros and minima [N, G] and ``group_index`` [inputs] of a shard.
+    """``shard_groups`` for activation order.
 
-    A shard of the inputs may use any of the groups; those that it does not use are dropped.
-    Raises LayerError where more groups are left than the smallest group size gives a layer of so many inputs.
+    values: scales, zeros and minima [N, G] of the layer.  group_index: [inputs] of the shard, which may use any of the
+    groups; unused ones are dropped. Returns values, index and format of the shard.
+    Raises LayerError if it uses more groups than the smallest group size gives a layer of its width.
     """
     used, index = group_index.unique(return_inverse=True)
     inputs, count = len(group_index), len(used)
@@ -74,7 +75,7 @@ def shard_ordered(
 
 
 def shard(weight: QuantizedWeight, start: int, inputs: int) -> QuantizedWeight:
-    """Inputs ``start`` to ``start + inputs`` of a layer as a layer: ``dequantize`` gives these columns, bit for bit."""
+    """Inputs ``start`` to ``start + inputs`` of a layer as a layer; it dequantizes to the same bits as the whole."""
     fmt = weight.format
     n, kept = weight.shape[0], 2 if fmt.sparse else 1
     words = shard_words(weight.words, fmt.bits, start // kept, inputs // kept).contiguous()
