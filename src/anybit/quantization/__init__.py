@@ -1,1 +1,1 @@
-"""From floating-point weights to codes: rounding, and the calibrated methods."""
+"""Post-training quantization: round-to-nearest, and the calibrated and learned methods."""

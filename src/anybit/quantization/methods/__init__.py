@@ -1,4 +1,4 @@
-"""The quantization methods, one module each; ``METHODS`` and ``quantize_folder`` are those of ``registry``."""
+"""The quantization methods, one module each; ``METHODS`` and ``quantize_folder`` come from ``registry``."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["METHODS", "Method", "quantize_folder"]
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the registry, loaded when it is first asked for: a method's module is imported without it."""
+    """Import a name from the registry on first use, so that importing one method does not import the registry."""
     if name not in __all__:
         raise AttributeError(f"module 'anybit.quantization.methods' has no attribute {name!r}")
     from anybit.quantization.methods import registry

@@ -1,12 +1,12 @@
 """GPTQ: rounding with second-order error feedback (Frantar et al., 2022), with MARLIN's changes (section 3.5).
 
-The error of a layer over its calibration inputs x is ``tr((W - Q) H (W - Q)^T)`` with ``H = sum x x^T``. Channels are
-rounded one after the other; each rounding error is spread over the channels that are still free, so that
+A layer's error over its calibration inputs x is ``tr((W - Q) H (W - Q)^T)`` with the Hessian ``H = sum x x^T``. Input
+channels are rounded in order; each rounding error is compensated by the channels not yet rounded, so that
 
     total error = sum over channels j of (w_j - q_j)^2 / U_jj^2,   U upper triangular, U^T U = H^-1
 
-where w_j already carries the corrections. Group scales are searched over clipping thresholds against exactly that sum.
-Afterwards codes and scales are refined by exact coordinate descent on the layer's error: it never gets worse.
+where w_j includes the corrections so far. Group scales are searched over clipping thresholds against exactly that sum.
+Finally, exact coordinate descent refines codes and scales: the layer's error never increases.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from anybit.quantization.learn.sparse import two_of_four
 from anybit.quantization.methods.grid import Grid, best_candidates
 from anybit.scheme import WeightFormat
 
-# The smallest clipping threshold tried: few levels serve the many small weights better than the few large ones.
+# The smallest clipping threshold to try: with few levels, clipping large weights in favour of small ones pays off.
 _HARDEST_CLIP = {1: 0.06, 2: 0.2, 3: 0.3}
 
 _RECORDER = GraphRecorder()
@@ -36,11 +36,12 @@ Order = Literal["natural", "grouped", "sorted"]
 class GPTQ:
     """How to run GPTQ.
 
-    order: "natural" takes input channels as they come; "grouped" sorts groups by importance, and channels within a
-    group, so that scales stay contiguous in memory; "sorted" sorts all channels (act-order): groups then hold scattered
-    channels and the layer stores a group index.  damping: what is added to the Hessian's diagonal, as a part of its
-    mean; raised in steps when the Hessian is still singular.  clips: how many clipping thresholds are tried.
-    contenders: how many of them, best by rounding error, are tried with error feedback.  passes: rounds of refinement.
+    order: "natural" keeps the order of input channels; "grouped" sorts groups by importance, and channels within each
+    group, so that groups stay contiguous; "sorted" sorts all channels (act-order): groups then hold scattered channels
+    and the layer stores a group index.  damping: added to the Hessian's diagonal, as a fraction of its mean; raised
+    until the Hessian is positive definite.  clips: how many clipping thresholds are tried.
+    contenders: how many of them, the best by plain rounding error, are tried with error feedback.
+    passes: rounds of coordinate descent.  scale_dtype: of the stored scales.
     """
 
     order: Order = "grouped"
@@ -65,9 +66,9 @@ def quantize(
 ) -> QuantizedWeight:
     """Quantize weights [N, K] against the Hessian [K, K] of their inputs (any scale, any float dtype).
 
-    A dead input (zero on the diagonal) couples to nothing and is rounded to nearest. Raises CalibrationError, with the
-    layer's name, when the Hessian or the weights hold NaN or infinity, or no damping makes the Hessian definite, and
-    LayerError for a 2:4 format of inputs that are no fours.
+    A dead input (zero on the diagonal) has no coupling and is rounded to nearest. Raises CalibrationError, with the
+    layer's name, if the Hessian or the weights hold NaN or infinity, or no damping makes the Hessian positive definite;
+    LayerError for a 2:4 format if the inputs are not a multiple of 4.
     """
     options = options or GPTQ()
     k = weight.shape[1]
@@ -80,12 +81,12 @@ def quantize(
     grid = Grid.of(format, options.scale_dtype)
     group = format.group or k
     hessian = hessian.float()
-    # Masks are chosen in fours of neighbours, so a sparse layer keeps its order.
+    # 2:4 masks need neighbouring channels, so sparse layers keep the natural order.
     order: Order = "natural" if format.sparse else options.order
     permutation = _permutation(hessian.diagonal(), group, order)
     target = weight.float()[:, permutation].T.contiguous()
     damped, upper = _factor(hessian[permutation][:, permutation], options.damping, name)
-    # Ragged last groups may come anywhere in "grouped" order, so groups are ranges of permuted positions.
+    # In "grouped" order a partial last group may come anywhere, so groups are ranges of permuted positions.
     members = (permutation // group) if order == "grouped" else torch.arange(k, device=weight.device) // group
     ranges = _ranges(members)
     codes, scale, zero, *chosen = _RECORDER(
@@ -106,7 +107,7 @@ def quantize(
     if order == "sorted" and format.group is not None:
         index = members[permutation.argsort()].to(torch.int32)
     else:
-        # Ranges come in order of importance; memory keeps the groups where their channels are.
+        # Ranges are in order of importance; stored scales are in order of channels.
         by_place = torch.stack([members[start] for start, _ in ranges]).argsort()
         scale, zero = scale[by_place], zero[by_place]
     place = permutation.argsort()
@@ -125,12 +126,12 @@ def check_finite(tensor: Tensor, what: str) -> None:
 
 
 def _permutation(importance: Tensor, group: int, order: Order) -> Tensor:
-    """Positions -> channels, most important first: an early channel's error can still be repaired by all later ones."""
+    """Channel at each position, most important first: more channels are left to compensate errors of early ones."""
     k = len(importance)
     natural = torch.arange(k, device=importance.device)
     if order == "natural":
         return natural
-    # Sorted on the CPU in double and stably, so that every device and run takes the same order.
+    # A stable sort in float64 on the CPU: the same order on every device and run.
     importance = importance.double().cpu()
     if order == "sorted":
         return importance.argsort(descending=True, stable=True).to(natural.device)
@@ -142,13 +143,13 @@ def _permutation(importance: Tensor, group: int, order: Order) -> Tensor:
 
 
 def _ranges(members: Tensor) -> list[tuple[int, int]]:
-    """Where each run of equal group numbers starts and ends."""
+    """(start, end) of each run of equal group numbers."""
     edges = [0, *(members.diff().nonzero()[:, 0] + 1).tolist(), len(members)]
     return list(itertools.pairwise(edges))
 
 
 def _factor(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
-    """The damped Hessian and U with U^T U = its inverse, upper triangular, both float32."""
+    """The damped Hessian, and upper triangular U with U^T U = its inverse; both float32."""
     mean = float(hessian.diagonal().mean())
     if mean <= 0:
         raise CalibrationError(f"the calibration text never reaches {name}: all of its inputs are zero")
@@ -169,7 +170,7 @@ def _feedback(
 ) -> tuple[Tensor, ...]:
     """Round group by group with error feedback; channel-major, groups in the order of ``ranges``.
 
-    Returns codes [K, N], scale [G, N], zero [G, N], and for 2:4 sparse formats the mask [K, N] of what is kept.
+    Returns codes [K, N], scale [G, N], zero [G, N], and for 2:4 sparse formats the mask [K, N] of kept weights.
     """
     weight = target.clone()
     n = weight.shape[1]
@@ -184,7 +185,7 @@ def _feedback(
             seen = seen * keep_two(seen, diagonal)
         scale, zero = best_candidates(seen, diagonal.pow(-2), grid, clips, options.contenders)
         rows = len(scale)
-        # All contenders of all rows are rounded side by side: [g, contenders * N].
+        # All contenders of all rows are rounded in one sweep: [g, contenders * N].
         trial = weight[start:end].repeat(1, rows)
         flat_scale, flat_zero = scale.flatten(), zero.flatten()
         coupling = upper[start:end, start:end] / diagonal[:, None]
@@ -206,7 +207,7 @@ def _feedback(
 def _sparse_sweep(
     trial: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, grid: Grid, diagonal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``sweep`` that chooses a 2:4 mask as it goes, four channels at a time; returns the mask too."""
+    """``sweep`` that also chooses a 2:4 mask, four channels at a time; returns codes, errors and mask."""
     if trial.is_cuda:
         return sweep_choosing_cuda(trial, coupling, scale, zero, grid.top, diagonal)
     trial = trial.clone()
@@ -221,7 +222,7 @@ def _sparse_sweep(
 
 
 def keep_two(weight: Tensor, diagonal: Tensor) -> Tensor:
-    """SparseGPT's 2:4 mask (Frantar & Alistarh, 2023): of every four channels, the two that cost most to lose.
+    """SparseGPT's 2:4 mask (Frantar & Alistarh, 2023): keep the two of every four channels that cost most to prune.
 
     weight: [g, N] with g a multiple of 4.  diagonal: of U, [g].  Returns bool [g, N].
     """
@@ -242,8 +243,8 @@ def _refine(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One round of coordinate descent on the layer's error over codes and group scales, in place.
 
-    Returns codes, scale, and whether a code changed, bool []. The gradient [K, N] of half the error is kept exact from
-    group to group.
+    Returns codes, scale, and whether a code changed, bool []. The negative gradient [K, N] of half the error is updated
+    exactly after each group.
     """
     value = torch.cat([(codes[a:b] - zero[i]) * scale[i] for i, (a, b) in enumerate(ranges)])
     gradient = hessian @ (target - value)
@@ -251,17 +252,17 @@ def _refine(
     for i, (start, end) in enumerate(ranges):
         block = hessian[start:end, start:end]
         local, before = gradient[start:end], value[start:end].clone()
-        # The best place of a channel, all others fixed, is where it is less its part of the gradient.
+        # With all others fixed, a channel's optimum is a Newton step from its value.
         curvature_of = block.diagonal()[:, None]
         kept = None if mask is None else mask[start:end]
         wanted = torch.addcdiv(before, local, curvature_of)
         codes[start:end], errors = sweep(wanted, block / -curvature_of.T, scale[i], zero[i], grid.top, before, kept)
         local = torch.addmm(local, block, errors)
-        # With the codes fixed the best scale of a group is a quotient; it is kept where storing it still helps.
+        # With codes fixed the best scale is a Newton step, too; it is taken if it helps even as rounded to be stored.
         centered = codes[start:end] - zero[i]
         slope, curvature = (centered * local).sum(0), (centered * (block @ centered)).sum(0)
         move = grid.store(scale[i] + slope / curvature.clamp(min=torch.finfo(torch.float32).tiny)) - scale[i]
-        # A product, because a scalar to choose instead would be copied to the GPU each time.
+        # A product, not torch.where, whose scalar would be copied to the GPU each time.
         scale[i] += move * ((curvature > 0) & (2 * slope * move > curvature * move * move))
         now = centered * scale[i]
         gradient.addmm_(hessian[:, start:end], now - before, alpha=-1)

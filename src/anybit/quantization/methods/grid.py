@@ -1,7 +1,7 @@
 """The grids that calibrated quantizers round to: candidate scales and zeros of a group, and codes on them.
 
-Every code is ``value = scale * (u - zero)`` (see ``anybit.scheme``). Work arrays here are channel-major, [K, N]: a
-quantizer walks input channels, and a channel is then contiguous.
+All codes decode as ``value = scale * (u - zero)`` (see ``anybit.scheme``). Arrays here are channel-major, [K, N]:
+quantizers iterate over input channels, which are then contiguous.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from anybit.scheme import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where the weights of a format may lie. scale_dtype: how scales are stored; they are rounded to it at once."""
+    """The representable values of a format. scale_dtype: of stored scales; candidates are rounded to it."""
 
     bits: int
     code: str
@@ -32,9 +32,9 @@ class Grid:
         return int(2**self.bits - 1)
 
     def store(self, scale: Tensor) -> Tensor:
-        """A scale as it will be read back: rounded to its stored type, never zero (a zero scale has no codes)."""
+        """Round a scale to its stored dtype, never to zero (a zero scale has no codes)."""
         kind = torch.finfo(self.scale_dtype)
-        # Scales of eight bits are often less than float16's smallest normal number, 6e-5; float32's has an inverse.
+        # Down to float16's subnormals, which 8-bit scales often need; else only float32 normals, which have an inverse.
         least = max(kind.smallest_normal * kind.eps, torch.finfo(torch.float32).smallest_normal)
         size = scale.abs().clamp(least, kind.max).to(self.scale_dtype).to(scale.dtype)
         return torch.where(scale < 0, -size, size)
@@ -44,16 +44,16 @@ class Grid:
         return (weight / scale + zero).round_().clamp_(0, self.top)
 
     def candidates(self, weight: Tensor, clips: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales and zeros to try for groups of weights [g, N], one pair a clipping threshold: two [C, N].
+        """Candidate scales and zeros for groups of weights [g, N], one pair per clipping threshold: two [C, N].
 
-        clips: fractions of the widest range, [R]; asymmetric codes also try the zeros beside the nearest one
-        (C = 3R), since at two bits the choice of zero is half of the grid.
+        clips: fractions of the full range, [R]. Asymmetric codes also try the zeros next to the nearest one (C = 3R),
+        which matters at 2 bits.
         """
         clips = clips.to(weight)[:, None]
         if self.implied_zero is not None:
             largest = weight.abs().amax(0)
             if self.code == "sym":
-                # Codes reach one step further down than up: the sign of the scale points that side at the largest.
+                # Codes reach one step further down than up: the scale's sign points that side at the largest.
                 largest = torch.where(weight.amax(0) > -weight.amin(0), -largest, largest)
             scale = self.store(largest * clips / self.implied_zero)
             return scale, torch.full_like(scale, self.implied_zero)
@@ -67,11 +67,11 @@ class Grid:
 def best_candidates(weight: Tensor, importance: Tensor, grid: Grid, clips: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The ``keep`` best scales and zeros of each row by weighted squared rounding error: two [keep, N].
 
-    weight: [g, N], one group of every row.  importance: [g], what an error in each channel costs.
+    weight: [g, N], one group of every row.  importance: [g], the weight of each channel's squared error.
     """
     scales, zeros = grid.candidates(weight, clips)
     losses = torch.empty_like(scales)
-    # As many at once as fit a cache on a CPU; on a GPU, as fill it.
+    # As many candidates at once as fit a CPU's cache, or fill a GPU.
     count = max((1 << 27 if weight.is_cuda else 1 << 17) // max(weight.numel(), 1), 1)
     for i in range(0, len(scales), count):
         scale, zero = scales[i : i + count, None], zeros[i : i + count, None]

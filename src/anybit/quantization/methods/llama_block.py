@@ -1,4 +1,4 @@
-"""The parts of a Llama-like block that scales and rotations move between; other architectures are refused by name."""
+"""The parts of a Llama-like block that scales and rotations move between; other architectures raise LayerError."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from anybit.errors import LayerError
 from anybit.quantization.pipeline.blocks import find_blocks
 
-# What stands between a block's parts and the residual stream in some families, and would not commute with a rotation.
+# Parts of some families that sit between a block and the residual stream, and do not commute with a rotation.
 _OBSTACLES = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_multiplier")
 
 
 @dataclass(frozen=True, eq=False)
 class LlamaBlock:
-    """A block: two norms, the four projections of attention, and a gated feed-forward network."""
+    """A block: two norms, the four attention projections, and a gated MLP."""
 
     name: str
     attention_norm: Any
@@ -40,17 +40,17 @@ class LlamaBlock:
 
 
 def llama_blocks(model: nn.Module) -> Iterator[LlamaBlock]:
-    """The anatomy of every block. Raises LayerError, naming the block and what it lacks, if it is not Llama's."""
+    """The parts of every block. Raises LayerError, naming the block and what it lacks, if it is not Llama-like."""
     prefix, blocks = find_blocks(model)
     for index, block in enumerate(blocks):
         yield _llama_block(f"{prefix}.{index}", block)
 
 
 def gain_of(norm: Any) -> Tensor:
-    """The channel weights of a norm. Raises LayerError for one that centers or that stores its weights otherwise."""
+    """The gain of an RMSNorm. Raises LayerError for norms that center, or store their gain differently (Gemma)."""
     kind = type(norm).__name__
     if "RMSNorm" not in kind or "Gemma" in kind:
-        raise LayerError(f"{kind} is not a plain RMS norm, so nothing can be moved through it")
+        raise LayerError(f"{kind} is not a plain RMSNorm, so scales and rotations cannot be moved through it")
     gain: Tensor = norm.weight.data
     return gain
 

@@ -1,9 +1,9 @@
-"""One bit a weight with value vectors for rows and columns: OneBit's form (Xu et al., 2024), which needs no text.
+"""OneBit's form (Xu et al., 2024): 1-bit weights with value vectors for rows and columns. Needs no calibration text.
 
     W ~ diag(a) sign(W) diag(b),  |W| ~ a b^T
 
-The vectors are the best rank-1 approximation of the magnitudes (of a matrix without negative entries it has none
-either). b scales the inputs of the layer, a is the scale of the row.
+a b^T is the best rank-1 approximation of |W| (nonnegative, as |W| is). b scales the inputs of the layer, a is the scale
+of each row.
 """
 
 import torch
@@ -20,9 +20,9 @@ _ROUNDS = 30
 
 
 def factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column vectors, float32 [N] and [K], whose outer product is nearest to the magnitudes of W [N, K].
+    """Vectors a [N] and b [K], float32, whose outer product best approximates |W|, W [N, K].
 
-    Power iteration; b is scaled to a mean of 1, so that inputs keep their range. An empty matrix gives a = 0, b = 1.
+    Power iteration; b is scaled to a mean of 1, so that inputs keep their range. A zero matrix gives a = 0, b = 1.
     """
     size = weight.float().abs()
     b = torch.ones(size.shape[1], device=size.device)
@@ -37,26 +37,26 @@ def factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_onebit(weight: Tensor, format: WeightFormat) -> tuple[QuantizedWeight, Tensor]:
-    """A weight [N, K] as signs with a scale a row, and the scale of every input, float32 [K]."""
+    """A weight [N, K] as signs with a scale per row, and the scale of every input [K], in the scales' dtype."""
     kind = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
     rows, columns = factorize(weight)
-    # Rounding finds the signs and checks the weight; its scales give way to the row vector.
+    # RTN finds the signs and checks the weight; the row vector replaces its scales.
     plain = quantize_weight(weight, format)
     scale = (2 * rows[:, None]).to(kind)
     return QuantizedWeight(plain.words, scale, None, plain.shape, format), columns.to(kind)
 
 
 def run_onebit(job: Job) -> Saved:
-    """Signs with row and column vectors, for whole rows of one bipolar bit, on the setting ``device`` ("cpu")."""
+    """Method ``onebit``, for ungrouped 1-bit bipolar schemes. Option: device ("cpu")."""
     format = job.scheme.weights
     if format.bits != 1 or format.code != "bipolar" or format.group is not None:
         raise SchemeError(
-            f"method onebit needs a 1-bit scheme with one scale a row (w1a16, w1a1, ...), not {job.scheme}"
+            f"method onebit needs a 1-bit scheme with one scale per row (w1a16, w1a1, ...), not {job.scheme}"
         )
     device = job.options.get("device", "cpu")
     for name, value in job.options.items():
         if name != "device":
-            raise OptionError(f"method onebit takes a device and nothing else, so it does not take {name}={value!r}")
+            raise OptionError(f"method onebit has only the option device: it does not take {name}={value!r}")
     weights: dict[str, QuantizedWeight] = {}
     vectors: dict[str, Tensor] = {}
     for layer in job.layers:

@@ -1,4 +1,4 @@
-"""The quantization methods, by name. A method's dependencies are loaded when it runs."""
+"""The quantization methods, by name. A method's dependencies are imported when it runs."""
 
 import importlib
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Method:
     """A quantization method.
 
-    summary: one line for help texts.  function: does a job (``quantization.pipeline.stream.Job``), as
-    ``module.function`` of this package; most prepare what they need and end in ``write_quantized``.
-    calibrated: whether it needs a text.  mixed: whether layers may have schemes of their own.
+    summary: one line for help texts.  function: runs a job (``quantization.pipeline.stream.Job``), as
+    ``module.function`` within ``anybit.quantization``; it ends in ``write_quantized``.
+    calibrated: whether it needs a calibration text.  mixed: whether it supports per-layer schemes.
     """
 
     summary: str
@@ -28,7 +28,7 @@ class Method:
     mixed: bool = False
 
     def run(self, job: "Job") -> "Saved":
-        """Do a job."""
+        """Run a job."""
         module, _, name = self.function.rpartition(".")
         saved: Saved = getattr(importlib.import_module(f"anybit.quantization.{module}"), name)(job)
         return saved
@@ -46,7 +46,7 @@ METHODS: dict[str, Method] = {
     "smooth_rotate": Method("smooths and rotates the input of every layer, then gptq", _CALIBRATED, True),
 }
 ALIASES = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
-"""Older names of methods, which keep working."""
+"""Deprecated names of methods, which still work."""
 
 
 def quantize_folder(
@@ -68,18 +68,18 @@ def quantize_folder(
 ) -> "Saved":
     """Quantize a model folder into another folder.
 
-    modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
-    to the embedding. overrides: schemes of layers that have another one, by name or by a pattern such as
-    "*.down_proj"; a name comes before patterns, and of these the last that matches. A head that is named is quantized,
-    tied or not. bits, memory: choose a width for every layer that has no override, on the text in ``options``, so
-    that the stored bits a weight, or the bytes of the result, are at most this many (``pipeline.allocate``).
-    context: with memory, tokens of a KV cache that it holds, too, in the scheme's format.
-    overwrite: replace the output if it is a model folder, never another folder, nor the source.
-    progress: called with the layer just done, the weights done so far, and all there are. shard_bytes: the most a file
-    of the output holds. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
-    Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
-    scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
-    option that the method does not have, KernelError for a device that is not here; nothing is left behind then.
+    modules_to_not_convert: layers to leave unquantized; by default the output head, and always a head that is tied to
+    the embedding. overrides: per-layer schemes, by name or by a pattern such as "*.down_proj"; a name takes precedence
+    over patterns, and the last matching pattern over earlier ones. A head that is named is quantized, tied or not.
+    bits, memory: choose a bit-width for every layer without an override, using the text in ``options``, so that the
+    stored bits per weight, or the bytes of the result, stay within this budget (``pipeline.allocate``).
+    context: with memory, reserve part of it for a KV cache of so many tokens, in the scheme's format.
+    overwrite: replace the output if it is a model folder; never another kind of folder, nor the source.
+    progress: called with the layer just done, weights done, and weights in all. shard_bytes: the most bytes per output
+    file. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
+    Raises CheckpointError for a bad source or output path, LayerError for a layer that does not fit the scheme or a
+    name that matches no layer, SchemeError for an unknown scheme or method, OptionError for an unknown option,
+    KernelError for a device that does not exist. A failed run leaves no output behind.
     """
     method = ALIASES.get(method, method)
     if method not in METHODS:
@@ -111,7 +111,7 @@ def quantize_folder(
 
         job = allocate(job, bits, memory, context)
         if not METHODS[method].calibrated:
-            # What is left is the method's own.
+            # Pass on only the method's own options.
             rest = {name: value for name, value in options.items() if name not in OPTIONS or name == "device"}
             job = replace(job, options=rest)
     return METHODS[method].run(job)

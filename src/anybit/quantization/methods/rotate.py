@@ -1,9 +1,9 @@
-"""Rotation (QuaRot's construction): outliers of the residual stream, of V and of the feed-forward network are spread.
+"""Rotation (QuaRot's construction): spread outliers of the residual stream, of V and of the MLP.
 
-With a randomized Hadamard matrix Q, every reader of the residual stream takes ``W Q^T`` and every writer ``Q W``; the
-gains of the norms move into the readers first, because RMS norms without gains commute with rotations. V is rotated
-head by head, and the output projection undoes it. Before the down projection the transform cannot be merged: it runs
-at run time, as ``anybit::hadamard``, and its inverse is in the weights.
+With a randomized Hadamard matrix Q, every reader of the residual stream becomes ``W Q^T`` and every writer ``Q W``;
+norms' gains are first folded into the readers, because RMSNorms without gains commute with rotations. V is rotated head
+by head, and the output projection undoes it. Before the down projection the rotation cannot be merged: it runs online,
+as ``anybit::hadamard``, and its inverse is in the weights.
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from anybit.quantization.pipeline.modules import beside_text
 
 @torch.no_grad()
 def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = False) -> list[str]:
-    """Rotate a Llama-like model in place; what it computes stays the same, up to rounding.
+    """Rotate a Llama-like model in place; it computes the same function, up to rounding.
 
-    A tied output head is untied: it has to carry the final norm's gain. online: rotate the down projection's inputs
-    too, at run time. mix_heads: rotate what attention gives to its output projection at run time, all heads together,
-    instead of head by head in the weights. Returns the names of the layers whose inputs are rotated at run time;
-    forward hooks do it until the layers are replaced. Raises LayerError, before anything is changed, for an
-    architecture or a size that it cannot rotate.
+    A tied output head is untied, because the final norm's gain is folded into it. online: also rotate the down
+    projections' inputs, at run time. mix_heads: rotate the output projections' inputs at run time, across all heads,
+    instead of head by head in the weights. Returns the names of the layers with online rotations; forward hooks rotate
+    until the layers are replaced. Raises LayerError, before anything is changed, for an architecture or a width that
+    cannot be rotated.
     """
     parts = list(llama_blocks(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -87,7 +87,7 @@ def rotate_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def _absorb(norm: Any, readers: list[nn.Linear]) -> None:
-    """Move a norm's gain into the layers that read it."""
+    """Fold a norm's gain into the layers that read it."""
     gain = gain_of(norm)
     for reader in readers:
         reader.weight.data = (reader.weight.data.double() * gain.double()).to(reader.weight.dtype)
@@ -95,12 +95,12 @@ def _absorb(norm: Any, readers: list[nn.Linear]) -> None:
 
 
 def _turn(rows: Tensor, signs: Tensor) -> Tensor:
-    """Rotate the last dimension by the residual stream's matrix."""
+    """Rotate the last dimension by the residual stream's Q."""
     return hadamard.transform(rows.double() * signs).to(rows.dtype)
 
 
 def _heads(rows: Tensor, size: int) -> Tensor:
-    """Rotate every head's part of the last dimension."""
+    """Rotate each head's part of the last dimension."""
     return hadamard.transform(rows.double().reshape(*rows.shape[:-1], -1, size)).reshape(rows.shape).to(rows.dtype)
 
 

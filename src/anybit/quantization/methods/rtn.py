@@ -1,12 +1,12 @@
-"""Round to nearest, with a search for the scale of every group (or row).
+"""Round-to-nearest (RTN), with a search for the scale of every group (or row).
 
-Each group is tried with a few clipping thresholds, each refined by least squares (for given codes the best scale has a
-closed form), and the one whose errors have the smallest sum of cubes is taken. The plain sum of squares clips large
-weights for the sake of many small ones, which models notice: on one text SmolLM2-135M at w3a16g128asym has a perplexity
-of 123 with no clipping, 151 by squares and 91 by cubes (docs/accuracy.md has more).
+For each group the search tries a few clipping thresholds, refines each scale by least squares (closed form for given
+codes), and takes the one with the smallest sum of cubed errors. Squared error would clip large weights in favour of
+many small ones, which hurts: on one text SmolLM2-135M at w3a16g128asym has a perplexity of 123 with no clipping, 151 by
+squares and 91 by cubes (more in docs/accuracy.md).
 
-Symmetric codes reach one step further down than up, so a symmetric scale may be negative: the largest weight of a group
-then always meets the longer side.
+Symmetric codes reach one step further down than up, so scales may be negative: the sign points the longer side at the
+group's largest weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from anybit.packing import QuantizedWeight, check_fours
 from anybit.quantization.learn.sparse import two_of_four
 from anybit.scheme import CODES, WeightFormat
 
-# Fractions of the range that are tried as clipping thresholds; narrow codes gain from clipping harder.
+# Clipping thresholds to try, as fractions of the range; low bit-widths gain from clipping harder.
 _THRESHOLDS = {
     1: (1.0,),
     2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4),
@@ -29,23 +29,23 @@ _THRESHOLDS = {
 }
 _MILD = (1.0, 0.97, 0.94, 0.9)
 _FAR = 2.0**24
-# Elements worked on at a time: small enough for the caches, large enough to hide the cost of a call, which on a GPU is
-# that of some hundred launches (a Llama-3-8B shape took 167 s in chunks for a CPU).
+# Elements per chunk: small enough for CPU caches, large enough to amortize a call, which on a GPU is some hundred
+# launches (with the CPU's chunks a Llama-3-8B shape took 167 s on a GPU).
 _CHUNK, _CHUNK_GPU = 1 << 17, 1 << 24
 _Parts = tuple[Tensor, Tensor, Tensor]
 
 
 def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -> QuantizedWeight:
-    """Quantize a weight [N, K] (float, any device) to a format by rounding to nearest.
+    """Quantize a weight [N, K] (float, any device) to a format by round-to-nearest.
 
-    search: look for the scales that lose least; without it the range of each group is covered exactly.
-    Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
-    under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
-    Weights as large or as small as their dtype holds survive: no scale is so large that a code would stand for an
-    infinite value, and groups too small for their scale's dtype become zeros.
-    Raises LayerError for NaN, infinity, values beyond float32, one-bit signs whose scale (twice the mean magnitude) is
-    more than its dtype holds, a weight that is not a matrix, has no values or is on the meta device, or inputs that do
-    not come in fours (2:4); TypeError where the format is a text.
+    search: optimize the scales; otherwise each group's range is covered exactly (absmax or min-max).
+    Scales are stored in the weight's dtype if that has 16 bits, else in float32; codes are nearest under the stored
+    scale. 2:4 sparse formats keep the two largest of every four weights.
+    Extreme weights are safe: scales are limited so that no code dequantizes to infinity, and groups too small for the
+    scale's dtype become zeros.
+    Raises LayerError for NaN, infinity, values beyond float32, one-bit weights whose scale (twice the mean magnitude)
+    overflows its dtype, a weight that is not a matrix, is empty or on the meta device, or inputs that are not a
+    multiple of 4 (2:4); TypeError for a format that is not a WeightFormat.
     """
     if not isinstance(format, WeightFormat):
         raise TypeError(f"format must be a WeightFormat, as in Scheme.parse('w4a16g128').weights, not {format!r}")
@@ -86,9 +86,8 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -
 
 
 def _by_threads(chunk: Callable[[int], _Parts], starts: Sequence[int]) -> list[_Parts]:
-    """Chunks side by side, a thread each: torch's own threads meet after every small operation, and on a busy machine
-    each meeting waits for the one that was put aside (SmolLM2 beside another program on two cores: 93 s so, 18 s with
-    these, the same codes).
+    """Run chunks in parallel, one thread each. torch's intra-op threads synchronize after every small operation, which
+    stalls on a busy machine (SmolLM2 beside another program on two cores: 93 s, against 18 s this way; same codes).
     """
     threads = torch.get_num_threads()
     if min(threads, len(starts)) < 2:
@@ -97,7 +96,7 @@ def _by_threads(chunk: Callable[[int], _Parts], starts: Sequence[int]) -> list[_
         try:
             return list(pool.map(chunk, starts))
         finally:
-            torch.set_num_threads(threads)  # what a thread sets for itself becomes that of threads to come
+            torch.set_num_threads(threads)  # set_num_threads in a worker also sets it for future threads
 
 
 def magnitude_mask(weight: Tensor) -> Tensor:
@@ -110,7 +109,7 @@ def magnitude_mask(weight: Tensor) -> Tensor:
 def _quantize_rows(
     rows: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, K], scales [n, G] as stored and zeros [n, G] of a few rows; the last group may be ragged."""
+    """Codes [n, K], stored scales [n, G] and zeros [n, G] of a few rows; the last group may be partial."""
     n, k = rows.shape
     group = min(format.group or k, k)
     whole = k - k % group
@@ -123,14 +122,14 @@ def _quantize_rows(
 
 def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Fit scale and zero to groups, float32 [..., g] -> codes uint8 [..., g], scale [...] in dtype, zero [...]."""
-    # Sums of fourth powers overflow or vanish far from 1: such groups are fitted in units of a power of two.
+    # The loss's fourth powers over- or underflow far from 1: such groups are first scaled by a power of two.
     largest = groups.abs().amax(-1)
     far = (largest > _FAR) | (largest < 1 / _FAR)
     unit = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0) if bool(far.any()) else None
     groups = groups if unit is None else groups / unit[..., None]
     scale, zero = best_scale(groups, format, search)
     scale = scale if unit is None else scale * unit
-    # No code stands for more than the dtype holds; rounded to it, the scale stays below that.
+    # Limits the scale so that no code dequantizes beyond the dtype's range, even after rounding.
     kind = torch.finfo(dtype)
     most = kind.max / torch.maximum(zero, 2**format.bits - 1 - zero) * (1 - kind.eps)
     stored = torch.minimum(torch.maximum(scale, -most), most).to(dtype)
@@ -144,7 +143,7 @@ def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search:
 
 
 def best_scale(groups: Tensor, format: WeightFormat, search: bool) -> tuple[Tensor, Tensor]:
-    """The scale and zero, float32 [...], of those tried that lose least on groups [..., g]."""
+    """The scale and zero, float32 [...], with the least loss on groups [..., g] among those tried."""
     bits = format.bits
     if bits == 1 and format.code == "bipolar":
         # Sign and scale: the mean magnitude is the least-squares optimum (XNOR-Net; OneBit's start).
@@ -168,7 +167,7 @@ def best_scale(groups: Tensor, format: WeightFormat, search: bool) -> tuple[Tens
 
 
 def nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """The nearest code of every weight under a scale and a zero a group: float32 [..., g], integers in [0, 2^bits)."""
+    """The nearest codes under each group's scale and zero: float32 [..., g], integers in [0, 2^bits)."""
     inverse = torch.where(scale != 0, 1 / scale, 0.0)
     return torch.addcmul(zero[..., None], groups, inverse[..., None]).round_().clamp_(0, 2**bits - 1)
 
@@ -186,20 +185,20 @@ def _cover(groups: Tensor, format: WeightFormat, threshold: float) -> tuple[Tens
     largest = torch.maximum(-low, high)
     if format.code == "bipolar":
         return largest * (threshold * 2 / top), torch.full_like(low, top / 2)
-    # The side of the largest weight gets the 2^(bits-1) steps, by the sign of the scale.
+    # The scale's sign gives the largest weight's side 2^(bits-1) steps; the other has one less.
     reach = torch.where(high > -low, -largest, largest)
     return reach * (threshold / 2 ** (bits - 1)), torch.full_like(low, 2.0 ** (bits - 1))
 
 
 def _least_squares(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """The best scale for the codes that a scale gives."""
+    """The least-squares scale for the codes that ``scale`` gives."""
     steps = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
     square = torch.linalg.vecdot(steps, steps)
     return torch.where(square > 0, torch.linalg.vecdot(groups, steps) / square, scale)
 
 
 def _loss(groups: Tensor, scale: Tensor, zero: Tensor, format: WeightFormat) -> Tensor:
-    """Sums of errors' cubes for groups and of their fourth powers for whole rows, as measured."""
+    """Sum of |error|^3 for groups, of error^4 for whole rows: what measured best."""
     steps = nearest_codes(groups, scale, zero, format.bits).sub_(zero[..., None])
     error = torch.addcmul(groups, steps, scale[..., None], value=-1)
     square = error.square()

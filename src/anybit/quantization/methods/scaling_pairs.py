@@ -1,7 +1,7 @@
-"""Scaling pairs of a Llama-like block: what writes channels, and the layers that read them, with scales in between.
+"""Scaling pairs of a Llama-like block: scales can move between a writer of channels and the layers that read them.
 
-What writes, a norm's gain or a linear layer, is divided by the scales, and the readers' weights are multiplied by them:
-the model computes the same, and what the readers read is easier to quantize, or harder.
+The writer, a norm's gain or a linear layer, is divided by the scales, and the readers' weights are multiplied by them:
+the model computes the same function, but the readers' inputs quantize differently.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from anybit.quantization.methods.llama_block import LlamaBlock, gain_of
 class ScalingPair:
     """A writer, and the layers that read its channels.
 
-    shared, size: so many readers' heads of so many channels each read one head of the writer (grouped queries).
+    shared, size: under grouped-query attention, ``shared`` heads of ``size`` channels read each head of V.
     """
 
     writer: Any
@@ -27,20 +27,20 @@ class ScalingPair:
 
     @property
     def channels(self) -> int:
-        """How many scales there are: one for each channel that is written."""
+        """Number of scales: one per writer channel."""
         return int(self.writer.weight.shape[0])
 
     @property
     def reader(self) -> nn.Linear:
-        """One of the readers; all of them read the same."""
+        """One of the readers; all have the same input."""
         return next(iter(self.readers.values()))
 
     def read(self, scale: Tensor) -> Tensor:
-        """Scales of the channels written, as scales of the channels read."""
+        """Expand scales per writer channel to scales per reader channel."""
         return scale.view(-1, 1, self.size).expand(-1, self.shared, -1).flatten()
 
     def apply(self, scale: Tensor) -> None:
-        """Divide what is written by scales [channels], and multiply the readers' weights by them."""
+        """Divide the writer by scales [channels], and multiply the readers' weights by them."""
         gain = self.writer.weight.data
         divisor = scale.double() if gain.ndim == 1 else scale.double()[:, None]
         self.writer.weight.data = (gain.double() / divisor).to(gain.dtype)
@@ -53,7 +53,7 @@ class ScalingPair:
 
 
 def scaling_pairs(part: LlamaBlock) -> Iterator[ScalingPair]:
-    """The four scaling pairs of a block. Raises LayerError, before anything is given, for norms without plain gains."""
+    """The four scaling pairs of a block. Raises LayerError, before yielding any, for norms without plain gains."""
     gain_of(part.attention_norm), gain_of(part.feed_forward_norm)
     layers = {name.rpartition(".")[2]: (name, layer) for name, layer in part.names.items()}
 

@@ -1,8 +1,8 @@
-"""SmoothQuant (Xiao et al., 2022): scales migrate from activations, which have outliers, into weights, which have not.
+"""SmoothQuant (Xiao et al., 2022): migrate scales from activations, which have outliers, into weights.
 
 Channel j of a layer's input is divided by ``s_j = max|x_j|^a / max|w_j|^(1-a)`` and the weights multiplied by it. The
-division costs nothing where something linear comes before: a norm's gain, the rows of V, the rows of the up projection.
-How far to go, a, is one number for a whole model, or is found for each scaling pair by what quantizing loses there.
+division folds into whatever linear comes before: a norm's gain, the rows of V, the rows of the up projection.
+The migration strength a is one number for the whole model, or is chosen per scaling pair by its quantization error.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,21 @@ from anybit.quantization.pipeline.blocks import reduce_inputs
 from anybit.reference import quantize_activations
 from anybit.scheme import Scheme
 
-# What is tried for each pair when no strength is given.
+# Strengths to try for each pair if none is given.
 _STRENGTHS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Tokens that these trials look at.
+# Tokens that these trials use.
 _SAMPLE = 512
 
 
 @torch.no_grad()
 def smooth(model: Any, batches: Sequence[Tensor], strength: float | None = 0.5, scheme: Scheme | None = None) -> None:
-    """Smooth a Llama-like model in place; what it computes stays the same, up to rounding.
+    """Smooth a Llama-like model in place; it computes the same function, up to rounding.
 
-    batches: token ids, int64 [B, L] each.  strength: a above; 0 leaves activations as they are, 1 flattens them; None
-    finds it for each pair, under ``scheme``, whose weights and activations are both quantized for the trials.
-    Raises CalibrationError for activations that are not finite, LayerError for another architecture.
+    batches: token ids, int64 [B, L] each.  strength: the exponent a; 0 leaves the model unchanged, 1 flattens
+    activations; None chooses it per pair by trials that quantize weights and activations to ``scheme`` (0.5 if it
+    quantizes no activations, or is None).
+    Raises CalibrationError for activations that are not finite, LayerError for an unsupported architecture, OptionError
+    for a strength outside 0 to 1.
     """
     if strength is not None and not 0 <= strength <= 1:
         raise OptionError(f"strength must be from 0 to 1, not {strength}")
@@ -54,10 +56,10 @@ def smooth(model: Any, batches: Sequence[Tensor], strength: float | None = 0.5, 
 
 
 def _loss(x: Tensor, weight: Tensor, scale: Tensor, scheme: Scheme) -> float:
-    """What quantizing loses of x W^T with scales between the two: of every token alike, and of all that there is.
+    """The relative quantization error of x W^T, smoothed by ``scale``: averaged over tokens, plus of the total.
 
-    A few tokens are hundreds of times as large as all others: in a plain sum nothing else would count, and among
-    relative errors they would not.
+    A few tokens are hundreds of times larger than all others: the total alone would see only them, the average over
+    tokens would all but ignore them.
     """
     wanted = x @ weight.T
     coded = quantize_activations(x / scale, scheme.activations).dequantize()
@@ -72,7 +74,7 @@ def channel_peaks(
 ) -> dict[nn.Module, Tensor]:
     """The largest magnitude of every input channel of some layers over a text, float32 [K] each.
 
-    samples: filled with some of the inputs, float32 [tokens, K] each, spread over all of the text.
+    samples: if given, filled with inputs sampled across the text, float32 [tokens, K] each.
     """
     share = -(-_SAMPLE // max(len(batches), 1))
 
@@ -87,7 +89,7 @@ def channel_peaks(
 
 
 def _by_channel(pair: ScalingPair, peak: Tensor) -> Tensor:
-    """The largest of the channels read that come from one that is written."""
+    """Reduce values per reader channel to values per writer channel, by the maximum."""
     return peak.view(-1, pair.shared, pair.size).amax(1).flatten()
 
 
@@ -96,7 +98,7 @@ def _weight_peaks(pair: ScalingPair) -> Tensor:
 
 
 def _ratio(peak: Tensor, weight: Tensor, strength: float) -> Tensor:
-    """The scales, centred on 1 so that 16-bit weights and norms keep their range; 1 for channels that are dead."""
+    """The scales, with a geometric mean of 1 so that 16-bit weights and gains keep their range; 1 for dead channels."""
     live = (peak > 0) & (weight > 0) & (strength > 0)
     ratio = torch.where(live, peak.clamp(min=1e-6) ** strength / weight.clamp(min=1e-6) ** (1 - strength), 1.0)
     if not bool(live.any()):

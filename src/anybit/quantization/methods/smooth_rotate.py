@@ -1,10 +1,10 @@
-"""Smoothing, then a Hadamard rotation of every linear layer's input at run time: for activations of four bits.
+"""Smoothing, then an online Hadamard rotation of every linear layer's input: for 4-bit activations.
 
-A rotated input is spread evenly, so rounding adds noise of one size to all of its channels, in proportion to the
-length of the input. In front of the rotation, channel j may still be divided by ``s_j``, the weights multiplied by it:
-the noise that reaches the output is ``mean |x/s|^2 * |W s|^2``, least for ``s_j = sqrt(rms(x_j) / |w_j|)`` (Cauchy and
-Schwarz). A rotation that is merged into the residual stream cannot have that: norms' gains do not commute with it. So
-the stream stays as it is, gains keep their channels (and learn with the codes), and rotations run with the model.
+Rotation spreads an input evenly, so rounding adds noise of equal size to all its channels, in proportion to the input's
+norm. Before the rotation channel j can still be divided by ``s_j``, and the weights multiplied by it: the noise at the
+output is ``mean |x/s|^2 * |W s|^2``, least for ``s_j = sqrt(rms(x_j) / |w_j|)`` (Cauchy-Schwarz). A rotation merged
+into the residual stream rules that out: norms' gains do not commute with it. So the stream is not rotated, gains stay
+per channel (and can be learned with the codes), and rotations run online.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ def smooth_rotate(
     seed: int = 0,
     improve: Callable[[], None] | None = None,
 ) -> list[str]:
-    """Smooth and rotate a Llama-like model in place; what it computes stays the same, up to rounding.
+    """Smooth and rotate a Llama-like model in place; it computes the same function, up to rounding.
 
-    batches: token ids, int64 [B, L] each.  strength: ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the signs that
-    channels get before they are rotated.  improve: called between scaling and rotation.
-    Returns the names of the layers whose inputs are rotated at run time, which is all of them; forward hooks do that
-    until the layers are replaced.
-    Raises CalibrationError for activations that are not finite, LayerError for another architecture or size.
+    batches: token ids, int64 [B, L] each.  strength: a in ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the random
+    signs of channels before the rotation.  improve: called between scaling and rotation.
+    Returns the names of the layers with rotated inputs, which is all of the blocks'; forward hooks rotate until the
+    layers are replaced.
+    Raises CalibrationError for activations that are not finite, LayerError for an unsupported architecture or width.
     """
     parts = list(llama_blocks(model))
     found = [pair for part in parts for pair in scaling_pairs(part)]
@@ -66,7 +66,7 @@ def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> d
 
 
 def _scale(pair: ScalingPair, seen: Tensor, strength: float) -> Tensor:
-    """The scales of a pair from the mean squares of what its readers see."""
+    """The scales of a pair, from the mean squares of its readers' inputs."""
     weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in pair.readers.values()]).sum(0)
     both = torch.stack([seen, weight]).view(2, -1, pair.shared, pair.size)
     both = both.mean(2).clamp(min=1e-12).sqrt().flatten(1)
