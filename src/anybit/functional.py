@@ -43,10 +43,11 @@ def matmul(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
     x: [..., K]; float16 or bfloat16 on a GPU, any float type on a CPU. bias: float [N]. Returns [..., N] in x's dtype.
     Activations are quantized on the fly if the scheme says so. Raises KernelError or LayerError, before anything is
     launched, if x has the wrong width, dtype or device. For gradients of x use a ``QuantLinear``: here they are lost on
-    a GPU, with torch's warning about an op without an autograd kernel.
+    a GPU, with torch's warning about an op without an autograd kernel; forward mode raises LayerError.
     """
     if not isinstance(weight, Prepared):
         raise LayerError(
             f"weight must come from anybit.quantize(weight, scheme), and is of type {type(weight).__name__}"
         )
+    ops.refuse_tangents(x)
     return ops.linear(x, weight, bias)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from anybit import ops
 from anybit.device import Device
@@ -35,6 +36,7 @@ class QuantLinear(nn.Module):
     memory; ``state_dict`` converts it back.
 
     Gradients flow to x, so that earlier layers can be trained, and to a bias with requires_grad; the weight gets none.
+    torch.func's grad, jvp, jacrev and jacfwd work, too.
     """
 
     # Tensor parallelism in transformers shards the module's own parameters.
@@ -255,18 +257,19 @@ class QuantLinear(nn.Module):
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
-        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            differentiable: Tensor = _Differentiable.apply(x, self.bias, self)  # type: ignore[no-untyped-call]
-            return differentiable
-        return self._multiply(x)
+        bias = self.bias
+        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+        if wanted or forward_ad._current_level >= 0:
+            return _differentiable(x, bias, self)
+        return self._multiply(x, bias)
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self._prepared is not None
         if self.input_scale is not None:
             x = (x * self.input_scale).to(x.dtype)
         if self.hadamard:
-            return ops.hadamard_linear(x, self._prepared.tensors, self.bias, self._prepared.spec_text)
-        return ops.linear(x, self._prepared, self.bias)
+            return ops.hadamard_linear(x, self._prepared.tensors, bias, self._prepared.spec_text)
+        return ops.linear(x, self._prepared, bias)
 
     def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False
@@ -276,6 +279,7 @@ class QuantLinear(nn.Module):
         Quantized activations are normalized by the kernel that quantizes them; one or two 16-bit tokens by the GEMV.
         silu: return silu(gate) * up [..., out_features / 2]; rows of gate and up alternate in groups of eight.
         """
+        ops.refuse_tangents(x)
         if self._prepared is None:
             self.prepare()
         if not (self._codes_first(x) or (residual is not None and self._norms_first(x, silu))):
@@ -297,6 +301,7 @@ class QuantLinear(nn.Module):
         Outputs of the layer are Q, K and V with channels in ``kernels.elementwise.rope.paired_channels`` order.
         Returns (rotated queries [tokens, query_heads, head_dim], x + residual).
         """
+        ops.refuse_tangents(x)
         if self._prepared is None:
             self.prepare()
         if residual is None or not self._norms_first(x):
@@ -308,6 +313,7 @@ class QuantLinear(nn.Module):
 
     def silu_linear(self, gate_up: Tensor) -> Tensor:
         """Apply the layer to silu(gate) * up: [..., 2 in_features] -> [..., out_features]."""
+        ops.refuse_tangents(gate_up)
         if self._prepared is None:
             self.prepare()
         prepared = self._prepared
@@ -369,10 +375,14 @@ class _Differentiable(torch.autograd.Function):
     """A layer's product with gradients for input and bias; activation rounding is a straight-through estimator."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
+    def forward(x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
         """Apply the layer to x [..., K]; bias is the layer's own, passed for its gradient."""
-        ctx.layer = layer
-        return layer._multiply(x.detach())
+        return layer._multiply(x.detach(), None if bias is None else bias.detach())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the others need."""
+        ctx.layer = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -384,6 +394,36 @@ class _Differentiable(torch.autograd.Function):
             wide.reshape(-1, wide.shape[-1]).sum(0).to(gradient.dtype) if of_bias else None,
             None,
         )
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, layer: QuantLinear
+    ) -> tuple[Tensor, int]:
+        """Y of many x at once: all are rows of one product."""
+        x = x.expand(info.batch_size, *x.shape) if dims[0] is None else x.movedim(dims[0], 0)
+        if bias is None or dims[1] is None:
+            return _differentiable(x, bias, layer), 0
+        y = _differentiable(x, None, layer)
+        return y + bias.movedim(dims[1], 0).view(info.batch_size, *[1] * (y.ndim - 2), -1).to(y.dtype), 0
+
+
+class _ForwardMode(_Differentiable):
+    """The same for forward mode (jvp, jacfwd); apart, because torch.compile takes no function that has it."""
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Tensor, of_bias: Tensor | None, _: None) -> Tensor:
+        """The tangent of Y from those of x and of the bias."""
+        moved: Tensor = (of_x.float() @ ctx.layer.effective_weight().T).to(of_x.dtype)
+        return moved if of_bias is None else moved + of_bias.to(moved.dtype)
+
+
+def _differentiable(x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
+    forwards = forward_ad._current_level >= 0
+    if forwards and torch.compiler.is_compiling():  # which would take the product for a constant
+        torch._dynamo.graph_break(msg="forward-mode derivatives of quantized layers are not compiled")
+    function = _ForwardMode if forwards else _Differentiable
+    y: Tensor = function.apply(x, bias, layer)  # type: ignore[no-untyped-call]
+    return y
 
 
 def use_backend(model: nn.Module, backend: str | None) -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import anybit
 from anybit import jit, ops
 from anybit.device import Device
 from anybit.embedding import QuantEmbedding
@@ -267,3 +268,46 @@ def test_a_strided_bias_is_added_value_by_value() -> None:
     for dtype in (torch.float32, torch.float16):  # what a kernel gets, which goes by the address alone
         given = dense_bias(bias, dtype)
         assert given is not None and given.is_contiguous() and torch.equal(given, bias.to(dtype))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a8"])
+def test_derivatives_of_torch_func_are_those_of_the_weight(scheme: str) -> None:
+    layer = QuantLinear.from_weight(random_weight(8, 24, WeightFormat(4)), scheme, torch.randn(8))
+    whole, x, moved = layer.effective_weight(), torch.randn(3, 24), torch.randn(3, 24)
+    y, tangent = torch.func.jvp(layer, (x,), (moved,))
+    assert torch.equal(y, layer(x))
+    torch.testing.assert_close(tangent, moved @ whole.T)
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        y = layer(torch.autograd.forward_ad.make_dual(x, moved))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, tangent)
+    for jacobian in (torch.func.jacfwd, torch.func.jacrev):
+        torch.testing.assert_close(jacobian(layer)(x[0]), whole)
+    each = torch.func.vmap(torch.func.grad(lambda one: layer(one).sum()))(x)
+    torch.testing.assert_close(each, whole.sum(0).expand(3, -1))
+
+    def of_bias(bias: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"bias": bias}, (x,))
+
+    step = torch.randn(8)
+    torch.testing.assert_close(torch.func.jvp(of_bias, (layer.bias.data,), (step,))[1], step.expand(3, -1))
+    torch.testing.assert_close(
+        torch.func.grad(lambda bias: of_bias(bias).sum())(layer.bias.data), torch.full((8,), 3.0)
+    )
+    torch.testing.assert_close(torch.func.jacfwd(of_bias)(layer.bias.data), torch.eye(8).expand(3, -1, -1))
+
+
+def test_forward_mode_is_never_lost_silently() -> None:
+    layer = QuantLinear.from_weight(random_weight(8, 24, WeightFormat(4)), "w4a16").prepare()
+    x, moved = torch.randn(3, 24), torch.randn(3, 24)
+    prepared = ops.prepare(layer.quantized_weight(), layer.scheme.activations)
+    for lost in (
+        lambda x: anybit.matmul(x, prepared),
+        lambda x: layer.norm_linear(x, None, torch.ones(24), 1e-5)[0],
+        lambda x: layer.silu_linear(torch.cat((x, x), -1)),
+    ):
+        with pytest.raises(LayerError, match="forward-mode derivatives of x would be lost here: call a QuantLinear"):
+            torch.func.jvp(lost, (x,), (moved,))
+        with torch.autograd.forward_ad.dual_level():
+            lost(x)  # which has none
+    compiled = torch.compile(lambda x, moved: torch.func.jvp(layer, (x,), (moved,))[1], backend="eager")
+    torch.testing.assert_close(compiled(x, moved), moved @ layer.effective_weight().T)

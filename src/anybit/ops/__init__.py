@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from anybit import jit
 from anybit.device import Device
@@ -44,6 +45,7 @@ __all__ = [
     "norm_linear",
     "norm_rotate_store",
     "prepare",
+    "refuse_tangents",
     "register",
     "rotation_refused",
     "rows",
@@ -146,6 +148,15 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
             return found
     y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
     return y
+
+
+def refuse_tangents(x: Tensor) -> None:
+    """Raise LayerError for an x that forward-mode derivatives (``torch.func.jvp``) go through: ops would drop them."""
+    if forward_ad._current_level >= 0 and isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+        raise LayerError(
+            "forward-mode derivatives of x would be lost here: call a QuantLinear, which has them, of a model that is "
+            "not fused"
+        )
 
 
 def _alone(x: Tensor) -> bool:
