@@ -1,1 +1,1 @@
-"""What methods that learn share."""
+"""Building blocks of the methods that learn by gradient descent."""

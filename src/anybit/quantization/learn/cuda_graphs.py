@@ -1,4 +1,4 @@
-"""Functions of tensors that are recorded as CUDA graphs: rounding a layer is thousands of launches of microseconds."""
+"""Replay functions of tensors as CUDA graphs: rounding a layer is thousands of microsecond launches."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -11,16 +11,16 @@ from anybit.ops.capture import capture
 
 Function = Callable[..., tuple[Tensor, ...]]
 
-# Larger operands keep a GPU busy by themselves, and a recording would hold as much memory again.
+# Larger operands keep a GPU busy anyway, and a graph would double their memory.
 _LARGEST = 1 << 22
-# Recordings kept: a model has few shapes of layers.
+# Most graphs kept: a model has few layer shapes.
 _MOST = 16
 
 
 class GraphRecorder:
-    """Calls functions; one that comes again with the same key and shapes on a GPU is recorded, and replayed then.
+    """Calls functions; on a GPU, the second call with the same key and shapes is captured, and later ones replayed.
 
-    A function must do the same for the same key, wait for nothing, and may change its arguments. Its results are new.
+    A function must do the same work for the same key, without synchronizing; it may overwrite its arguments.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class GraphRecorder:
         """function(*tensors)."""
         if not tensors[0].is_cuda or max(tensor.numel() for tensor in tensors) > _LARGEST:
             return function(*tensors)
-        # As they will be in a recording, so that the first call gives the same bits.
+        # As in a captured call, so that the first call gives the same bits.
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         key = (key, tensors[0].device, *((tensor.shape, tensor.dtype) for tensor in tensors))
         self._seen[key] += 1

@@ -1,13 +1,12 @@
-"""Codes that learn: a quantized weight with a continuous place for each code, rounded in every forward pass.
+"""Fake quantization: learnable codes, each with a continuous ``place`` that is rounded in every forward pass.
 
     W = scale * (clamp(round(place), 0, 2^bits - 1) - zero)
 
-Rounding passes gradients straight through (Bengio et al., 2013); the scale's gradient is that of LSQ (Esser et al.,
-2020): scale and rounding are learned together, as by OmniQuant, SignRound and EfficientQAT, whose terms these are.
-Gradients also pass through the clamp, because ``project`` keeps every place inside the cell of some code: a weight that
-was clipped can come back.
+Rounding is a straight-through estimator (Bengio et al., 2013); the scale's gradient is LSQ's (Esser et al., 2020).
+Scale and rounding are learned together, as in OmniQuant, SignRound and EfficientQAT. Gradients also pass through the
+clamp, because ``project`` keeps every place within the cell of some code: clipped weights can come back.
 
-Masks of 2:4 sparse weights stay as they are; ``anybit.quantization.learn.sparse`` learns them first.
+Masks of 2:4 sparse weights are fixed here; ``anybit.quantization.learn.sparse`` learns them first.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +18,14 @@ from torch import Tensor, nn
 from anybit.packing import QuantizedWeight, stack, unstack
 from anybit.quantization.methods.grid import Grid
 
-# How far outside the outermost codes a place may lie: just within their cells.
+# How far beyond the outermost codes a place may lie: just within their rounding cells.
 _EDGE = 0.49
 
 
 class FakeQuantWeight(nn.Module):
-    """The learnable form of a QuantizedWeight. Called, it returns the dequantized weight, [N, K].
+    """The learnable form of a QuantizedWeight; forward returns the dequantized weight, [N, K].
 
-    place: [N, K], where each weight lies in units of code.  log_scale: [N, G], the logarithm of the
-    scale over what it was.
+    place: [N, K], continuous positions in code units.  log_scale: [N, G], log of the scale relative to its start.
     """
 
     def __init__(self, weight: QuantizedWeight, original: Tensor) -> None:
@@ -41,8 +39,8 @@ class FakeQuantWeight(nn.Module):
         self.register_buffer("zero", weight.zeros())
         self.register_buffer("kept", weight.mask())
         codes = weight.codes().float()
-        # A start inside each code's cell, on the side of the original weight: cheap changes flip first. Away from the
-        # edge, because the first steps move every place alike, and all that sit at an edge would flip at once.
+        # Start within each code's cell on the side of the original weight, so that cheap flips come first; not at the
+        # edge, because Adam's first steps move all places equally and would flip all of those at once.
         wanted = original.float() / self._spread(self.base) + self._spread(self.zero)
         self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.35, 0.35))
         self.log_scale = nn.Parameter(torch.zeros_like(self.base))
@@ -64,12 +62,12 @@ class FakeQuantWeight(nn.Module):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Bring every place back into the outermost cells: after each step."""
+        """Clamp every place to the cells of existing codes; call after each optimizer step."""
         self.place.clamp_(-_EDGE, self.top + _EDGE)
 
     @torch.no_grad()
     def computed(self, dtype: torch.dtype) -> Tensor:
-        """The dequantized weight without a graph, in a dtype: in as few passes over memory as that takes."""
+        """The dequantized weight in a dtype, without an autograd graph and in few passes over memory."""
         if not self._plain:
             weight: Tensor = self().to(dtype)
             return weight
@@ -80,9 +78,9 @@ class FakeQuantWeight(nn.Module):
         return found if self.kept is None else found.mul_(self.kept)
 
     def receive(self, gradient: Tensor, weight: Tensor) -> None:
-        """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
+        """Set the parameters' gradients from the gradient of ``weight``, the result of ``computed``."""
         if not self._plain:
-            # Set, not added to what the last step left.
+            # Set gradients; do not accumulate onto the last step's.
             self.place.grad = self.log_scale.grad = None
             self().backward(gradient.float())
             return
@@ -94,13 +92,13 @@ class FakeQuantWeight(nn.Module):
 
     @property
     def _plain(self) -> bool:
-        """Whether all groups are whole and in order."""
+        """Whether all groups are complete and contiguous."""
         g = self.base.shape[1]
         return g == 1 or self.uniform * g == self.place.shape[1]
 
     @torch.no_grad()
     def harden(self) -> QuantizedWeight:
-        """The codes and scales learned so far, packed."""
+        """The codes and scales learned so far, as a QuantizedWeight."""
         old = self.weight
         scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.log_scale.exp()).to(old.scale.dtype)
         codes = self.place.round().clamp(0, self.top).to(torch.uint8)
@@ -109,11 +107,11 @@ class FakeQuantWeight(nn.Module):
         return QuantizedWeight.from_codes(codes, scale, old.zero, old.format, old.group_index)
 
     def _spread(self, per_group: Tensor) -> Tensor:
-        """[N, G] -> [N, K]."""
+        """Broadcast values per group [N, G] to weights [N, K]."""
         if per_group.shape[1] == 1:
             return per_group
         if self.uniform:
-            # An expanded view has a cheap gradient, a sum; a gathered one is scattered back element by element.
+            # The backward of expand is a cheap sum; that of a gather is a scatter.
             n, g = per_group.shape
             return per_group[:, :, None].expand(n, g, self.uniform).reshape(n, g * self.uniform)[:, : len(self.groups)]
         return per_group[:, self.groups]
@@ -126,24 +124,24 @@ class Learnable(Protocol):
         """The weight, in a dtype."""
 
     def receive(self, gradient: Tensor, weight: Tensor) -> None:
-        """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
+        """Set the parameters' gradients from the gradient of ``weight``, the result of ``computed``."""
 
     def project(self) -> None:
-        """Bring the parameters back to where they may be: after each step."""
+        """Project the parameters onto their feasible set; call after each optimizer step."""
 
     def harden(self) -> QuantizedWeight | Tensor:
-        """What was learned."""
+        """The learned weight."""
 
 
 L = TypeVar("L", bound=Learnable)
 
 
 class Bank(Generic[L]):
-    """Weights that share a format and a number of inputs, learned as one tall matrix.
+    """Weights with the same format and number of inputs, learned as one tall matrix.
 
-    A model has hundreds of layers, and a GPU would spend its time on launching an operation for each of them.
-    ``refresh`` computes all weights once, for many passes, into ``leaves``, which stay where they are in memory; their
-    gradients gather in one tensor, which ``receive`` hands on to codes and scales.
+    Per-layer operations on a model's hundreds of layers would make a GPU launch-bound. ``refresh`` computes all weights
+    once per step into ``leaves``, whose addresses never change; their gradients accumulate in one tensor, which
+    ``receive`` propagates to codes and scales.
     """
 
     def __init__(self, soft: L, rows: dict[str, int], dtype: torch.dtype) -> None:
@@ -158,23 +156,23 @@ class Bank(Generic[L]):
             self.leaves[name].grad = gradient
 
     def refresh(self) -> None:
-        """Compute the weights anew, and forget their gradients."""
+        """Recompute the weights and zero their gradients."""
         self._weight.copy_(self.soft.computed(self._weight.dtype))
         self._gradient.zero_()
 
     def receive(self) -> None:
-        """Hand the collected gradient on."""
+        """Propagate the accumulated gradient to the parameters."""
         self.soft.receive(self._gradient, self._weight)
 
     def harden(self) -> dict[str, Any]:
-        """What was learned so far, by layer: QuantizedWeight, or Tensor of weights that are no codes."""
+        """The learned weights by layer: QuantizedWeight, or Tensor from a SparseWeight."""
         whole, rows = self.soft.harden(), list(self._rows.values())
         parts = whole.split(rows) if isinstance(whole, Tensor) else unstack(whole, rows)
         return dict(zip(self._rows, parts, strict=True))
 
 
 class GivenLinear(nn.Module):
-    """A linear layer over a weight, [N, K], that is no parameter of its own."""
+    """A linear layer over a given weight tensor, [N, K], that is not a parameter."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -192,9 +190,9 @@ def banks(
     dtype: torch.dtype,
     learnable: Callable[[QuantizedWeight, Tensor], L],
 ) -> list[Bank[L]]:
-    """Weights in as few banks as there can be: layers that scatter their groups each have one of their own.
+    """Weights in as few banks as possible; each layer with activation order gets its own.
 
-    learnable: makes the form that learns of weights and what they were before they were quantized.
+    learnable: makes the learnable form from a quantized weight and its original.
     """
     together: dict[object, list[str]] = {}
     for name, weight in weights.items():
@@ -210,7 +208,7 @@ def banks(
 def parameter_groups(
     modules: Sequence[Bank[FakeQuantWeight]], place_rate: float, scale_rate: float
 ) -> list[dict[str, object]]:
-    """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
+    """Optimizer groups: places (in code units) and log scales, each with its learning rate."""
     return [
         {"params": [m.soft.place for m in modules], "lr": place_rate},
         {"params": [m.soft.log_scale for m in modules], "lr": scale_rate},
@@ -218,7 +216,7 @@ def parameter_groups(
 
 
 def _uniform_group(groups: Tensor, count: int) -> int:
-    """The group size if group k // size holds for every channel, else 0."""
+    """The group size if every channel k is in group k // size and there are several groups, else 0."""
     size = int((groups == 0).sum())
     expected = torch.arange(len(groups), device=groups.device) // size
     return size if count > 1 and torch.equal(groups, expected) else 0

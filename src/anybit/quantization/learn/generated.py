@@ -1,7 +1,7 @@
-"""Text that a model writes itself, to learn from where there is little (LLM-QAT; Liu et al., 2023).
+"""Self-generated training text, for when calibration text is scarce (LLM-QAT; Liu et al., 2023).
 
-What a student is to imitate is what its teacher does with text; the teacher's own text, sampled, shows as much of it as
-one has time for, and no weight can learn it by heart.
+The student imitates the teacher's predictions, so text sampled from the teacher will do; there is no limit to it, which
+prevents overfitting.
 """
 
 import copy
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Sequences that are written side by side at most, and the part of a GPU's free memory that their caches may take.
+# Most sequences generated at once, and the share of a GPU's free memory that their KV caches may take.
 _ROWS, _SHARE = 2048, 0.4
-# The room that caches need as they grow, in parts of what they are in the end.
+# Memory that growing caches need, relative to their final size.
 _SLACK = 1.25
 
 
@@ -21,9 +21,9 @@ _SLACK = 1.25
 def continued(
     model: Any, sequences: Sequence[Tensor], tokens: int, length: int, device: torch.device, seed: int = 0
 ) -> Tensor:
-    """Pieces of a text, continued by sampling from a causal language model: int64 [about tokens / length, length].
+    """Continue pieces of a text by sampling from a causal language model: int64 [tokens // length, length].
 
-    sequences: token ids to take the pieces from, each an eighth of ``length``.
+    sequences: token ids that pieces of ``length`` // 8 tokens are taken from. Empty if none is that long.
     """
     piece = max(length // 8, 1)
     long_enough = [sequence for sequence in sequences if len(sequence) >= piece]
@@ -31,15 +31,15 @@ def continued(
     if not count or not long_enough:
         return torch.empty(0, length, dtype=torch.int64)
     writer = copy.deepcopy(model).to(device)
-    for parameter in writer.parameters():  # not the frequencies of rotary embeddings, which are buffers
+    for parameter in writer.parameters():  # not buffers: rotary frequencies stay float32
         parameter.data = parameter.data.to(torch.bfloat16)
     picks = torch.Generator().manual_seed(seed)
     dice = torch.Generator(device).manual_seed(seed)
     row = _cache_bytes(model.config.get_text_config(), length)
     rows = min(count, _rows(row, device))
     if device.type == "cuda":
-        # Caches that grow are allocated anew, a little larger, for each token. In one block, which is free again at
-        # once, old ones make room for new ones; else each would be asked of the driver, until memory is full of them.
+        # A growing cache is reallocated, a little larger, at each token. This block, freed at once to the caching
+        # allocator, gives old and new ones room; else each size would be a new driver allocation.
         torch.empty(int(_SLACK * rows * row), dtype=torch.uint8, device=device)
     parts = [
         _written(writer, long_enough, min(rows, count - i), piece, length, picks, dice) for i in range(0, count, rows)
@@ -58,14 +58,14 @@ def _written(
     picks: torch.Generator,
     dice: torch.Generator,
 ) -> Tensor:
-    """Some sequences, written side by side."""
+    """Generate a batch of sequences."""
     written = torch.empty(rows, length, dtype=torch.int64, device=dice.device)
     for row in written:
         chosen = sequences[int(torch.randint(len(sequences), (), generator=picks))]
         start = int(torch.randint(len(chosen) - piece + 1, (), generator=picks))
         row[:piece] = chosen[start : start + piece]
     cache = None
-    # Token by token from the first: the logits of all pieces at once would not fit.
+    # The prompt, too, runs token by token: logits of a whole prefill would not fit.
     for i in range(length - 1):
         out = writer(input_ids=written[:, i : i + 1], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
@@ -76,7 +76,7 @@ def _written(
 
 
 def _cache_bytes(config: Any, length: int) -> int:
-    """Keys and values of a sequence, in 16 bits."""
+    """Bytes of a sequence's keys and values in 16 bits."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     width = (getattr(config, "num_key_value_heads", None) or heads) * (
         getattr(config, "head_dim", None) or hidden // heads
@@ -85,7 +85,7 @@ def _cache_bytes(config: Any, length: int) -> int:
 
 
 def _rows(row: int, device: torch.device) -> int:
-    """How many sequences' caches, of so many bytes each, fit."""
+    """How many sequences, with a cache of ``row`` bytes each, fit."""
     if device.type != "cuda":
         return 64
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,11 +1,11 @@
-"""The gradient of a student's divergence from its teacher, gathered over the batches of a step.
+"""The gradient of KL(teacher || student), accumulated over the batches of a step.
 
-A step of a small model is thousands of short kernels: on a GPU, batches of a shape that comes again are recorded as a
-CUDA graph once and replayed from then on. What the teacher makes of a sequence is kept for later passes, as the hidden
-states that its head reads: logits are hundreds of times as large.
+A step of a small model is thousands of short kernels: on a GPU, the first batch shape that recurs is captured as a CUDA
+graph and replayed. The teacher's final hidden states are cached for later passes: logits would be hundreds of times as
+large.
 
-The same text gives the same gradients, bit for bit: fused attention kernels add what they give to queries in no fixed
-order, so attention is written out as products wherever a GPU has the memory for its weights.
+Gradients are deterministic: fused attention kernels accumulate query gradients in no fixed order, so attention uses the
+math backend wherever the GPU has memory for the attention weights.
 """
 
 import warnings
@@ -20,24 +20,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anybit.ops.capture import without_collector
 
-# Rows of logits that become probabilities together.
+# Rows of logits per softmax.
 _ROWS_AT_ONCE = 2048
-# Batches of a shape that run as they are before one is recorded: allocations and choices of algorithms settle.
+# Batches of a shape to run before capture, so that allocations and algorithm choices settle.
 _WARM = 2
-# Bytes of hidden states that are kept at most.
+# Most bytes of cached hidden states.
 _KEPT = 8 << 30
-# The part of a GPU's memory that the weights of all layers' attention may take once, when it is written out: they exist
-# about three times. Of what it has, not of what is free, so that every run decides alike.
+# Share of a GPU's memory for one copy of all layers' attention weights under the math backend, which needs about three.
+# Of total memory, not of free memory, so that every run decides alike.
 _ATTENTION = 1 / 8
 
 
 def fast_in_half(device: torch.device | str) -> bool:
-    """Whether passes in bfloat16 are fast: on GPUs, and CPUs with instructions for it; others take ten times longer."""
+    """Whether bfloat16 is fast: on GPUs, and on CPUs with instructions for it; on others it is ten times slower."""
     return torch.device(device).type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Teacher:
-    """What a model predicts, as what its head reads: of each sequence computed once, where that is all of it."""
+    """A teacher's predictions, with final hidden states cached per sequence if its logits depend on nothing else."""
 
     def __init__(self, model: Any, half: bool, device: torch.device) -> None:
         self.model, self.half, self.device = model, half, device
@@ -46,7 +46,7 @@ class Teacher:
         self._splits: bool | None = None
 
     def states(self, tokens: Tensor) -> Tensor | None:
-        """Final hidden states [B, L, D] of token ids int64 [B, L], or None if the head does more than read them."""
+        """Final hidden states [B, L, D] of token ids int64 [B, L], or None if logits are not just the head of them."""
         keys = [row.numpy().tobytes() for row in tokens.cpu()]
         if self._splits is None:
             self._splits = self._can_split(tokens[:1, :16].to(self.device))
@@ -64,7 +64,7 @@ class Teacher:
         return torch.stack([self._kept[key] for key in keys])
 
     def logits(self, tokens: Tensor, states: Tensor | None) -> Tensor:
-        """What the model predicts, [B, L, V]; states: what ``states`` returned, on the same device as tokens."""
+        """Logits [B, L, V]; states: what ``states`` returned for the tokens, on the same device."""
         with self._context():
             if states is None:
                 found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
@@ -83,7 +83,7 @@ class Teacher:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        # A graph must not remember weights that autocast has cast.
+        # No autocast cache: a CUDA graph must not keep cast copies of weights.
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False)
         with torch.no_grad(), autocast:
             yield
@@ -91,22 +91,21 @@ class Teacher:
 
 @contextmanager
 def written_out(config: Any, shape: Sequence[int], device: torch.device, layers: int | None = None) -> Iterator[None]:
-    """Attention as products, in a fixed order, on a GPU that has the memory for token ids [B, L] in so many layers.
+    """Use the deterministic math backend for attention on a GPU, if its memory allows for token ids of shape [B, L].
 
-    layers: by default all of the model's, which config describes.
+    layers: how many keep their attention weights; by default all of config's.
     """
     if device.type != "cuda":
         yield
         return
-    unknown = 1 << 20  # more than any GPU has the memory for
+    unknown = 1 << 20  # too much for any GPU
     count = layers or getattr(config, "num_hidden_layers", 0) or unknown
     heads = getattr(config, "num_attention_heads", 0) or unknown
     weights = count * heads * shape[0] * shape[1] ** 2
     if 4 * weights > _ATTENTION * torch.cuda.get_device_properties(device).total_memory:
         yield
         return
-    # Products of 16-bit passes in 16 bits, as fused kernels have them: by default they are done in float32, without
-    # tensor cores.
+    # 16-bit matmuls, as in fused kernels: by default the math backend uses float32, without tensor cores.
     allow = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     allow(True)
@@ -118,9 +117,9 @@ def written_out(config: Any, shape: Sequence[int], device: torch.device, layers:
 
 
 class KLGradient:
-    """Mean KL(teacher || student) in nats over all positions of some batches; gradients are added to the student's.
+    """Mean KL(teacher || student) in nats over all positions of some batches; gradients accumulate in the student.
 
-    Where gradients go must stay in place from call to call. half: passes in bfloat16.
+    Gradient tensors must keep their addresses between calls. half: run in bfloat16.
     """
 
     def __init__(self, teacher: Any, student: Any, half: bool, device: torch.device) -> None:
@@ -167,10 +166,10 @@ class KLGradient:
             graph.replay()
             return
         static = tokens.to(self.device)
-        # Recording wants a stream of its own, and what ran before it on the same.
+        # Capture needs a side stream, and warm-up on the same stream.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            # One shape only: each recording keeps memory of its own.
+            # Only one shape: each graph has its own memory pool.
             if self._records and not self._graphs and self._seen[shape] > _WARM:
                 self._record(shape, static, states)
             else:
@@ -178,12 +177,12 @@ class KLGradient:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def _record(self, shape: tuple[int, ...], static: Tensor, states: Tensor | None) -> None:
-        """Record a batch and run it."""
+        """Capture a batch as a CUDA graph and run it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with without_collector(), torch.cuda.graph(graph, stream=self._stream):
                 self._add(static, states)
-        except RuntimeError as error:  # a model that looks at values on its way cannot be recorded
+        except RuntimeError as error:  # a model that synchronizes (reads values on the host) cannot be captured
             warnings.warn(f"learning continues without CUDA graphs, which is slower: {error}", stacklevel=2)
             self._records = False
             self._add(static, states)
@@ -193,7 +192,7 @@ class KLGradient:
 
 
 class Divergence(torch.autograd.Function):
-    """Mean KL(wanted || found) of logits [T, V], with its gradient at once: logits are large, and few copies fit."""
+    """Mean KL(wanted || found) of logits [T, V]; computes the gradient in forward, to keep few copies of the logits."""
 
     @staticmethod
     def forward(ctx: Any, found: Tensor, wanted: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activations that are quantized while codes learn: rounded as they will be, and gradients come through."""
+"""Fake quantization of activations during training: rounded as at inference, with straight-through gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ Hook = Callable[..., Any]
 
 
 class RoundedThrough(torch.autograd.Function):
-    """Quantized and dequantized activations [..., K]; gradients pass straight through, and to the range.
+    """Quantize and dequantize activations [..., K]; gradients pass straight through, plus a term for the range.
 
-    What is lost is some part of a step, and the step follows the token's range: the gradient says so, and ranges that
-    cost more than they are worth shrink.
+    Rounding errors are proportional to the step, which is proportional to the token's range: this term lets ranges
+    shrink that cost more than they are worth.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class RoundedThrough(torch.autograd.Function):
 
 
 def rounded_through(format: ActivationFormat) -> Hook:
-    """A forward pre-hook that quantizes a layer's input and lets gradients through."""
+    """A forward pre-hook that fake-quantizes a layer's input (``RoundedThrough``)."""
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         rounded: Tensor = RoundedThrough.apply(args[0], format)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def rounded_through(format: ActivationFormat) -> Hook:
 
 
 class Shared:
-    """Forward pre-hooks one after the other, run once for all layers that read one and the same input."""
+    """A chain of forward pre-hooks, run once for all layers that read the same input."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.hooks = hooks
@@ -67,7 +67,7 @@ class Shared:
         self._made: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The input as all hooks leave it."""
+        """The args after all hooks; reuses the last result for the same input."""
         if self._seen is not args[0] or self._made is None:
             made = args
             for hook in self.hooks:

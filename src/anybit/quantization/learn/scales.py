@@ -1,9 +1,9 @@
-"""Scales between layers, learned end to end from what quantized activations cost (OmniQuant's learnable equivalent
-transformation, against the model's predictions instead of a block's output).
+"""Learn smoothing scales end to end under quantized activations: OmniQuant's learnable equivalent transformation, but
+against the model's predictions instead of a block's output.
 
-In front of every layer stands ``x -> s * R^T Q(R (x / s))`` with the rounding Q, a rotation R or none, and the scales s
-that learn: without Q it would do nothing. Gradients pass straight through Q and know what its range costs. Afterwards
-the scales go where ``anybit.quantization.methods.scaling_pairs`` says, and the model computes what it did.
+Every layer's input goes through ``x -> s * R^T Q(R (x / s))`` with rounding Q, rotation R (or none) and learnable
+scales s; without Q this is the identity. Gradients pass Q as in ``learn.rounding``. ``put_scales`` then folds the
+scales into the model's scaling pairs (``methods.scaling_pairs``), which leaves its function unchanged.
 """
 
 import copy
@@ -29,7 +29,7 @@ from anybit.scheme import ActivationFormat
 
 @dataclass(frozen=True, slots=True)
 class ScaleLearning:
-    """How scales learn: steps of so many tokens, and how far a scale's logarithm may move in one."""
+    """How to learn scales. rate: Adam's learning rate of the scales' logarithms.  half: run in bfloat16."""
 
     steps: int = 64
     step_tokens: int = 8192
@@ -39,7 +39,7 @@ class ScaleLearning:
 
 
 class _ScaledRounding:
-    """The forward pre-hook of a scaling pair's readers, with scales that learn."""
+    """The forward pre-hook of a scaling pair's readers, with learnable scales."""
 
     def __init__(self, pair: ScalingPair, log_scale: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
         self.pair, self.log_scale, self.format, self.rotated = pair, log_scale, format, rotated
@@ -67,9 +67,9 @@ def learn_scales(
 ) -> list[Tensor]:
     """Learn scales for every scaling pair of a Llama-like model, float32 [channels] each, for ``put_scales``.
 
-    sequences: token ids, any lengths.  rotated: whether layers will rotate what they read before they round it.
-    The model is left as it is. Raises CalibrationError when the loss is not finite, LayerError for an architecture that
-    is not Llama's.
+    sequences: token ids, any lengths.  rotated: whether layers will rotate their inputs before rounding.
+    The model is not changed. Raises CalibrationError if the loss is not finite, LayerError for an architecture that is
+    not Llama-like.
     """
     settings = settings or ScaleLearning()
     device = torch.device(settings.device)
@@ -98,7 +98,7 @@ def learn_scales(
     run = KLGradient(teacher, student, settings.half, device)
     ahead: list[list[Tensor]] = []
     for step in range(settings.steps):
-        # From all over the text, however few the steps are.
+        # Shuffled from the start, so that few steps still sample all of the text.
         ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
         for log_scale in log_scales:
             assert log_scale.grad is not None
@@ -111,14 +111,14 @@ def learn_scales(
         if progress is not None:
             progress(step + 1, settings.steps, loss)
     model.to(home)
-    # Only what tokens' scales cannot say as well: that channels differ.
+    # Remove the common factor, which per-token activation scales absorb.
     found = [log_scale.detach().cpu() for log_scale in log_scales]
     return [(log_scale - log_scale.mean()).exp() for log_scale in found]
 
 
 @torch.no_grad()
 def put_scales(model: Any, scales: Sequence[Tensor]) -> None:
-    """Put scales in place, in the order of ``learn_scales``; what the model computes stays the same, up to rounding."""
+    """Apply scales in the order of ``learn_scales``; the model computes the same function, up to rounding."""
     found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
     for pair, scale in zip(found, scales, strict=True):
         pair.apply(scale.to(pair.writer.weight.device))

@@ -1,10 +1,10 @@
-"""2:4 sparse weights that learn in floats: which two of every four neighbours are kept, and what these are.
+"""Learnable 2:4 sparse weights in floating point: which two of every four neighbours to keep, and their values.
 
-    W = unit * (latent where it is kept, else 0)
+    W = unit * (latent where kept, else 0)
 
-Masks begin as SparseGPT chose them. While they are chosen anew, the two of every four whose latents are largest are
-kept; gradients reach the others as if they were kept, and these decay a little in every step, so that few come and go
-(SR-STE; Zhou et al., 2021). Afterwards the masks stay, and what is kept learns on.
+Masks start as SparseGPT's. While ``choosing``, the two largest latents of every four are kept; pruned ones get
+straight-through gradients and decay a little at every step, so that masks change slowly (SR-STE; Zhou et al., 2021).
+Afterwards masks are frozen, and kept weights go on learning.
 """
 
 import torch
@@ -16,15 +16,15 @@ from anybit.packing import QuantizedWeight
 class SparseWeight(nn.Module):
     """The learnable form of a 2:4 sparse weight [N, K], in place of ``FakeQuantWeight``.
 
-    weight: where it starts, with its mask.  original: what was pruned, [N, K].  apart: what is not kept begins at most
-    at this part of the least of its four that is.  decay: of what is not kept, a step.
+    weight: the start, with its mask.  original: before pruning, [N, K].  apart: pruned weights start at no more than
+    this fraction of the smallest kept magnitude of their four.  decay: of pruned weights, per step.
     """
 
     def __init__(self, weight: QuantizedWeight, original: Tensor, apart: float = 0.5, decay: float = 0.0) -> None:
         super().__init__()
         start, kept = weight.dequantize(), weight.mask()
         assert kept is not None
-        # Rates are then parts of a row's own size, whatever the layer.
+        # In units of a row's RMS, one learning rate suits all layers.
         unit = start.square().mean(1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
         self.register_buffer("unit", unit)
         self.register_buffer("kept", kept)
@@ -43,26 +43,26 @@ class SparseWeight(nn.Module):
         return (self.latent * self.unit).mul_(self.kept).to(dtype)
 
     def receive(self, gradient: Tensor, weight: Tensor) -> None:
-        """Set the latents' gradient from that of the weight."""
+        """Set the latents' gradient from the weight's."""
         self.latent.grad = gradient * self.unit
 
     @torch.no_grad()
     def project(self) -> None:
-        """Choose the masks anew, if they are still chosen: after each step."""
+        """Update the masks while ``choosing``; call after each optimizer step."""
         if self.choosing:
             self.latent.mul_(1 - self.decay * ~self.kept)
             fours = self.latent.abs().view(len(self.latent), -1, 4)
             self.kept.copy_(two_of_four(fours).view(self.kept.shape))
 
     def harden(self) -> Tensor:
-        """The weight learned so far, float32 [N, K], exactly zero where it is not kept."""
+        """The weight learned so far, float32 [N, K], exactly zero where pruned."""
         return self.computed(torch.float32)
 
 
 def two_of_four(sizes: Tensor, dim: int = -1) -> Tensor:
-    """Which are the two largest of the four along a dimension, bool of the same shape; of equal ones the first."""
+    """True at the two largest of four along a dimension, bool of the same shape; ties go to the first."""
     parts = sizes.unbind(dim)
-    # A comparison of each pair: sorting fours one by one leaves a GPU idle.
+    # Pairwise comparisons: sorting so many fours is slow on a GPU.
     beaten = [torch.zeros_like(parts[0], dtype=torch.uint8) for _ in parts]
     for i in range(4):
         for j in range(i + 1, 4):

@@ -1,7 +1,7 @@
-"""Rounding and clipping learned block by block against the original's output (as OmniQuant and SignRound do).
+"""Learn rounding and scales block by block against the original model's outputs, as OmniQuant and SignRound do.
 
-A block starts from calibrated codes; its inputs are those of the quantized model, its wanted outputs the original's.
-What is learned is kept if it is better over all of the text, so a block never gets worse.
+A block starts from calibrated codes; its inputs come from the quantized model, its targets from the original. The
+result is kept only if its loss over the whole text is lower, so no block gets worse.
 """
 
 import warnings
@@ -81,7 +81,7 @@ class BlockLearning:
             operands = (task.inputs(index), task.wanted(index), *call.tensors())
             try:
                 run(gradients, *operands)
-            except RuntimeError as error:  # a block that looks at values on its way cannot be recorded
+            except RuntimeError as error:  # a block that synchronizes (reads values on the host) cannot be captured
                 warnings.warn(f"learning continues without CUDA graphs, which is slower: {error}", stacklevel=2)
                 run = _called
                 run(gradients, *operands)
@@ -98,7 +98,7 @@ def _called(function: Callable[..., object], *tensors: Tensor) -> object:
 
 
 def _distance(found: Tensor, wanted: Tensor) -> Tensor:
-    """Squared distance from the wanted output over its own square, so that blocks of any scale learn alike."""
+    """Squared error relative to the target's squared norm, so that learning rates suit blocks of any scale."""
     wanted = wanted.float()
     return (found.float() - wanted).square().sum() / wanted.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -110,7 +110,7 @@ def _loss_over(task: BlockTask) -> float:
 
 
 def _straight_through(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook whose rounding lets gradients through; one that is differentiable is left as it is."""
+    """Wrap a rounding hook in a straight-through estimator; differentiable hooks are unchanged."""
 
     def wrapped(module: nn.Module, args: tuple[Tensor, ...]) -> Any:
         out = hook(module, args)

@@ -1,7 +1,7 @@
-"""Distillation, end to end: rounding and scales learned against the original model's predictions.
+"""End-to-end distillation: learn rounding and scales against the original model's predictions.
 
-Per-layer and per-block methods see an error where it arises; only the output says what it costs. A few hundred steps
-on the calibration text, from a calibrated start, are worth more at two and three bits than any of them.
+Per-layer and per-block methods minimize errors where they arise; only the model's output shows what they cost. At 2 and
+3 bits a few hundred steps on the calibration text, from a calibrated start, gain more than any of those.
 """
 
 import copy
@@ -28,13 +28,13 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """How to distil.
+    """Settings of a distillation.
 
-    passes: how often the text is gone through.  step_tokens: tokens a step.  run_tokens: how many of these run at
-    once.  place_rate: how far a code may move in a step, in units of code.  scale_rate: the same of the logarithm of
-    the scales.  gain_rate: the same of the norms' gains.  half: passes in bfloat16.
-    For 2:4 masks: weight_rate: how far a weight may move in a step, in parts of its row's root mean square.
-    choosing: the part of the steps in which masks change.  decay: of weights that are not kept, in each of these.
+    passes: over the text.  step_tokens: tokens per optimizer step.  run_tokens: tokens per forward pass.
+    place_rate: Adam's learning rate of code positions, in code units.  scale_rate: of the scales' logarithms.
+    gain_rate: of the norms' gains.  half: run forward and backward in bfloat16.
+    For 2:4 masks: weight_rate: learning rate of weights, relative to their row's root mean square.
+    choosing: the fraction of steps in which masks may change.  decay: of pruned weights, per such step.
     """
 
     passes: float = 1.0
@@ -50,7 +50,7 @@ class Distillation:
     device: torch.device | str = "cpu"
 
     def batch_rows(self, tokens: Tensor) -> int:
-        """How many rows of a batch run at once."""
+        """Rows of a batch per forward pass."""
         return max(self.run_tokens // tokens.shape[1], 1)
 
 
@@ -64,13 +64,13 @@ def distill(
     tuned: dict[str, Tensor] | None = None,
     teacher: Any = None,
 ) -> dict[str, QuantizedWeight]:
-    """Improve quantized weights of a model; the model, which holds the original weights, is left as it is.
+    """Improve a model's quantized weights; the model itself, with its original weights, is not changed.
 
-    sequences: token ids, any lengths; runs of equal lengths share a step.  activations: their format, if quantized.
-    progress: called with steps done, steps in all, and the last loss (nats a token).
-    tuned: filled with the gains of the norms, by name, which then learn as well (at ``gain_rate``).
-    teacher: whose predictions are wanted, if not the model's.
-    Raises CalibrationError when the loss is not finite.
+    sequences: token ids, any lengths; those of equal length are batched within a step.  activations: their format.
+    progress: called with steps done, steps in all, and the last loss (nats per token).
+    tuned: if given, norms' gains are learned too (at ``gain_rate``) and stored here by name.
+    teacher: the model to imitate; by default ``model``.
+    Raises CalibrationError if the loss is not finite.
     """
     settings = settings or Distillation()
     learned = _banks(model, weights, settings, FakeQuantWeight)
@@ -88,9 +88,9 @@ def learn_masks(
     progress: Progress | None = None,
     tuned: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """2:4 masks of a model's layers, with weights that make up for what they prune: float32 [N, K] by name.
+    """Learn 2:4 masks and the remaining weights of a model's layers: float32 [N, K] by name, zero where pruned.
 
-    start: sparse weights to begin at, such as gptq's in eight bits.  The rest as in ``distill``.
+    start: sparse weights to start from, such as gptq's in 8 bits.  The rest as in ``distill``.
     """
     settings = settings or Distillation()
 
@@ -114,7 +114,7 @@ def _banks(
     settings: Distillation,
     learnable: Callable[[QuantizedWeight, Tensor], L],
 ) -> list[Bank[L]]:
-    """Learnable weights of a model on the device."""
+    """Learnable weights of a model, on the settings' device."""
     device = torch.device(settings.device)
     originals = {name: weight_of(model.get_submodule(name)).to(device) for name in weights}
     kind = torch.bfloat16 if settings.half else torch.float32
@@ -133,7 +133,7 @@ def _learn(
     tuned: dict[str, Tensor] | None,
     before_step: Callable[[float], None] | None = None,
 ) -> None:
-    """Bring a model with learnable layers closer to its teacher. before_step: gets the part of the steps done."""
+    """Train a model's learnable layers to match its teacher. before_step: called with the fraction of steps done."""
     device = torch.device(settings.device)
     teacher, model = teacher.to(device), model.to(device)
     student = copy.deepcopy(model).requires_grad_(False)
@@ -180,14 +180,14 @@ def _learn(
 
 
 def _give(teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None) -> None:
-    """Let the student's layers, by name, compute with other weights."""
+    """Replace the student's layers, by name, by GivenLinears over the learnable weights."""
     rounding = [rounded_through(activations)] if activations is not None and activations.quantized else []
     shared: dict[object, Shared] = {}
     for name, leaf in leaves.items():
         module = teacher.get_submodule(name)
         bias = getattr(module, "bias", None)
         layer = GivenLinear(leaf, None if bias is None else bias.detach())
-        # What the layer's input goes through, such as an online rotation; neighbours may read the same.
+        # Hooks transform the input, such as an online rotation; neighbours with the same input share the result.
         hooks = [*module._forward_pre_hooks.values(), *rounding]
         if hooks:
             key = (name.rpartition(".")[0], *map(id, hooks))
@@ -206,13 +206,13 @@ def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """The sequences in another order, so that passes do not repeat the same steps."""
+    """The sequences in a random order, so that passes do not repeat the same steps."""
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))
     return [sequences[i] for i in order.tolist()]
 
 
 def batches_of(sequences: Sequence[Tensor], step_tokens: int) -> list[list[Tensor]]:
-    """The tokens of each step, [B, L] for each length in it, in the order of the text."""
+    """The batches of each step, int64 [B, L] for each length in it, in the order of the text."""
     steps: list[dict[int, list[Tensor]]] = [{}]
     held = 0
     for sequence in sequences:
