@@ -1,6 +1,7 @@
 """How a backend is chosen, what the bit-plane backend keeps of a weight, and falling back: all without a GPU."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from anybit.device import Device
 from anybit.embedding import QuantEmbedding
 from anybit.errors import KernelError, LayerError
 from anybit.hadamard import transform
+from anybit.kernels.gemm import sm90_packed_gemm, sm90_packed_skinny
 from anybit.kernels.gemm.builtin import builtin
 from anybit.kernels.gemm.families import tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
@@ -311,3 +313,27 @@ def test_forward_mode_is_never_lost_silently() -> None:
             lost(x)  # which has none
     compiled = torch.compile(lambda x, moved: torch.func.jvp(layer, (x,), (moved,))[1], backend="eager")
     torch.testing.assert_close(compiled(x, moved), moved @ layer.effective_weight().T)
+
+
+@pytest.mark.parametrize("text", ["w8a8", "w8a7", "w7a8asym", "w7a8bipolar", "w4a8", "w4a8asym", "w8a8s24", "w4a8s24"])
+def test_sums_of_integers_never_overflow(text: str) -> None:
+    """Up to the last K that a kernel takes; a layer of more is refused where it is made, with a way out."""
+    scheme = Scheme.parse(text)
+    weights, activations = scheme.weights, scheme.activations
+    top, doubled = 2**weights.bits - 1, 1 + (weights.code == "bipolar")
+    # Unsigned codes; of 2:4 weights half of them, in the highest bits of signed bytes.
+    largest = 128 / 2 if weights.sparse else top * doubled
+    most = 2 ** (activations.bits - 1) - 1
+    taken = 0
+    for k in range(1 << 14, 1 << 22, 1 << 12):
+        problem = LinearProblem(1, 64, k, weights, activations)
+        grouped = replace(problem, weights=replace(weights, group=128))
+        reasons = [kernel.why_not(problem) for kernel in (sm90_packed_gemm, sm90_packed_skinny)]
+        if any(reason is None for reason in reasons):
+            assert k * largest * most < 2**31
+        if reasons[0] is not None:
+            assert "in groups (such as g128)" in reasons[0]
+            assert sm90_packed_gemm.why_not(grouped) is None
+            break
+        taken = k
+    assert taken * largest * most > 2**29, "little of what would fit is taken"

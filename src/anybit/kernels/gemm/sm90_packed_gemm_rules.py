@@ -220,7 +220,10 @@ def _why_not_bytes(problem: LinearProblem) -> str | None:
         if weights.sparse:  # half of the inputs, codes as large as bytes are
             largest = max(largest // 2, 2 ** (6 + activations.bits - 1))
         if weights.group is None and problem.k * largest >= 2**31:
-            return f"sums over k = {problem.k} of products up to {largest} may overflow int32"
+            return (
+                f"sums over k = {problem.k} of products up to {largest} may overflow int32: use fewer than "
+                f"{-(-(2**31) // largest)} inputs, or weights in groups (such as g128), which are summed apart"
+            )
         return None
     if weights.sparse:
         return "2:4 sparse weights are multiplied by integers or 16-bit floats, not by 8-bit floats"
