@@ -62,7 +62,7 @@ class Watch:
         from anybit.ops import kv_rows
         from timing import worst_of
 
-        batch, worst, compared, prompt = self.batch, 0.0, 0, self.prompt
+        batch, worst, compared, requests, prompt = self.batch, 0.0, 0, 0, self.prompt
         table, lengths = batch.table, batch.lengths  # as the last step left them
         count = int((lengths > 0).sum())
         for name, (impl, cache) in self.layers.items():
@@ -83,7 +83,8 @@ class Watch:
                 k, v = (torch.cat([x[half] for x in given]).transpose(0, 1) for half in (0, 1))
                 if k.shape[1] != prompt or length <= prompt:
                     raise SystemExit(f"{k.shape[1]} tokens were noted of a prompt of {prompt}, now {length}")
-                for page in sorted({0, prompt // PAGE // 2, prompt // PAGE - 1} - {-1}):
+                full = prompt // PAGE
+                for page in sorted({0, full // 2, full - 1}) if full else ():
                     tokens = slice(page * PAGE, page * PAGE + PAGE)
                     wanted = kv_page.encode(rows.layout, k[:, tokens].cpu(), v[:, tokens].cpu()).flatten(1)
                     codes = wanted.unflatten(-1, (rows.layout.blocks, -1))[..., : _codes(rows.layout)]
@@ -91,6 +92,7 @@ class Watch:
                     if not torch.equal(codes, got[..., : _codes(rows.layout)]):
                         raise SystemExit(f"page {page} of request {i} in {name} is not what the reference packs")
                     compared += 1
+                requests += 1
                 first = last * PAGE
                 ring = pool.read_ring(row, first, length)
                 if prompt > first and not torch.equal(ring[0][:, : prompt - first], k[:, first:].to("cpu", q.dtype)):
@@ -100,8 +102,8 @@ class Watch:
                 if q.is_cuda:
                     error = (out[i].float() - expected[0]).abs().mean() / expected.abs().mean()
                     worst = worst_of((worst, float(error)))
-        if not compared:
-            raise SystemExit("no page was compared: no request whose prompt was noted is in the last batch")
+        if not requests:
+            raise SystemExit("nothing was compared: no request whose prompt was noted is in the last batch")
         if not worst < TOLERANCE:
             raise SystemExit(f"attention over the cache is off by {worst:.1e} of its mean size, {compared} pages")
         self.names = ()
