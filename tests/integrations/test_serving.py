@@ -6,15 +6,17 @@ import http.client
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -337,6 +339,26 @@ def test_what_a_server_makes_up_is_no_figure(events: list[Any], found: int | str
     assert answer.tokens == found if isinstance(found, int) else found in answer.error and not answer.tokens
 
 
+class Answering(BaseHTTPRequestHandler):
+    """A server of one-token answers; heard: the keys of its completions."""
+
+    heard: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.heard.append(self.headers["Authorization"])
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 def test_a_proxy_is_not_asked_about_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is a server that wants a key asked without."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -344,23 +366,7 @@ def test_a_proxy_is_not_asked_about_this_machine(monkeypatch: pytest.MonkeyPatch
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    heard: list[str | None] = []
-
-    class Answering(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def do_POST(self) -> None:
-            heard.append(self.headers["Authorization"])
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
+    heard = Answering.heard = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{listening.server_port}"
@@ -368,6 +374,33 @@ def test_a_proxy_is_not_asked_about_this_machine(monkeypatch: pytest.MonkeyPatch
         threading.Thread(target=serving._when_up, args=(url, up.set), daemon=True).start()
         assert up.wait(10), "the server's health was asked of a proxy"
         assert measure(url, "m", 100.0, 2, 3, 4).failed == 0 and heard == ["Bearer secret"] * 2
+        listening.shutdown()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make a certificate")
+def test_a_certificate_that_nobody_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench names it as what is wrong, and takes it where it is named, or any is to be trusted."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *files, *names], check=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as listening:
+        listening.socket = context.wrap_socket(listening.socket, server_side=True)
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{listening.server_port}"
+        words = ["bench", "m", "-r", "100", "--requests", "2", "--url"]
+        wrong = CliRunner().invoke(app, [*words, url]).exception
+        assert isinstance(wrong, KernelError) and "is not trusted" in str(wrong) and "--insecure" in str(wrong)
+        plain = CliRunner().invoke(app, [*words, url.replace("https", "http")]).exception
+        assert isinstance(plain, KernelError) and "has an address of https://" in str(plain)
+        assert CliRunner().invoke(app, [*words, url, "--insecure"]).exit_code == 0
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        assert measure(url, "m", 100.0, 2, 3, 4).failed == 0
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.pem"))
+        with pytest.raises(serving.OptionError, match="SSL_CERT_FILE or SSL_CERT_DIR names no certificates"):
+            measure(url, "m", 100.0, 2, 3, 4)
         listening.shutdown()
 
 

@@ -86,6 +86,9 @@ def bench(
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of each prompt.")] = 100,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
     picture: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", "-k", help="Trust any certificate of an https:// address, as curl -k does.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a running server: time to the first token, time per token and throughput by request rate.
@@ -105,7 +108,7 @@ def bench(
         check_picture(picture)
     found = []
     for rate in rates or [1.0, 4.0, 16.0]:
-        one = measure(url.rstrip("/"), model, rate, requests, prompt_words, new_tokens)
+        one = measure(url.rstrip("/"), model, rate, requests, prompt_words, new_tokens, insecure)
         found.append(one)
         if not as_json:
             output.print(

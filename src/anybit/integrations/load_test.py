@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import ssl
 import statistics
 import time
 from dataclasses import dataclass
@@ -74,7 +75,9 @@ async def ask(client: Any, url: str, model: str, prompt: str, new_tokens: int, i
     return Answer(first, time.perf_counter() - begin, counted or pieces)
 
 
-async def _at_rate(url: str, model: str, rate: float, requests: int, words: int, new_tokens: int) -> Figures:
+async def _at_rate(
+    url: str, model: str, rate: float, requests: int, words: int, new_tokens: int, trusted: ssl.SSLContext
+) -> Figures:
     import httpx
 
     draw = random.Random(f"{rate}")
@@ -83,7 +86,7 @@ async def _at_rate(url: str, model: str, rate: float, requests: int, words: int,
     key = os.environ.get("VLLM_API_KEY")  # as the server itself has it
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")  # which no proxy knows
-    async with httpx.AsyncClient(limits=limits, headers=headers, trust_env=not here) as client:
+    async with httpx.AsyncClient(limits=limits, headers=headers, trust_env=not here, verify=trusted) as client:
         vllm = (await client.get(f"{url}/version")).status_code == 200
         begin, tasks, at = time.perf_counter(), [], 0.0
         for prompt in prompts:
@@ -106,12 +109,15 @@ async def _at_rate(url: str, model: str, rate: float, requests: int, words: int,
     return Figures(rate, requests, failed, medians[0], late(ttft), medians[1], late(tpot), total / seconds)
 
 
-def measure(url: str, model: str, rate: float, requests: int, words: int, new_tokens: int) -> Figures:
+def measure(
+    url: str, model: str, rate: float, requests: int, words: int, new_tokens: int, insecure: bool = False
+) -> Figures:
     """Send ``requests`` completions of ``words`` words at ``rate`` a second, at random moments, and wait for all.
 
-    They bear the key of ``VLLM_API_KEY``, if it is set.
+    They bear the key of ``VLLM_API_KEY``, if it is set.  insecure: any certificate is good enough.
 
-    Raises KernelError where no server answers or httpx is absent, OptionError for a rate that is none.
+    Raises KernelError where no server answers, none whose certificate is trusted, or httpx is absent; OptionError for a
+    rate that is none, and certificates that cannot be read.
     """
     if not rate > 0:
         raise OptionError(f"a rate is a number of requests a second above 0, not {rate}")
@@ -120,12 +126,23 @@ def measure(url: str, model: str, rate: float, requests: int, words: int, new_to
     except ImportError:
         raise KernelError("measuring a server needs httpx: pip install 'anybit[serve]'") from None
     try:
-        return asyncio.run(_at_rate(url, model, rate, requests, words, new_tokens))
-    except httpx.ConnectError:
+        # Reads SSL_CERT_FILE, also for a server on this machine, of which no proxy is asked.
+        trusted = httpx.create_ssl_context(verify=not insecure)
+    except OSError as error:
+        raise OptionError(f"SSL_CERT_FILE or SSL_CERT_DIR names no certificates: {one_line(error)}") from None
+    try:
+        return asyncio.run(_at_rate(url, model, rate, requests, words, new_tokens, trusted))
+    except httpx.ConnectError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise KernelError(
+                f"the certificate of {url} is not trusted ({one_line(error)}): set SSL_CERT_FILE to it or to its "
+                "authority's, or take any (anybit bench --insecure)"
+            ) from None
         raise KernelError(f"no server answers at {url}: start one with `anybit serve {model}`") from None
     except (httpx.HTTPError, httpx.InvalidURL, ExceptionGroup) as error:  # a group: of a port that is none
         inner = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-        raise KernelError(f"{url} does not answer as a server does: {one_line(inner)}") from None
+        hint = " (one with a certificate has an address of https://)" if url.startswith("http://") else ""
+        raise KernelError(f"{url} does not answer as a server does: {one_line(inner)}{hint}") from None
 
 
 def check_picture(path: Path) -> None:
