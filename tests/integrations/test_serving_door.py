@@ -155,7 +155,7 @@ def test_prompts_and_answers_stay_within_the_context() -> None:
     assert seen == [40, 7, 40]
     with pytest.raises(fastapi.HTTPException, match="the prompt has 100 tokens, and with its answer 100 at most"):
         served.generate(input_ids=torch.zeros(1, 100), generation_config=SimpleNamespace(max_new_tokens=1))
-    with pytest.raises(fastapi.HTTPException, match="the tokenizer of m gives token 10, and its model has 10"):
+    with pytest.raises(fastapi.HTTPException, match="the tokenizer of m gives token 10, but the model has only 10"):
         served.generate(input_ids=torch.tensor([[3, 10]]), generation_config=SimpleNamespace(max_new_tokens=1))
 
 

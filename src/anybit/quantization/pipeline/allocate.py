@@ -1,14 +1,14 @@
-"""Widths for layers: as few bits as asked for, where a text shows that they cost least.
+"""Mixed precision: a bit-width for every layer, within a size budget and with the least estimated loss on a text.
 
-What a layer loses is measured to second order. Over a calibration text, with x the inputs of a layer, g the gradients
-of log p(y) at its outputs, and y drawn from the model's own predictions (so that squares of g are the diagonal of the
-Fisher information), the model's KL divergence in nats, when the weights W become W + D, is near
+Losses are estimated to second order. Over a calibration text, with x the inputs of a layer, g the gradients of log p(y)
+at its outputs, and y sampled from the model's own predictions (so that g^2 estimates the diagonal of the Fisher
+information), changing the weights W to W + D costs a KL divergence, in nats, of about
 
     1/2 sum over tokens t and outputs i of g_ti^2 (D x_t)_i^2
 
-Each layer is rounded to nearest at every width for that. Then the widths are chosen by the steepest fall of loss per
-stored bit (a multiple-choice knapsack, on the lower convex hull of each choice). Layers that read the same input get
-one width, so that they still run as one product.
+with D measured by rounding each layer to nearest at every width. Widths are then chosen greedily by the steepest
+decrease of loss per stored bit (a multiple-choice knapsack, on the lower convex hull of each layer's choices). Layers
+that share an input get the same width, so that they still run as one fused GEMM.
 """
 
 import itertools
@@ -33,9 +33,9 @@ from anybit.quantization.pipeline.stream import Job, experts_of
 from anybit.scheme import WeightFormat
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
-"""The widths that are tried, in bits."""
+"""The candidate widths, in bits."""
 OPTIONS = ("text", "tokens", "sequences", "length", "device", "seed")
-"""The options of a method that a search reads, too."""
+"""The options of a method that the search also uses."""
 
 _TOKENS = 2048
 _TOKENS_ON_A_GPU = 16384
@@ -45,7 +45,7 @@ _ROWS = 256  # outputs of a layer that stand for all of them
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A width for the layers that share an input. bits: stored, scales included. loss: nats a token, estimated."""
+    """A width for the layers that share an input. bits: stored, scales included. loss: estimated nats per token."""
 
     width: int
     bits: float
@@ -53,20 +53,20 @@ class Choice:
 
 
 def allocate(job: Job, bits: float | None = None, memory: float | None = None, context: int | None = None) -> Job:
-    """The job with a scheme for every layer, chosen so that together they meet a size.
+    """The job with a width for every layer, chosen to meet a size budget.
 
-    The job's scheme says all but the width; layers with overrides keep those, and count.
-    bits: stored bits a weight, on average over all quantized layers and experts, scales included.
-    memory: bytes of all tensors of the result.  One of the two is to be given.
-    context: with memory, leave room in it for so many tokens of a KV cache, in the scheme's format or in 16 bits.
-    Raises OptionError for a size that no choice meets, TextError without a text.
+    The job's scheme determines everything but the width; layers with overrides keep those, and count.
+    bits: stored bits per weight, averaged over all quantized layers and experts, scales included.
+    memory: bytes of all tensors of the result.  Give exactly one of the two.
+    context: with memory, reserve room for a KV cache of so many tokens, in the scheme's format or in 16 bits.
+    Raises OptionError for a budget that cannot be met, TextError without a text.
     """
     if context is not None and (memory is None or context < 1):
         raise OptionError(
-            f"context, {context}, is tokens of a cache in memory: at least 1, and give memory, a size, too"
+            f"context (tokens of a KV cache within memory) must be at least 1 and needs option memory, not {context}"
         )
     if (bits is None) == (memory is None):
-        raise OptionError("give bits, an average, or memory, a size: one of them, and not both")
+        raise OptionError("give either bits (average per weight) or memory (bytes of the result), not both")
     size = bits if memory is None else memory
     if size is not None and math.isnan(size):
         raise OptionError(f"{'bits' if memory is None else 'memory'} must be a number, not {size}")
@@ -109,7 +109,7 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
 
 
 def choose(units: Sequence[Sequence[Choice]], budget: float) -> list[int]:
-    """A width for every unit, their bits within a budget: from the fewest on, each step where a bit helps most."""
+    """A width for every unit within a budget of bits: greedily from the fewest, where a bit gains most."""
     hulls = [_hull(choices) for choices in units]
     at = [0] * len(hulls)
     spent = sum(hull[0].bits for hull in hulls)
@@ -118,7 +118,7 @@ def choose(units: Sequence[Sequence[Choice]], budget: float) -> list[int]:
         for unit, hull in enumerate(hulls)
         for place, (before, after) in enumerate(itertools.pairwise(hull))
     ]
-    for _, unit, place, more in sorted(steps):  # on a hull gains fall, so a unit's steps come in their order
+    for _, unit, place, more in sorted(steps):  # gains decrease along a hull, so a unit's steps come in order
         if at[unit] == place and spent + more <= budget:
             at[unit] += 1
             spent += more
@@ -127,9 +127,9 @@ def choose(units: Sequence[Sequence[Choice]], budget: float) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """What layers read, and how much the model's predictions hang on what they give, at some tokens of a text.
+    """Inputs of layers and squared gradients of log p(y) at their outputs, at sampled tokens of a text.
 
-    units: layers that share an input.  inputs: of each unit, float32 [tokens, K].  gradients: squared, of each layer,
+    units: layers that share an input.  inputs: of each unit, float32 [tokens, K].  gradients: squared, by layer,
     float32 [tokens, N].
     """
 
@@ -139,9 +139,9 @@ class Samples:
 
 
 def sample(model: Any, sequences: Iterable[Tensor], names: Sequence[str], seed: int = 0) -> Samples:
-    """Run a model in floats over sequences int64 [T], forward and backward; the model itself is left as it was.
+    """Run a floating-point model forward and backward over sequences int64 [T]; the model is not changed.
 
-    Raises CalibrationError, with its name, for a layer that no token reaches.
+    Raises CalibrationError, naming the layer, if no token reaches it.
     """
     sequences, device = list(sequences), next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)
@@ -149,7 +149,7 @@ def sample(model: Any, sequences: Iterable[Tensor], names: Sequence[str], seed: 
     units: list[list[str]] = []
     inputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
-    held: list[Tensor] = []  # inputs of the first sequence, so that no address is used twice
+    held: list[Tensor] = []  # inputs of the first sequence, kept alive so that no address is reused
     picked = torch.empty(0, dtype=torch.int64)
 
     def take(x: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def sample(model: Any, sequences: Iterable[Tensor], names: Sequence[str], seed: 
 
 
 def loss_of(weight: Tensor, format: WeightFormat, x: Tensor, squares: Tensor) -> float:
-    """Nats a token that a layer's weight [N, K] loses in a format, by its inputs and its squared gradients."""
+    """Estimated loss in nats per token of quantizing a weight [N, K], from its inputs and squared gradients."""
     rows = torch.arange(0, len(weight), max(len(weight) // _ROWS, 1), device=weight.device)
     part = weight[rows]
     difference = quantize_weight(part, format).dequantize(torch.float32) - part.float()
@@ -213,7 +213,7 @@ def loss_of(weight: Tensor, format: WeightFormat, x: Tensor, squares: Tensor) ->
 def _measure(
     job: Job, model: Any, layers: Mapping[str, LinearLayer], samples: Samples, formats: Mapping[int, WeightFormat]
 ) -> dict[tuple[str, ...], list[Choice]]:
-    """What every width costs and loses, for the layers that share an input."""
+    """Stored bits and loss of every width, for each unit of layers that share an input."""
     total, done = sum(layer.n * layer.k for layer in layers.values()), 0
     units: dict[tuple[str, ...], list[Choice]] = {}
     for names, x in zip(samples.units, samples.inputs, strict=True):
@@ -231,7 +231,7 @@ def _measure(
 
 
 def _hull(choices: Sequence[Choice]) -> list[Choice]:
-    """The choices that are best for some price of a bit, from the fewest bits on: each loses less, by less a bit."""
+    """The lower convex hull of choices by bits: losses decrease, by ever less per bit."""
     hull: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: choice.bits):
         if hull and choice.loss >= hull[-1].loss:
@@ -251,14 +251,14 @@ def _kind(job: Job, name: str) -> torch.dtype:
 
 
 def _stored(job: Job, layer: LinearLayer, format: WeightFormat) -> float:
-    """The bits that a layer's tensors take in a checkpoint."""
+    """Bits of a layer's tensors in a checkpoint."""
     sizes = {"weight_scale": max(_kind(job, layer.name).itemsize, 2), "weight_shape": 8}
     shapes = layer_shapes(layer.n, layer.k, format)
     return 8.0 * sum(sizes.get(name, 4) * math.prod(shape) for name, shape in shapes.items())
 
 
 def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: float | None) -> float:
-    """The bits that are left for the layers without an override."""
+    """The budget in bits for the layers without an override."""
     every = [*job.layers, *job.embeddings]
     fixed = sum(_stored(job, layer, job.scheme_of(layer.name).weights) for layer in every if layer not in free)
     if bits is not None:
@@ -271,7 +271,7 @@ def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: f
 
 
 def _cache_bytes(job: Job, context: int) -> float:
-    """Bytes of a KV cache of so many tokens, in the scheme's format or in 16 bits, where all layers keep all tokens."""
+    """Bytes of a KV cache of ``context`` tokens in all layers, in the scheme's format or in 16 bits."""
     config = job.model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -282,7 +282,7 @@ def _cache_bytes(job: Job, context: int) -> float:
 def _reached(
     job: Job, free: Sequence[LinearLayer], least: float, budget: float, bits: float | None, memory: float | None
 ) -> str:
-    """What the fewest bits come to, to end an error with."""
+    """The size at the smallest width, for the end of an error message."""
     if memory is not None:
         return f"with {min(WIDTHS)} bits for every layer the model takes {memory + (least - budget) / 8:.0f} bytes"
     assert bits is not None

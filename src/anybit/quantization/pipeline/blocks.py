@@ -1,4 +1,4 @@
-"""The blocks of a transformer, run one at a time: what enters each, and which linear layers read the same input."""
+"""Run a transformer's blocks one at a time: their inputs, and which linear layers share an input."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from anybit.errors import CalibrationError, one_line
 
 
 class _Stop(Exception):  # noqa: N818  control flow, not an error
-    """Raised by a hook when the rest of a forward pass is not needed."""
+    """Raised by a hook to end a forward pass early."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """How a model calls one of its blocks, hidden states aside: the same for every run over the same tokens."""
+    """The arguments with which a model calls one of its blocks, except hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -30,7 +30,7 @@ class Call:
         return self._with(lambda tensor: tensor.to(device))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of the call, in an order that ``with_tensors`` takes."""
+        """The tensors of the call, in the order of ``with_tensors``."""
         found: list[Tensor] = []
 
         def look(tensor: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ class Call:
 
 
 class Store:
-    """Tensors by number, in memory up to a budget, beyond it in files of a folder: activations between blocks.
+    """Tensors by number (activations between blocks): in memory up to a budget, then in files of a folder.
 
-    The files lie in a folder of their own inside the given one, so that runs may share it; ``clear``, the end of the
-    store, and after a kill the next run remove it.
+    Files go into a scratch subfolder, so that runs may share the folder; it is removed by ``clear``, at the end of the
+    store or, after a kill, by the next run.
     """
 
     def __init__(self, folder: Path | None = None, budget: int = 8 << 30) -> None:
@@ -73,7 +73,7 @@ class Store:
                     self._folder.mkdir(parents=True, exist_ok=True)
                     self._scratch = Scratch(self._folder)
                 torch.save(value, self._path(key))
-            except (OSError, RuntimeError) as error:  # torch's own, of a disk that is full
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a disk is full
                 raise CalibrationError(
                     f"option spill: {value.nbytes} bytes of activations cannot be written into {self._folder} "
                     f"({one_line(error)}): name a folder with more space, or use fewer tokens"
@@ -98,7 +98,7 @@ class Store:
         return self._scratch.path / f"{key}.pt"
 
     def clear(self) -> None:
-        """Drop everything, files included."""
+        """Remove all tensors and files."""
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
@@ -108,9 +108,9 @@ class Store:
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a model's transformer blocks: the ModuleList of its text part with the most parameters.
+    """(name, list) of a model's transformer blocks: the ModuleList of its decoder with the most parameters.
 
-    A tower for images may be larger than that of the text, which alone is quantized.
+    A vision tower, which is not quantized, may be larger than the decoder. Raises CalibrationError if there is no list.
     """
     find = getattr(model, "get_decoder", None)
     decoder = find() if callable(find) else None
@@ -120,12 +120,12 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = [(name, module) for name, module in lists if len({type(block) for block in module}) == 1]
     if not lists:
         raise CalibrationError(f"{type(model).__name__} has no list of blocks to calibrate one after the other")
-    # Of equally large ones (a list that holds a single list) the outermost comes first.
+    # Among equals (a list that holds a single list) max takes the outermost.
     return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
 def linear_modules(block: nn.Module, prefix: str, names: set[str]) -> dict[str, nn.Module]:
-    """The linear layers of a block that are to be quantized, by their full names."""
+    """The linear layers of a block that are in ``names``, by full name."""
     return {
         f"{prefix}.{name}": module
         for name, module in block.named_modules()
@@ -134,7 +134,7 @@ def linear_modules(block: nn.Module, prefix: str, names: set[str]) -> dict[str, 
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of a linear layer as [N, K]; Conv1D keeps it the other way round."""
+    """The weight of a linear layer as [N, K]; Conv1D stores [K, N]."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     data: Tensor = weight.data
@@ -142,7 +142,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def set_weight(module: nn.Module, weight: Tensor) -> None:
-    """Give a linear layer a weight [N, K], in the dtype that it has."""
+    """Set a linear layer's weight from [N, K], keeping its dtype."""
     own = module.weight
     assert isinstance(own, Tensor)
     own.data = (weight.T if isinstance(module, Conv1D) else weight).to(own).contiguous()
@@ -152,9 +152,9 @@ def set_weight(module: nn.Module, weight: Tensor) -> None:
 def first_inputs(
     model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], keep: Callable[[int, Tensor], None]
 ) -> list[list[Call]]:
-    """How each block is called, as calls[block][batch]; ``keep`` gets what enters the first block for each batch.
+    """How each block is called, as calls[block][batch]; ``keep`` gets the first block's input for each batch.
 
-    The blocks themselves do not run (the first does once, on a few tokens, to learn whether blocks return tuples).
+    Blocks themselves do not run, except the first, once on a few tokens, to see whether it returns a tuple.
     """
     returns_tuple = _returns_tuple(model, blocks[0], batches[0][:1, :8])
     calls: list[list[Call]] = [[] for _ in blocks]
@@ -205,7 +205,7 @@ def _returns_tuple(model: nn.Module, block: nn.Module, tokens: Tensor) -> bool:
 
 
 def run_block(block: nn.Module, x: Tensor, call: Call) -> Tensor:
-    """The hidden states that leave a block."""
+    """The output hidden states of a block."""
     out = block(x, *call.args, **call.kwargs)
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
@@ -213,9 +213,9 @@ def run_block(block: nn.Module, x: Tensor, call: Call) -> Tensor:
 
 @torch.no_grad()
 def stages(block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Call) -> list[list[str]]:
-    """The linear layers in the order in which they run, those that read one and the same input together."""
+    """The linear layers in execution order, grouped by shared input."""
     found: list[list[str]] = []
-    seen: list[Tensor] = []  # held, so that no address is used twice
+    seen: list[Tensor] = []  # kept alive, so that no address is reused
 
     def hook(name: str) -> Callable[..., None]:
         def record(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -242,7 +242,7 @@ def stages(block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Cal
 
 @torch.no_grad()
 def input_of(block: nn.Module, module: nn.Module, x: Tensor, call: Call) -> Tensor:
-    """What a linear layer of a block reads, [tokens, K]; what comes after it does not run."""
+    """The input of one linear layer of a block, [tokens, K]; nothing after it runs."""
     found: list[Tensor] = []
 
     def record(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -263,7 +263,7 @@ def input_of(block: nn.Module, module: nn.Module, x: Tensor, call: Call) -> Tens
 def run_and_look(
     block: nn.Module, modules: dict[str, nn.Module], x: Tensor, call: Call
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What some linear layers of a block read, [tokens, K] each by name, and the hidden states that leave the block."""
+    """The inputs of some linear layers of a block, [tokens, K] each by name, and the block's output."""
     found: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -283,7 +283,7 @@ def run_and_look(
 
 @contextmanager
 def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep a block on a device for the time of a ``with``; afterwards it is where it was."""
+    """A context in which a block is on a device; afterwards it moves back."""
     home = next(block.parameters()).device
     block.to(device)
     try:
@@ -293,7 +293,7 @@ def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A value with all tensors in it changed."""
+    """A nested value with ``change`` applied to all its tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -311,10 +311,10 @@ def reduce_inputs(
     batches: Sequence[Tensor],
     merge: Callable[[nn.Module, Tensor, Tensor | None], Tensor],
 ) -> dict[nn.Module, Tensor]:
-    """What some layers of a whole model see of a text, one tensor each.
+    """Reduce the inputs of some layers of a model over a text to one tensor each.
 
-    batches: token ids, int64 [B, L] each.  merge: from a layer, a batch of its inputs [tokens, K], and what was found
-    so far (None at first), to what is found now.  Raises CalibrationError, naming the layer, if that is not finite.
+    batches: token ids, int64 [B, L] each.  merge: (layer, a batch of its inputs [tokens, K], the result so far or None)
+    -> the new result.  Raises CalibrationError, naming the layer, if a result is not finite.
     """
     found: dict[nn.Module, Tensor] = {}
 

@@ -1,9 +1,9 @@
 """Calibration, block by block: each linear layer is quantized on the inputs that it will see in the quantized model.
 
-Two streams of hidden states run side by side: ``reference``, the unquantized model's, and ``quantized``, in which all
-earlier blocks are quantized already. One block's statistics are in memory at a time. After each block its layers are
-written to the resume folder, if there is one; a later run with the same model, text and options takes them from there
-and goes on with the same result, bit for bit.
+Two streams of hidden states advance in step: ``reference``, the unquantized model's, and ``quantized``, in which all
+earlier blocks are quantized. Only one block's statistics are in memory. Finished blocks are written to the resume
+folder, if there is one; a later run with the same model, text and options continues from there, with bitwise equal
+results.
 """
 
 import copy
@@ -26,15 +26,15 @@ from anybit.quantization.pipeline import resume as resuming
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, Scheme
 
-# Fewer tokens than this cannot say much about a layer of any real model.
+# Fewer tokens cannot characterize a layer of any real model.
 MINIMUM_TOKENS = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """What calibration saw at the input of a linear layer, x in the quantized model and x' in the original.
+    """Statistics of a linear layer's inputs, x in the quantized model and x' in the original.
 
-    hessian: mean of x x^T, float32 [K, K].  drift: mean of (x' - x) x^T, or None if it was not asked for.
+    hessian: mean of x x^T, float32 [K, K].  drift: mean of (x' - x) x^T, float32 [K, K], or None if not followed.
     """
 
     hessian: Tensor
@@ -42,9 +42,10 @@ class Statistics:
     tokens: int
 
     def corrected(self, weight: Tensor, strength: float = 1.0, damping: float = 0.01) -> Tensor:
-        """The weight [N, K] that best answers x as the original answers x': W + W drift (H + damping)^-1.
+        """The weight [N, K] whose outputs for x best match the original's for x': W + W drift (H + damping I)^-1.
 
-        Errors of earlier layers are so undone as far as this layer can; strength 0 leaves the weight as it is.
+        This compensates errors of earlier layers; damping is relative to the mean diagonal of H, and strength 0 returns
+        the weight unchanged.
         """
         if self.drift is None or strength == 0:
             return weight
@@ -56,22 +57,22 @@ class Statistics:
 
 
 class LayerQuantizer(Protocol):
-    """Quantizes a layer, or several that read the same input stacked: rows do not depend on each other.
+    """Quantizes a layer, or several with the same input, stacked along N: rows are independent.
 
-    weight: float32 [N, K].  statistics: of their input.  name: of the layer or layers, for errors.
+    weight: float32 [N, K].  statistics: of the input.  name: of the layer or layers, for errors.
     """
 
     def __call__(self, weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
-        """The weight in the format that was asked for."""
+        """Quantize the weight."""
         ...
 
 
 @dataclass(eq=False)
 class BlockTask:
-    """A block whose layers have been quantized, for those who refine it further, with inputs and wanted outputs.
+    """A block with quantized layers, for a ``Refiner`` to improve.
 
-    weights is to be updated in place; the modules of ``block`` already hold the dequantized weights.
-    config: of the model.
+    weights: to be updated in place; the modules of ``block`` hold their dequantized values.  inputs, wanted: the
+    quantized model's inputs and the original's outputs, by batch.  config: of the model.
     """
 
     index: int
@@ -96,8 +97,8 @@ class Calibration:
     """How to walk through a model.
 
     drift: follow the original model's activations too, so that layers can correct for earlier errors (twice the
-    forward passes).  device: where blocks are worked on, one at a time.  resume: a folder for finished blocks.
-    spill: a folder for activations beyond ``budget`` bytes.  batch_tokens: tokens that run together.
+    forward passes).  device: where blocks are processed, one at a time.  resume: a folder for finished blocks.
+    spill: a folder for activations beyond ``budget`` bytes.  batch_tokens: tokens per forward pass.
     """
 
     drift: bool = True
@@ -119,7 +120,7 @@ def tokenized(
 
 
 def read_text(path: Path | str) -> str:
-    """A text to calibrate or to evaluate on. Raises TextError if it is missing, empty or not UTF-8."""
+    """Read a text for calibration or evaluation. Raises TextError if it is missing, empty or not UTF-8."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -135,7 +136,7 @@ def read_text(path: Path | str) -> str:
 
 
 def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
-    """Token ids from a JSON file, a list of lists of any lengths. Raises TextError, saying where, for anything else."""
+    """Token ids from a JSON file: a list of lists of any lengths. Raises TextError, with the place, otherwise."""
     text = read_text(path)
     try:
         found = json.loads(text)
@@ -155,7 +156,7 @@ def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
 
 
 def checked_sequences(found: Any, vocabulary: int) -> list[Tensor]:
-    """Token ids from the option ``sequences``. Raises OptionError for anything but lists of them."""
+    """Token ids from the option ``sequences``. Raises OptionError for anything but lists of token ids."""
     sequences = []
     for i, sequence in enumerate(found if hasattr(found, "__iter__") else [found]):
         try:
@@ -165,16 +166,16 @@ def checked_sequences(found: Any, vocabulary: int) -> list[Tensor]:
         whole = ids.ndim == 1 and not (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool))
         if not whole or bool(((ids < 0) | (ids >= vocabulary)).any()):
             raise OptionError(
-                f"option sequences must be lists of token ids from 0 to {vocabulary - 1}; sequence {i} is another thing"
+                f"option sequences must be lists of token ids from 0 to {vocabulary - 1}; sequence {i} is not one"
             )
         sequences.append(ids.to(torch.int64))
     return sequences
 
 
 def batched(sequences: Iterable[Tensor | Sequence[int]], batch_tokens: int) -> list[Tensor]:
-    """Sequences of any lengths as batches of equal length without padding, int64 [B, L], of about batch_tokens each.
+    """Batch sequences by length, without padding: int64 [B, L] each, of about batch_tokens tokens.
 
-    Raises TextError if all together hold fewer than MINIMUM_TOKENS.
+    Raises TextError for fewer than MINIMUM_TOKENS tokens in all.
     """
     by_length: dict[int, list[Tensor]] = {}
     for sequence in sequences:
@@ -204,13 +205,13 @@ def calibrate(
     progress: Progress | None = None,
     overrides: Mapping[str, Scheme] | None = None,
 ) -> dict[str, QuantizedWeight]:
-    """Quantize the named linear layers inside a model's blocks; the model itself is left as it was.
+    """Quantize the named linear layers inside a model's blocks; the model itself is not changed.
 
     model: a causal language model of transformers, in any float dtype.  sequences: token ids, any lengths.
-    names: full names of the layers to quantize; those outside the blocks are not touched.
-    overrides: schemes of single layers, by name or pattern; the quantizer gets layers of one scheme at a time.
-    progress: called after each block with blocks done, blocks in all, and the seconds that are left.
-    Returns the quantized weights by name. Raises CalibrationError with a layer's name, and TextError for a short text.
+    names: full names of the layers to quantize; those outside the blocks are ignored.
+    overrides: per-layer schemes, by name or pattern; the quantizer gets layers of one scheme at a time.
+    progress: called after each block with blocks done, blocks in all, and the seconds left.
+    Returns the quantized weights by name. Raises CalibrationError, naming the layer, and TextError for a short text.
     """
     settings = settings or Calibration()
     batches = batched(sequences, settings.batch_tokens)
@@ -231,7 +232,7 @@ def calibrate(
 
 
 class _Run:
-    """One walk through a model: both streams, and what has been quantized so far."""
+    """One pass over a model's blocks: both streams, and the layers quantized so far."""
 
     def __init__(
         self,
@@ -252,11 +253,11 @@ class _Run:
         self.count = len(batches)
         self.stores: list[walk.Store] = []
         self.quantized = self._store()
-        # Learned rounding wants the original's outputs as well.
+        # Refiners need the original's outputs as targets.
         self.follow = settings.drift or refine is not None
         self.reference = self._store() if self.follow else None
         hidden: dict[int, Tensor] = {}
-        # What may be spilled goes there at once; without a place for that all of it is in memory anyway.
+        # With a spill folder, inputs go straight to the stores; otherwise they are all in memory anyway.
         keep = hidden.__setitem__ if settings.spill is None else self._enter
         self.calls = walk.first_inputs(model, self.blocks, [tokens.to(home) for tokens in batches], keep)
         place = self.device if _fits(list(hidden.values()), self.device, settings) else home
@@ -269,23 +270,23 @@ class _Run:
             self.resume = resuming.Folder(settings.resume, key)
 
     def _enter(self, index: int, x: Tensor) -> None:
-        """Both streams begin with what enters the first block."""
+        """Start both streams with the input of the first block."""
         self.quantized[index] = x.clone()
         if self.reference is not None:
             self.reference[index] = x
 
     def _store(self, part: int = 1) -> walk.Store:
-        """A place for activations, with a part of the budget."""
+        """A store for activations, with 1 / part of the budget."""
         self.stores.append(walk.Store(self.settings.spill, self.settings.budget // part))
         return self.stores[-1]
 
     def finish(self) -> None:
-        """Drop the activations, wherever they are."""
+        """Free the activations in memory and on disk."""
         for store in self.stores:
             store.clear()
 
     def block(self, index: int) -> bool:
-        """Quantize a block and move both streams past it; False if it came from the resume folder."""
+        """Quantize a block and advance both streams past it; False if it came from the resume folder."""
         name = f"{self.prefix}.{index}"
         original = self.blocks[index]
         work = copy.deepcopy(original).requires_grad_(False).to(self.device)
@@ -316,7 +317,7 @@ class _Run:
     def _quantize(
         self, name: str, original: nn.Module, work: nn.Module, linears: dict[str, nn.Module], calls: list[walk.Call]
     ) -> dict[str, QuantizedWeight]:
-        """Quantize a block's layers in the order in which they run, and move the reference stream past it."""
+        """Quantize a block's layers in execution order, and advance the reference stream past it."""
         weights: dict[str, QuantizedWeight] = {}
         plain = walk.linear_modules(original, name, self.names)
         stages = walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]) if linears else []
@@ -335,7 +336,7 @@ class _Run:
         return weights
 
     def _look(self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]) -> dict[str, walk.Store]:
-        """Move the reference stream past a block; if drift is followed, what some of its layers read on the way."""
+        """Advance the reference stream past a block; returns the inputs of some of its layers if drift is followed."""
         if self.reference is None or not self.settings.drift:
             self._pass(self.reference, original, calls)
             return {}
@@ -350,7 +351,7 @@ class _Run:
     def _statistics(
         self, work: nn.Module, module: nn.Module, layer: str, original: walk.Store | None, calls: list[walk.Call]
     ) -> Statistics:
-        """Statistics of a layer's input in the block under work; ``original``: what it reads in the original model."""
+        """Statistics of a layer's input in the quantized block; original: its inputs in the original model."""
         hessian: Tensor | None = None
         drift: Tensor | None = None
         tokens = 0
@@ -379,7 +380,7 @@ class _Run:
     def _pass(
         self, stream: walk.Store | None, block: nn.Module, calls: list[walk.Call], name: str | None = None
     ) -> None:
-        """Move a stream past a block. The inputs of the quantized stream are kept until then: order matters."""
+        """Advance a stream past a block, in place: its inputs are gone afterwards."""
         if stream is None:
             return
         for i in range(self.count):
@@ -396,7 +397,7 @@ class _Run:
         weights: dict[str, QuantizedWeight],
         calls: list[walk.Call],
     ) -> None:
-        """Let the refiner improve a block: by now ``reference`` holds the wanted outputs, ``quantized`` the inputs."""
+        """Let the refiner improve a block; ``reference`` already holds its target outputs, ``quantized`` its inputs."""
         assert self.reference is not None and self.refine is not None
         reference = self.reference
         plain = walk.linear_modules(self.blocks[index], f"{self.prefix}.{index}", self.names)
@@ -419,7 +420,7 @@ class _Run:
 
 
 def _fits(hidden: list[Tensor], device: torch.device, settings: Calibration) -> bool:
-    """Whether a GPU holds both streams, and what they make on their way, so that they need not come and go."""
+    """Whether both streams fit on the GPU with room for activations, so that they need no host copies."""
     if device.type != "cuda" or settings.spill is not None:
         return False
     free, _ = torch.cuda.mem_get_info(device)
@@ -427,7 +428,7 @@ def _fits(hidden: list[Tensor], device: torch.device, settings: Calibration) -> 
 
 
 def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> None:
-    """Let linear layers read quantized activations, as they will."""
+    """Quantize the inputs of linear layers with forward pre-hooks, as at inference."""
     if not format.quantized:
         return
 
@@ -443,7 +444,7 @@ def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> No
 def fingerprint(
     model: nn.Module, batches: list[Tensor], schemes: Quantization, names: set[str], settings: Calibration
 ) -> str:
-    """What a resumed run must share with the interrupted one: weights, text, scheme and options, as a word."""
+    """A hash of what a resumed run must share with the interrupted one: weights, text, scheme and options."""
     digest = hashlib.sha256()
     others = {layer: str(scheme) for layer, scheme in schemes.overrides.items()}
     scheme = [str(schemes.scheme), others] if others else str(schemes.scheme)
@@ -452,7 +453,7 @@ def fingerprint(
     for tokens in batches:
         digest.update(str(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
     for name, parameter in model.named_parameters():
-        # Sums of halves tell any two real checkpoints apart, at a thousandth of the cost of hashing every byte.
+        # Sums of halves distinguish any two real checkpoints, at a thousandth of the cost of hashing every byte.
         flat = parameter.detach().flatten()
         sums = [float(part.double().sum()) for part in flat.tensor_split(2)]
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {sums}".encode())

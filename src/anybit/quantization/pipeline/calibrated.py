@@ -1,13 +1,14 @@
-"""The calibrated methods behind ``anybit quantize``: load the model, look at a text, quantize, save.
+"""The calibrated methods behind ``anybit quantize``: load the model, calibrate on a text, quantize, save.
 
     gptq           error feedback, block by block
     blockwise      gptq, then rounding and scales learned block by block
     distill        gptq, then rounding and scales learned end to end
-    smooth         outliers of activations move into the weights, then gptq
-    rotate         a Hadamard rotation spreads outliers, then gptq
-    smooth_rotate  smoothing and a rotation of every layer's input, then gptq
+    smooth         SmoothQuant: activation outliers move into the weights, then gptq
+    rotate         QuaRot: a Hadamard rotation spreads outliers, then gptq
+    smooth_rotate  smoothing and an online rotation of every layer's input, then gptq
 
-Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; the last three do on a GPU.
+``block_passes`` or ``learn_tokens`` add learning to any of them; the last three learn by default on a GPU, if
+activations are quantized.
 """
 
 import math
@@ -83,33 +84,33 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(("drift", "strength", "choosing", "decay"), (0, 1)),
     **dict.fromkeys(_AT_LEAST_0, (0, None)),
 }
-"""The least and the most that options may be."""
+"""The least and greatest values of options."""
 _SAME = 0.05
-"""How far logits may move, in parts of their size, where a model is changed and computes the same."""
+"""The largest relative change of logits by a transformation that should not change the model's function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """Settings of the calibrated methods.
 
-    text: a file to calibrate on, or with the ending .json the token ids of sequences.  sequences: the same, as lists.
-    tokens: how many are used, in sequences of ``length`` (by default 16384, and on a GPU 32768, or 131072 where blocks
-    learn from them).
-    start: where learning starts: "gptq", or "nearest", rounding the (corrected) weights to nearest.
-    drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
-    order, damping, passes: see ``gptq.GPTQ``.  block_passes: over the text, to learn each block against
-    its original output (``methods.blockwise``).  learn_tokens, learn_passes, step_tokens, place_rate,
-    scale_rate, gain_rate: see ``anybit.quantization.methods.distill``; what is None is chosen by ``learning``.
-    mask_passes: over the text, in which ``distill`` first learns the masks of 2:4 schemes, and what they keep
-    (``pipeline.masks``); 0 leaves masks as gptq chose them.  weight_rate, choosing, decay: see ``methods.distill``.
-    generated_tokens: that the model adds to the text itself, for 2:4 schemes; None is a million on a GPU, else 0.
-    strength: how much of the outliers smoothing moves; None finds it for each pair (0.5 where a rotation follows).
-    scale_steps, between_rate: in how many steps these scales then learn, and how fast (``learn.scales``);
-    None is 64 on a GPU, else 0.
+    text: a file to calibrate on; a .json file holds lists of token ids.  sequences: the same, as Python lists.
+    tokens: how many to calibrate on, in sequences of ``length`` (default 16384; on a GPU 32768, or 131072 if blocks
+    learn).
+    start: how codes start: "gptq", or "nearest", which rounds the (corrected) weights to nearest.
+    drift: how far each layer corrects earlier layers' errors, from 0 (plain GPTQ) to 1.
+    order, damping, passes: see ``gptq.GPTQ``.  block_passes: passes over the text that train each block against its
+    original output (``methods.blockwise``).  learn_tokens: tokens to distill on.  learn_passes, step_tokens,
+    place_rate, scale_rate, gain_rate: see ``methods.distill``.  ``learning`` chooses for None.
+    mask_passes: passes over the text in which ``distill`` first learns 2:4 masks and the weights they keep
+    (``pipeline.masks``); 0 keeps gptq's masks.  weight_rate, choosing, decay: see ``methods.distill``.
+    generated_tokens: text that the model generates to learn 2:4 masks from; None is 2^20 on a GPU, else 0.
+    strength: smoothing's exponent; None chooses it per scaling pair (0.5 if a rotation follows).
+    scale_steps, between_rate: steps and learning rate to train these scales (``learn.scales``); None is 64 steps on a
+    GPU, else 0.
     seed: of the rotation.
     mix_heads: also rotate attention's output across heads, at run time.
-    device: where to work; None takes a GPU if there is one.
-    resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
+    device: to work on; None takes a GPU if there is one.
+    resume: a folder for finished blocks.  spill: a folder for activations beyond the memory budget.
     """
 
     text: Path | None = None
@@ -144,7 +145,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Options from names and values, which may be text. Raises OptionError for a bad name or value."""
+        """Options from names and values, which may be strings. Raises OptionError for a bad name or value."""
         known = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in given.items():
@@ -177,26 +178,26 @@ class Options:
 
     @property
     def calibration_tokens(self) -> int:
-        """How many tokens the layers are calibrated on."""
+        """How many tokens layers are calibrated on."""
         usual = (131072 if self.block_passes else 32768) if self.on_gpu else 16384
         return self.tokens if self.tokens is not None else usual
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the work is done by a GPU, which can do ten times as much of it."""
+        """Whether the work runs on a GPU, whose defaults are larger."""
         return torch.device(self.where).type == "cuda"
 
     def learning(self, method: str, scheme: Scheme) -> tuple[int, Distillation]:
-        """How many tokens codes learn from, 0 if they do not, and how.
+        """(tokens to distill on, settings); 0 tokens for no distillation.
 
-        ``distill`` always learns. On a GPU, where it takes seconds, so do the methods for quantized activations, and
-        the norms' gains with them. A GPU goes over all of a text several times; a CPU over a part of it, once.
+        ``distill`` always learns. On a GPU, where it takes seconds, so do smoothing and rotation with quantized
+        activations. Defaults: on a GPU several passes over the text, with gains; on a CPU one, over part of it.
         """
         gpu, coded, sparse = self.on_gpu, scheme.activations.quantized, scheme.weights.sparse
         learns = method == "distill" or (gpu and coded and method in ("smooth", "rotate", "smooth_rotate"))
         narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
         passes = (5.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
-        # What is far from the start wants many steps rather than smooth ones.
+        # Far from the optimum, many steps beat low-variance ones.
         usual = (4096 if coded and narrow else 8192) if gpu else 1024
         step = self.step_tokens if self.step_tokens is not None else usual
         settings = Distillation(
@@ -217,7 +218,7 @@ class Options:
         return (1 << 19 if gpu else 49152) if learns else 0, settings
 
     def masks(self, method: str, scheme: Scheme) -> tuple[Distillation, int] | None:
-        """How 2:4 masks learn, and from how many tokens that the model generates; None if they do not."""
+        """(settings, tokens to generate) for learning 2:4 masks; None if masks are not learned."""
         gpu = self.on_gpu
         passes = self.mask_passes if self.mask_passes is not None else (4.0 if gpu else 1.0)
         tokens, settings = self.learning(method, scheme)
@@ -227,7 +228,7 @@ class Options:
         return replace(settings, passes=passes), generated
 
     def scale_learning(self, scheme: Scheme) -> ScaleLearning:
-        """How scales learn; in no steps where they do not."""
+        """Settings for learning scales; 0 steps if they are not learned."""
         usual = 64 if self.on_gpu else 0
         steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
         half, tokens = fast_in_half(self.where), 8192 if self.on_gpu else 1024
@@ -235,15 +236,15 @@ class Options:
 
 
 def run(job: Job) -> Saved:
-    """Quantize a job by its method, one of those above. Raises CalibrationError, OptionError or TextError."""
+    """Run a job by one of the methods above. Raises CalibrationError, OptionError or TextError."""
     method, options = job.method, Options.of(job.options)
     if options.block_passes is None:
-        # A GPU goes over more text, some two hundred steps in all.
+        # A GPU takes more passes: some two hundred steps in all.
         options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "blockwise" else 0)
     learn, distillation = options.learning(method, job.scheme)
     passes = options.block_passes
     refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
-    # The text first: it is the cheaper thing to find missing.
+    # The text first: it is cheaper to check than the model.
     sequences = sequences_of(job, options, max(options.calibration_tokens, learn))
     if options.resume is not None:
         make_folder(options.resume)
@@ -257,7 +258,7 @@ def run(job: Job) -> Saved:
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
     if job.overrides and (learn or refine is not None):
         cause = "learn_tokens" if learn else "block_passes"
-        raise OptionError(f"learning has one scheme for all layers: leave out the overrides, or {cause}")
+        raise OptionError(f"learning needs one scheme for all layers: leave out the overrides, or {cause}")
 
     def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
         format = job.scheme_of(name.partition(", ")[0]).weights
@@ -276,9 +277,9 @@ def run(job: Job) -> Saved:
         device=options.where,
         resume=options.resume,
         spill=options.spill,
-        # A GPU is done with 4 thousand tokens before the next operation is launched; but they are a step of learning.
+        # 4096 tokens would leave a GPU launch-bound; but with a refiner a batch is also an optimizer step.
         batch_tokens=16384 if options.on_gpu and refine is None else 4096,
-        # Not the method: those that begin alike take finished blocks from each other.
+        # Not the method: methods that calibrate alike share finished blocks.
         options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
     teacher, text = model, first_of(sequences, learn)
@@ -298,12 +299,12 @@ def run(job: Job) -> Saved:
     def quantize(layer: LinearLayer, source: Tensor) -> QuantizedWeight:
         weight = weights.get(layer.name)
         if weight is None:
-            # Outside the blocks no statistics are collected: round to nearest.
+            # No statistics are collected outside the blocks: round to nearest.
             own = changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype)
             weight = quantize_weight(own, job.scheme_of(layer.name).weights)
         return weight.with_group_index() if scattered and weight.group_index is None else weight
 
-    # Writing takes a moment after calibration: it needs no progress of its own.
+    # Writing is fast beside calibration: it reports no progress.
     return write_quantized(replace(job, progress=None), quantize, changes)
 
 
@@ -315,18 +316,18 @@ def _learn(
     settings: Distillation,
     teacher: Any,
 ) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
-    """The learned weights, and the norms' gains if they learned too."""
+    """Distill; returns the learned weights, and the norms' gains if they were learned."""
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:
-            job.progress(f"learning, {loss:.3f} nats apart", done, total)
+            job.progress(f"learning, KL divergence {loss:.3f} nats", done, total)
 
     tuned: dict[str, Tensor] = {}
     return distill(model, weights, sequences, settings, job.scheme.activations, tell, tuned, teacher), tuned
 
 
 def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
-    """Smooth or rotate the model, or both; what that changes about the checkpoint."""
+    """Smooth or rotate the model, or both; returns what that changes about the checkpoint."""
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
     home = model.device
@@ -347,12 +348,12 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
         def learn() -> list[Tensor]:
             return learn_scales(model, sequences, job.scheme.activations, rotated, settings, tell)
 
-        # What was learned once a resumed run need not learn again.
+        # A resumed run takes learned scales from the resume folder.
         put_scales(model, remembered(options.resume, key, learn))
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:
-            job.progress(f"learning scales, {loss:.3f} nats apart", done, total)
+            job.progress(f"learning scales, KL divergence {loss:.3f} nats", done, total)
 
     if method == "smooth":
         smooth(model, batches, options.strength, job.scheme)
@@ -363,23 +364,23 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
         config = {"tie_word_embeddings": False}
-    # Blocks built like Llama's may compute otherwise: norms with other gains, gates, norms between the parts.
+    # A block with Llama's parts may still compute something else: other gains, gates, norms in between.
     size = float(before.norm())
     apart = float((_logits(model, batches[0]) - before).norm()) / (size or 1.0)
     if 0 < size < math.inf and not apart < _SAME:
         raise LayerError(
-            f"{type(model).__name__} cannot be changed by {method}: its logits come out {apart:.0%} apart, where they "
-            "must stay the same; use gptq, blockwise or distill"
+            f"{type(model).__name__} does not support method {method}: its logits changed by {apart:.0%}, and must not "
+            "change; use gptq, blockwise or distill"
         )
     model.to(home)
     quantized = {f"{layer.name}.weight" for layer in job.layers}
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    # Of layers that are quantized only those outside the blocks are still needed.
+    # Of the quantized layers only those outside the blocks are still needed.
     prefix, _ = find_blocks(model)
     outside = {name for name in quantized if not name.startswith(f"{prefix}.")}
     kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
     tied = {name for name in kept if name not in job.names and method != "rotate"}
-    # Each as its file stores it, a head that is no longer tied as its embedding.
+    # In the source's dtype; an untied head in its embedding's.
     heads = {f"{head}.weight": weight for head, weight in tied_heads(job.model).items()}
     stored = {name: job.names.get(heads.get(name, name)) for name in kept}
     kinds = {name: job.source.entries[own].dtype if own else job.source.dtype for name, own in stored.items()}
@@ -388,13 +389,13 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
 
 @torch.no_grad()
 def _logits(model: Any, batch: Tensor) -> Tensor:
-    """What a model says of the first tokens of a text."""
+    """The logits of the first tokens of a batch."""
     found: Tensor = model(input_ids=batch[:1, :64].to(model.device), use_cache=False).logits.float()
     return found
 
 
 def _roomy(device: str, model: Any) -> torch.device:
-    """The device if all of a model fits it with room to run, else where the model is."""
+    """The device if the whole model fits there with room to run, else the model's own."""
     if torch.device(device).type != "cuda":
         return torch.device(device)
     free, _ = torch.cuda.mem_get_info(device)
@@ -403,9 +404,9 @@ def _roomy(device: str, model: Any) -> torch.device:
 
 
 def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
-    """The text of a job, as sequences of token ids int64 [T], at least ``tokens`` of them if it has so many.
+    """The text of a job as non-empty sequences of token ids, int64 [T]: at least ``tokens`` tokens, if it has so many.
 
-    None is empty, nor longer than a model with a table of positions can take.
+    Raises TextError for a sequence longer than the model's position table, if it has one.
     """
     vocabulary = int(job.model.config.get_text_config(decoder=True).vocab_size)
     last = last_position(job.model.config)
@@ -425,7 +426,7 @@ def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
     for i, sequence in enumerate(found):
         if last is not None and len(sequence) > last:
             raise TextError(
-                f"sequence {i} has {len(sequence)} tokens, and this model has {last} positions: make it shorter"
+                f"sequence {i} has {len(sequence)} tokens, but this model has only {last} positions: shorten it"
             )
     return [sequence for sequence in found if len(sequence)]
 
@@ -436,7 +437,7 @@ def _tokens_of_text(job: Job, file: Path, length: int, tokens: int) -> list[Tens
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(job.source.path, trust_remote_code=job.source.trust_remote_code)
-        # A token is at most a few characters; what is far beyond the need is not worth tokenizing.
+        # Tokens are a few characters each: do not tokenize far more text than needed.
         found = tokenized(text[: 16 * tokens], tokenizer, length, tokens)
     except MemoryError:
         raise
@@ -448,7 +449,7 @@ def _tokens_of_text(job: Job, file: Path, length: int, tokens: int) -> list[Tens
 
 
 def first_of(sequences: list[Tensor], tokens: int) -> list[Tensor]:
-    """Sequences from the start up to a number of tokens; the last one may be cut."""
+    """The first sequences, up to ``tokens`` tokens in all; the last one may be cut."""
     chosen: list[Tensor] = []
     for sequence in sequences:
         if tokens <= 0:
@@ -470,7 +471,7 @@ def load_whole(job: Job) -> Any:
 
 
 def _scale_dtype(job: Job) -> torch.dtype:
-    """Scales are stored as the weights were if that has 16 bits, else in float32: as rounding to nearest does."""
+    """The dtype of stored scales: the source weights' if that has 16 bits, else float32, as in RTN."""
     first = f"{job.layers[0].name}.weight"
     stored = job.names[job.tied.get(job.layers[0].name, first)]
     kind = job.source.entries[stored].dtype

@@ -1,7 +1,7 @@
-"""2:4 masks, before anything is rounded: chosen with error feedback, then learned along with the weights they leave.
+"""2:4 masks, before quantization: chosen with error feedback, then learned along with the kept weights.
 
-A mask loses more than four bits do, so it is learned by itself first, from what the unquantized model predicts. What it
-leaves is a model in 16 bits, half of whose weights are zero; the quantizers after it find its masks by these zeros.
+2:4 pruning loses more accuracy than 4-bit rounding, so masks are learned first, against the unquantized model's
+predictions. The result is a 16-bit model, half of whose weights are zero; later quantizers find the masks by the zeros.
 """
 
 import copy
@@ -22,7 +22,7 @@ from anybit.quantization.pipeline.calibrate import Calibration, Statistics, batc
 from anybit.quantization.pipeline.resume import remembered
 from anybit.scheme import Scheme
 
-# Where masks start: eight bits lose next to nothing beside them.
+# The first masks' scheme: beside pruning, 8-bit rounding loses next to nothing.
 _START = Scheme.parse("w8a16g64s24")
 
 Progress = Callable[[str, int, int], None]
@@ -30,9 +30,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class SparseModel:
-    """A 2:4 sparse model in 16 bits.
+    """A 2:4 sparse, unquantized model.
 
-    model: in float32.  gains: of its norms, by name, which learned too.  text: what it learned from.
+    model: in float32.  gains: learned gains of its norms, by name.  text: that it learned from.
     """
 
     model: Any
@@ -48,7 +48,7 @@ def first_masks(
     drift: float,
     progress: Progress | None = None,
 ) -> dict[str, QuantizedWeight]:
-    """The named layers with 2:4 masks as SparseGPT chooses them, in eight bits."""
+    """The named layers, pruned to 2:4 by SparseGPT and quantized to 8 bits."""
 
     def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
         return gptq.quantize(statistics.corrected(weight, drift), statistics.hessian, _START.weights, name=name)
@@ -73,10 +73,10 @@ def sparse_model(
     drift: float = 0.5,
     progress: Progress | None = None,
 ) -> SparseModel:
-    """Make the named layers of a model 2:4 sparse; the model itself, in float32, is left as it was.
+    """Make the named layers of a model 2:4 sparse; the model itself, in float32, is not changed.
 
-    sequences: that masks are first chosen on, as ``settings`` say.  text: what they learn from, besides
-    ``generated_tokens`` that the model writes itself.  dtype: of the weights.
+    sequences: to choose the first masks on, under ``settings``.  text: to learn from, besides ``generated_tokens``
+    tokens that the model generates.  dtype: that weights are rounded to.
     """
     settings = replace(settings, resume=None if settings.resume is None else settings.resume / "masks")
     device, (prefix, _) = torch.device(learning.device), find_blocks(model)
@@ -90,7 +90,7 @@ def sparse_model(
     def learn() -> list[Tensor]:
         start = first_masks(model, sequences, names, settings, drift, progress)
         if generated_tokens:
-            tell(f"writing {generated_tokens} tokens to learn from", 0, 1)
+            tell(f"generating {generated_tokens} tokens to learn from", 0, 1)
         generated = continued(model, text, generated_tokens, max(map(len, text)), device)
         gains: dict[str, Tensor] = {}
         learned = learn_masks(
@@ -98,7 +98,7 @@ def sparse_model(
             start,
             shuffled([*text, *generated], 0),
             learning,
-            lambda done, total, loss: tell(f"learning masks, {loss:.3f} nats apart", done, total),
+            lambda done, total, loss: tell(f"learning masks, KL divergence {loss:.3f} nats", done, total),
             gains,
         )
         weights = [learned[name].to(dtype) for name in layers]

@@ -1,4 +1,4 @@
-"""Which layers of a transformers model are quantized: found on the meta device, without reading a weight."""
+"""Which layers of a transformers model are quantized: found on the meta device, without reading weights."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ from anybit.errors import CheckpointError, LayerError, one_line
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A linear layer of a model: N outputs by K inputs; ``transposed``: its weight is stored [K, N] (Conv1D)."""
+    """A linear layer of a model: n outputs, k inputs. transposed: its weight is stored [K, N] (Conv1D)."""
 
     name: str
     n: int
@@ -30,7 +30,7 @@ class LinearLayer:
 
 
 def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The model of a folder's config.json on the meta device. Raises CheckpointError for an unknown architecture."""
+    """Build the model of a folder's config.json on the meta device. Raises CheckpointError if that fails."""
     file = folder / "config.json"
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -38,16 +38,16 @@ def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
             return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except MemoryError:
         raise
-    except Exception as error:  # numbers of any size and type go into classes that expect others
+    except Exception as error:  # a bad config.json can make any class fail in any way
         raise CheckpointError(
             f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
         ) from error
 
 
 def auto_class(config: Any) -> Any:
-    """The auto class that builds a model whole: a language model, or one that also takes images.
+    """The auto class for a config: AutoModelForCausalLM, or AutoModelForImageTextToText for vision-language models.
 
-    AutoModelForCausalLM knows some of the latter by their text alone, others not at all.
+    AutoModelForCausalLM builds only the text part of some of those, and does not know others.
     """
     whole = AutoModelForImageTextToText._model_mapping.get(type(config), None)
     named = getattr(config, "architectures", None) or ()
@@ -58,9 +58,9 @@ def auto_class(config: Any) -> Any:
 
 
 def beside_text(model: Any) -> list[str]:
-    """The largest modules of a model that have no part in its language model: towers for images or sound, projectors.
+    """The outermost modules outside a model's language part: vision or audio towers, projectors.
 
-    Empty for models of text alone.
+    Empty for text-only models.
     """
     if model.config.get_text_config(decoder=True) is model.config:
         return []
@@ -77,18 +77,18 @@ def beside_text(model: Any) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module gives one product and nothing else.
+    """Whether a module computes exactly y = x W^T + b.
 
-    Routers and DeepSeek-V4's grouped projection are Linear by class, with a forward of their own; Falcon's is the same.
+    Routers and DeepSeek-V4's grouped projection subclass Linear but override forward; FalconLinear's is equivalent.
     """
     plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
     return plain and isinstance(module, (nn.Linear, Conv1D))
 
 
 def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
-    """The Linear and Conv1D layers of a model, but for those whose name matches one to keep.
+    """The Linear and Conv1D layers of a model whose names match none of ``keep``.
 
-    Raises LayerError if nothing is left.
+    Raises LayerError if there are none.
     """
     layers = []
     for name, module in model.named_modules():
@@ -103,9 +103,9 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
 
 
 def embedding_layers(model: Any, overrides: Mapping[str, Any]) -> list[LinearLayer]:
-    """The input embedding, where overrides name it (not by a pattern), as a layer of a row a token; else none.
+    """The input embedding as a layer with an output per token, if overrides name it (not by a pattern); else none.
 
-    Raises LayerError for an embedding that does more than look up rows.
+    Raises LayerError for an embedding that is not a plain nn.Embedding.
     """
     found = model.get_input_embeddings()
     name = _embedding_name(model)
@@ -121,10 +121,7 @@ def embedding_layers(model: Any, overrides: Mapping[str, Any]) -> list[LinearLay
 
 
 def shared_heads(model: Any, overrides: Mapping[str, Any]) -> list[str]:
-    """The heads that are tied to an embedding that overrides name, and that have no other scheme of their own.
-
-    They multiply by the embedding's codes.
-    """
+    """The output heads tied to a quantized embedding that have no scheme of their own: they share its codes."""
     name = _embedding_name(model)
     if name not in overrides:
         return []
@@ -140,34 +137,33 @@ def _embedding_name(model: Any) -> str:
 def kept_modules(
     model: Any, modules_to_not_convert: list[str] | None, overrides: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """What stays as it is: the modules named, or by default the output head; a head that is tied; what is not text.
+    """Modules to leave unquantized: those named (by default the output head), tied heads, and everything but text.
 
-    overrides: of a head that they name, not by a pattern, the codes are stored, and no longer shared if it is tied.
+    overrides: a head that they name (not by a pattern) is quantized, and untied if it was tied.
     """
     keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
-    # A head that shares its weight with the embedding has none of its own that could be stored as codes.
-    # One whose embedding is quantized multiplies by the embedding's.
+    # A tied head has no weight of its own to quantize; it multiplies by the codes of a quantized embedding.
     overrides = overrides or {}
     chosen = set(overrides) - set(modules_to_not_convert or ()) - set(shared_heads(model, overrides))
     return sorted({*keep, *tied_heads(model), *beside_text(model)} - chosen)
 
 
 def tied_heads(model: Any) -> dict[str, str]:
-    """The linear layers that share their weight with another module -> the name of that weight."""
+    """Linear layers that share their weight with another module, mapped to the name of that weight."""
     linears = set(_linear_names(model))
     heads = {name.removesuffix(".weight"): str(source) for name, source in model.all_tied_weights_keys.items()}
     return {name: source for name, source in heads.items() if name in linears}
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config.json that say of a model that its head is no longer tied to its embedding."""
+    """The config.json entries that untie a model's output head from its embedding."""
     inner = config.get("text_config")
     changed: dict[str, Any] = {"tie_word_embeddings": False}
     return {**changed, "text_config": {**inner, **changed}} if isinstance(inner, Mapping) else changed
 
 
 def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: Collection[str]) -> None:
-    """Raise LayerError for an override of no quantized layer: it would change nothing, without a word."""
+    """Raise LayerError for an override that matches no quantized layer, and would silently do nothing."""
     quantized = [
         *quantized,
         *(layer.name for layer in embedding_layers(model, overrides)),
@@ -179,20 +175,20 @@ def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: C
         known = [*_linear_names(model), _embedding_name(model)]
         kept = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
         if kept:
-            advice = "take it out of those to keep" if kept[0] == pattern else "name the layer itself to quantize it"
+            advice = "remove it from modules_to_not_convert" if kept[0] == pattern else "name it in full to quantize it"
             raise LayerError(f"override {pattern!r}: {kept[0]} stays in 16 bits: {advice}")
         ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
         whole = [name for name in known if name.endswith(f".{pattern}")]
         if len(whole) == 1:
-            raise LayerError(f"override {pattern!r} is no whole name: write {whole[0]}")
+            raise LayerError(f"override {pattern!r} is not a full name: write {whole[0]}")
         raise LayerError(
-            f"override {pattern!r} matches no layer of {type(model).__name__}: write a whole name, or a pattern "
+            f"override {pattern!r} matches no layer of {type(model).__name__}: write a full name, or a pattern "
             f"such as '*.{known[0].rpartition('.')[2]}'; the names of its layers end in {ends}"
         )
 
 
 def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None) -> None:
-    """Raise LayerError for a name or pattern that matches no module: what was to be kept would be quantized."""
+    """Raise LayerError for a name or pattern that matches no module: the layer it meant would be quantized."""
     if isinstance(modules_to_not_convert, str):
         raise LayerError(f"modules_to_not_convert must be a list of names, not {modules_to_not_convert!r}")
     names = [name for name, _ in model.named_modules() if name]
@@ -205,7 +201,7 @@ def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None)
                 "expressions, in which .* matches any text" + _mended(pattern)
             ) from None
         try:
-            check_pattern(pattern, "modules_to_not_convert")  # the saved folder is to load again
+            check_pattern(pattern, "modules_to_not_convert")  # so that the saved folder loads again
         except CheckpointError as error:
             raise LayerError(str(error)) from None
         if not matched:
@@ -216,7 +212,7 @@ def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None)
 
 
 def _mended(pattern: str) -> str:
-    """What a pattern of a shell would be as a regular expression, to end a sentence with."""
+    """A suggestion for the end of an error message: a shell pattern as a regular expression."""
     mended = re.sub(r"(?<!\.)\*", ".*", pattern)
     try:
         re.compile(mended)
@@ -246,22 +242,23 @@ def _architecture(file: Path) -> str:
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
-        error = error.__cause__  # its own first line names a validator, not what is wrong
+        error = error.__cause__  # its own first line only names a validator
     return one_line(error, first=True)
 
 
 def check_tokens(model: Any, ids: Sequence[int] | torch.Tensor, where: object) -> None:
-    """Raise CheckpointError for a token that a model has no embedding of, which a GPU would not even say."""
+    """Raise CheckpointError for a token id beyond a model's embedding, which a GPU might not report."""
     largest = max(ids, default=0) if isinstance(ids, Sequence) else int(ids.max()) if ids.numel() else 0
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if rows is not None and largest >= rows:
         raise CheckpointError(
-            f"the tokenizer of {where} gives token {largest}, and its model has {rows}: it is another model's"
+            f"the tokenizer of {where} gives token {largest}, but the model has only {rows} embeddings: it is the "
+            "tokenizer of another model"
         )
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a model was made for; None where its configuration does not say: see ``Loaded.positions``."""
+    """How many positions a model was trained for; None if its config does not say (``Loaded.positions``)."""
     text = config.get_text_config(decoder=True)
     count, rotary = getattr(text, "max_position_embeddings", None), _rotary(config)
     kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
@@ -272,7 +269,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def last_position(config: Any) -> int | None:
-    """How many positions a model can take at all, which keeps a table of them; None where there is no end."""
+    """The size of a model's position table, a hard limit; None without one."""
     return None if _rotary(config) else positions_of(config)
 
 

@@ -1,7 +1,7 @@
-"""A folder that remembers finished blocks, so that an interrupted calibration goes on where it stopped.
+"""The resume folder: finished blocks, from which an interrupted calibration continues.
 
-Every file begins with a checksum of the rest, which names the calibration it belongs to: what a disk has damaged or
-another run has left is found again, never believed.
+Every file begins with a checksum of the rest, which includes the calibration's key: damaged files and those of another
+run are never used.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _PARTS = ("words", "scale", "zero", "group_index", "indices")
 
 
 class Folder:
-    """Finished blocks of one calibration, one file each; ``key`` says which model, text and options they belong to."""
+    """Finished blocks of one calibration, one file each. key: ``calibrate.fingerprint`` of model, text and options."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
@@ -40,7 +40,7 @@ class Folder:
             raise CalibrationError(_OTHERS.format(path))
 
     def read(self, index: int, formats: Mapping[str, WeightFormat]) -> dict[str, QuantizedWeight] | None:
-        """The layers of a finished block, or None. A damaged file counts as none: the block is done again."""
+        """The layers of a finished block, or None, also if its file is damaged: the block is then redone."""
         found = _read(self._file(index))
         if found is None or found[0].get("key") != self.key or found[0].get("block") != index:
             return None
@@ -54,7 +54,7 @@ class Folder:
         return layers
 
     def write(self, index: int, layers: dict[str, QuantizedWeight]) -> None:
-        """Remember a finished block; the file appears whole or not at all."""
+        """Store a finished block, atomically."""
         tensors: dict[str, Tensor] = {}
         for name, weight in layers.items():
             for part in _PARTS:
@@ -69,9 +69,9 @@ class Folder:
 
 
 def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Tensors that are found once, before any block, and from then on come from a folder, if there is one.
+    """Tensors that are computed once, before any block, and cached in the resume folder, if there is one.
 
-    key: what they depend on. Raises CalibrationError if the folder's depend on something else.
+    key: a fingerprint of what they depend on. Raises CalibrationError if the folder's tensors have another.
     """
     if path is None:
         return make()
@@ -82,14 +82,14 @@ def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) ->
         if note.get("key") != key:
             raise CalibrationError(_OTHERS.format(path))
         return [tensors[f"{i:05d}"] for i in range(len(tensors))]
-    make_folder(path)  # before the work, not after
+    make_folder(path)  # fail before the work, not after
     found = make()
     _write(file, {"key": key}, {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(found)})
     return found
 
 
 def make_folder(path: Path, option: str = "resume", content: str = "finished blocks") -> None:
-    """The folder of an option. Raises CalibrationError if it cannot be made, or nothing can be written into it."""
+    """Create the folder of an option. Raises CalibrationError if that fails or it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         Scratch(path).close()
@@ -100,7 +100,7 @@ def make_folder(path: Path, option: str = "resume", content: str = "finished blo
 
 
 def _write(file: Path, note: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """A note and tensors, behind their SHA-256."""
+    """Write a note and tensors, preceded by their SHA-256."""
     content = json.dumps(note).encode() + b"\n" + save(tensors)
     try:
         replace_file(file, lambda work: work.write_bytes(hashlib.sha256(content).digest() + content))
@@ -109,9 +109,9 @@ def _write(file: Path, note: dict[str, Any], tensors: dict[str, Tensor]) -> None
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """What ``_write`` wrote; None where it is missing, unreadable or not as it was written."""
+    """Read a file of ``_write``; None if it is missing, unreadable or damaged."""
     try:
-        if not file.is_file():  # a pipe has no end
+        if not file.is_file():  # reading a pipe would hang
             return None
         found = file.read_bytes()
     except OSError:

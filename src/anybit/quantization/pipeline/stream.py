@@ -1,6 +1,6 @@
 """From a model folder to a quantized model folder, one tensor at a time.
 
-What is in memory at any moment is one tensor of the source and its codes; nothing is left behind if it fails.
+Only one source tensor and its codes are in memory at a time; a failed run leaves nothing behind.
 """
 
 import json
@@ -45,15 +45,15 @@ from anybit.quantization.pipeline.modules import (
 from anybit.scheme import CODES, Scheme
 
 Progress = Callable[[str, int, int], None]
-"""Called with the layer just done, the weights done so far, and all there are to do."""
+"""Called with the layer just done, weights done, and weights in all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Changes:
     """What a method changed about a model besides quantizing it.
 
-    tensors: by the model's names, in place of the source's, or new.  config: entries of config.json.
-    hadamard: layers whose inputs are rotated at run time.  input_scale: ``tensors`` has one for each layer.
+    tensors: by the model's names, replacing the source's or new.  config: entries of config.json.
+    hadamard: layers whose inputs are rotated at run time.  input_scale: whether ``tensors`` has one per layer.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -63,17 +63,17 @@ class Changes:
 
 
 QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
-"""From a layer and its weight [N, K] to codes."""
+"""Quantizes the weight [N, K] of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """The result of quantizing a model.
 
-    bytes: of all tensors.  weights: of the quantized layers, an embedding among them.  experts: weights of experts,
-    which stay as they are.
-    bits_per_weight: of both.  overrides: the layers, or patterns of them, that have another scheme, and which.
-    beside: the modules for images or sound, which stay as they are.  seconds: of the whole job, calibration included.
+    bytes_before, bytes_after: of all tensors.  weights: number of quantized weights, an embedding's included.
+    experts: number of weights in experts, which are not quantized.  bits_per_weight: over both.
+    overrides: schemes by layer name or pattern.  beside: unquantized modules outside the language part (vision, audio).
+    seconds: of the whole job, calibration included.
     """
 
     folder: str
@@ -92,13 +92,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model to quantize: where it is, where it goes, and how.
+    """A model to quantize: source, output, and how.
 
-    Made by ``Job.of``, which checks all it can before any work is done: the place to write to, the layers against the
-    scheme, the tensors of the checkpoint against the model.  overrides: schemes of single layers, by name or pattern.
-    tied: the quantized layers that take their weight from another parameter -> its name.
-    embeddings: those that are rounded to nearest, whatever the method does with layers.
-    began: when, by ``time.perf_counter``.
+    Made by ``Job.of``, which checks everything it can before any work is done: the output path, the layers against the
+    scheme, the checkpoint's tensors against the model.  overrides: per-layer schemes, by name or pattern.
+    names: the model's tensor names -> the checkpoint's.  tied: quantized layers -> the parameter that they share.
+    embeddings: quantized embeddings, which every method rounds to nearest.
+    began: start time, by ``time.perf_counter``.
     """
 
     source: Folder
@@ -130,12 +130,12 @@ class Job:
         trust_remote_code: bool = False,
         **rest: Any,
     ) -> "Job":
-        """Open the source and check it. Raises CheckpointError, LayerError or SchemeError."""
+        """Open and check the source. Raises CheckpointError, LayerError or SchemeError."""
         began = time.perf_counter()
         scheme, others = Scheme.parse(scheme), parse_overrides(overrides)
         output = path_of(output, "the output")
         folder = Folder(source, trust_remote_code)
-        check_place(output, rest.get("overwrite", False), folder.path)  # now, not after an hour
+        check_place(output, rest.get("overwrite", False), folder.path)  # fail now, not after an hour
         refuse_quantized(folder.config, str(folder.path))
         model = skeleton(folder.path, trust_remote_code)
         check_kept(model, modules_to_not_convert)
@@ -150,15 +150,15 @@ class Job:
             _check_fit(layer, override_of(layer.name, others) or scheme)
         if scheme.kv is not None and (reason := kvcache.why_not(model, scheme.kv)) is not None:
             raise LayerError(
-                f"the KV format {scheme.kv} cannot serve this model: {reason}; leave out -{scheme.kv} to keep its keys "
-                "and values as they are"
+                f"the KV format {scheme.kv} cannot serve this model: {reason}; leave out -{scheme.kv} to keep an "
+                "unquantized KV cache"
             )
         names = _match(folder, model, [*layers, *embeddings])
         check_model(model, folder.entries, folder.path)
-        folder.companions()  # what may not be copied is said now, too
+        folder.companions()  # raises now for files that may not be copied
         tied = {name: weight for name, weight in tied_heads(model).items() if name in {layer.name for layer in layers}}
         for name in (*tied, *shared_heads(model, others)):
-            names.pop(f"{name}.weight", None)  # a copy of what it is tied to
+            names.pop(f"{name}.weight", None)  # a copy of the tied weight
         return cls(
             folder, output, scheme, method, model, kept, layers, names, others, tied, embeddings, began=began, **rest
         )
@@ -169,7 +169,7 @@ class Job:
 
 
 def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None = None) -> Saved:
-    """Write a job's model, each linear layer through ``quantize`` and everything else as it is, but for ``changes``."""
+    """Write a job's model: linear layers through ``quantize``, everything else unchanged but for ``changes``."""
     changes = changes or Changes()
     layers = {f"{layer.name}.weight": layer for layer in job.layers}
     embeddings = {f"{layer.name}.weight": layer for layer in job.embeddings}
@@ -195,7 +195,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
 
     with new_folder(job.output, job.overwrite, job.source.path) as folder:
         with ShardWriter(folder, header_room(names), job.shard_bytes) as writer:
-            # In the order of the files, so that the source is read from front to back.
+            # In file order, so that the source is read sequentially.
             for name, stored in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
                 tensor = job.source.read(stored, finite=True)
                 if name not in layers and name not in embeddings:
@@ -238,10 +238,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
 
 
 def run_rtn(job: Job) -> Saved:
-    """Method ``rtn``: every layer by itself, to nearest, on the setting ``device`` ("cpu").
-
-    search=false covers the range of each group.
-    """
+    """Method ``rtn``. Options: device ("cpu"); search=false takes scales that cover each group's range exactly."""
     settings = dict(job.options)
     search, device = settings.pop("search", True), settings.pop("device", "cpu")
     if settings or not isinstance(search, bool):
@@ -255,11 +252,11 @@ def run_rtn(job: Job) -> Saved:
 
 
 _EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""Names of experts in checkpoints; the second are Granite 4's."""
+"""Names of experts in checkpoints; the second alternative is Granite 4's."""
 
 
 def experts_of(entries: Mapping[str, Entry]) -> tuple[int, int]:
-    """(weights, bytes) of the experts in a checkpoint: floats, or MXFP4 in gpt-oss' ``_blocks`` and ``_scales``."""
+    """(weights, bytes) of the experts in a checkpoint: floats, or MXFP4 as gpt-oss' ``_blocks`` and ``_scales``."""
     found = [(name, e) for name, e in entries.items() if _EXPERTS.search(name) and len(e.shape) > 1]
     floats = [e for name, e in found if e.dtype.is_floating_point and not name.endswith("bias")]
     codes = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_blocks")]
@@ -297,8 +294,8 @@ def _write_companions(job: Job, folder: Path, group_index: bool, changes: Change
 def _check_fit(layer: LinearLayer, scheme: Scheme) -> None:
     if scheme.weights.code not in CODES:
         raise LayerError(
-            f"{scheme} has codes that are read from models of other tools: quantize to {', '.join(CODES)}, for example "
-            "w4a16g128"
+            f"{scheme} can only be loaded from models that other tools quantized: quantize to {', '.join(CODES)}, for "
+            "example w4a16g128"
         )
     if scheme.weights.sparse and layer.k % 4:
         raise LayerError(
@@ -313,9 +310,9 @@ def _place(folder: Folder, name: str) -> tuple[str, int]:
 
 
 def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, str]:
-    """The model's names -> the checkpoint's, which may lack the prefix of the base model or carry it in addition.
+    """The model's tensor names -> the checkpoint's, which may lack the base model's prefix or have it in addition.
 
-    Checkpoints of models with a vision part may name their modules as older versions of transformers did.
+    Vision-language checkpoints may use module names of older transformers versions.
     """
     parameters = dict(model.state_dict())
     prefix = f"{model.base_model_prefix}."
@@ -327,7 +324,7 @@ def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, s
         if name in names:
             raise CheckpointError(f"{folder.path}: tensor {name} appears twice, also as {stored}")
         names[name] = stored
-    # Of other tensors ``check_model`` says what is missing: transformers may convert them while it loads.
+    # ``check_model`` reports other missing tensors: transformers may convert some at load time.
     wanted = {f"{layer.name}.weight" for layer in layers}
     missing = sorted(wanted - set(names) - tied_names(model))
     if missing:
