@@ -1,8 +1,8 @@
-"""Launches of one layer of a step over rows, made again for another layer with its tensors.
+"""Repeat the launches of one layer for the other layers of a step, with their tensors' addresses.
 
-Layers that look alike launch the same, but for where a few tensors lie. So the first finds out what it launches (view,
-problem, config, parameters), and the others only fill in addresses. Whoever keeps launches keeps them for one step: its
-table, lengths and tokens are in them, and so is scratch memory.
+Layers with the same shapes launch the same kernels on the same grids; only a few addresses differ. So the first layer
+works out its launches (view, problem, config, parameters), and the others fill in addresses. Launches are good for one
+step: they hold its table, lengths, token counts and scratch memory.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,22 +18,22 @@ from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import RowLayout
 
 Places = dict[str, int]
-"""Where a layer's tensors lie, by the names that kernels have for them."""
+"""The addresses of a layer's tensors, by their names in kernel parameters."""
 Again = Callable[[Places], None]
 _MOVES: dict[type, tuple[str, ...]] = {
     kv_quantize.Params: ("pages", "residual", "k", "v"),
     decode.Params: ("pages", "residual", "q", "out", "sinks"),
     kv_unpack.Params: ("pages", "k", "v"),
 }
-"""What of a launch's parameters lies elsewhere in another layer."""
+"""The parameters that differ from layer to layer."""
 
 
 def key_of(
     rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, masks: Masks, capacity: int
 ) -> Hashable:
-    """What a layer's launches depend on beside the step; None where each layer has to launch for itself.
+    """Everything that a layer's launches depend on besides the step; None if each layer has to launch by itself.
 
-    That is in a capture, whose workspace is its own, with ALiBi, and where somebody listens to launches.
+    That is so in graph captures, which have a workspace of their own, with ALiBi, and while launches are recorded.
     """
     stream, capture = kv.stream_of(q.device)
     if capture or masks.alibi is not None or jit.watched():
@@ -43,15 +43,15 @@ def key_of(
 
 
 def places_of(pages: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None) -> Places:
-    """Where the tensors of a layer lie; sinks: as ``kv.in_log2`` gives them, to be kept until all is launched."""
+    """The addresses of a layer's tensors; sinks: from ``kv.in_log2``, to be kept alive until all is launched."""
     tensors = {"pages": pages, "residual": pages, "q": q, "k": k, "v": v, "out": out}
     return {name: x.data_ptr() for name, x in tensors.items()} | {"sinks": address(sinks)}
 
 
 def first(call: Callable[[], object], places: Places) -> list[Again] | None:
-    """Run a call of ``ops.kv_rows``, and return its launches for other places; None where they have to be found anew.
+    """Run a call of ``ops.kv_rows`` and return its launches, to be repeated at other addresses.
 
-    That is where kernels read copies of the layer's tensors, or are checked.
+    None if other layers cannot repeat them: where kernels read copies of the layer's tensors, or check them.
     """
     if kv_page.debugging():
         call()

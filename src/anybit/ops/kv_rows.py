@@ -1,4 +1,4 @@
-"""Kernels over rows of a pool that is not ours (``kernels.attention.kv_rows``): vLLM's blocks.
+"""Kernels over a low-bit KV cache in blocks that somebody else hands out (vLLM); see ``kernels.attention.kv_rows``.
 
 A layer of a step, in this order: ``pack`` the pages that become full, of all sequences; ``decode`` sequences with few
 new tokens and ``unpack`` what prompts attend over; then ``keep`` the newest tokens. One launch does the first and the
@@ -30,18 +30,21 @@ from anybit.scheme import KVFormat
 
 @cache
 def layout(format: KVFormat, head_dim: int, slack: int = 0, together: int = 1) -> RowLayout:
-    """The rows of a format; slack: tokens that a step may take back. Raises LayerError for what they cannot hold."""
+    """The layout of a format's rows of blocks; slack: the most tokens that a step may reject.
+
+    together: pages in a block.  Raises LayerError for formats that rows cannot hold.
+    """
     return RowLayout(PageLayout(format, head_dim), slack, together)
 
 
 def view(
     rows: RowLayout, pages: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype, capacity: int
 ) -> LayerView:
-    """A layer of a pool as kernels read it.
+    """One layer's cache, as the kernels take it.
 
-    pages: uint8 [blocks, kv_heads, page_bytes], blocks any distance apart.  table: int32 [sequences, front + pages].
-    lengths: int32 [sequences], the new tokens included; 0 where a row is padding.  dtype: of tokens.  capacity: the
-    most tokens of a sequence.
+    pages: uint8 [blocks, kv_heads, page_bytes]; any stride between blocks.  table: int32 [sequences, front + pages].
+    lengths: int32 [sequences], new tokens included; 0 for padding.  dtype: of 16-bit tokens.  capacity: the most tokens
+    of a sequence.
     """
     return LayerView(
         rows.layout, pages, pages.view(dtype), table, lengths, rows.ring, PAGE, capacity, rows.front, rows.slots
@@ -49,9 +52,9 @@ def view(
 
 
 def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> None:
-    """Pack what becomes full, and keep the new tokens; k, v: [tokens, kv_heads, head_dim].
+    """Pack the pages that become full and keep the new tokens; k, v: [tokens, kv_heads, head_dim].
 
-    ragged: of each sequence up to 1 + the slack of its row, and ``MOST_QUERIES``, at most; None: one of each.
+    ragged: how many tokens each sequence has, at most 1 + the row's slack and ``MOST_QUERIES``; None: one each.
     """
     if ragged is None:
         kv.store(of, None, k.shape[0], k[:, None], v[:, None])
@@ -60,9 +63,9 @@ def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> 
 
 
 def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
-    """Pack the pages that become full with new tokens; k, v: [tokens, kv_heads, head_dim].
+    """Pack the pages that the new tokens fill; k, v: [tokens, kv_heads, head_dim].
 
-    starts: int32 [sequences + 1], where those of each sequence begin.  most: the largest number of them.
+    starts: int32 [sequences + 1], where the tokens of each sequence begin.  most: the most new tokens of a sequence.
     """
     kv.store_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=False)
 
@@ -73,16 +76,16 @@ def put(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
 
 
 def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
-    """Keep the newest tokens in 16 bits; arguments as in ``pack``."""
+    """Keep the newest tokens in 16 bits (the ring); arguments as in ``pack``."""
     kv.store_ragged(of, k, v, Ragged(starts, most), packs=False, keeps=True)
 
 
 def decode(
     q: Tensor, of: LayerView, masks: Masks = NO_MASKS, *, out: Tensor, overlaps: bool, ragged: Ragged | None = None
 ) -> None:
-    """Attention of new tokens, already stored; q, out: [tokens, heads, head_dim]; ragged: as in ``store``.
+    """Attention of new tokens that are already stored; q, out: [tokens, heads, head_dim]; ragged: as in ``store``.
 
-    overlaps: pages may be read before the previous kernel has ended: that must be ``store`` of the same step.
+    overlaps: start before the previous kernel has ended, which must then be ``store`` of the same step.
     """
     if ragged is None:
         kv.decode(q[:, None], of, None, masks, out=out[:, None], overlaps=overlaps)
@@ -91,10 +94,10 @@ def decode(
 
 
 def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, out: Tensor) -> None:
-    """Write pages as plain K and V to out [jobs, 2, kv_heads, 128, head_dim], in the dtype of tokens.
+    """Write pages as 16-bit K and V to out [jobs, 2, kv_heads, 128, head_dim].
 
-    jobs: int32 [jobs, 2]: a sequence and 2 * its page, or that plus 1: the page's tokens in 16 bits, as far as there
-    are any (zeros behind), from before ``keep``.  k, v, starts: as in ``pack``.
+    jobs: int32 [jobs, 2], a sequence and 2 * page for the packed page, or 2 * page + 1 for its tokens in 16 bits,
+    padded with zeros. The latter come before ``keep``, which may overwrite them.  k, v, starts: as in ``pack``.
     """
     problem = kv_unpack.Problem(of.layout, of.front, of.slots, of.kv_heads, jobs.shape[0], of.bf16)
     config, device = kv_unpack.default(problem), Device.of(of.pages)
@@ -129,10 +132,10 @@ def kernels_for(
     rows: RowLayout, heads: int, kv_heads: int, masks: Masks, dtype: torch.dtype, capacity: int, sequences: int,
     device: Device, most: int = 1,
 ) -> list[jit.Kernel]:  # fmt: skip
-    """All kernels that steps of up to ``sequences`` sequences launch: to compile them before the first step.
+    """All kernels that steps of up to ``sequences`` sequences launch, to be compiled before the first step.
 
-    capacity: the most tokens of a sequence.  most: new ones of a decode.  Raises KernelError, with the reason, where
-    there is none.
+    capacity: the most tokens of a sequence.  most: the most new tokens of a decode.  Raises KernelError, with the
+    reason, if no kernel fits.
     """
     bf16, checked = dtype == torch.bfloat16, kv_page.debugging()
     found = dict[jit.Kernel, None]()

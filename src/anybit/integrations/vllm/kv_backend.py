@@ -1,9 +1,8 @@
-"""vLLM's attention over a KV cache of 8, 4 or 2 bits in vLLM's own blocks: a backend, what it reads, what it runs.
+"""A vLLM attention backend for a KV cache of 8, 4 or 2 bits in vLLM's own blocks.
 
-``kv_spec`` says how vLLM hands out blocks, ``kernels.attention.kv_rows`` what is in them. On a CPU it is the reference
-in plain torch. Requests with one new token, or one and its drafts, run anybit's kernels alone, at fixed addresses and
-without the host, so that CUDA graphs of decode steps hold them; others run vLLM's FlashAttention over unpacked pages
-(``kv_plan``).
+``kv_spec`` describes the blocks to vLLM, ``kernels.attention.kv_rows`` their contents. Decodes (one new token, or one
+and its drafts) run anybit's kernels, which never wait for the host and can be captured in CUDA graphs. Prompts run
+vLLM's FlashAttention over unpacked pages (``kv_plan``). On a CPU everything runs in plain torch.
 """
 
 from collections.abc import Callable
@@ -34,41 +33,41 @@ from anybit.scheme import KVFormat
 
 
 class RowBackend(AttentionBackend):  # type: ignore[misc]
-    """The backend of one format; ``backend_of`` makes them."""
+    """The backend of one cache format; ``backend_of`` makes the subclass."""
 
     format: ClassVar[KVFormat]
     slack: ClassVar[int]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    forward_includes_kv_cache_update: bool = True  # packing comes before attention, and the ring after it
+    forward_includes_kv_cache_update: bool = True  # pages are packed before attention, the ring is written after it
 
     @staticmethod
     def get_name() -> str:
-        """The name that vLLM has for backends of plug-ins."""
+        """CUSTOM: vLLM's name for the backend of a plug-in."""
         return "CUSTOM"
 
     @classmethod
     def get_impl_cls(cls) -> type["RowImpl"]:
-        """What runs a layer."""
+        """The class that runs a layer."""
         return impl_of(cls)  # type: ignore[arg-type]
 
     @staticmethod
     def get_builder_cls() -> type["RowBuilder"]:
-        """What describes a batch."""
+        """The class that describes a step's batch to all layers."""
         return RowBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """128: pages are never split."""
+        """128 tokens: pages are never split."""
         return [PAGE]
 
     @classmethod
     def rows(cls, head_dim: int, together: int = 1) -> RowLayout:
-        """How rows are laid out; together: pages of a block."""
+        """The layout of a request's blocks; together: pages in a block."""
         return row_layout(cls.format, head_dim, cls.slack, together)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> RowSpec:
-        """The spec of a layer from that of its 16-bit cache, with the same tokens in a block."""
+        """The spec that replaces a layer's 16-bit one, with as many tokens in a block."""
         rows = cls.rows(spec.head_size, max(spec.block_size // PAGE, 1))
         return RowSpec.of(replace(spec, dtype=torch.uint8), rows)
 
@@ -81,29 +80,29 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """No: block i of a row is not tokens 128 i."""
+        """No: a connector expects block i to hold tokens from 128 i, and the first blocks here hold the ring."""
         return False
 
 
 GRAPHS_OF_DRAFTS = True
-"""Whether steps that check drafts are captured whole."""
+"""Whether steps that verify drafts are captured in full CUDA graphs."""
 
 
 @cache
 def backend_of(format: KVFormat, slack: int) -> type[RowBackend]:
-    """The backend of a format; slack: tokens that a step may take back."""
+    """The backend of a format; slack: the most tokens that a step may reject (drafts)."""
     name = f"RowBackend_{format}_{slack}"
     return type(name, (RowBackend,), {"format": format, "slack": slack, "__qualname__": name})
 
 
 class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
-    """Describes a batch once for all layers."""
+    """Describes a step's batch once for all layers."""
 
     reorder_batch_threshold: int = 1
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Batches of one token each, or of one and its drafts, as long as kernels take so many."""
+        """Full graphs for batches of one token each, or of one and its drafts if the kernels take so many."""
         drafted = GRAPHS_OF_DRAFTS and drafts_of(vllm_config) and most_of(vllm_config) > 1
         return AttentionCGSupport.UNIFORM_BATCH if drafted else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -127,7 +126,7 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
             _compile(impls, dtype, vllm_config.scheduler_config.max_num_seqs, self.reorder_batch_threshold, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
-        """The batch of a step; reads nothing from the device but where drafts stand beside prompts."""
+        """The batch of a step. Waits for the device only where drafts and prompts are in one batch."""
         m, most = common_attn_metadata, self.reorder_batch_threshold
         decodes, prefills, few, _ = split_decodes_and_prefills(m, decode_threshold=most)
         table, lengths = m.block_table_tensor, m.seq_lens
@@ -146,7 +145,7 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
 
 
 class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
-    """One layer's attention; ``impl_of`` makes the class of a backend."""
+    """One layer's attention; ``impl_of`` makes the subclass of a backend."""
 
     backend: ClassVar[type[RowBackend]]
 
@@ -183,17 +182,17 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of a batch, and its new tokens into the cache."""
+        """Store a batch's new tokens in the cache, and attend."""
         batch = attn_metadata
-        if batch is None:  # vLLM measures memory
+        if batch is None:  # vLLM is measuring memory
             if query.is_cuda:
                 self._space(query, 0)
             return output.zero_()
         dtype, rotates = _tokens_dtype(query.dtype), self.layout.layout.format.rotate
         q, k, v, out = [_by_head(x, self.head_size) for x in (query, key, value, output)]
-        if batch.rows or rotates or q.dtype != dtype:  # kernels look at no padding; these would
+        if batch.rows or rotates or q.dtype != dtype:  # our kernels skip padding, but torch would not
             q, k, v, out = (x[: batch.tokens] for x in (q, k, v, out))
-        if q.dtype != dtype:  # as anybit's own generate attends
+        if q.dtype != dtype:  # as in anybit's own generate
             q, k, v = (x.to(dtype) for x in (q, k, v))
         pages = kv_cache.view(torch.uint8).squeeze(2)
         rotation = None
@@ -242,7 +241,7 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         )
 
     def _space(self, like: Tensor, pages: int) -> Tensor:
-        """Where pages are unpacked, [pages, 2, KV heads, 128, channels]: one place for all layers."""
+        """Scratch memory for unpacked pages, [pages, 2, KV heads, 128, channels], shared by all layers."""
         pages = max(pages, self.room)
         shape = (pages, 2, self.num_kv_heads, PAGE, self.head_size)
         key = like.device, like.dtype, shape[1:]
@@ -253,7 +252,7 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
 
 @cache
 def impl_of(backend: type[RowBackend]) -> type[RowImpl]:
-    """What runs the layers of a backend."""
+    """The implementation of a backend's layers."""
     return type(f"RowImpl_{backend.__name__}", (RowImpl,), {"backend": backend})
 
 
@@ -263,7 +262,7 @@ _rotation = cache(hadamard)
 
 @cache
 def _flash_attention(head_size: int) -> Callable[..., Any]:
-    """VLLM's, causal, for at most a page of queries."""
+    """FlashAttention as vLLM has it, causal, for at most a page of queries a sequence."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     version = get_flash_attn_version(head_size=head_size)
@@ -280,23 +279,23 @@ def _room(config: Any) -> int:
 
 
 def _tokens_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of tokens in 16 bits, in a model of this dtype."""
+    """The dtype of 16-bit tokens in the cache of a model of this dtype."""
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
 def drafts_of(config: Any) -> int:
-    """Drafts of a request in a step, at most."""
+    """The most drafts of a request in a step."""
     return config.speculative_config.num_speculative_tokens if config.speculative_config else 0
 
 
 def most_of(config: Any) -> int:
-    """New tokens of a request that decodes, at most."""
+    """The most new tokens of a decoding request: one and its drafts, or one if the kernels cannot take so many."""
     most = 1 + drafts_of(config)
     return most if most <= kv_rows.MOST_QUERIES else 1
 
 
 def _compile(impls: list[Any], dtype: torch.dtype, sequences: int, most: int, device: torch.device) -> None:
-    """Compile what layers launch now, and not in a request; most: new tokens of a decode."""
+    """Compile all kernels of the layers ahead of the first request; most: new tokens of a decode."""
     found, of = dict[Any, None](), Device.of(torch.empty(0, device=device))
     alike = {(x.layout, x.num_heads, x.num_kv_heads, x.masks.window, x.masks.softcap): x for x in impls}
     for x in alike.values():

@@ -32,7 +32,7 @@ class Group:
 
 
 def most_pages(longest: int, tokens: int) -> int:
-    """Pages that a plan unpacks at once at most: those of the longest sequence, packed, and of a step in 16 bits."""
+    """The most pages that a group unpacks: the longest sequence's packed pages, and a step's tokens in 16 bits."""
     return -(-longest // PAGE) + -(-tokens // PAGE) + 2
 
 

@@ -1,7 +1,9 @@
-"""One layer of one step over rows of blocks: kernels for requests with few new tokens, unpacked pages for others.
+"""One layer of one step over a low-bit KV cache in vLLM's blocks.
 
-Attention over plain pages is the caller's: vLLM's FlashAttention. Nothing here knows vLLM. What the first of a step's
-layers launches, others that look alike launch again (``ops.kv_again``).
+Requests with few new tokens run anybit's decode kernel over packed pages. Prompts attend over unpacked pages through a
+function that the caller passes in (vLLM's FlashAttention); nothing here imports vLLM. The first layer of a step works
+out what to launch, and later layers with the same shapes repeat those launches with their own addresses
+(``ops.kv_again``).
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -40,13 +42,13 @@ class Asked(NamedTuple):
 
 @dataclass
 class Batch:
-    """A step as layers see it.
+    """What all layers of a step share.
 
-    table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new ones
-    in all.  decodes: the first requests have few new tokens each, ``queries`` at most, ``decode_tokens`` in all.
-    most: new tokens of another request at most.  aligned: the new tokens of all others begin a page.  groups: of the
-    others, with their arrays on the device.  rows: all requests, where plain torch runs them.  made: what layers do, by
-    how they look (``kv_again.key_of``).
+    table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new tokens
+    in all.  decodes: how many requests, the first ones, have few new tokens: at most ``queries`` each,
+    ``decode_tokens`` in all.  The rest are prompts.  most: the most new tokens of a prompt.  aligned: whether the new
+    tokens of every prompt begin a page.  groups: of prompts, with their arrays on the device.  rows: all requests, on a
+    CPU, where plain torch runs them.  made: the launches of layers so far, by ``kv_again.key_of``.
     """
 
     table: Tensor
@@ -63,13 +65,13 @@ class Batch:
     made: dict[Hashable, list[kv_again.Again | Asked]] = field(default_factory=dict, init=False)
 
     def in_rows(self) -> None:
-        """Describe all requests for plain torch (``kvrows.step``), which is what runs them then; reads the device."""
+        """Describe all requests for plain torch (``kvrows.step``) to run; reads the device."""
         starts, known = self.starts.tolist(), self.lengths.tolist()
         ends = zip(starts, starts[1:], known, strict=False)
         self.rows = [Row(self.table[i], a, z, n - (z - a)) for i, (a, z, n) in enumerate(ends) if z > a]
 
     def add_prompts(self, starts: np.ndarray, lengths: np.ndarray, room: int) -> None:
-        """Plan the requests after the decodes, from what the host knows of them; see ``kv_plan.plan``."""
+        """Plan the prompts from their starts and lengths on the host; arguments as in ``kv_plan.plan``."""
         new = np.diff(starts)
         self.most, self.aligned = int(new.max()), not ((lengths - new)[new > 0] % PAGE).any()
         device = self.table.device
@@ -84,10 +86,11 @@ def run(
     batch: Batch, rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: Masks, out: Tensor,
     *, capacity: int, space: Callable[[int], Tensor], prompts: Prompts,
 ) -> None:  # fmt: skip
-    """Store new tokens of a batch and attend: into ``out``, which is like q.
+    """Store a batch's new tokens and write its attention to ``out``, which has q's shape and dtype.
 
-    pages: uint8 [blocks, kv_heads, page_bytes].  q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; of 16 bits.
-    capacity: the most tokens of a request.  space: a tensor [pages, 2, kv_heads, 128, dim] for so many pages.
+    pages: uint8 [blocks, kv_heads, page_bytes].  q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; float16 or
+    bfloat16.  capacity: the most tokens of a request.  space: returns a tensor [pages, 2, kv_heads, 128, dim] for at
+    least so many pages.
     """
     key = kv_again.key_of(rows, pages, q, k, v, out, masks, capacity)
     sinks = None if key is None or masks.sinks is None else kv.in_log2(masks.sinks, q)
@@ -123,7 +126,7 @@ def _parts(
     batch: Batch, rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: Masks, out: Tensor,
     capacity: int, space: Callable[[int], Tensor],
 ) -> Iterator[Callable[[], None] | Asked]:  # fmt: skip
-    """What a layer does, in order."""
+    """The calls of a layer, in order."""
     d, total = batch.decodes, batch.starts.shape[0] - 1
     starts = batch.starts[d:]
     others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
