@@ -142,7 +142,7 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict
     for i, (entry, tensors, message) in enumerate(
         [
             (rotated, {}, "rotates activations while it runs"),
-            ({"kv_cache_scheme": {"num_bits": 8}}, scales, r"k_scale, for a KV cache .* anew with --output"),
+            ({"kv_cache_scheme": {"num_bits": 8}}, scales, r"for a KV cache .* rewrite the model with --output"),
             ({}, shape, "up_proj cannot be read: its tensors contradict"),
             (odd, {}, "weights of 'four' bits"),
             ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may take for ever"),
@@ -179,7 +179,7 @@ def test_words_that_compressed_tensors_padded_are_written_anew(sources: dict[str
         k = int(tensors[name.replace("packed", "shape")][1])
         tensors[name] = padded(unpack_words(tensors[name], 3, k), 3)
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ConversionError, match=r"holds 10 codes of 3 bits a word, .* write them anew with --output"):
+    with pytest.raises(ConversionError, match=r"holds 10 codes of 3 bits a word, .* rewrite the model with --output"):
         convert(tmp_path / "old", "anybit")
     convert_into(tmp_path / "old", "anybit", tmp_path / "new")
     assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()) == tokens_of(ours)

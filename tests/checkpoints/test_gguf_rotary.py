@@ -129,7 +129,7 @@ def test_queries_see_the_window_of_the_file(architecture: str, tmp_path: Path) -
 def test_windows_that_bound_nothing_and_windows_that_a_model_lacks(tmp_path: Path) -> None:
     wide = described(tmp_path / "wide.gguf", "phi3", attention__sliding_window=262144)
     assert wide.sliding_window is None and described(tmp_path / "none.gguf", "phi3").sliding_window is None
-    with pytest.warns(UserWarning, match="attention sees 512 tokens, and transformers' qwen2 sees all of them"):
+    with pytest.warns(UserWarning, match="sliding window of 512 tokens, but transformers' qwen2 has none"):
         described(tmp_path / "model.gguf", "qwen2", attention__sliding_window=512)
 
 

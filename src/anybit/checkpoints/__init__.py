@@ -18,7 +18,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is first used: the header of a GGUF file is read without torch."""
+    """Import a name on first use, so that a GGUF header can be read without importing torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,7 +1,7 @@
-"""The ``quantization_config`` of a config.json: which method quantized a model, and how, in settings of anybit.
+"""The ``quantization_config`` of a config.json: who quantized a model, and how.
 
-Where compressed-tensors can hold a model, the entry is compressed-tensors' own, so that every program that reads that
-format loads the folder as it is, and anybit's settings stand in it under ``anybit``. Elsewhere the entry is anybit's.
+If compressed-tensors can represent the model, the entry is a compressed-tensors one, so that any program that reads
+that format loads the folder, with anybit's settings nested under ``anybit``. Otherwise the entry is anybit's own.
 """
 
 import re
@@ -16,24 +16,24 @@ from anybit.scheme import Scheme, WeightFormat
 METHOD = "anybit"
 COMPRESSED_TENSORS = "compressed-tensors"
 FORMAT = "pack-quantized"
-"""The format of compressed-tensors whose tensors anybit's are."""
+"""compressed-tensors' name for the tensor format that anybit uses."""
 
 _SETTINGS = {
     "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "input_scale", "backend",
 }  # fmt: skip
 _KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "format")
-"""Which layout of a method's a folder has, by the names that other tools gave them."""
+"""Keys by which other tools name a method's layout."""
 _LONGEST_PATTERN = 256
 _MOST_REPETITIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a saved model is quantized, as its config.json says.
+    """How a saved model is quantized, according to its config.json.
 
-    kept: names or patterns of the modules that were not quantized; None: the output head.  group_index, input_scale:
-    whether every layer stores an activation order, and a scale of every input.  hadamard: layers whose inputs are
-    rotated at run time.  overrides: the schemes of layers that have another one, by name or by a shell's pattern.
+    kept: names or patterns of unquantized modules; None: the output head.  group_index, input_scale: whether every
+    layer stores an activation order, or input scales.  hadamard: layers whose inputs are rotated at run time.
+    overrides: per-layer schemes, by name or shell pattern.
     """
 
     scheme: Scheme
@@ -47,9 +47,9 @@ class Quantization:
     def of(cls, config: Mapping[str, Any], where: object = "config.json") -> "Quantization | None":
         """Read a config.json that anybit wrote; None for a model that it did not quantize.
 
-        Raises CheckpointError, naming ``where`` and the entry, for settings that are missing, unknown or of another
-        type, for a newer version than this, for patterns that could take for ever, and where compressed-tensors'
-        settings say something else than anybit's.
+        Raises CheckpointError, naming ``where`` and the entry, for settings that are missing, unknown or of the wrong
+        type, a newer version, patterns with catastrophic backtracking, and compressed-tensors settings that contradict
+        anybit's.
         """
         entry = config.get("quantization_config")
         settings = settings_of(entry)
@@ -80,14 +80,14 @@ class Quantization:
 
 
 def override_of(layer: str, overrides: Mapping[str, Scheme]) -> Scheme | None:
-    """The scheme that overrides a layer's: by its name, else by the last pattern that matches it; None if none does."""
+    """The override for a layer: by its name, else by the last pattern that matches it; None if none does."""
     if layer in overrides:
         return overrides[layer]
     return next((overrides[pattern] for pattern in reversed([*overrides]) if fnmatchcase(layer, pattern)), None)
 
 
 def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, Scheme]:
-    """The schemes of single layers, checked. Raises SchemeError for one that no saved model could have."""
+    """Parse and check per-layer schemes. Raises SchemeError for one that a saved model cannot have."""
     found = {}
     for pattern, text in (overrides or {}).items():
         if len(pattern) > _LONGEST_PATTERN or pattern.count("*") > _MOST_REPETITIONS:
@@ -105,7 +105,7 @@ def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, S
 
 
 def settings_of(quantization: object) -> dict[str, Any] | None:
-    """Anybit's own settings in a ``quantization_config``, unchecked; None if they are not there."""
+    """Anybit's own settings in a ``quantization_config``, unchecked; None if there are none."""
     if not isinstance(quantization, Mapping):
         return None
     if quantization.get("quant_method") == METHOD:
@@ -125,11 +125,9 @@ def configuration(
     ignore: list[str] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized.
+    """The ``quantization_config`` of a model in ``scheme``; the first parameters are ``Quantization``'s fields.
 
-    hadamard: the layers whose inputs are rotated at run time.  input_scale: layers scale their inputs.
-    overrides: the schemes of layers that have another one.
-    ignore: every Linear that is not quantized, where compressed-tensors can hold the model; None where it cannot.
+    ignore: all unquantized Linears, if compressed-tensors can represent the model; None if it cannot.
     """
     from anybit import __version__
 
@@ -148,12 +146,12 @@ def configuration(
 
 
 def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[str, Any]:
-    """compressed-tensors' ``quantization_config`` for weights in a format, all Linear layers but those to ignore."""
+    """compressed-tensors' ``quantization_config`` for weights in a format: all Linear layers except ``ignore``."""
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": FORMAT,
         "quantization_status": "compressed",
-        # transformers 5.23 makes room for unpacked zero points and then refuses packed ones, unless it unpacks all.
+        # transformers 5.23 allocates unpacked zero points, and so rejects packed ones unless it dequantizes the model.
         **({"dequantize": True} if fmt.code == "asym" else {}),
         "ignore": ignore,
         "config_groups": {
@@ -175,7 +173,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """Who quantized a model: anybit, another method by its name, or None if nobody did."""
+    """The quantization method of a model: "anybit", another one's name, or None if it is not quantized."""
     entry = config.get("quantization_config")
     if not entry:
         return None
@@ -196,7 +194,7 @@ def refuse_quantized(config: Mapping[str, Any], what: str) -> None:
 
 
 def unreadable(config: Mapping[str, Any], what: object, reason: str) -> CheckpointError:
-    """The one sentence for a model whose method nobody here reads: what it is, why it failed, what to do."""
+    """The error for a model whose quantization method cannot be read: what it is, why it failed, what to do."""
     entry = config.get("quantization_config")
     settings = entry if isinstance(entry, Mapping) else {}
     kind = next((f" ({name} {settings[name]})" for name in _KINDS if isinstance(settings.get(name), str)), "")
@@ -207,16 +205,15 @@ def unreadable(config: Mapping[str, Any], what: object, reason: str) -> Checkpoi
 
 
 def check_pattern(pattern: str, place: str) -> None:
-    """Raise CheckpointError for a pattern of a checkpoint that may take for ever, or is none.
+    """Raise CheckpointError for a regular expression that is invalid, or could backtrack exponentially.
 
-    What backtracks without end repeats a group, or repeats often: such patterns are refused by their form, before they
-    are used once.
+    Repeated groups, or many repetitions, can: such patterns are refused by their form, before they are ever matched.
     """
     if len(pattern) > _LONGEST_PATTERN:
         raise CheckpointError(f"{place} has a pattern of {len(pattern)} characters; {_LONGEST_PATTERN} are allowed")
-    plain = re.sub(r"\\.", "x", pattern)  # what is escaped is a character
-    plain = re.sub(r"\[[^\]]*\]", "x", plain)  # and so is a set of them
-    # A backslash and a digit stand for a group's text once more.
+    plain = re.sub(r"\\.", "x", pattern)  # an escape matches one character
+    plain = re.sub(r"\[[^\]]*\]", "x", plain)  # and so does a set
+    # A backslash and a digit are a backreference.
     looped = re.search(r"\)[*+?{]", plain) or re.search(r"\(\?", plain) or re.search(r"\\[0-9]", pattern)
     if looped or len(re.findall(r"[*+{]\??|(?<![*+}])\?", plain)) > _MOST_REPETITIONS:
         raise CheckpointError(
@@ -261,7 +258,7 @@ def _overrides(value: object, place: str) -> dict[str, Scheme]:
 
 
 def _check_version(version: object, place: str) -> None:
-    """A newer version may have changed what the same settings mean; an older one has not."""
+    """Refuse newer versions, which may have changed what settings mean; older ones are compatible."""
     from anybit import __version__
 
     if version is None:
@@ -289,12 +286,12 @@ def _weights_settings(fmt: WeightFormat) -> dict[str, Any]:
 
 
 def _check_agreement(entry: Mapping[str, Any], scheme: Scheme, place: str) -> None:
-    """Two descriptions of one model have to be of one model."""
+    """Raise CheckpointError if compressed-tensors' settings contradict anybit's."""
     groups = entry.get("config_groups")
     (group,) = groups.values() if isinstance(groups, Mapping) and len(groups) == 1 else (None,)
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or entry.get("format") != FORMAT:
-        raise CheckpointError(f"{place} is to describe one group of weights in the format {FORMAT}, and does not")
+        raise CheckpointError(f"{place} must describe one group of weights in the format {FORMAT}, and does not")
     for name, value in _weights_settings(scheme.weights).items():
         if weights.get(name) != value:
             raise CheckpointError(

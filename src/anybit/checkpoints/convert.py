@@ -1,4 +1,4 @@
-"""Convert between anybit's checkpoints and compressed-tensors': the same tensors, another config.json."""
+"""Convert between anybit's and compressed-tensors' checkpoints: same tensors, different config.json."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,10 +28,10 @@ _MARK = ".weight_packed"
 
 
 def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Rewrite the config.json of a quantized model for ``to`` ("compressed-tensors" or "anybit"), in one step.
+    """Rewrite the config.json of a quantized model for ``to`` ("compressed-tensors" or "anybit"), atomically.
 
-    Returns the new quantization_config. Raises ConversionError, naming the layer, for what the format cannot express;
-    nothing is changed then. No tensor is touched.
+    Tensors are not touched. Returns the new quantization_config. Raises ConversionError, naming the layer and changing
+    nothing, for what the target format cannot represent.
     """
     if to not in TARGETS:
         there = f"{', '.join(TARGETS)}, and in new files (--output) gptq, gguf"
@@ -44,7 +44,7 @@ def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dic
 
 
 def why_not(scheme: Scheme) -> str | None:
-    """What of a scheme compressed-tensors' pack-quantized format cannot express, in a sentence, or None."""
+    """What part of a scheme compressed-tensors' pack-quantized format cannot represent, in a sentence, or None."""
     if scheme.weights.code == "bipolar":
         return "bipolar codes: their zero points are not integers"
     if scheme.weights.code not in CODES:
@@ -61,9 +61,9 @@ def why_not(scheme: Scheme) -> str | None:
 def shared_ignore(
     model: Any, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False, input_scale: bool = False
 ) -> list[str] | None:
-    """The Linear layers of a model that are not quantized, if compressed-tensors can hold the rest; None if it cannot.
+    """The unquantized Linear layers of a model, if compressed-tensors can represent the others; None if it cannot.
 
-    model: on the meta device, before its layers are replaced.  quantized: the names of those that are, without an
+    model: on the meta device, before its layers are replaced.  quantized: names of the quantized layers, which have no
     activation order.
     """
     quantized = set(quantized)
@@ -78,14 +78,14 @@ def shared_ignore(
 def _experts(model: Any) -> str | None:
     """The name of a parameter that holds several experts, if there is one.
 
-    transformers and vLLM take them for linear layers of such a folder, and the first does so whatever it ignores.
+    In a compressed-tensors folder transformers and vLLM expect quantized experts; transformers even if ignored.
     """
     found = (name for name, parameter in model.named_parameters() if parameter.ndim > 2)
     return next((name for name in found if ".experts." in name or ".block_sparse_moe." in name), None)
 
 
 def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
-    """What of a layer the format cannot express, or None."""
+    """Why the format cannot represent a layer, in a sentence, or None."""
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):
@@ -171,13 +171,13 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
         if scheme.weights.bits in PADDED and packing(StoredLayer(source, name, config)) == (scheme.weights.bits, True):
             raise ConversionError(
                 f"layer {name} holds {WORD // scheme.weights.bits} codes of {scheme.weights.bits} bits a word, as "
-                "compressed-tensors before 0.18 packed them, and anybit packs them without gaps: write them anew with "
-                "--output"
+                "compressed-tensors before 0.18 packed them, and anybit packs them without gaps: rewrite the model "
+                "with --output"
             )
     _check_layers(source, layers, scheme.weights)
     ignore = [str(pattern) for pattern in config.get("ignore") or []]
     kept = [pattern.removeprefix("re:") for pattern in ignore]
-    # What others leave out, or write in other words, is written as it is checked when the folder is loaded.
+    # Normalize what other tools omit or spell differently, so that the folder passes the checks of loading.
     whole = compressed_tensors_settings(scheme.weights, ignore)
     group = {**group, "weights": {**group["weights"], **whole["config_groups"]["group_0"]["weights"]}}
     entry = {
@@ -191,7 +191,7 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
 
 
 def _check_foreign(source: Folder) -> None:
-    """Hold a folder against its model as other tools' folders are held; refuse scales of a quantized KV cache."""
+    """Check a folder against its model, like other tools' folders; refuse scales of a quantized KV cache."""
     from anybit.checkpoints.formats.translate import FolderTranslation
     from anybit.quantization.pipeline.modules import skeleton
 
@@ -201,8 +201,8 @@ def _check_foreign(source: Folder) -> None:
     found.check(skeleton(source.path, source.trust_remote_code))
     if found.kv_scales:
         raise ConversionError(
-            f"{source.path} has {found.kv_scales[0]}, for a KV cache that anybit rounds otherwise: write the model "
-            "anew with --output, which leaves such scales aside"
+            f"{source.path} has {found.kv_scales[0]}, for a KV cache that anybit quantizes differently: rewrite the "
+            "model with --output, which drops such scales"
         )
 
 
@@ -243,7 +243,7 @@ def _check_layers(source: Folder, layers: list[str], fmt: WeightFormat) -> None:
 
 
 def _unquantized_linears(model: Any, quantized: Iterable[str]) -> list[str]:
-    """compressed-tensors takes every Linear that is not ignored, so all that stayed as they were are named."""
+    """The unquantized Linears by name: compressed-tensors takes every Linear that is not ignored as quantized."""
     from torch import nn
 
     done = set(quantized)

@@ -1,4 +1,4 @@
-"""A model folder as Hugging Face lays it out: config.json and safetensors, one file or many with an index."""
+"""A model folder in Hugging Face's layout: config.json and safetensors, one file or shards with an index."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LARGEST_JSON = 100_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Weights in whatever format, and programs; all else (tokenizer, templates, licence) goes with a copy of the model.
+# Weights in any format, and code; everything else (tokenizer, templates, licence) is copied with a model.
 _LEFT = (
     *_PICKLES,
     *FILES,
@@ -36,17 +36,17 @@ _LEFT = (
 
 
 def path_of(place: Path | str, name: str) -> Path:
-    """A location as a path. Raises CheckpointError, naming the argument, for anything else."""
+    """Convert to a Path. Raises CheckpointError, naming the argument, for anything that is not a path."""
     if not isinstance(place, (str, os.PathLike)):
         raise CheckpointError(f"{name} must be a path, as text or as a pathlib.Path, not {place!r}")
     return Path(place)
 
 
 class Folder:
-    """A model folder, open for reading; tensors are read one at a time. Raises CheckpointError, naming the file.
+    """A model folder, open for reading one tensor at a time. Raises CheckpointError, naming the file.
 
-    What ``verify`` can say without the model has been checked by then. quantization: how anybit quantized it, or None.
-    trust_remote_code: the model's own Python files may run, and go with a copy of it.
+    Opening runs all of ``verify``'s checks that need no model. quantization: how anybit quantized it, or None.
+    trust_remote_code: the model's own Python files may run, and are copied with it.
     """
 
     def __init__(self, path: Path | str, trust_remote_code: bool = False) -> None:
@@ -67,7 +67,7 @@ class Folder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype: what config.json says, else that of its first float tensor."""
+        """The model's dtype: config.json's, else that of its first float tensor."""
         said = self.config.get("dtype") or self.config.get("torch_dtype")
         named = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else None
         if isinstance(named, torch.dtype):
@@ -77,11 +77,11 @@ class Folder:
 
     @property
     def kernel_dtype(self) -> torch.dtype:
-        """The dtype its layers run in on a GPU: kernels take 16-bit floats, and bfloat16 has float32's range."""
+        """The dtype to run in on a GPU: kernels take 16-bit floats; bfloat16 replaces others, for its range."""
         return self.dtype if self.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
     def read(self, name: str, *, finite: bool = False) -> Tensor:
-        """Read a tensor; ``finite``: refuse NaN and infinity."""
+        """Read a tensor; CheckpointError if there is none, or if ``finite`` and it holds NaN or infinity."""
         if name not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         entry = self.entries[name]
@@ -91,15 +91,15 @@ class Folder:
         return tensor
 
     def companions(self) -> list[Path]:
-        """The files that go with the weights: tokenizer, templates, generation settings; programs only if trusted.
+        """The files to copy with the weights: tokenizer, templates, generation settings; code only if trusted.
 
-        Raises CheckpointError for a link that leaves the folder: a copy would give away what it points to.
+        Raises CheckpointError for a link out of the folder: a copy would leak its target.
         """
         return companions(self.path, self.trust_remote_code)
 
 
 def companions(path: Path, programs: bool = False) -> list[Path]:
-    """What goes with the weights of a model folder: see ``Folder.companions``."""
+    """The files to copy with the weights of a model folder: see ``Folder.companions``."""
     found = []
     for file in sorted(path.iterdir()):
         left = file.name == "config.json" or file.name.startswith(".") or any(map(file.match, _LEFT))
@@ -116,7 +116,7 @@ def companions(path: Path, programs: bool = False) -> list[Path]:
 
 
 def _is_inside(folder: Path, target: Path) -> bool:
-    """Whether a file belongs to a model folder; those of the hub's cache are links into the blobs beside them."""
+    """Whether a file is inside a model folder; files in the hub's cache are links into its ``blobs``."""
     real = folder.resolve()
     places = [real]
     if real.parent.name == "snapshots":
@@ -125,8 +125,8 @@ def _is_inside(folder: Path, target: Path) -> bool:
 
 
 def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
-    """Raise CheckpointError for the first NaN or infinity of a tensor, if it has one."""
-    # A sum is finite only if all terms are, and takes one pass; it may overflow without them, hence the closer look.
+    """Raise CheckpointError, naming the first one, if a tensor holds NaN or infinity."""
+    # A finite sum proves all terms finite in one pass; it may also overflow, hence the closer look.
     if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
         return
     bad = ~torch.isfinite(tensor)
@@ -143,9 +143,9 @@ def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object, or say what is wrong with the file."""
+    """Read a JSON object. Raises CheckpointError, saying what is wrong with the file."""
     try:
-        if file.exists() and not file.is_file():  # of a pipe no size is known, and no end
+        if file.exists() and not file.is_file():  # reading a pipe might never end
             raise CheckpointError(f"{file} is not a regular file")
         if file.stat().st_size > _LARGEST_JSON:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, and {_LARGEST_JSON} at most are read")
@@ -202,15 +202,15 @@ def _sharded(path: Path) -> dict[str, Entry]:
 
 
 def check_index(path: Path) -> None:
-    """Raise CheckpointError for an index that Hugging Face's libraries would stumble over, if a folder needs one."""
+    """Raise CheckpointError for a bad shard index, if a folder has shards."""
     if (path / INDEX).is_file() and not (path / SINGLE).is_file():
         _sharded(path)
 
 
 def read_entries(files: Sequence[Path], root: Path) -> dict[str, Entry]:
-    """The tensors of the files that transformers has chosen in a folder, checked as those of a ``Folder`` are.
+    """The tensors of files that transformers chose in a folder, checked like those of a ``Folder``.
 
-    root: the folder that was asked for. Raises CheckpointError for a file outside of it.
+    root: the folder that was requested. Raises CheckpointError for a file outside of it.
     """
     for file in files:
         outside = os.path.relpath(file, root).startswith("..") if root.is_dir() else ".." in file.parts

@@ -1,8 +1,8 @@
-"""The header of a GGUF file, checked against the file before a parser loops over what it says.
+"""The header of a GGUF file, validated before transformers' and gguf's parsers see it.
 
-The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: counts, typed metadata, the table of
-tensors, aligned data. Parsers trust its counts, and a wrong one costs hours or memory; here each is held against what
-the file can hold.
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: counts, typed metadata, tensor table, aligned data.
+Those parsers trust the header's counts, so a wrong one costs hours or memory; here each is bounded by what the file can
+hold.
 """
 
 import math
@@ -22,21 +22,21 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 1 << 20
-"""Of metadata or tensors: the largest models have some thousands."""
+"""Most metadata entries, or tensors: the largest models have some thousands."""
 _MOST_ELEMENTS = 1 << 24
-"""Of one array: the largest vocabularies have some hundred thousand words."""
+"""Most elements of an array: the largest vocabularies have some hundred thousand tokens."""
 _LONGEST_NAME = 1 << 16
 _LARGEST_SIZE = 1 << 31
 _MOST_DIMENSIONS = 4
 _COUNTS = re.compile(r"\.(block_count|expert_count|attention\.head_count(_kv)?)$")
 _BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-"""How text is split (``tokenizer.ggml.pre``) by tokenizers that begin every text with a token, unless told not to."""
+"""Pre-tokenizers (``tokenizer.ggml.pre``) whose tokenizers add a BOS token unless the file says otherwise."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file: its dimensions, fastest first, its type's number, and where its data begins."""
+    """A tensor of a GGUF file. shape: fastest dimension first.  kind: GGML type number.  begin: offset in the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,9 +46,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says of itself. metadata: scalars and strings; of an array its length.
+    """A GGUF file's header. metadata: scalars and strings; for an array only [length].
 
-    start: the byte of the file where its tensors' data begin.
+    start: file offset of the tensor data.
     """
 
     metadata: dict[str, Any]
@@ -57,7 +57,7 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read a GGUF file's header. Raises CheckpointError, naming the entry, for one that the file contradicts."""
+    """Read and validate a GGUF file's header. Raises CheckpointError, naming the bad entry."""
     try:
         with file.open("rb") as stream:
             if stream.read(4) != MAGIC:
@@ -112,7 +112,7 @@ class _Reader:
             )
         if not isinstance(metadata.get("general.architecture"), str):
             raise self.fault("it names no general.architecture")
-        for name in ("block_count", "embedding_length"):  # parsers have defaults, those of another model
+        for name in ("block_count", "embedding_length"):  # parsers would default to another model's
             if not isinstance(metadata.get(f"{metadata['general.architecture']}.{name}"), int):
                 raise self.fault(f"it says no {metadata['general.architecture']}.{name}")
         largest = max((size for tensor in table.values() for size in tensor.shape), default=0)
@@ -145,7 +145,7 @@ class _Reader:
             raise self.fault(f"tensor {name} has {dimensions} dimensions, and {_MOST_DIMENSIONS} at most are possible")
         shape = self.take(f"{dimensions}Q")
         kind, begin = self.take("IQ")
-        # No type takes less than a bit an element.
+        # No type takes less than one bit per element.
         if math.prod(shape) > 8 * len(self.data) or max(shape, default=0) > _LARGEST_SIZE:
             raise self.fault(f"tensor {name} of shape {shape} does not fit {len(self.data)} bytes")
         return GgufTensor(name, shape, kind, begin)
@@ -198,9 +198,9 @@ class _Reader:
 
 @contextmanager
 def linked_alone(file: Path, folder: Path) -> Iterator[None]:
-    """Link a file into an empty folder for transformers, which reads configurations and code beside a file, too.
+    """Link a file into an empty folder for transformers, which would also read configs and code beside the file.
 
-    Whatever its parsers fail with meanwhile becomes a CheckpointError: a corrupt file can make them fail in any way.
+    Any exception in the context becomes a CheckpointError: a corrupt file can make parsers fail in any way.
     """
     (folder / file.name).symlink_to(file.resolve())
     try:
@@ -215,9 +215,9 @@ def linked_alone(file: Path, folder: Path) -> Iterator[None]:
 
 
 def tokenizer_of(folder: Path, name: str, header: GgufHeader) -> Any:
-    """The tokenizer of a GGUF file, begin and end as the file has them: transformers 5.17 takes one for both.
+    """The tokenizer of a GGUF file, with the file's BOS and EOS tokens: transformers 5.17 uses one for both.
 
-    Llama 3's kind begins texts with a token even where the file does not say so, as it does in llama.cpp.
+    As in llama.cpp, pre-tokenizers of Llama 3's kind add BOS even if the file does not say so.
     """
     from transformers import AutoTokenizer
 

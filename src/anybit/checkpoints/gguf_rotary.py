@@ -1,9 +1,8 @@
-"""What transformers' own reader of GGUF files leaves out of a model's configuration: how it turns and scales queries,
-and how far they see.
+"""RoPE, query scale and sliding window of a GGUF file, which transformers' GGUF reader leaves out of the config.
 
-A file says of its rotary embedding in metadata (base, width, linear scaling, YaRN), or holds what every frequency is
-divided by: ``rope_freqs`` (Llama 3), or ``rope_factors_long`` and ``rope_factors_short`` (long rope). Of how Gemma's
-queries are scaled no file says anything: llama.cpp tells the models by their layers, and so does this.
+A file describes RoPE in metadata (base, width, linear scaling, YaRN), or by tensors of divisors per frequency:
+``rope_freqs`` (Llama 3), or ``rope_factors_long`` and ``rope_factors_short`` (LongRoPE). The scale of Gemma's queries
+is not stored: like llama.cpp, this recognizes the model by its number of layers.
 """
 
 import math
@@ -17,18 +16,18 @@ from anybit.checkpoints.gguf import GgufHeader
 from anybit.errors import CheckpointError
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that are no parameters of a model."""
+"""Tensors of a file that are not model parameters."""
 _FLOAT32 = 0
 _ALL_WINDOWS = ("phi3", "starcoder2")
-"""Models whose layers all have the window, if there is one."""
+"""Models in which a sliding window, if any, applies to all layers."""
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
-"""The layers of the 27B models, whose queries are scaled by hidden size over heads, and not by the size of a head."""
+"""Number of layers of the 27B models, whose queries are scaled by hidden_size / heads instead of head_dim."""
 
 
 def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
-    """Make a model's configuration turn and scale queries, and bound what they see, as the file does.
+    """Set RoPE, query scale and sliding window of a config as the file has them.
 
-    Raises CheckpointError for a scaling that is not known, or factors that are not.
+    Raises CheckpointError for an unknown RoPE scaling or invalid factors.
     """
     text, architecture = config.get_text_config(decoder=True), header.metadata.get("general.architecture")
     if architecture in _LARGE_GEMMAS:
@@ -38,10 +37,10 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
     known = getattr(text, "rope_parameters", None) or {}
     prefix = f"{architecture}.rope."
     said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    if "scale_linear" in said:  # of 2023's files
+    if "scale_linear" in said:  # files of 2023
         said.setdefault("scaling.factor", said["scale_linear"])
     kind = said.setdefault("scaling.type", "linear" if "scaling.factor" in said else "none")
-    if not known:  # it does not turn, as Mamba, or turns by a table
+    if not known:  # no RoPE (Mamba), or a position table
         return
     if any(isinstance(value, dict) for value in known.values()):  # layers of several kinds
         text.rope_parameters = _of_kinds(known, said, file)
@@ -78,7 +77,7 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
 
 
 def _bound(text: Any, file: Path, window: Any) -> None:
-    """Give a model the sliding window of its file; warn where transformers' model has none."""
+    """Set the file's sliding window; warn if transformers' model has none."""
     has = getattr(text, "sliding_window", None)
     if not isinstance(window, int) or not 0 < window < text.max_position_embeddings or window == has:
         return
@@ -86,14 +85,14 @@ def _bound(text: Any, file: Path, window: Any) -> None:
         text.sliding_window = window
         return
     warnings.warn(
-        f"{file} says that attention sees {window} tokens, and transformers' {text.model_type} sees all of them: "
-        "answers to longer texts may differ from those of the model it was made from",
+        f"{file} has a sliding window of {window} tokens, but transformers' {text.model_type} has none: output for "
+        "longer texts may differ from the original model's",
         stacklevel=2,
     )
 
 
 def _of_kinds(known: dict[str, Any], said: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The same for Gemma 3's layers: those with a sliding window turn by a base of their own, and are never scaled."""
+    """RoPE of Gemma 3's layer types: sliding-window layers have their own base, and are never scaled."""
     kind, full = said["scaling.type"], known.get("full_attention") or {}
     if kind == "none" or full.get("rope_type", "default") != "default":
         return known
@@ -118,10 +117,10 @@ def _factors(file: Path, header: GgufHeader, name: str) -> "np.ndarray[Any, np.d
 
 
 def _llama3(factors: "np.ndarray[Any, np.dtype[np.float64]]", theta: float) -> dict[str, Any] | None:
-    """The parameters of Llama 3's rule that gives these factors; None where none do.
+    """Fit the parameters of Llama 3's RoPE scaling to these factors; None if none reproduce them.
 
-    The rule takes the inverse factor from 1 / factor to 1 in a straight line over the frequency, between two bounds.
-    Of its three bounds two count; the lower is made 1, as Llama has it.
+    Between two bounds that scaling interpolates the inverse factor linearly in the frequency, from 1 / factor to 1. Of
+    its three bound parameters only two are independent: low_freq_factor is set to 1, as in Llama.
     """
     size = factors.size
     turns = theta ** -(np.arange(size) / size) / (2 * math.pi)  # per position

@@ -1,4 +1,4 @@
-"""What a GGUF file holds, by its header alone: no tensor is read, and neither torch nor transformers is loaded."""
+"""A summary of a GGUF file from its header alone: reads no tensor, and imports neither torch nor transformers."""
 
 import importlib.util
 import math
@@ -27,7 +27,7 @@ SCHEMES = {
     "IQ4_XS": "w4a16g32iq4",
     "MXFP4": "w4a16g32e2m1",
 }
-"""The types that keep their codes, by GGML's names, and what they are; all others are dequantized."""
+"""GGML types whose codes anybit keeps, and their schemes; all others are dequantized."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -42,7 +42,7 @@ def kind_of(tensor: GgufTensor) -> str:
 
 
 def stored_bytes(tensor: GgufTensor) -> int:
-    """How many bytes of the file a tensor takes."""
+    """Bytes of a tensor in the file."""
     import gguf
 
     weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
@@ -55,9 +55,9 @@ def stored_bytes(tensor: GgufTensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a GGUF file holds, by its header. kinds: how many tensors are of each type. schemes: of its matrices, the
-    one of most weights first. dequantized: types of matrices that anybit has no codes for. matrices, weights and bits
-    leave out the embedding, of which no product is made.
+    """A GGUF file's summary. kinds: number of tensors per type. schemes: of its matrices, by number of weights, largest
+    first. dequantized: matrix types that anybit has no codes for. matrices, weights and bits_per_weight exclude the
+    embedding, which is not multiplied.
     """
 
     architecture: str
@@ -71,7 +71,7 @@ class Summary:
 
 
 def summary(file: Path) -> Summary:
-    """Read a file's header; no tensor is read. Raises CheckpointError for one that is corrupt."""
+    """Summarize a file from its header. Raises CheckpointError for a corrupt file."""
     header = read_gguf_header(file)
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
@@ -97,6 +97,6 @@ def summary(file: Path) -> Summary:
 
 
 def gguf_scheme(file: Path) -> Scheme | None:
-    """The scheme that most weights of a file's matrices have, by its header; None where none keeps its codes."""
+    """The scheme of most weights in a file's matrices, from its header; None if none keeps its codes."""
     schemes = summary(file).schemes
     return Scheme.parse(schemes[0]) if schemes else None

@@ -1,8 +1,8 @@
 """The safetensors file format, read and written a tensor at a time, so that a model never has to fit in memory.
 
-8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, then the data without
-holes (https://huggingface.co/docs/safetensors). The header may end in spaces: a writer reserves room for it and fills
-it in at the end.
+8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, then contiguous data
+(https://huggingface.co/docs/safetensors). The header may be padded with spaces: the writer reserves room and fills it
+in at the end.
 """
 
 import json
@@ -39,13 +39,13 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000
 _LARGEST_SIZE = 1 << 48
-"""Of one dimension of a tensor: a model of that many bytes is no model, and sizes beyond 63 bits overflow."""
+"""Largest dimension or offset: larger files are not models, and sizes beyond 63 bits would overflow."""
 _MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor lies: its file, and the bytes [begin, end) of that file."""
+    """A tensor in a file, at bytes [begin, end)."""
 
     name: str
     file: Path
@@ -61,7 +61,7 @@ class Entry:
 
 
 def read_header(file: Path) -> list[Entry]:
-    """The tensors of a file, checked: every byte is accounted for, no name comes twice. Raises CheckpointError."""
+    """The tensors of a file. Raises CheckpointError unless they cover every byte exactly once and names are unique."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -97,7 +97,7 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def read_tensor(entry: Entry) -> Tensor:
-    """Read one tensor into memory of its own."""
+    """Read one tensor into its own CPU memory."""
     data = torch.empty(entry.bytes, dtype=torch.uint8, device="cpu")  # whatever the default is
     try:
         with entry.file.open("rb") as stream:
@@ -119,7 +119,7 @@ class FileWriter:
         self.bytes = 0
         self._room = max(-(-header_room // 8) * 8, 64)
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        # Data has no holes, so what is no multiple of 8 bytes waits for the end, where it leaves no other misaligned.
+        # Data is contiguous: tensors that are not multiples of 8 bytes go last, to keep the others aligned.
         self._odd: list[tuple[str, Tensor]] = []
         self._stream: IO[bytes] = file.open("wb")
         self._stream.write(b"\0" * (8 + self._room))
@@ -134,7 +134,7 @@ class FileWriter:
             self._write(name, tensor)
 
     def close(self) -> None:
-        """Write what waits, and the header."""
+        """Write the deferred tensors and the header."""
         for name, tensor in sorted(self._odd, key=lambda item: -item[1].element_size()):
             self._write(name, tensor)
         header = json.dumps(self._header, separators=(",", ":")).encode()
@@ -145,7 +145,7 @@ class FileWriter:
         self._stream.close()
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the unfinished file."""
         self._stream.close()
 
     def _write(self, name: str, tensor: Tensor) -> None:
@@ -157,7 +157,7 @@ class FileWriter:
 
 
 def header_room(names: Iterable[str]) -> int:
-    """Enough bytes for a header that describes tensors of these names."""
+    """An upper bound on the bytes of a header for tensors of these names."""
     return 256 + sum(len(json.dumps(name)) + 160 for name in names)
 
 

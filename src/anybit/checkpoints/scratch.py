@@ -1,4 +1,4 @@
-"""Folders for what is not finished: gone when the work ends, and after a kill gone with the next run beside them."""
+"""Scratch folders for unfinished work: removed when the work ends or, after a kill, by the next run."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows, where leftovers of killed runs stay
+except ImportError:  # Windows, where killed runs leave their folders
     fcntl = None  # type: ignore[assignment]
 
 PREFIX = ".anybit-unfinished-"
 REPLACED = "replaced"
-"""Where a scratch folder keeps folders that are being replaced; see ``Scratch``."""
+"""Subfolder of a scratch folder for folders that are being replaced; see ``Scratch``."""
 
 
 class Scratch:
-    """A folder inside ``parent`` that its owner alone can read; removed when it is closed or nobody holds it.
+    """A folder inside ``parent`` that only its owner can read; removed when closed or garbage-collected.
 
-    It is locked as long as its process lives, so that a later run can tell what a killed one has left (``sweep``, which
-    every new scratch folder does first). Folders in its ``REPLACED`` are put back then, if nothing has their place.
+    It is locked while its process lives, so that a later run can recognize leftovers of a killed one (``sweep``, which
+    every new Scratch runs first). ``sweep`` moves folders in ``REPLACED`` back if their place is free.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -31,7 +31,7 @@ class Scratch:
         self._remove = weakref.finalize(self, _remove, self.path, lock)
 
     def close(self) -> None:
-        """Remove the folder and what is in it."""
+        """Remove the folder and its contents."""
         self._remove()
 
     def __enter__(self) -> Path:
@@ -42,9 +42,9 @@ class Scratch:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the scratch folders of this user in ``parent`` whose processes have ended."""
+    """Remove this user's scratch folders in ``parent`` whose processes have ended."""
     for entry in parent.glob(f"{PREFIX}*") if fcntl else ():
-        with contextlib.suppress(OSError):  # not a folder, another's, locked by a living process, or gone by now
+        with contextlib.suppress(OSError):  # not a folder, another user's, locked by a live process, or already gone
             lock = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == os.getuid():
@@ -58,14 +58,14 @@ def sweep(parent: Path) -> None:
 
 
 def replace_file(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file in one step: ``write`` is called with a path beside it, which takes its place. Raises OSError."""
+    """Write a file atomically: ``write`` gets a path in a scratch folder, which is then renamed. Raises OSError."""
     with Scratch(file.parent) as work:
         write(work / file.name)
         (work / file.name).replace(file)
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int | None]:
-    """A new folder and its lock; None on file systems without locks, where ``sweep`` removes nothing either."""
+    """A new folder and its lock; unlocked on file systems without locks, where ``sweep`` does nothing either."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         lock = None
@@ -73,7 +73,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int | None]:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, FileNotFoundError):
-            pass  # the sweep of another run has just come by
+            pass  # lost a race with another run's sweep
         except (OSError, AttributeError):  # no locks here, or no fcntl
             return path, lock
         if path.exists():

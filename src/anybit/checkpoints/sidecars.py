@@ -1,8 +1,8 @@
-"""Where tools say how a model is quantized, if not in config.json's ``quantization_config``.
+"""Where tools store quantization settings, if not in config.json's ``quantization_config``.
 
-AutoGPTQ (early TheBloke models): quantize_config.json.  AutoAWQ's first versions: quant_config.json, in other words.
-ModelOpt: hf_quant_config.json.  llm-compressor's first versions: ``compression_config`` in config.json.  Models that
-also take images: in their ``text_config``.
+AutoGPTQ (early TheBloke models): quantize_config.json.  AutoAWQ's first versions: quant_config.json, with other keys.
+ModelOpt: hf_quant_config.json.  llm-compressor's first versions: ``compression_config`` in config.json.
+Vision-language models: in their ``text_config``.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Beside config.json; they do not go with a copy of the model, which is quantized in another way."""
+"""Files beside config.json; not copied to a requantized model."""
 
 ReadJson = Callable[[Path], dict[str, Any]]
 
 
 def with_quantization(config: dict[str, Any], folder: Path, read_json: ReadJson) -> dict[str, Any]:
-    """A config.json with the quantization_config that belongs to it and no other; as it is if there is none."""
+    """A config.json with its one quantization_config at the top level; unchanged if there is none."""
     entry = config.get("quantization_config") or _elsewhere(config, folder, read_json)
     nested = entry.get("quantization") if isinstance(entry, Mapping) else None
     if isinstance(entry, Mapping) and entry.get("quant_method") == "modelopt" and isinstance(nested, Mapping):

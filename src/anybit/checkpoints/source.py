@@ -1,4 +1,4 @@
-"""Turn a model's name (a folder, a hub name, a GGUF file) into a folder of safetensors."""
+"""Resolve a model (a folder, a hub name, a GGUF file) to a folder of safetensors."""
 
 import importlib.util
 import json
@@ -20,9 +20,9 @@ from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.writing import ShardWriter, write_text
 from anybit.errors import CheckpointError
 
-# What a model folder is made of; pickles and other frameworks' weights are not even fetched.
+# Files to download; pickles and other frameworks' weights are not even fetched.
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-# The factors of scaled rotary embeddings, which a model computes by itself.
+# Tensors of RoPE factors, which models compute themselves.
 _FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 
 
@@ -30,10 +30,10 @@ _FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator[Path]:
     """A folder with config.json and safetensors for a model; raises CheckpointError if there is none.
 
-    model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. A GGUF file is dequantized to 16-bit
-    floats into a temporary folder, which lives as long as the context; so is a model that compressed-tensors has made
-    smaller by bitmasks alone. The others are used where they are.
-    trust_remote_code: fetch the Python files of a model on the hub, too.
+    model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. GGUF files are dequantized to 16-bit
+    floats, and unquantized compressed-tensors models with 2:4 bitmasks decompressed, into a temporary folder that lives
+    as long as the context. Other folders are used in place.
+    trust_remote_code: also fetch a hub model's Python files.
     """
     refuse_unnamed(model)
     path = path_of(model, "a model's source").expanduser()
@@ -55,7 +55,7 @@ def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator
 
 
 def refuse_unnamed(model: str | Path) -> None:
-    """Raise CheckpointError for a model without a name, which a path takes for the current directory."""
+    """Raise CheckpointError for an empty name, which Path takes for the current directory."""
     if isinstance(model, str) and not model.strip():
         raise CheckpointError(
             "the model's name is empty: write a folder, a GGUF file or a hub name; . is this directory"
@@ -63,24 +63,24 @@ def refuse_unnamed(model: str | Path) -> None:
 
 
 def is_gguf(model: str | Path) -> bool:
-    """Whether a model's source is a file, of which only GGUF's are read, and no folder or name."""
+    """Whether a model is a file, which has to be GGUF, and not a folder or hub name."""
     refuse_unnamed(model)
     return path_of(model, "a model's source").expanduser().is_file()
 
 
 def _is_masked(path: Path) -> bool:
-    """Whether a folder holds 16-bit weights behind bitmasks, and nothing quantized."""
+    """Whether a folder holds unquantized weights compressed by 2:4 bitmasks (compressed-tensors' sparse-24-bitmask)."""
     try:
         entry = read_json(path / "config.json")["quantization_config"]
         masked = entry["sparsity_config"]["format"] == "sparse-24-bitmask"
         plain = not entry.get("config_groups") and not matches(entry)
         return bool(masked and plain and entry["quant_method"] == "compressed-tensors")
-    except (CheckpointError, KeyError, TypeError, AttributeError):  # for others to say
+    except (CheckpointError, KeyError, TypeError, AttributeError):  # reported by later checks
         return False
 
 
 def unmask(source: Folder, folder: Path) -> None:
-    """Write a model whose weights are behind bitmasks into a folder, with whole ones.
+    """Write a bitmask-compressed model into a folder with dense weights.
 
     Raises CheckpointError, naming the layer, for a bitmask that does not keep two of every four inputs.
     """
@@ -102,10 +102,10 @@ def unmask(source: Folder, folder: Path) -> None:
 
 
 def dequantize_gguf(file: Path, folder: Path) -> None:
-    """Write a GGUF file's model and tokenizer into a folder, as 16-bit floats. Needs the ``gguf`` extra.
+    """Write a GGUF file's model, as float16, and tokenizer into a folder. Needs the ``gguf`` extra.
 
-    Raises CheckpointError for a file that lacks a tensor of its model, has one too many, or is corrupt in another way.
-    What lies beside the file is not looked at.
+    Raises CheckpointError for a file that lacks a tensor of its model, has one too many, or is otherwise corrupt.
+    Files beside it are ignored.
     """
     header = read_gguf_header(file)
     absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -117,7 +117,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     arguments: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     options: dict[str, Any] = {"dtype": torch.float16, "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):
-        # Without it newer versions keep the file's own quantization, which can be neither cast nor saved.
+        # By default newer versions keep the file's quantization, which can be neither cast nor saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     alone = folder / "source"
     alone.mkdir()
@@ -137,7 +137,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
 
 
 def _refuse_other_model(file: Path, found: dict[str, Any]) -> None:
-    """Transformers makes up what a file lacks, and leaves aside what its model has no place for."""
+    """Raise CheckpointError for missing, surplus or misshapen tensors, which transformers tolerates."""
     surplus = [key for key in found.get("unexpected_keys") or () if not _FREQUENCIES.search(str(key))]
     for keys, what in (
         (found.get("missing_keys"), "has no tensor for {}, which its model needs"),
@@ -156,9 +156,9 @@ def _is_hub_name(text: str) -> bool:
 
 
 def from_hub(name: str, trust_remote_code: bool = False, revision: str | None = None, cache: str | None = None) -> Path:
-    """The folder of a model on the hub, fetched if it is not there yet. Raises CheckpointError if it cannot be.
+    """The local folder of a model on the hub, downloaded if needed. Raises CheckpointError if that fails.
 
-    revision: a branch or commit; None: the newest.  cache: where it is kept; None: the Hugging Face cache.
+    revision: a branch or commit; None: the newest.  cache: the cache folder; None: Hugging Face's.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -1,14 +1,14 @@
-"""What a model folder must be for anybit to load it: one check, whichever door a model comes in by.
+"""The checks that a model folder must pass before anybit loads it, whichever entry point it comes through.
 
-``load_model``, transformers' ``from_pretrained``, the commands and a server's loader all call these, in the order in
-which a folder is read. Each raises CheckpointError, naming the file and the tensor, and builds nothing before.
+``anybit.load``, transformers' ``from_pretrained``, the commands and servers' loaders all call these, in the order in
+which a folder is read. Each raises CheckpointError, naming the file and the tensor, before anything is built.
 
-``check_config``   config.json: counts that the tensors do not bear out, NaN, code and files it may not name; what
-                   ``Quantization.of`` refuses: no scheme, a newer version, unknown words, patterns that take for ever
-``check_layers``   the header against the scheme: a quantized layer without one of its tensors, with a tensor that it
-                   does not have, of another shape or type; tensors of no quantized layer, layers that are not there
-``check_model``    the header against the model: missing tensors, surplus ones, other shapes, integers for floats
-``check_values``   a layer's tensors, once read: scales that are not finite, shapes and 2:4 places that contradict
+``check_config``   config.json: counts that the tensors do not support, NaN, code and files it may not name; what
+                   ``Quantization.of`` refuses: no scheme, a newer version, unknown settings, unsafe patterns
+``check_layers``   headers against the scheme: missing or surplus tensors of quantized layers, wrong shapes or dtypes,
+                   tensors that belong to no quantized layer, ``hadamard`` names that are none
+``check_model``    headers against the model: missing or surplus tensors, wrong shapes, integers for floats
+``check_values``   a layer's tensors, once read: scales that are not finite, invalid 2:4 indices
 """
 
 import math
@@ -26,13 +26,14 @@ from anybit.packing import unpack_words, words_per_row
 from anybit.scheme import WeightFormat
 
 TRAP = "weight"
-"""An empty tensor beside the codes of each layer that compressed-tensors cannot hold. A program that does not know
-anybit takes it for the layer's weight and fails on its shape, instead of making up a weight at random."""
+"""An empty tensor beside the codes of each layer that compressed-tensors cannot represent. A program without anybit
+takes it for the layer's weight and fails on its shape, instead of initializing the weight at random."""
 
 _SUFFIXES = ("packed", "scale", "zero_point", "minimum", "shape", "g_idx", "indices")
 _MARK = ".weight_packed"
 
-# Numbers that a model is built by, one loop a unit: layers each have a tensor of their own, the others a row of one.
+# Counts that size a model's construction loops, bounded by what the tensors allow: every layer has a tensor, and every
+# other unit at least a row of one.
 _LAYERS = re.compile(r"(?:n|num|encoder|decoder|\w*_hidden|num_\w+)_layers?|n_blocks?|num_blocks|depths?")
 _UNITS = re.compile(r"\w*(?:experts|heads|labels|stages)(?:_per_\w+)?")
 _SIZES = re.compile(r"\w*(?:_size|_dim|_positions?|_embeddings|_features|_channels)")
@@ -41,15 +42,15 @@ _FEWEST_UNITS = 4096
 _LARGEST_SIZE = 1 << 31
 _DEEPEST = 64
 _MOST_LAYERS = 256
-"""Of a model whose tensors are not known yet: more than any model has."""
+"""The bound on layers if the tensors are not known yet: more than any model has."""
 
 
 def check_config(
     config: Mapping[str, Any], where: object, entries: Mapping[str, Entry] | None = None
 ) -> Quantization | None:
-    """Check a config.json before anything is built by it; returns how anybit quantized the model, or None.
+    """Check a config.json before anything is built from it; returns how anybit quantized the model, or None.
 
-    where: what to call it.  entries: the tensors beside it, which bound what it may count.
+    where: its name in errors.  entries: the tensors beside it, which bound its counts.
     """
     dimensions = (size for entry in (entries or {}).values() for size in entry.shape)
     largest = max(_FEWEST_UNITS, max(dimensions, default=0))
@@ -73,7 +74,7 @@ def check_config(
 def layer_shapes(
     n: int, k: int, fmt: WeightFormat, group_index: bool = False, input_scale: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors that a layer of N outputs and K inputs stores for its weight, and their shapes."""
+    """Names and shapes of the tensors that a layer of n outputs and k inputs stores for its weight."""
     kept = k // 2 if fmt.sparse else k
     shapes: dict[str, tuple[int, ...]] = {
         "weight_packed": (n, words_per_row(kept, fmt.bits)),
@@ -94,7 +95,7 @@ def layer_shapes(
 
 
 def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> list[str]:
-    """Check the headers of every quantized layer, and their ``weight_shape``; returns the layers' names."""
+    """Check the headers of all quantized layers, and their ``weight_shape``; returns the layers' names."""
     layers = [name.removesuffix(_MARK) for name in entries if name.endswith(_MARK)]
     if not layers:
         raise CheckpointError(f"the checkpoint is quantized to {quantization.scheme}, and has no tensor *{_MARK}")
@@ -112,9 +113,9 @@ def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> li
 
 
 def check_model(model: Any, entries: Mapping[str, Entry], where: object, quantizer: Any = None) -> None:
-    """Check the headers against a transformers model on the meta device, its quantized layers in place.
+    """Check the headers against a transformers model on the meta device, with its quantized layers in place.
 
-    quantizer: the HfQuantizer that loads the model, whose conversions of names are followed.
+    quantizer: the HfQuantizer that loads the model, for its renamings.
     """
     wanted: dict[str, Tensor] = dict(model.state_dict())
     layers = {name.removesuffix(_MARK) for name in wanted if name.endswith(_MARK)}
@@ -144,7 +145,7 @@ def check_model(model: Any, entries: Mapping[str, Entry], where: object, quantiz
 
 
 def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Check what a quantized layer's tensors hold, on any device but meta; names as ``layer_shapes`` has them."""
+    """Check the values of a quantized layer's tensors, except on meta; names as in ``layer_shapes``."""
     for name in ("weight_scale", "weight_minimum", "input_scale", "bias"):
         tensor = tensors.get(name)
         if tensor is not None and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
@@ -193,7 +194,7 @@ def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, E
 
 
 def _check_kind(entry: Entry, wanted: torch.dtype) -> None:
-    """Floats may be of another width, since they are converted; integers have to be what they are."""
+    """Check a dtype: floats may have another width, because they are converted; integers must match."""
     floats = entry.dtype.is_floating_point and entry.dtype.itemsize >= 2
     right = floats if wanted.is_floating_point else entry.dtype == wanted
     if entry.name.endswith(".weight_shape"):
@@ -206,7 +207,7 @@ def _check_kind(entry: Entry, wanted: torch.dtype) -> None:
 
 
 def _numbers(config: Mapping[str, Any], where: object) -> Iterator[tuple[str, int | float]]:
-    """Every number of a config.json with its place, but for those of the quantization; never recursive."""
+    """Every number in a config.json with its key path; iterative, so that nesting cannot exhaust the stack."""
     rest: list[tuple[str, object, int]] = [("", config, 0)]
     while rest:
         name, value, depth = rest.pop()
@@ -221,7 +222,7 @@ def _numbers(config: Mapping[str, Any], where: object) -> Iterator[tuple[str, in
 
 
 def _check_names(config: Mapping[str, Any], where: object) -> None:
-    """What a configuration may not do: name files elsewhere, or code to fetch and run."""
+    """Raise CheckpointError for a config that names files elsewhere, or code to fetch and run."""
     if config.get("transformers_weights") is not None:
         raise CheckpointError(f"{where}: transformers_weights names other files than those that are checked: remove it")
     if not isinstance(config.get("model_type", ""), str):
@@ -240,10 +241,9 @@ def _texts(value: object) -> Iterable[object]:
 def names_in(
     model: Any, stored: Iterable[str], wanted: Mapping[str, Tensor], quantizer: Any = None
 ) -> tuple[set[str], dict[str, str]]:
-    """What transformers makes of the stored names: (targets of conversions, stored name -> the model's).
+    """How transformers maps stored names: (targets of conversions, stored name -> the model's).
 
-    Tensors that transformers converts while loading (experts merged into one, for example) or ignores are left out of
-    the second.
+    The second omits tensors that transformers ignores or converts while loading (such as merged experts).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -269,7 +269,7 @@ def names_in(
 
 
 def _ignored(model: Any) -> re.Pattern[str] | None:
-    """The surplus tensors that a model is known to leave aside: old buffers, or heads that are not part of it."""
+    """A pattern of the surplus tensors that a model ignores: old buffers, or heads that it does not have."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
 

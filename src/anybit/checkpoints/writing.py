@@ -1,4 +1,4 @@
-"""Write model folders under a temporary name, and put them in place in one step when they are complete."""
+"""Write model folders under a temporary name, and move them into place atomically when complete."""
 
 import ctypes
 import errno
@@ -19,11 +19,11 @@ from anybit.errors import CheckpointError, printable
 
 SHARD_BYTES = 4 << 30
 MANIFEST = ".anybit-files.json"
-"""In every folder that anybit writes: its files, their sizes, and a checksum of those that a user may want to edit."""
-# What a model is made of by its nature, whatever its content: known by name and size.
+"""In every folder that anybit writes: its files, their sizes, and checksums of those that a user might edit."""
+# Files that are recognized by name and size only.
 _MODEL = ("config.json", INDEX, SINGLE, "model-*-of-*.safetensors")
-# What was written before there was a manifest, or by transformers. What is replaced is deleted, so these are only files
-# that tools make: no papers, no pickles, no scripts.
+# For folders without a manifest (older versions, transformers): files that may be deleted because tools generate them;
+# no documents, pickles or scripts.
 _MADE_BY_TOOLS = (
     *_MODEL,
     "generation_config.json",
@@ -50,14 +50,13 @@ _OF_SYSTEMS = (MANIFEST, ".DS_Store")
 
 @contextmanager
 def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Iterator[Path]:
-    """A folder to write into, which becomes ``path`` in one step at the end, or vanishes if anything fails.
+    """A folder to write into, which atomically becomes ``path`` at the end, or is removed if anything fails.
 
-    overwrite, source: see ``check_place``, which says what is refused. A link is followed: the folder that it points to
-    is written. A folder that is replaced is exchanged for the new one by the system, so that at every moment one of
-    them is there, whole. Where the file system cannot do that (NFS, macOS), there is a moment between two renames, and
-    if the process is killed in it, the next run beside it puts the old folder back. What a killed run leaves behind
-    (``.anybit-unfinished-*``) is removed by the next one that writes beside it.
-    Raises CheckpointError for a place that cannot be written to.
+    overwrite, source: see ``check_place``. Links are followed: their target is written. A folder to replace is
+    exchanged atomically, so that one whole folder is there at every moment. Where the file system cannot do that (NFS,
+    macOS), there is a gap between two renames; after a kill in it, the next run there restores the old folder. That run
+    also removes whatever a killed run left (``.anybit-unfinished-*``).
+    Raises CheckpointError if ``path`` cannot be written.
     """
     path = check_place(path, overwrite, source)
     try:
@@ -70,7 +69,7 @@ def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = 
         work.mkdir()
         yield work
         _write_manifest(work)
-        check_place(path, overwrite, source)  # much may have come there since
+        check_place(path, overwrite, source)  # it may have changed since
         _publish(work, path)
     except OSError as error:
         reason = error.strerror or error
@@ -82,11 +81,11 @@ def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = 
 
 
 def check_place(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Path:
-    """Where a folder would be written; raises CheckpointError if that would destroy anything but an earlier result.
+    """The real path to write to; raises CheckpointError if that would destroy anything but an earlier result.
 
-    overwrite: a model folder at ``path`` may be replaced, if all that it holds was written by anybit and is as it was
-    (by its ``MANIFEST``; without one, if it is a model and only what tools make), or is the same in the source.
-    Otherwise the place has to be free or an empty folder.  source: the model folder that is read, never replaced.
+    overwrite: a model folder at ``path`` may be replaced if all its files are unchanged since anybit wrote them (by
+    ``MANIFEST``; without one, if it is a model and tools generate all its files), or are the same in the source.
+    Otherwise ``path`` must not exist or be an empty folder.  source: the model folder that is read, never replaced.
     """
     given = Path(path)
     try:
@@ -117,12 +116,12 @@ def check_place(path: Path | str, overwrite: bool = False, source: Path | None =
 
 
 def _real(path: Path) -> Path:
-    """Links followed, as far as they lead; Path.resolve raises for those in a circle, in some versions of Python."""
+    """Resolve links; unlike Path.resolve in some Python versions, this does not raise for circular ones."""
     return Path(os.path.realpath(path))
 
 
 def _refuse_to_replace(path: Path, source: Path | None) -> None:
-    """Raise CheckpointError for a folder that holds more than what anybit wrote into it."""
+    """Raise CheckpointError unless a folder is a model folder with nothing in it that a user could lose."""
     listed = _manifest(path)
     strangers = sorted(entry.name for entry in path.iterdir() if not _replaceable(entry, listed, source))
     if strangers:
@@ -144,7 +143,7 @@ def _refuse_to_replace(path: Path, source: Path | None) -> None:
 
 
 def _replaceable(entry: Path, listed: dict[str, Any] | None, source: Path | None) -> bool:
-    """Whether nothing is lost with an entry of a folder that a new one replaces."""
+    """Whether an entry of a folder may be deleted without loss."""
     if entry.name.startswith(PREFIX):
         return True
     if entry.is_symlink() or not entry.is_file():
@@ -155,13 +154,13 @@ def _replaceable(entry: Path, listed: dict[str, Any] | None, source: Path | None
         return True
     if listed is not None and entry.name in listed:
         return bool(listed[entry.name] == _described(entry))
-    # What goes with the source was copied from it, or is about to be.
+    # Identical companions of the source were copied from it, or are about to be.
     copied = {} if source is None else {file.name: file for file in companions(source)}
     return entry.name in copied and _described(copied[entry.name]) == _described(entry)
 
 
 def _described(file: Path) -> dict[str, Any]:
-    """A file in a manifest."""
+    """A file's description in a manifest."""
     size = {"bytes": file.stat().st_size}
     if any(map(file.match, _MODEL)):
         return size
@@ -175,7 +174,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """The files that anybit wrote into a folder; None where nothing tells."""
+    """The files that anybit wrote into a folder, from its manifest; None without one."""
     with suppress(CheckpointError):
         files = read_json(folder / MANIFEST).get("files")
         if isinstance(files, dict):
@@ -184,7 +183,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _other_file(error: OSError, ours: tuple[Path, ...]) -> str | None:
-    """The file that an error is about, if it is not one being written: a copy can fail while reading."""
+    """The file that an error names, unless it is being written: a copy can also fail while reading."""
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes | os.PathLike)]
     files = [Path(os.fsdecode(name)).absolute() for name in names]
     if not files or any(place in (file, *file.parents) for file in files for place in ours):
@@ -193,11 +192,11 @@ def _other_file(error: OSError, ours: tuple[Path, ...]) -> str | None:
 
 
 def _publish(work: Path, path: Path) -> None:
-    """Put a finished folder in its place; what it replaces ends up beside it, in the same scratch folder."""
+    """Move a finished folder into place; a folder that it replaces ends up in the scratch folder."""
     if not path.is_dir() or not any(path.iterdir()):
-        work.rename(path)  # an empty folder in its place is replaced
+        work.rename(path)  # also replaces an empty folder
         return
-    for file in work.iterdir():  # the old files are about to go: the new ones shall outlast a power failure
+    for file in work.iterdir():  # before the old files go, make the new ones durable
         with file.open("rb") as written:
             os.fsync(written.fileno())
     if _exchange(work, path):
@@ -214,7 +213,7 @@ def _publish(work: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; False where the system or the file system cannot. Raises OSError."""
+    """Atomically exchange two folders; False if the system or file system cannot. Raises OSError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if renameat2 is None:
         return False
@@ -228,7 +227,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace a file by a text in one step."""
+    """Write a text file atomically. Raises CheckpointError."""
     try:
         replace_file(file, lambda work: work.write_text(text, encoding="utf-8"))
     except OSError as error:
@@ -236,9 +235,9 @@ def write_text(file: Path, text: str) -> None:
 
 
 class ShardWriter:
-    """Writes tensors one after another into safetensors files of at most ``shard_bytes``, and their index.
+    """Streams tensors into safetensors files of at most ``shard_bytes`` (or one larger tensor), and their index.
 
-    Nothing is kept in memory. ``header_room`` must be enough for the header of all tensors (``header_room``).
+    header_room: bytes reserved for each file's header; must suffice for all tensors (``safetensors.header_room``).
     """
 
     def __init__(self, folder: Path, header_room: int, shard_bytes: int = SHARD_BYTES) -> None:
@@ -262,7 +261,7 @@ class ShardWriter:
         self.bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Finish the last file, give the files their names, and write the index if there are several."""
+        """Finish the last file, rename the files, and write the index if there are several."""
         self._finish()
         count = len(self._done)
         if count == 1:

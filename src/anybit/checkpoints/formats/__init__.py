@@ -1,6 +1,6 @@
-"""Models that other tools have quantized, read as anybit's own: a module a format, all with the interface ``Format``.
+"""Readers of models quantized by other tools: one module per format, with the interface ``Format``.
 
-The next format is one file and a place in ``FORMATS``. GGUF is ``gguf_blocks`` and ``gguf_file``.
+To add a format, add a module and list it in ``FORMATS``. GGUF is separate: ``gguf_blocks`` and ``gguf_file``.
 """
 
 from collections.abc import Mapping
@@ -30,24 +30,24 @@ class Format(Protocol):
 
     @property
     def NAME(self) -> str:  # noqa: N802  modules have constants
-        """What users call it."""
+        """The format's name for users."""
 
     @property
     def MARKS(self) -> tuple[str, ...]:  # noqa: N802
-        """A layer is what has a tensor of one of these names."""
+        """Tensor names that mark a module as a quantized layer."""
 
     @property
     def TENSORS(self) -> tuple[str, ...]:  # noqa: N802
-        """All that the format may store for a layer, beside its bias."""
+        """All tensor names that the format may store for a layer, except its bias."""
 
     def matches(self, config: dict[str, Any], /) -> bool:
-        """Whether a quantization_config is of this format."""
+        """Whether a quantization_config describes this format."""
 
     def scheme(self, layer: StoredLayer, /) -> Scheme:
-        """What a layer is quantized to, without reading its codes. Raises CheckpointError for what cannot be read."""
+        """The scheme of a layer, without reading its codes. Raises CheckpointError if it cannot be read."""
 
     def read(self, layer: StoredLayer, /) -> QuantizedWeight:
-        """The layer, its codes untouched. Raises CheckpointError, naming the layer, for what cannot be read."""
+        """The layer, with its codes unchanged. Raises CheckpointError, naming the layer, if it cannot be read."""
 
 
 FORMATS: tuple[Format, ...] = (
@@ -56,7 +56,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 def format_of(config: Mapping[str, Any]) -> Format | None:
-    """The format of a config.json that another tool has written; None if nobody here reads it, or none is named."""
+    """The format that reads another tool's config.json; None if there is none, or it is not quantized."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return None

@@ -1,4 +1,4 @@
-"""What every reader of another tool's layers shares: one layer's tensors, and groups as anybit has them."""
+"""Shared by all readers of other tools' layers: access to a layer's tensors, and conversion of groups to anybit's."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The tensors of one layer as another tool has stored them, read when they are asked for.
+    """The tensors of one layer as another tool stored them, read on access.
 
     name: of the module.  config: the model's quantization_config.
     """
@@ -38,7 +38,7 @@ class StoredLayer:
         return self.source.read(f"{self.name}.{suffix}")
 
     def entry(self, suffix: str) -> Entry:
-        """Shape and dtype of a tensor, from the file's header. Raises CheckpointError where there is none."""
+        """Shape and dtype of a tensor, from the file's header. Raises CheckpointError if there is none."""
         found = self.source.entries.get(f"{self.name}.{suffix}")
         if found is None:
             raise CheckpointError(f"layer {self.name} has no tensor {suffix}, which its format needs")
@@ -49,15 +49,15 @@ class StoredLayer:
         return tuple(self.entry(suffix).shape)
 
     def refuse(self, why: str) -> CheckpointError:
-        """The error that says what of the layer cannot be read."""
+        """The error for a layer that cannot be read."""
         return CheckpointError(f"layer {self.name} cannot be read: {why}")
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of inputs as a file has them, and as anybit does.
+    """The groups of a layer: anybit's, and how they map to the file's.
 
-    group: anybit's, None for whole rows.  count: how many a row has.  repeat: how many of them share a stored scale.
+    group: anybit's group size, None for whole rows.  count: groups per row.  repeat: groups per stored scale.
     """
 
     layer: StoredLayer
@@ -69,8 +69,8 @@ class Groups:
     def of(cls, layer: StoredLayer, size: int | None, k: int) -> "Groups":
         """Groups of ``size`` inputs (None or -1: whole rows) of a layer with k inputs.
 
-        Sizes that anybit does not have are cut into smaller groups with the same scale, which changes no weight.
-        Raises CheckpointError for a size that does not divide so.
+        Unsupported sizes are split into smaller groups with the same scale, which changes no weight.
+        Raises CheckpointError for a size that cannot be split.
         """
         if size in GROUPS:
             return cls(layer, size, -(-k // size), 1)
@@ -92,9 +92,9 @@ class Groups:
         return values[:, : self.count].contiguous()
 
     def order(self, index: Tensor) -> Tensor | None:
-        """A file's group of each input, int32 [K], or None where the inputs are in the order of their groups.
+        """The file's group index of each input, int32 [K], or None if inputs are in group order.
 
-        Raises CheckpointError for a group that is not there, and where anybit's groups are smaller than the file's.
+        Raises CheckpointError for a group index out of range, and for an activation order over groups that were split.
         """
         if self.group is None or torch.equal(index.int(), _in_runs(index, self.group * self.repeat)):
             return None
@@ -110,9 +110,9 @@ class Groups:
 
 
 def group_size(layer: StoredLayer, said: object, stored: int, k: int) -> int | None:
-    """The size of ``stored`` groups of k inputs: what the configuration says if it fits, since the last may be shorter.
+    """The size of ``stored`` groups of k inputs: ``said`` if it fits (the last may be partial), else k / stored.
 
-    None: whole rows. Raises CheckpointError where no size fits.
+    None: whole rows. Raises CheckpointError if no size fits.
     """
     if isinstance(said, int) and said > 0 and -(-k // said) == stored:
         return said
@@ -124,36 +124,36 @@ def group_size(layer: StoredLayer, said: object, stored: int, k: int) -> int | N
 
 
 def ordered(layer: StoredLayer) -> bool:
-    """Whether the layer's inputs are in another order than its groups (GPTQ's activation order)."""
+    """Whether the layer has an activation order (GPTQ's act-order)."""
     indices = (layer[suffix] for suffix in ("g_idx", "weight_g_idx") if suffix in layer)
     return any(not unset(index) and not torch.equal(index.int(), _in_runs(index)) for index in indices)
 
 
 def unset(index: Tensor) -> bool:
-    """Whether compressed-tensors has made room for an order, and never filled it."""
+    """Whether compressed-tensors allocated an activation order (filled with -1) but never set it."""
     return bool((index == -1).any())
 
 
 def _in_runs(index: Tensor, size: int | None = None) -> Tensor:
-    """The groups of as many inputs where each has ``size`` of them, side by side; None: as many as the first has."""
+    """The index of contiguous groups of ``size`` inputs, of index's length; None: the size of its first group."""
     size = size or max(1, int((index == 0).sum()))
     return torch.arange(index.numel(), dtype=torch.int32) // size
 
 
 def finite(layer: StoredLayer, name: str, values: Tensor) -> Tensor:
-    """The values, all of which are finite; CheckpointError where one is not."""
+    """Return the values; CheckpointError unless all are finite."""
     if not bool(torch.isfinite(values).all()):
         raise layer.refuse(f"its {name} hold values that are not finite")
     return values
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Bytes uint8 [..., K/2], the first of two codes in the low half -> codes uint8 [..., K]."""
+    """Unpack bytes uint8 [..., K/2], low nibble first, to codes uint8 [..., K]."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """E8M0 scales, their bytes (255 is NaN) -> float32."""
+    """Decode E8M0 scales, given as bytes (255 is NaN), to float32."""
     exponents = exponents.view(torch.uint8)
     powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32), exponents.int() - 127)
     return torch.where(exponents == 255, torch.nan, powers)
