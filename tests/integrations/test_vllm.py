@@ -199,7 +199,7 @@ def test_a_weight_beside_codes_names_its_layer() -> None:
 
 def test_zeros_of_another_number_are_refused_by_name() -> None:
     with pytest.raises(
-        CheckpointError, match=r"lm_head\.z has 3 rows of words .* zeros of 32 outputs are 4; the folder"
+        CheckpointError, match=r"lm_head\.z has 3 rows of words .* 32 outputs need 4; the folder"
     ):
         parameters.unpacked_zeros("lm_head.z", torch.zeros(3, 2, dtype=torch.int32), 4, 32)
 
@@ -208,7 +208,7 @@ def test_fused_zeros_are_never_split_inside_a_word(rank: Any) -> None:
     data = torch.zeros(20, 1, dtype=torch.uint8)
     zeros = parameters.Zeros(data, weight_loader=print, name="z", cut=parameters.whole, bits=3)
     assert zeros.adjust_shard_indexes_for_packing(32, 64) == (3, 6)
-    with pytest.raises(CheckpointError, match="a word holds zeros of both parts"):
+    with pytest.raises(CheckpointError, match="a word there holds zero points of both parts"):
         zeros.adjust_shard_indexes_for_packing(20, 0)
 
 
@@ -242,7 +242,9 @@ def test_layers_may_have_schemes_of_their_own(rank: Any) -> None:
     )
     assert torch.equal(outputs(load(layer, {None: part}), x), part(x))
     config.overrides["m.up_proj"] = Scheme.parse("w4a8")
-    with pytest.raises(LayerError, match=r"m\.gate_proj \+ m\.up_proj, whose activations are .* and .*: give them one"):
+    with pytest.raises(
+        LayerError, match=r"m\.gate_proj \+ m\.up_proj, whose activation formats differ \(.* and .*\): give them one"
+    ):
         MergedColumnParallelLinear(64, [48, 48], bias=False, prefix="m.gate_up_proj", quant_config=config)
 
 
@@ -341,7 +343,7 @@ def test_which_folders_are_taken() -> None:
 def test_an_embedding_is_not_quantized_while_loading(rank: Any) -> None:
     config = AnyBitConfig("w4a16g32", ["lm_head"], overrides={"model.embed_tokens": Scheme.parse("w8a16")})
     with pytest.raises(
-        LayerError, match=r"model\.embed_tokens is an embedding, and vLLM quantizes none while it loads"
+        LayerError, match=r"model\.embed_tokens is an embedding, which cannot be quantized while vLLM loads"
     ):
         vllm_embedding.VocabParallelEmbedding(64, 32, quant_config=config, prefix="model.embed_tokens")
 

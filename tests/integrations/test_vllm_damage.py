@@ -126,9 +126,9 @@ def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("stored", "asked", "name"),
     [
-        ({"scheme": "w4a16g32"}, {"scheme": "w4a16g32asym"}, "scheme is w4a16g32; .* says w4a16g32asym"),
-        ({"scheme": "w4a8", "hadamard": ["model.layers.0.mlp.down_proj"]}, {"scheme": "w4a8"}, "hadamard is"),
-        ({"scheme": "w4a8", "overrides": {"*.q_proj": "w8a8"}}, {"scheme": "w4a8"}, "overrides is"),
+        ({"scheme": "w4a16g32"}, {"scheme": "w4a16g32asym"}, "scheme w4a16g32, .* says w4a16g32asym"),
+        ({"scheme": "w4a8", "hadamard": ["model.layers.0.mlp.down_proj"]}, {"scheme": "w4a8"}, "hadamard"),
+        ({"scheme": "w4a8", "overrides": {"*.q_proj": "w8a8"}}, {"scheme": "w4a8"}, "overrides"),
         ({"scheme": "w4a16g32"}, {"scheme": "w4a8g32-kv4"}, None),
     ],
 )
@@ -144,7 +144,7 @@ def test_an_option_says_nothing_else_of_stored_tensors(
     if name is None:
         config.maybe_update_config(str(tmp_path))
         return
-    with pytest.raises(OptionError, match=f"is quantized, and its {name}.*additional-config"):
+    with pytest.raises(OptionError, match=f"is quantized with {name}.*additional-config"):
         config.maybe_update_config(str(tmp_path))
 
 
@@ -182,7 +182,7 @@ def test_weights_that_vllm_makes_up_are_no_codes(folders: dict[str, Path]) -> No
         quantization = AnyBitConfig("w4a16g32")
         quantization.stored = ["q"]
         layer = ReplicatedLinear(64, 64, bias=False, params_dtype=torch.float32, quant_config=quantization, prefix="q")
-        with pytest.raises(OptionError, match="--load-format dummy makes numbers up, which codes are not: leave it"):
+        with pytest.raises(OptionError, match="--load-format dummy fills weights at random, which cannot make"):
             layer.quant_method.process_weights_after_loading(layer)
 
 

@@ -243,7 +243,7 @@ def test_an_option_that_says_neither_yes_nor_no_is_refused(config: Any, monkeypa
     [
         ({}, None),
         ({"impl": {"batch_invariant_enabled": True}}, "VLLM_BATCH_INVARIANT"),
-        ({"speculative_config": object()}, "drafts"),
+        ({"speculative_config": object()}, "speculative decoding"),
         ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "context parallelism"),
         ({"mode": CUDAGraphMode.FULL}, "mixed batches"),
         ({"mode": CUDAGraphMode.FULL_DECODE_ONLY}, None),
@@ -286,14 +286,14 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
     sequences = config.scheduler_config.max_num_seqs
     assert builder.most == (0 if reason else most or sequences)
     if reason is not None:
-        assert f"decode attention stays vLLM's: {reason}" in caplog.text
+        assert f"decode attention runs on FlashAttention: {reason}" in caplog.text
         return
     for problem, device in asked[:2]:
         shape = problem.plain, problem.heads, problem.kv_heads, problem.layout.head_dim, problem.capacity
         assert (shape, device) == ((PAGE, HEADS, KV_HEADS, DIM, CAPACITY), "a device") and not problem.bf16
     assert sorted(asked[2]) == [False, True] and len(asked) == 3  # layers that are alike once
     some = f" for up to 3 of {sequences} requests of {CAPACITY} tokens at a time" if most else ""
-    assert f"decode attention of 3 layers is anybit's{some}, over" in caplog.text
+    assert f"decode attention of 3 layers runs on anybit's kernel{some};" in caplog.text
     assert '"anybit_attention": false' in caplog.text
     assert "no compiler" in caplog.text
 

@@ -71,7 +71,7 @@ def test_a_model_that_drafts_is_found_by_the_names_of_its_own_files(rank: Any) -
 def test_a_head_of_codes_is_not_tied() -> None:
     """vLLM skips the tensors of a tied head, whose codes would stay zeros."""
     head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", Ledger(set()), False, False)
-    with pytest.raises(LayerError, match=r"codes of lm_head, .* set tie_word_embeddings to false"):
+    with pytest.raises(LayerError, match=r"codes for lm_head, .* set tie_word_embeddings to false"):
         head.tie_weights(None, None)
 
 

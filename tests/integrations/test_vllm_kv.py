@@ -124,21 +124,33 @@ LAYER = {
         (engine(parallel__decode_context_parallel_size=2), {}, "context parallelism"),
         (engine(parallel__prefill_context_parallel_size=2), {}, "context parallelism"),
         (engine(parallel__use_ubatching=True), {}, "--enable-dbo"),
-        (engine(model__is_mm_prefix_lm=True), {}, "tokens of an image see one another in FalconH1"),
-        (engine(model__rswa_window=64), {}, "sees a window and the prompt"),
+        (engine(model__is_mm_prefix_lm=True), {}, "FalconH1ForCausalLM has bidirectional attention"),
+        (engine(model__rswa_window=64), {}, "attends to a window and the prompt"),
         (engine(4), {}, "anybit_kv_cache of --additional-config is 4, and must be a KV format"),
-        (engine(cache__cache_dtype="fp8"), {}, "name one of the two"),
+        (engine(cache__cache_dtype="fp8"), {}, "choose one of the two"),
         (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
         (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
         (engine(model__is_hybrid=True, cache__enable_prefix_caching=True), {}, "--no-enable-prefix-caching"),
-        (engine(model__is_hybrid=True, model__architecture="Qwen3NextForCausalLM"), {}, "Qwen3Next.* keep a state"),
-        (engine(speculative_config=SimpleNamespace(method="suffix", num_speculative_tokens=3)), {}, "drafts of suffix"),
-        (engine(speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)), {}, "drafts of eagle3"),
+        (
+            engine(model__is_hybrid=True, model__architecture="Qwen3NextForCausalLM"),
+            {},
+            "Qwen3Next.* is a hybrid model",
+        ),
+        (
+            engine(speculative_config=SimpleNamespace(method="suffix", num_speculative_tokens=3)),
+            {},
+            "speculative decoding by suffix",
+        ),
+        (
+            engine(speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)),
+            {},
+            "speculative decoding by eagle3",
+        ),
         (engine("kvfp4"), {}, "use kv4"),
         (engine(), {"kv_sharing_target_layer_name": "model.layers.1"}, "shares the keys and values of model.layers.1"),
         (engine(), {"alibi_slopes": [1.0]}, "ALiBi"),
         (engine(), {"attn_type": "encoder_decoder"}, "encoder_decoder"),
-        (engine(), {"attn_backend": object()}, "attention of its own kind"),
+        (engine(), {"attn_backend": object()}, "brings its own backend"),
         (engine(), {"head_size_v": 64}, "differ in size"),
     ],
 )
@@ -155,7 +167,7 @@ def test_what_is_not_tested_is_refused_by_name(
     [
         ({}, None),
         ({"cache__enable_prefix_caching": True}, "--no-enable-prefix-caching"),
-        ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=3)}, "drafts"),
+        ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=3)}, "speculative decoding"),
     ],
 )
 def test_layers_that_keep_a_state(changed: dict[str, Any], reason: str | None):
@@ -220,7 +232,7 @@ def test_layers_with_a_window_stay_as_they_are_in_pages_of_the_packed_ones(monke
     window = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.float16, sliding_window=512)
     found = kv_cache._beside_rows(window, config)
     assert (found.block_size, found.page_size_bytes) == (32, 8 * 17_536)  # 32 tokens of 4,096 bytes
-    with pytest.raises(OptionError, match="holds no 16 tokens"):
+    with pytest.raises(OptionError, match="is too small for 16 tokens"):
         kv_cache._beside_rows(replace(window, dtype=torch.float32), engine("kv2g128"))
 
 
@@ -236,7 +248,7 @@ def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
     (said,) = {r.getMessage() for r in caplog.records if "tokens fit in requests" in r.getMessage()}
     spec = world.spec
     packed, plain = spec.tokens_that_fit(world.total, 8192)
-    assert f"is {spec.format}: {packed} tokens fit in requests of 8192, and in 16 bits {plain} would" in said
+    assert f"is {spec.format}: {packed} tokens fit in requests of 8192 (in 16 bits: {plain} tokens)" in said
     assert spec.tokens_that_fit(10 * (spec.front + 64), 8192)[0] == 10 * 8192
     bytes_of_a_token = 2 * 2 * spec.num_kv_heads * spec.head_size
     assert plain * bytes_of_a_token <= world.total * spec.page_size_bytes < (plain + 1) * bytes_of_a_token
@@ -245,7 +257,7 @@ def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
 def test_names_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch):
     asked = engine()
     asked.additional_config = {"anybit_kv_cach": "kv4", "another": 1}
-    with pytest.raises(OptionError, match="names anybit_kv_cach; of anybit's there are anybit_kv_cache and anybit_att"):
+    with pytest.raises(OptionError, match="has unknown anybit_kv_cach; anybit's are anybit_kv_cache and anybit_att"):
         kv_cache.format_of(asked)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "VLLM_BATCH_INVARIANT" in str(kv_cache.why_not(engine(), KVFormat.parse("kv4")))
@@ -255,7 +267,7 @@ def test_latents_are_not_left_in_16_bits_without_a_word(monkeypatch: pytest.Monk
     """DeepSeek's attention is of another class of vLLM's, which nobody asks for a backend of anybit's."""
     kv_cache.install()
     monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: engine("kv4"))
-    with pytest.raises(OptionError, match=r"layers\.0\.attn keeps one latent a token .* leave anybit_kv_cache out"):
+    with pytest.raises(OptionError, match=r"layers\.0\.attn uses MLA, .* leave anybit_kv_cache out"):
         kv_cache.MLAAttention(2, 1.0, 8, 8, 8, None, 8, None, prefix="layers.0.attn")
 
 
@@ -270,7 +282,7 @@ def test_codes_are_not_offloaded(where: dict[str, Any], monkeypatch: pytest.Monk
     monkeypatch.setattr(
         quantization, "get_current_vllm_config", lambda: SimpleNamespace(offload_config=offloading(**where))
     )
-    with pytest.raises(OptionError, match="offload none of anybit's layers"):
+    with pytest.raises(OptionError, match="do not work with anybit's layers"):
         quantization.AnyBitConfig("w4a16").get_quant_method(torch.nn.Identity(), "a")
 
 

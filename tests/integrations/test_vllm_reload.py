@@ -140,7 +140,7 @@ def test_parts_of_other_formats_are_let_go_of_and_refused(rank: Any) -> None:
     parts["v"] = dict(cases_vllm.layer_of("w8a16g32", SIZES["v"], HIDDEN, 1).state_dict())
     model.take(parts, head, bias).ready()
     assert len(held) == 3 and not any(one() is not None for one in held)
-    with reloading(model), pytest.raises(LayerError, match=r"whose formats differ, cannot be reloaded: start"):
+    with reloading(model), pytest.raises(LayerError, match=r"whose formats differ cannot be reloaded: restart"):
         model.take(parts, head, bias)
 
 

@@ -1,7 +1,7 @@
-"""anybit inside vLLM: ``pip install 'anybit[vllm]'``, then ``vllm serve FOLDER`` runs what anybit quantized.
+"""anybit as a vLLM plug-in: after ``pip install 'anybit[vllm]'``, ``vllm serve FOLDER`` runs folders of anybit.
 
-vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). This package imports
-vLLM's layers only from there on, and does no arithmetic: layers run ``anybit.ops``.
+vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). vLLM's layers are
+imported only then. There is no arithmetic here: layers run ``anybit.ops``.
 """
 
 import functools
@@ -12,14 +12,14 @@ _logger = logging.getLogger("vllm.anybit")
 
 
 def register() -> None:
-    """Make vLLM know the quantization method "anybit"; says why if it cannot, and leaves vLLM usable."""
+    """Register the quantization method "anybit" with vLLM; if that fails, logs why and leaves vLLM usable."""
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config
 
         from anybit.integrations.vllm import streams
         from anybit.integrations.vllm.config import AnyBitConfig
     except ImportError as error:
-        _logger.warning("anybit does not know this version of vLLM, and is not registered with it: %s", error)
+        _logger.warning("anybit does not support this version of vLLM and is not registered: %s", error)
         return
     register_quantization_config("anybit")(AnyBitConfig)
     streams.install()
@@ -27,17 +27,17 @@ def register() -> None:
     try:
         from anybit.integrations.vllm import kv_cache
     except ImportError as error:
-        _logger.warning("anybit's KV cache does not know this version of vLLM, and is not there: %s", error)
+        _logger.warning("anybit's KV cache does not support this version of vLLM and is disabled: %s", error)
         return
     kv_cache.install()
 
 
 @functools.cache
 def _leave_threads_behind() -> None:
-    """Have forked processes work without torch's threads, which stay behind: whoever uses them waits for ever.
+    """Run torch single-threaded in forked processes: its thread pool does not survive a fork, and using it deadlocks.
 
-    vLLM forks an engine, and its ranks, from processes that have checked a checkpoint by them; it takes one thread for
-    ranks itself, but not where OMP_NUM_THREADS is set.
+    vLLM forks its engine and ranks from a process in which anybit has used that pool to check a checkpoint. vLLM itself
+    sets ranks to one thread, but not if OMP_NUM_THREADS is set.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The quantization method "anybit" as vLLM knows it: which layers are quantized, and how."""
+"""The quantization method "anybit" for vLLM: which layers are quantized, and how."""
 
 import logging
 import re
@@ -33,7 +33,7 @@ from anybit.scheme import Scheme
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
 HEADS = ("lm_head", "embed_out")
 _DRAFT = "draft_model."
-"""What vLLM puts before the names of a model that drafts, and no checkpoint has."""
+"""Prefix that vLLM adds to the layer names of a draft model; checkpoints do not have it."""
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
     'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
@@ -44,10 +44,10 @@ _HOW = (
 class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     """How a model is quantized, for vLLM.
 
-    scheme: of every quantized layer; None until the files of another tool have said it.  kept: names or patterns of
-    layers that are not quantized.  group_index, input_scale: every layer stores an activation order, a scale of its
-    inputs.  hadamard: the layers whose inputs are rotated on line.  overrides: the schemes of layers that have another
-    one, by name or by a shell's pattern.
+    scheme: of the quantized layers; None until it is read from another tool's files.  kept: names or patterns of
+    layers that are not quantized.  group_index, input_scale: whether every layer stores an activation order, and a
+    scale per input.  hadamard: layers whose inputs are rotated at run time.  overrides: per-layer schemes, by name or
+    shell pattern.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """What kernels take; float32 is for CPUs."""
+        """float16 and bfloat16; float32 too without a GPU."""
         return [torch.float16, torch.bfloat16, *([] if torch.cuda.is_available() else [torch.float32])]
 
     @classmethod
@@ -93,27 +93,27 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """All is in config.json."""
+        """None: everything is in config.json."""
         return []
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> Any:
-        """Take compressed-tensors folders that anybit wrote, and those of other tools if it is asked for by name."""
+        """Claim compressed-tensors folders that anybit wrote, and any folder under ``--quantization anybit``."""
         method = hf_quant_cfg.get("quant_method")
         mine = method == METHOD or (method == COMPRESSED and isinstance(hf_quant_cfg.get(METHOD), dict))
         return METHOD if user_quant == METHOD or (mine and user_quant is None) else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AnyBitConfig":
-        """Read a ``quantization_config``: anybit's words, alone or beside compressed-tensors', or another tool's.
+        """Parse a ``quantization_config``: anybit's own, compressed-tensors' with an anybit section, or another tool's.
 
-        What other tools' words say is read with the files.
+        Another tool's settings are read later, with its files. Raises CheckpointError.
         """
         try:
             return cls._from_settings(config)
         except (AnyBitError, MemoryError):
             raise
-        except Exception as error:  # words of other types than they should be can fail in any way
+        except Exception as error:  # values of unexpected types can raise anything
             raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from error
 
     @classmethod
@@ -127,9 +127,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         return cls()
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Check the folder; which layers hold codes by its headers decides what is loaded, not a pattern."""
+        """Check the folder and find its quantized layers by the tensors in its headers, not by patterns."""
         trusted, folder = type(hf_config).__module__.startswith("transformers_modules"), Path(model_name)
-        if not folder.exists():  # vLLM 0.26 does not say which revision it has taken
+        if not folder.exists():  # vLLM 0.26 does not pass the revision
             self._on_hub = model_name, trusted, revision or getattr(hf_config, "_commit_hash", None)
             if self.scheme is None:
                 return
@@ -147,12 +147,12 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         experts = [name for name in self.stored or () if ".experts." in name]
         if experts:
             raise CheckpointError(
-                f"{model_name} holds quantized experts ({experts[0]}), which anybit leaves in 16 bits inside vLLM. "
-                "Quantize the model with these layers in modules_to_not_convert"
+                f"{model_name} has quantized experts ({experts[0]}); in vLLM, anybit runs experts in 16 bits only. "
+                "Quantize the model again with these layers in modules_to_not_convert"
             )
 
     def _check_words(self, folder: Path) -> None:
-        """Raise OptionError where an option says of stored tensors what the folder's own words do not."""
+        """Raise OptionError if ``--hf-overrides`` contradicts the folder's own config.json about stored tensors."""
         own = Quantization.of(with_quantization(read_json(folder / "config.json"), folder, read_json))
         if own is None:
             return
@@ -160,22 +160,22 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         for (name, stored), asked in pairs:
             if stored != asked:
                 raise OptionError(
-                    f"{folder} is quantized, and its {name} is {stored}; the quantization_config of --hf-overrides "
-                    f"says {asked}. Leave that out, or serve the model that is not quantized; a KV cache is asked for "
-                    'by --additional-config \'{"anybit_kv_cache": "kv4"}\''
+                    f"{folder} is quantized with {name} {stored}, and the quantization_config of --hf-overrides says "
+                    f"{asked}. Leave that out, or serve the unquantized model; for a KV format alone, use "
+                    '--additional-config \'{"anybit_kv_cache": "kv4"}\''
                 )
 
     def _stream(self, folder: Path, trusted: bool) -> None:
-        """Take a model's layers and their schemes from the files of another tool, and its tensors, too."""
+        """Read layers, schemes and (later) tensors from another tool's files."""
         config = with_quantization(read_json(folder / "config.json"), folder, read_json)
         if streams.gguf_in(folder) is None and method_of(config) is None:
             raise OptionError(
-                f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}"
+                f"the model is not quantized, and --quantization anybit alone does not say how to quantize it: {_HOW}"
             )
         self._source = streams.Source(folder, trusted)
         source = self._source.opened()
         for name in source.kv_scales[:1]:
-            _logger.warning("anybit: scales of an 8-bit KV cache, such as %s, are not used", name)
+            _logger.warning("anybit: scales for an 8-bit KV cache, such as %s, are ignored", name)
         self.scheme, self.group_index = source.scheme, source.group_index
         self.overrides = {name: scheme for name, scheme in source.layers.items() if scheme != source.scheme}
         self.stored = sorted(source.layers)
@@ -183,7 +183,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             self.apply_vllm_mapper(self._mapper)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Names as vLLM has them, where its model differs from the checkpoint's."""
+        """Map checkpoint names to vLLM's, for models whose names differ."""
         self._mapper = hf_to_vllm_mapper
         self.kept = hf_to_vllm_mapper.apply_list(self.kept)
         self.overrides = hf_to_vllm_mapper.apply_dict(self.overrides)
@@ -192,14 +192,14 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             self.stored = hf_to_vllm_mapper.apply_list(self.stored)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What runs a layer. Raises LayerError where vLLM fuses layers of which only some are quantized."""
+        """The method that runs a layer. Raises LayerError if vLLM fuses layers of which only some are quantized."""
         self._check_hub()
         self._check_engine()
         if self._source is not None:
             streams.note(self._source)
         prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, RoutedExperts):
-            self._tell("experts stay in 16 bits: anybit's schemes apply to the linear layers alone")
+            self._tell("experts stay in 16 bits: in vLLM, anybit quantizes linear layers only")
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)
@@ -222,8 +222,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         coded = {str(part.scheme.activations) for part in parts}
         if len(coded) != 1:
             raise LayerError(
-                f"vLLM fuses {' + '.join(names)}, whose activations are {' and '.join(sorted(coded))}: give them one "
-                "scheme"
+                f"vLLM fuses {' + '.join(names)}, whose activation formats differ ({' and '.join(sorted(coded))}): "
+                "give them one scheme"
             )
         if not self.stored:
             return AnyBitOnlineLinearMethod(parts, self.ledger)
@@ -232,13 +232,13 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def _scheme_of(self, name: str) -> Scheme:
         """The scheme of one layer."""
         found = override_of(name, self.overrides) or self.scheme
-        assert found is not None, "a layer is built before its folder was looked at"
+        assert found is not None, "a layer is built before its folder was read"
         return found
 
     def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
-        """What runs an embedding: it is quantized where the checkpoint holds its codes.
+        """The method for an embedding, which is quantized if the checkpoint has codes for it.
 
-        Some of vLLM's models do not say what theirs is called; an override does.
+        Some of vLLM's models pass no prefix for theirs; then the name comes from the overrides.
         """
         name = name or next((one for one in self.overrides if one.rpartition(".")[2] in EMBEDDINGS), "")
         if name in (self.stored or ()):
@@ -246,13 +246,13 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
         if name in self.overrides:
             raise LayerError(
-                f"{name} is an embedding, and vLLM quantizes none while it loads: quantize the model first, "
+                f"{name} is an embedding, which cannot be quantized while vLLM loads it: quantize the model first, "
                 f"`anybit quantize MODEL --override {name}={self.overrides[name]}`"
             )
         return None
 
     def _check_hub(self) -> None:
-        """Fetch a model of the hub to where vLLM is about to, and check it before a layer is made."""
+        """Download a hub model to vLLM's own location and check it, before any layer is built."""
         if self._on_hub is None:
             return
         (name, trusted, revision), self._on_hub = self._on_hub, None
@@ -265,9 +265,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             check_folder(folder, trusted)
 
     def _check_engine(self) -> None:
-        """Raise OptionError for KV heads that ranks cannot share, before vLLM's models assert that they can.
+        """Raise OptionError for KV heads that the ranks cannot divide (vLLM would only assert), and for CPU offload.
 
-        And for weights that are to be offloaded: vLLM offloads parameters, and codes that are ready are none.
+        vLLM offloads parameters; anybit's prepared codes are buffers.
         """
         if self._engine_checked:
             return
@@ -275,8 +275,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         offload = config.offload_config
         if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
             raise OptionError(
-                "--cpu-offload-gb and --offload-group-size offload none of anybit's layers, whose codes stay on the "
-                "GPU: leave them out; a scheme of fewer bits takes less memory"
+                "--cpu-offload-gb and --offload-group-size do not work with anybit's layers, whose codes stay on the "
+                "GPU: leave them out; a scheme with fewer bits takes less memory"
             )
         ranks = config.parallel_config.tensor_parallel_size
         heads = 1 if config.model_config is None else config.model_config.get_total_num_kv_heads()
@@ -284,12 +284,12 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             fits = [str(count) for count in range(1, heads + 1) if heads % count == 0]
             raise OptionError(
                 f"--tensor-parallel-size {ranks} cannot share the {heads} KV heads of the model: choose one of "
-                f"{', '.join(fits)} or a multiple of {heads}, or give each GPU a part of the layers: "
+                f"{', '.join(fits)} or a multiple of {heads}, or split the layers between GPUs: "
                 f"--pipeline-parallel-size {ranks}"
             )
 
     def _head_method(self, name: str) -> QuantizeMethodBase | None:
-        """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
+        """The method for the output head: quantized if the checkpoint has codes for it, or if an override names it."""
         if self.stored:
             if name in self.stored:
                 return AnyBitHeadMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
@@ -297,11 +297,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return AnyBitOnlineHeadMethod(self._scheme_of(name), name, self.ledger)
         if self.coded_embedding:
             return HeadBesideCodes()
-        self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes a step shorter")
+        self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes decode steps faster")
         return None
 
     def _parts(self, prefix: str) -> list[str]:
-        """The layers of the checkpoint that vLLM's layer stands for."""
+        """The checkpoint's layers that make up one layer of vLLM."""
         parent, _, last = prefix.rpartition(".")
         fused = self.packed_modules_mapping.get(last, [last])
         return [f"{parent}.{name}" if parent else name for name in fused]
@@ -318,7 +318,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
 
 def _stored_words(of: Any) -> dict[str, Any]:
-    """What a configuration says of stored tensors, by its name there; not what is done to activations."""
+    """The settings that describe stored tensors, by name; without activations and KV format."""
     return {
         "scheme": None if of.scheme is None else _weights(of.scheme),
         "overrides": {name: _weights(scheme) for name, scheme in of.overrides.items()},
@@ -329,17 +329,17 @@ def _stored_words(of: Any) -> dict[str, Any]:
 
 
 def _weights(scheme: Scheme) -> str:
-    """The scheme of the same weights with activations of 16 bits."""
+    """The scheme with the same weights, 16-bit activations and no KV format."""
     return str(replace(scheme, activations=Scheme.parse("w4a16").activations, kv=None))
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a module is one to keep; transformers' rule (``should_convert_module``)."""
+    """Whether a pattern of modules to keep matches a name, by transformers' rule (``should_convert_module``)."""
     return bool(re.match(f"{pattern}\\.", name) or re.match(pattern, name)) or name.endswith(pattern)
 
 
 def _tensor_names(model: str, revision: str | None) -> list[str] | None:
-    """The names of a checkpoint's tensors, from its headers; None where it has no safetensors."""
+    """Names of a checkpoint's tensors, from its headers; None if it has no safetensors files."""
     folder = Path(model)
     if folder.is_dir():
         files = sorted(folder.glob("*.safetensors"))

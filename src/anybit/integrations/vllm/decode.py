@@ -1,17 +1,17 @@
-"""vLLM's FlashAttention, whose steps of one new token a request run anybit's kernel, over the same 16-bit pages.
+"""vLLM's FlashAttention backend with anybit's decode kernel for pure decode steps, over the same 16-bit pages.
 
     vllm serve MODEL --additional-config '{"anybit_attention": false}'     # FlashAttention in every step
 
-Nothing else changes: who stores tokens, prompts, prefix caching, how requests are scheduled. The kernel reads lengths
-and tables on the device, so CUDA graphs of decode steps hold it. Which of the two runs is decided once a step, when
-its metadata is built. What vLLM's sources say that matters here:
+Everything else is vLLM's: the KV cache write, prefill, prefix caching, scheduling. The kernel reads lengths and block
+tables on the device, so it can be captured in CUDA graphs. Which kernel runs is decided once per step, when the
+metadata is built. What this relies on in vLLM's sources:
 
-    Rows of a padded batch have a length of 0; FlashAttention leaves their outputs as they are.
-    vLLM's second runner captures graphs of mixed batches with one token a request, too, so that a longest query of 1
-    says nothing about what such a graph is replayed with: where mixed batches have full graphs, nothing is taken over.
-    The schedule that FlashAttention 3 makes ahead (three launches a step) is not made for what this kernel attends;
-    but in the first step, in which vLLM 0.26 looks up the window that all later ones are made for.
-    0.26 takes a group's window for each of its layers, 0.32 the layer's own: a layer with another one stays vLLM's.
+    Padded rows of a batch have length 0; FlashAttention leaves their outputs untouched.
+    vLLM's V2 model runner also captures graphs of mixed batches with one token per request, so max_query_len == 1
+    does not imply decode when such a graph is replayed: with full graphs of mixed batches, FlashAttention stays.
+    FlashAttention 3's ahead-of-time schedule (three launches a step) is skipped for steps that this kernel runs,
+    except the first step, in which vLLM 0.26 determines the window for all later schedules.
+    vLLM 0.26 uses one window for all layers of a group, 0.32 each layer's own: groups that mix windows are left alone.
 """
 
 import logging
@@ -36,25 +36,25 @@ from anybit.ops.kv import Masks
 
 _logger = logging.getLogger("vllm.anybit")
 _RANGES = ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
-"""What a batch's metadata holds where attention is not causal with one window alone."""
+"""Metadata fields that are set if attention is anything but causal with at most a sliding window."""
 
 
 class DecodeBackend(FlashAttentionBackend):  # type: ignore[misc]
-    """FlashAttention's, with another builder and another implementation."""
+    """FlashAttention's backend with ``DecodeBuilder`` and ``DecodeImpl``."""
 
     @staticmethod
     def get_impl_cls() -> type["DecodeImpl"]:
-        """What runs a layer."""
+        """The implementation that runs a layer."""
         return DecodeImpl
 
     @staticmethod
     def get_builder_cls() -> type["DecodeBuilder"]:
-        """What describes a batch."""
+        """The builder of a batch's metadata."""
         return DecodeBuilder
 
 
 class DecodeBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """Says of each batch whether anybit's kernel attends it."""
+    """Decides for each batch whether anybit's kernel runs its attention."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -65,18 +65,18 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         if (reason := why_not(vllm_config, impls)) is None:
             self.most, reason = _compile(impls, kv_cache_spec.block_size, vllm_config, device)
         if reason is not None:
-            _logger.info("anybit: decode attention stays vLLM's: %s", reason)
+            _logger.info("anybit: decode attention runs on FlashAttention: %s", reason)
             return
         most, capacity = vllm_config.scheduler_config.max_num_seqs, impls[0].capacity
         _logger.info(
-            "anybit: decode attention of %d layers is anybit's%s, over vLLM's own pages; --additional-config "
-            "'{\"anybit_attention\": false}' leaves it to vLLM",
+            "anybit: decode attention of %d layers runs on anybit's kernel%s; --additional-config "
+            "'{\"anybit_attention\": false}' switches back to FlashAttention",
             len(impls),
             "" if self.most == most else f" for up to {self.most} of {most} requests of {capacity} tokens at a time",
         )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """FlashAttention's metadata; ``anybit`` of it: whether each row is one new token that sees all before it."""
+        """FlashAttention's metadata, plus ``anybit``: whether every row is one new token that attends causally."""
         m = common_attn_metadata
         few = m.num_actual_tokens <= self.most
         single = few and m.max_query_len == 1 and not common_prefix_len and m.causal is True
@@ -93,7 +93,7 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
-    """One layer's attention. masks, capacity: what ``kv_plain`` is told of it."""
+    """One layer's attention. masks, capacity (tokens of a request): passed to ``kv_plain``."""
 
     masks: Masks
     capacity: int
@@ -110,7 +110,7 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of a batch whose tokens are stored."""
+        """Attention of a batch whose keys and values are already in the cache."""
         if not getattr(attn_metadata, "anybit", False) or output_scale is not None or output_block_scale is not None:
             plain: Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -126,36 +126,36 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
 
 
 def take_over(attention: Any, config: Any) -> None:
-    """Let a layer that vLLM has just made run anybit's kernel, if it is FlashAttention over plain 16-bit pages."""
+    """Give a newly built attention layer anybit's kernel, if it is FlashAttention over 16-bit pages."""
     impl = attention.impl
     own = type(attention) is Attention and attention.attn_backend is FlashAttentionBackend
     if not own or type(impl) is not FlashAttentionImpl or not stores_pages(attention, config.model_config.dtype):
         return
     attention.attn_backend, impl.__class__ = DecodeBackend, DecodeImpl
-    window = impl.sliding_window[0] + 1  # 0: all tokens
+    window = impl.sliding_window[0] + 1  # 0: no window
     impl.masks = Masks(impl.scale, window or None, impl.logits_soft_cap or None, impl.sinks)
     impl.capacity = config.model_config.max_model_len
 
 
 def why_not(config: Any, impls: list[Any]) -> str | None:
-    """What of an engine's configuration keeps its decode attention vLLM's, in a sentence; None if nothing does."""
+    """Why an engine's configuration rules out anybit's decode attention, as a sentence; None if it does not."""
     if impls[0].batch_invariant_enabled:
-        return "VLLM_BATCH_INVARIANT asks for FlashAttention in one split"
+        return "VLLM_BATCH_INVARIANT requires FlashAttention without split-KV"
     if config.speculative_config is not None:
-        return "steps that check drafts have several new tokens of a request"
+        return "with speculative decoding, steps have several new tokens per request"
     if getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1:
-        return "context parallelism splits what a token sees"
+        return "context parallelism splits the keys of a request between ranks"
     if config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
-        return "full CUDA graphs of mixed batches, which --compilation-config asks for, do not tell decode steps apart"
+        return "full CUDA graphs of mixed batches (--compilation-config) do not tell decode steps apart"
     if any(impl.alibi_slopes is not None for impl in impls):
-        return "FlashAttention adds its ALiBi slopes"
+        return "anybit's kernel does not add ALiBi slopes"
     return None
 
 
 def _compile(impls: list[Any], page_tokens: int, config: Any, device: torch.device) -> tuple[int, str | None]:
-    """Compile what decode steps launch now, and not in a request.
+    """Compile the kernels of decode steps before the first request.
 
-    Returns how many requests kernels attend together, and why there are no kernels, where so.
+    Returns (most requests in one launch, None), or (0, the reason why there are no kernels).
     """
     if device.type != "cuda":
         return 0, f"its kernels run on CUDA devices, not on {device.type}"

@@ -1,4 +1,4 @@
-"""vLLM's embedding on anybit, where the checkpoint holds its codes, and the output head that is tied to it."""
+"""vLLM's embedding on anybit, if the checkpoint has codes for it, and an output head tied to it."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from anybit.integrations.vllm.head import AnyBitHeadMethod
 from anybit.integrations.vllm.product import Product
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")
-"""What models call their input embedding."""
+"""Names of the input embedding, by model."""
 
 
 class AnyBitEmbeddingMethod(AnyBitHeadMethod):
-    """Rows of codes; a rank keeps its part of them. A tied head multiplies by the same."""
+    """A quantized embedding; each rank keeps its shard of the rows. A tied head shares its codes."""
 
     def create_weights(self, layer: Any, *arguments: Any, **words: Any) -> None:
-        """Room for this rank's rows, as a head has it."""
+        """Allocate this rank's rows, as for a head."""
         layer.bias = None
         super().create_weights(layer, *arguments, **words)
 
@@ -29,9 +29,9 @@ class AnyBitEmbeddingMethod(AnyBitHeadMethod):
 
 
 class HeadBesideCodes(UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """A head in 16 bits, or, where the model ties it to an embedding of codes, that embedding."""
+    """A head in 16 bits, or the quantized embedding that the model ties it to."""
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """What gives the logits."""
+        """The layer that computes the logits."""
         coded = isinstance(embed_tokens.quant_method, AnyBitEmbeddingMethod)
         return embed_tokens if coded else super().tie_weights(layer, embed_tokens)

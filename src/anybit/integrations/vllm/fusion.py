@@ -1,16 +1,16 @@
-"""Fewer, larger kernels in vLLM's compiled graph: norm, SiLU and rotary embedding join the products around them.
+"""A fusion pass for vLLM's compiled graph: norm, SiLU and RoPE join the GEMMs around them.
 
-vLLM's own norm is one op in the graph (``vllm_ir.fused_add_rms_norm``) until its passes have run, and anybit's products
-are one op each, so that a pass finds them side by side:
+vLLM's norm is one op in the graph (``vllm_ir.fused_add_rms_norm``) until vLLM lowers it, and each of anybit's GEMMs is
+one op, so the pass can match them:
 
-    add + norm -> linear             ``anybit::norm_linear``: one launch for a token or two, and where inputs are coded
-    add + norm -> linear -> SiLU     the same, with gate and up in turn: the product ends with SiLU
+    add + norm -> linear             ``anybit::norm_linear``: one launch at one or two tokens, or with quantized inputs
+    add + norm -> linear -> SiLU     the same with gate and up interleaved and SiLU in the epilogue
     add + norm, the last one         ``anybit::add_rms_norm``
-    SiLU -> linear                   ``anybit::silu_linear``, where inputs are coded and no product ends so
-    add + norm -> linear -> rotary   ``anybit::norm_rotate_cache`` (16-bit activations; ``rotary``)
+    SiLU -> linear                   ``anybit::silu_linear``, for quantized inputs if no GEMM has a SiLU epilogue
+    add + norm -> linear -> RoPE     ``anybit::norm_rotate_cache`` (16-bit activations; ``rotary``)
 
-SiLU is anybit's op in a model whose MLP is gate_up_proj, act_fn, down_proj in this order; what the pass does not find
-runs one after another, with the same results.
+SiLU is anybit's op if the MLP's forward is gate_up_proj, act_fn, down_proj. Patterns that do not match run as separate
+kernels, with the same results.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ from anybit.scheme import Scheme
 _logger = logging.getLogger("vllm.anybit")
 _MLPS = (
     ("gate_up_proj", "act_fn", "down_proj"),
-    ("gate_up_proj", "maybe_fused_act_quant", "act_fn", "down_proj"),  # 0.32, whose helper calls act_fn for our layers
+    ("gate_up_proj", "maybe_fused_act_quant", "act_fn", "down_proj"),  # 0.32: the helper calls act_fn for our layers
 )
 _parents: "WeakKeyDictionary[nn.Module, ref[nn.Module]]" = WeakKeyDictionary()
 
 
 class SiluMul(nn.Module):
-    """silu(gate) * up, as an op that the pass can find. paired: eight of gate and eight of up in turn."""
+    """silu(gate) * up as an op that the pass can match. paired: gate and up are interleaved eight by eight."""
 
     def __init__(self, paired: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SiluMul(nn.Module):
 
 
 def watch() -> None:
-    """Note which module holds which while a model is built: a layer does not know what comes after it."""
+    """Record the parents of projections while a model is built: a layer does not know its siblings."""
 
     def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None and name in ("qkv_proj", "gate_up_proj", "down_proj"):
@@ -70,13 +70,13 @@ _watching: Any = None
 
 
 def parent_of(layer: nn.Module, name: str) -> nn.Module | None:
-    """The module that holds a layer by this name, if one does."""
+    """The module that holds a layer as attribute ``name``; None if none does."""
     parent = _parents[layer]() if layer in _parents else None
     return parent if getattr(parent, name, None) is layer else None
 
 
 def _mlp_of(layer: nn.Module) -> Any | None:
-    """The MLP whose gate and up projection a layer is, if its forward is the plain one; else None."""
+    """The MLP of a gate_up_proj layer, if its forward is the standard one; else None."""
     parent = parent_of(layer, "gate_up_proj")
     if parent is None:
         return None
@@ -85,10 +85,10 @@ def _mlp_of(layer: nn.Module) -> Any | None:
 
 
 def pairs_of(layer: Any, scheme: Scheme, weight: QuantizedWeight, scaled: bool) -> Tensor | None:
-    """The order of a gate and up projection's outputs in which its product can end with SiLU; None for other layers.
+    """The output order of a gate_up_proj for a GEMM with a SiLU epilogue; None for the model's own order.
 
-    Where no product with coded activations ends so (or inputs are scaled, so that no norm joins it) it is the kernel
-    before down_proj that does SiLU, of gate and up side by side. weight: of the layer, or of a part of it.
+    If no GEMM with quantized activations has that epilogue (or inputs are scaled, so that no norm joins it), the kernel
+    before down_proj applies SiLU, to gate and up in the model's order. weight: of the layer, or of a part of it.
     """
     outputs = layer.anybit_outputs
     plain = len(outputs) == 2 and outputs[0] == outputs[1] and outputs[0] % 8 == 0
@@ -100,24 +100,24 @@ def pairs_of(layer: Any, scheme: Scheme, weight: QuantizedWeight, scaled: bool) 
 
 
 def activate(layer: nn.Module, scheme: Scheme, paired: bool) -> None:
-    """Have the activation after a gate and up projection run on anybit."""
+    """Replace the activation after a gate_up_proj by anybit's op. paired: its outputs are interleaved."""
     mlp = _mlp_of(layer)
     if mlp is not None:
         mlp.act_fn = SiluMul(paired)
 
 
 def install() -> None:
-    """Add the pass to those of the model that is being built; a pass of the user's own stays alone."""
+    """Add the pass to the model being built, unless the user has set a custom pass."""
     config = get_current_vllm_config_or_none()
     if config is not None:
         config.compilation_config.inductor_compile_config.setdefault(current_platform.pass_key, FusionPass())
 
 
 class FusionPass(InductorPass):  # type: ignore[misc]
-    """Joins norms, products, SiLU and rotary embeddings; see the module."""
+    """Fuses norms, GEMMs, SiLU and RoPE; see the module."""
 
     def uuid(self) -> str:
-        """Of the whole module: graphs that another version of it rewrote are not taken from vLLM's cache."""
+        """Hash of this file, so that vLLM's cache holds no graphs rewritten by another version of it."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -137,7 +137,7 @@ def _is(node: Any, *targets: Any) -> bool:
 
 
 def _only_user(node: fx.Node, *targets: Any) -> fx.Node | None:
-    """The one user of a node, if it is a call of these that takes the node first."""
+    """The only user of a node, if it calls one of ``targets`` with the node as first argument; else None."""
     users = list(node.users)
     return users[0] if len(users) == 1 and _is(users[0], *targets) and users[0].args[0] is node else None
 
@@ -149,7 +149,7 @@ def _join_silu(graph: fx.Graph, silu: fx.Node) -> bool:
     rotated = down.target is _LINEAR[1]
     with graph.inserting_before(down):
         joined = graph.call_function(torch.ops.anybit.silu_linear.default, (silu.args[0], *down.args[1:], rotated))
-    joined.meta["val"] = down.meta.get("val")  # no more: what is noted of the old call's arguments is not true of these
+    joined.meta["val"] = down.meta.get("val")  # only this: other metadata describes the old call's arguments
     down.replace_all_uses_with(joined)
     graph.erase_node(down)
     return True
@@ -159,20 +159,20 @@ _NORMS = (torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_no
 
 
 def _arguments(norm: fx.Node) -> dict[str, Any]:
-    """Of either norm, by name; x_residual is None for the one that adds nothing."""
+    """The arguments of either norm, by name; x_residual is None for the one without a residual add."""
     names = ("x", *(("x_residual",) if norm.target is _NORMS[1] else ()), "weight", "epsilon", "variance_size")
     return {"x_residual": None, "variance_size": None, **dict(zip(names, norm.args, strict=False)), **norm.kwargs}
 
 
 def _is_anybits(values: dict[str, Any]) -> bool:
-    """Whether anybit's norm is the same: of whole rows, by a gamma of their type (Gemma's is float32)."""
+    """Whether anybit's norm computes the same: over whole rows, gamma in the rows' dtype (Gemma's is float32)."""
     given = [values[name] for name in ("x", "x_residual", "weight") if values[name] is not None]
     types = {getattr(one.meta.get("val"), "dtype", None) for one in given}
     return values["weight"] is not None and values["variance_size"] is None and len(types) == 1
 
 
 def _replace_last(graph: fx.Graph, norm: fx.Node) -> bool:
-    """A sum's norm that no product follows: vLLM's compiled one does not round the sum, as transformers does."""
+    """Replace an add + norm before no GEMM: vLLM's compiled one does not round the sum as transformers does."""
     values = _arguments(norm)
     if norm.target is not _NORMS[1] or not _is_anybits(values):
         return False
@@ -192,7 +192,7 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
     linear = None if normed is None else _only_user(normed, *_LINEAR)
     if linear is None or linear.kwargs or not _is_anybits(values):
         return False
-    if not adds and not getattr(values["x"].meta.get("val"), "is_contiguous", bool)():  # a part of other rows
+    if not adds and not getattr(values["x"].meta.get("val"), "is_contiguous", bool)():  # a slice of wider rows
         return False
     _, weight, bias, spec = linear.args
     if not _are_there((*weight, bias)):  # type: ignore[misc]
@@ -225,5 +225,5 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
 
 
 def _are_there(values: Any) -> bool:
-    """Whether all nodes among values are a graph's inputs, which are there before any other node."""
+    """Whether all nodes among values are graph inputs, which are available before any other node."""
     return all(one.op in ("placeholder", "get_attr") for one in values if isinstance(one, fx.Node))

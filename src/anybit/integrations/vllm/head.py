@@ -19,11 +19,11 @@ from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 _OPTIONAL = ("weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum")
-"""Of a stored head, in the order that QuantizedWeight has them."""
+"""Optional tensors of a stored head, in the order of QuantizedWeight's fields."""
 
 
 class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
-    """What both methods share: a head that is ready, and its logits."""
+    """Shared by both methods: preparing a loaded head, and its forward."""
 
     def __init__(self, scheme: Scheme, name: str, ledger: Ledger) -> None:
         self.scheme, self.name, self.ledger = scheme, name, ledger
@@ -45,23 +45,23 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
         self.ledger.add_head(layer, prepared)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Logits of this rank's part of the vocabulary: x [..., K] -> [..., padded tokens], in x's dtype."""
+        """Logits of this rank's vocabulary shard: x [..., K] -> [..., padded shard], in x's dtype."""
         product: Product = layer.anybit_product
-        # Heads run outside of graphs, where the host's time counts: ops.linear can go past torch's dispatcher.
+        # Heads run outside CUDA graphs, where host time counts: ops.linear can bypass torch's dispatcher.
         return ops.linear(product.inputs(layer, x), layer.anybit_prepared, bias)
 
 
 class AnyBitHeadMethod(_HeadMethod):
-    """A head of which the checkpoint holds codes; a rank keeps its rows of them."""
+    """A head that is quantized in the checkpoint; each rank keeps its rows."""
 
     def __init__(self, scheme: Scheme, name: str, ledger: Ledger, group_index: bool, input_scale: bool) -> None:
         super().__init__(scheme, name, ledger)
         self.group_index, self.input_scale = group_index, input_scale
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Raise LayerError: vLLM loads no codes of a head that config.json ties, and it would multiply by zeros."""
+        """Raise LayerError: vLLM loads no weights for a tied head, so its codes would all be zero."""
         raise LayerError(
-            f"the folder holds codes of {self.name}, and its config.json ties that head to the embedding: set "
+            f"the folder has codes for {self.name}, but its config.json ties that head to the embedding: set "
             "tie_word_embeddings to false there, or convert the model, `anybit convert FOLDER --to anybit -o OUT`"
         )
 
@@ -75,7 +75,7 @@ class AnyBitHeadMethod(_HeadMethod):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Room for this rank's rows of the tensors that ``QuantLinear`` documents."""
+        """Create parameters for this rank's rows of the tensors that ``QuantLinear`` documents."""
         n, k, fmt = sum(output_partition_sizes), input_size, self.scheme.weights
         groups, kept, load = fmt.groups(k), k // 2 if fmt.sparse else k, extra["weight_loader"]
 
@@ -111,9 +111,9 @@ class AnyBitHeadMethod(_HeadMethod):
         add("weight", empty(0, dtype=torch.uint8), nothing_of(self.name))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Codes as vLLM loaded them -> the layout of a backend."""
+        """Codes as vLLM loaded them -> a backend's layout."""
         if "weight_packed" not in dict(layer.named_parameters(recurse=False)):
-            return  # it is ready
+            return  # already prepared
         found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
         words, scale = found["weight_packed"], found["weight_scale"]
         optional = [found.get(name) for name in _OPTIONAL]
@@ -125,17 +125,17 @@ class AnyBitHeadMethod(_HeadMethod):
 
 
 class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """A head of a checkpoint of floats, its own or the embedding that it shares, rounded to nearest once loaded."""
+    """A head quantized by RTN after loading, from its own float weight or from the embedding it is tied to."""
 
     _embedding: Any = None
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """The head keeps codes of the embedding's values; the embedding stays as it is."""
+        """Quantize the head from the embedding's weight; the embedding is unchanged."""
         self._embedding, method = embed_tokens, embed_tokens.quant_method
         plain = method.process_weights_after_loading
 
         def process(embedding: Any) -> None:
-            """Of the embedding; where its values are reloaded, the head's are too."""
+            """The embedding's processing; if its weight was reloaded, quantizes the head again."""
             plain(embedding)
             if hasattr(layer, "anybit_product") and get_layerwise_info(layer).kernel_tensors is not None:
                 self._take(layer, embedding.weight.data)
@@ -145,7 +145,7 @@ class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: 
         return layer
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Floats -> codes -> the layout of a backend."""
+        """Floats -> codes -> a backend's layout."""
         if "weight" in dict(layer.named_parameters(recurse=False)):
             weight = layer.weight.data
             del layer.weight

@@ -1,10 +1,10 @@
-"""Where vLLM's layers get anybit's KV cache: asked for by a scheme (``w4a8-kv4``) or by ``--additional-config``.
+"""Choose anybit's KV cache for vLLM's attention layers: by scheme (``w4a8-kv4``) or by ``--additional-config``.
 
     vllm serve MODEL --additional-config '{"anybit_kv_cache": "kv4"}'
 
-A layer that keeps keys and values of all tokens gets ``kv_backend`` as its own backend. Layers with a sliding window
-beside such ones stay vLLM's, which keeps their window in 16 bits and frees the rest. What is not built or not tested is
-refused by name. Layers over vLLM's own 16-bit pages may get ``decode``.
+Full-attention layers get ``kv_backend`` as their backend. Sliding-window layers beside them stay vLLM's, which keeps
+their window in 16 bits and frees the rest. Unsupported or untested configurations raise OptionError. Layers over vLLM's
+own 16-bit pages may get ``decode``.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from anybit.scheme import KVFormat
 
 OPTION, ATTENTION = "anybit_kv_cache", "anybit_attention"
 HYBRIDS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM")
-"""Models with layers that keep a state which tests/cases_vllm_hybrid.py has seen beside it, on a CPU and on a GPU."""
+"""Hybrid models (Mamba or linear-attention layers) tested with it by tests/cases_vllm_hybrid.py, on CPU and GPU."""
 _logger = logging.getLogger("vllm.anybit")
 
 
@@ -40,7 +40,7 @@ def format_of(config: Any) -> KVFormat | None:
     more = config.additional_config if isinstance(config.additional_config, dict) else {}
     unknown = [name for name in more if name.startswith("anybit") and name not in (OPTION, ATTENTION)]
     if unknown:
-        raise OptionError(f"--additional-config names {unknown[0]}; of anybit's there are {OPTION} and {ATTENTION}")
+        raise OptionError(f"--additional-config has unknown {unknown[0]}; anybit's are {OPTION} and {ATTENTION}")
     by_option = more.get(OPTION)
     if by_option is not None and not isinstance(by_option, str):
         raise OptionError(f'{OPTION} of --additional-config is {by_option!r}, and must be a KV format such as "kv4"')
@@ -48,75 +48,75 @@ def format_of(config: Any) -> KVFormat | None:
 
 
 def attends(config: Any) -> bool:
-    """Whether an engine's decode attention over 16-bit pages is to be anybit's: unless an option says no."""
+    """Whether decode attention over 16-bit pages may run on anybit's kernel: yes, unless the option says no."""
     more = getattr(config, "additional_config", None)
     asked = more.get(ATTENTION, True) if isinstance(more, dict) else True
     if not isinstance(asked, bool):
         raise OptionError(
-            f"{ATTENTION} of --additional-config is {asked!r}, and must be true (anybit's kernel attends decode steps) "
-            "or false (vLLM's FlashAttention attends all)"
+            f"{ATTENTION} of --additional-config is {asked!r}, and must be true (anybit's kernel runs decode steps) or "
+            "false (FlashAttention runs every step)"
         )
     return asked and isinstance(getattr(config, "quant_config", None), AnyBitConfig)
 
 
 def why_not(config: Any, format: KVFormat) -> str | None:
-    """What of an engine's configuration a low-bit KV cache does not go with; None if there is nothing."""
+    """Why an engine's configuration rules out a low-bit KV cache, as a sentence; None if it does not."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     if format.float4:
-        return f"{format} has no kernels that store it: use kv4"
+        return f"there is no kernel that stores {format}: use kv4"
     if config.kv_transfer_config is not None:
-        return "KV connectors (--kv-transfer-config) know nothing of a request's 16-bit residual"
+        return "KV connectors (--kv-transfer-config) do not transfer a request's 16-bit residual"
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        return "context parallelism splits pages, which are whole here"
+        return "context parallelism splits pages between ranks, which is not supported"
     if getattr(parallel, "use_ubatching", False):
-        return "--enable-dbo and --ubatch-size run two halves of a step at once, which would unpack into one place"
+        return "--enable-dbo and --ubatch-size run two halves of a step at once, which would share one scratch buffer"
     if getattr(model, "is_mm_prefix_lm", False):
         return (
-            f"tokens of an image see one another in {model.architecture}, and here none sees later ones (vLLM 0.32 "
-            'takes --limit-mm-per-prompt \'{"image": 0, "video": 0}\' for text alone)'
+            f"{model.architecture} has bidirectional attention within images, and its kernels are causal (for text "
+            'alone, vLLM 0.32 takes --limit-mm-per-prompt \'{"image": 0, "video": 0}\')'
         )
     if getattr(model, "rswa_window", None) is not None:
-        return f"{model.architecture} sees a window and the prompt, which its kernels do not"
+        return f"{model.architecture} attends to a window and the prompt, which its kernels do not support"
     if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT asks for the same sums whatever a batch holds, which its kernels do not promise"
+        return "VLLM_BATCH_INVARIANT asks for results that do not depend on the batch, which its kernels do not promise"
     if cache.cache_dtype != "auto":
-        return f"--kv-cache-dtype {cache.cache_dtype} asks for vLLM's own low-bit cache: name one of the two"
+        return f"--kv-cache-dtype {cache.cache_dtype} asks for vLLM's own low-bit cache: choose one of the two"
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "--kv-sharing-fast-prefill is not tested with it"
     drafter = getattr(config.speculative_config, "method", None)
     if drafter not in (None, "ngram"):
-        return f"drafts of {drafter} are not tested with it: use ngram, or leave --speculative-config out"
+        return f"speculative decoding by {drafter} is not tested with it: use ngram, or leave --speculative-config out"
     if model.is_hybrid:
         if model.architecture not in HYBRIDS:
             return (
-                f"{model.architecture} has layers that keep a state (Mamba, linear attention); of such "
-                f"models {', '.join(HYBRIDS)} are tested"
+                f"{model.architecture} is a hybrid model (Mamba or linear-attention layers); of these, only "
+                f"{', '.join(HYBRIDS)} are tested"
             )
         if cache.enable_prefix_caching:
-            return "layers that keep a state go with --no-enable-prefix-caching only: hits are not tested beside them"
+            return "prefix caching is not tested with hybrid models: use --no-enable-prefix-caching"
         if drafter is not None:
-            return "drafts are not tested beside layers that keep a state (Mamba, linear attention): leave them out"
+            return "speculative decoding is not tested with hybrid models: leave --speculative-config out"
     if cache.user_specified_block_size and cache.block_size != PAGE:
         return f"a block is a page of {PAGE} tokens, and --block-size is {cache.block_size}: leave it out"
     return None
 
 
 def _without(config: Any, format: KVFormat) -> str:
-    """How to get vLLM's own cache."""
+    """Advice: how to get vLLM's own cache."""
     by_option = isinstance(config.additional_config, dict) and config.additional_config.get(OPTION) is not None
     where = f"{OPTION} out of --additional-config" if by_option else f"-{format} out of the scheme in config.json"
-    return f"for vLLM's own cache in 16 bits leave {where}"
+    return f"for vLLM's own 16-bit cache leave {where}"
 
 
 def _slack(config: Any) -> int:
-    """Slots beyond a page: a step packs its drafts, and takes back what is refused."""
+    """Residual slots beyond a page: a step may pack its draft tokens, and rejected ones are rolled back."""
     return -(-drafts_of(config) // 32) * 32
 
 
 def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
-    """The backend of an attention layer that is being made with these arguments; None to leave it to vLLM.
+    """The backend for an attention layer being built with these arguments; None to leave it to vLLM.
 
-    Raises OptionError where a low-bit cache is asked for that cannot be.
+    Raises OptionError if a low-bit cache is asked for that the layer or engine does not support.
     """
     config = get_current_vllm_config_or_none()
     format = None if config is None else format_of(config)
@@ -130,33 +130,33 @@ def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
     if arguments["kv_sharing_target_layer_name"] is not None:
         reason = f"{prefix} shares the keys and values of {arguments['kv_sharing_target_layer_name']}"
     elif arguments["alibi_slopes"] is not None:
-        reason = f"{prefix} has ALiBi slopes, which prompts' attention does not take here"
+        reason = f"{prefix} has ALiBi slopes, which the prefill kernel does not support"
     elif arguments["attn_type"] != "decoder" or arguments["attn_backend"] is not None:
-        reason = f"{prefix} has an attention of its own kind ({arguments['attn_type']})"
+        reason = f"{prefix} is not decoder self-attention, or brings its own backend ({arguments['attn_type']})"
     elif (arguments["head_size_v"] or arguments["head_size"]) != arguments["head_size"]:
         reason = f"keys and values of {prefix} differ in size"
     if reason is not None:
         raise OptionError(f"a KV cache of {format} inside vLLM: {reason}; {_without(config, format)}")
     backend = backend_of(format, _slack(config))
-    backend.rows(arguments["head_size"])  # refuses heads that the format does not divide
+    backend.rows(arguments["head_size"])  # raises for head sizes that the format does not divide
     if config.model_config.is_hybrid and config.device_config.device_type == "cpu":
         _clear_whole_blocks()
     return backend
 
 
 def _refuse_latent(prefix: str) -> None:
-    """Raise OptionError for attention over latents (MLA), which would go without a cache that is asked for."""
+    """Raise OptionError for MLA layers, which would silently ignore the KV format."""
     config = get_current_vllm_config_or_none()
     format = None if config is None else format_of(config)
     if format is not None:
         raise OptionError(
-            f"a KV cache of {format} inside vLLM: {prefix} keeps one latent a token (MLA), and no keys and values that "
-            f"it could pack; {_without(config, format)}"
+            f"a KV cache of {format} inside vLLM: {prefix} uses MLA, whose latent cache it cannot pack; "
+            f"{_without(config, format)}"
         )
 
 
 def install() -> None:
-    """Have vLLM ask ``backend_for`` when it makes an attention layer; may be called again."""
+    """Patch vLLM to ask ``backend_for`` for each attention layer it builds; idempotent."""
     if hasattr(Attention.__init__, "anybit"):
         return
     kv_spec.register()
@@ -169,7 +169,7 @@ def install() -> None:
         plain(self, *args, **kw) if backend is None else plain(self, *args, **{**kw, "attn_backend": backend})
         config = get_current_vllm_config_or_none()
         if backend is None and attends(config) and self.attn_backend.get_name() == "FLASH_ATTN":
-            from anybit.integrations.vllm.decode import take_over  # FlashAttention decides things when it is imported
+            from anybit.integrations.vllm.decode import take_over  # late: FlashAttention makes choices at import
 
             take_over(self, config)
 
@@ -182,7 +182,7 @@ def install() -> None:
         latent(self, *args, **kw)
 
     MLAAttention.__init__ = init_latent
-    if hasattr(RowBackend.__mro__[1], "customize_spec"):  # from 0.32 on vLLM asks the backend
+    if hasattr(RowBackend.__mro__[1], "customize_spec"):  # vLLM 0.32 and later ask the backend
         return
     spec = Attention.get_kv_cache_spec
 
@@ -199,7 +199,7 @@ def install() -> None:
 
 
 def _clear_whole_blocks() -> None:
-    """Have vLLM's runner for CPUs clear blocks of several pages: it takes their numbers for those of pages."""
+    """Patch vLLM's CPU runner to zero whole blocks of several pages: it takes block ids for page ids."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     plain = CPUModelRunner._zero_block_ids
@@ -219,13 +219,13 @@ def _clear_whole_blocks() -> None:
 
 
 def _together(spec: Any, backend: type[RowBackend], config: Any) -> int:
-    """Pages of a block: as many as are not less than this 16-bit block, which is made as large as a state."""
+    """Pages per block: in hybrid models enough to cover the 16-bit block, which vLLM makes as large as a state."""
     page = spec.num_kv_heads * backend.rows(spec.head_size).layout.page_bytes
     return int(-(-spec.page_size_bytes // page)) if config.model_config.is_hybrid else 1
 
 
 def _beside_rows(spec: Any, config: Any) -> Any:
-    """The spec of a layer with a 16-bit sliding window: its blocks lie in pages of the packed layers beside it."""
+    """The spec of a sliding-window layer in 16 bits: its blocks are padded to the packed layers' page size."""
     format = format_of(config)
     if format is None:
         return spec
@@ -235,15 +235,15 @@ def _beside_rows(spec: Any, config: Any) -> Any:
     block = next((size for size in (128, 64, 32, 16) if size * token <= page.page_size_bytes), None)
     if block is None:
         raise OptionError(
-            f"a KV cache of {format} inside vLLM: a page of {page.page_size_bytes} bytes holds no 16 tokens of "
-            f"{token} bytes of the layers with a sliding window: use more bits (kv4, kv8), or --dtype float16; "
+            f"a KV cache of {format} inside vLLM: a page of {page.page_size_bytes} bytes is too small for 16 tokens of "
+            f"{token} bytes of the sliding-window layers: use more bits (kv4, kv8), or --dtype float16; "
             + _without(config, format)
         )
     return replace(spec, block_size=block, page_size_padded=page.page_size_bytes)
 
 
 def _widen_tables(front: int) -> None:
-    """Make room in front of rows in vLLM 0.26's second model runner, which sizes them without asking the spec."""
+    """Widen the block tables of vLLM 0.26's V2 model runner by the residual: it sizes them without asking the spec."""
     runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is None or getattr(runner.BlockTables, "anybit", 0) >= front:
         return

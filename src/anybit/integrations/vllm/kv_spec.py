@@ -1,11 +1,11 @@
-"""vLLM's block manager with rows that begin with a sequence's 16-bit residual: a spec and a manager.
+"""anybit's KV cache in vLLM's block manager: a cache spec and a manager whose block-table rows start with the residual.
 
-One block of vLLM is one page of 128 packed tokens (several, beside layers that keep a state), and a row is
-[residual blocks | pages]; ``kernels.attention.kv_rows`` says what is in them. Pages exist for full pages only, and
-before the first one there are only as many residual blocks as the tokens need, so rows only grow at their end; a
-request that begins with a prefix hit gets all of them at once.
+One block of vLLM is one page of 128 packed tokens (several pages in hybrid models), and a request's block-table row is
+[residual blocks | pages]; ``kernels.attention.kv_rows`` documents their layout. Only full pages get a block, and until
+the first one a request has only as many residual blocks as its tokens need, so rows only grow at the end; a request
+that starts with a prefix-cache hit gets all residual blocks at once.
 Residual blocks are ordinary blocks of the pool that are never hashed: the scheduler counts them, preemption frees them,
-and prefix hits are whole pages. Nothing else of vLLM knows.
+and prefix hits are whole pages. The rest of vLLM is unaware of them.
 """
 
 import logging
@@ -21,16 +21,16 @@ from anybit.ops.kv_rows import PAGE, RowLayout
 
 _logger = logging.getLogger("vllm.anybit")
 _EACH = 8192
-"""Tokens of a request, where a log line says how many fit."""
+"""Request length (tokens) assumed by the log line that says how many tokens fit."""
 _BY_CONTENT = any(f.name == "state_content_bytes" for f in fields(AttentionSpec))  # from 0.32 on
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSpec(FullAttentionSpec):  # type: ignore[misc]
-    """What vLLM knows of a layer's cache.
+    """A layer's KV cache spec.
 
-    page_bytes: of one KV head.  together: pages of a block.  front, slots: residual blocks of a row, and the tokens of
-    each.  format: its name.
+    page_bytes: bytes of a page, per KV head.  together: pages per block.  front, slots: residual blocks per row, and
+    tokens per residual block.  format: the KV format's name.
     """
 
     page_bytes: int = 0
@@ -41,10 +41,10 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, rows: RowLayout) -> "RowSpec":
-        """The spec of a layer that would have a 16-bit cache."""
+        """Convert the spec of a 16-bit cache."""
         known = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec) if f.init and hasattr(spec, f.name)}
         size = rows.layout.page_bytes
-        known["sliding_window"] = None  # of a model whose layers all have one: rows keep all tokens
+        known["sliding_window"] = None  # rows keep all tokens, even in models whose layers all have a window
         known |= {"page_bytes": size, "together": rows.together, "format": str(rows.layout.format)}
         known |= {"front": rows.front // rows.together, "slots": rows.slots * rows.together}
         if _BY_CONTENT:
@@ -53,35 +53,35 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
 
     @property
     def real_page_size_bytes(self) -> int:
-        """Bytes of a block; vLLM asks for those of a token, too."""
+        """Bytes of a block, for all KV heads."""
         return int(self.num_kv_heads * self.page_bytes * self.block_size // PAGE)
 
     @property
     def unpadded_page_size_bytes(self) -> int:
-        """The same under its newer name."""
+        """The same, by the name that newer versions of vLLM use."""
         return self.real_page_size_bytes
 
     def tokens_that_fit(self, blocks: int, each: int) -> tuple[int, int]:
-        """Tokens that so many blocks hold in requests of ``each`` tokens, and in 16 bits in the same memory."""
+        """(tokens that ``blocks`` hold in requests of ``each`` tokens, tokens in the same memory at 16 bits)."""
         needed = self.front + -(-(each // PAGE) // self.together)
         sixteen = 4 * self.num_kv_heads * self.head_size
         return blocks * each // needed, blocks * self.real_page_size_bytes // sixteen
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """The width of a row."""
+        """The width of a block-table row."""
         return self.front + int(-(-max_len // self.block_size))
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Bytes of a request of the longest length."""
+        """Bytes of a request of the maximum length."""
         return int(
             self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len) * self.page_size_bytes
         )
 
     @classmethod
     def merge(cls, specs: Sequence["RowSpec"]) -> "RowSpec":
-        """One spec of layers that are alike; the base class would drop the fields of this one.
+        """Merge equal specs (the base class would drop this class's fields).
 
-        AssertionError where they differ, which is how vLLM asks whether they do.
+        Raises AssertionError if they differ: vLLM relies on that to find out whether they can be merged.
         """
         if any(spec != specs[0] for spec in specs):
             raise AssertionError(f"layers of one KV cache group differ: {specs}")
@@ -89,7 +89,7 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
 
 
 class _Pages:
-    """The base class's view of a request: its residual is taken out of its row, then put back."""
+    """Context manager: take a request's residual blocks out of its row, so that the base class sees only pages."""
 
     def __init__(self, manager: "RowManager", request: str) -> None:
         self.manager, self.request, self.front = manager, request, list[Any]()
@@ -107,13 +107,12 @@ class _Pages:
 
 
 class RowManager(FullAttentionManager):  # type: ignore[misc]
-    """Rows with the residual in front. The base class sees pages only, so that its body may differ by version.
+    """Manages rows with the residual in front. The base class sees only pages, so it may change between versions.
 
-    fronts: how many residual blocks a request has. A row of fresh prefix hits exists before its residual does, so that
-    it cannot be told from the row.
+    fronts: residual blocks per request. A row does not tell: one made from prefix hits exists before its residual.
     """
 
-    supports_fine_grained_hash_lookup = False  # a hit inside a page would need its 16-bit tokens
+    supports_fine_grained_hash_lookup = False  # a hit inside a page would need its tokens in 16 bits
 
     def __init__(self, spec: RowSpec, *args: Any, **kw: Any) -> None:
         super().__init__(spec, *args, **kw)
@@ -121,17 +120,17 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
         self.fronts: dict[str, int] = {}
         if self.block_size != PAGE * spec.together:
             raise ValueError(
-                f"a block has {self.block_size} tokens, and anybit's KV cache wants {PAGE * spec.together}: context "
-                "parallelism is not supported, leave out --decode-context-parallel-size and its like"
+                f"a block has {self.block_size} tokens, and anybit's KV cache needs {PAGE * spec.together}: context "
+                "parallelism is not supported, leave out --decode-context-parallel-size and the like"
             )
-        packed, plain = spec.tokens_that_fit(self.block_pool.num_gpu_blocks - 1, _EACH)  # but the null block
+        packed, plain = spec.tokens_that_fit(self.block_pool.num_gpu_blocks - 1, _EACH)  # without the null block
         _logger.info(
-            "anybit: the KV cache is %s: %d tokens fit in requests of %d, and in 16 bits %d would",
+            "anybit: the KV cache is %s: %d tokens fit in requests of %d (in 16 bits: %d tokens)",
             spec.format, packed, _EACH, plain,
         )  # fmt: skip
 
     def _missing(self, request: str, tokens: int, hits: bool) -> int:
-        """Residual blocks that a request of so many tokens still lacks."""
+        """Residual blocks still to allocate for a request of ``tokens`` tokens."""
         front = self.spec.front
         wanted = front if hits or tokens >= PAGE else min(front, -(-tokens // self.spec.slots))
         return int(max(wanted - self.fronts.get(request, 0), 0))
@@ -139,21 +138,21 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Any, *args: Any, **kw: Any
     ) -> int:
-        """Blocks that a request still needs for so many tokens."""
+        """Blocks still to allocate for a request of ``num_tokens`` tokens, residual included."""
         pages = num_tokens // PAGE * PAGE
         with _Pages(self, request_id):
             found = super().get_num_blocks_to_allocate(request_id, pages, new_computed_blocks, *args, **kw)
         return int(found + self._missing(request_id, num_tokens, bool(new_computed_blocks)))
 
     def allocate_external_computed_blocks(self, *args: Any, **kw: Any) -> Any:
-        """Refused: blocks that a KV connector brings have no residual."""
+        """Not supported: blocks from a KV connector have no residual."""
         raise NotImplementedError(
-            "anybit's KV cache inside vLLM has no KV connectors, which know nothing of its residual: leave out "
-            "--kv-transfer-config"
+            "anybit's KV cache inside vLLM does not support KV connectors, which do not transfer its residual: leave "
+            "out --kv-transfer-config"
         )
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kw: Any) -> Any:
-        """Give a request the blocks of so many tokens; returns the new ones, residual first."""
+        """Allocate the missing blocks of a request of ``num_tokens`` tokens. Returns them, residual first."""
         have = self.fronts.get(request_id, 0)
         with _Pages(self, request_id):
             missing = self._missing(request_id, num_tokens, bool(self.req_to_blocks[request_id]))
@@ -164,12 +163,12 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
         return front + new
 
     def cache_blocks(self, request: Any, *args: Any, **kw: Any) -> None:
-        """Publish full pages."""
+        """Hash full pages, for prefix caching."""
         with _Pages(self, request.request_id):
             super().cache_blocks(request, *args, **kw)
 
     def pop_blocks_for_free(self, request_id: str) -> Any:
-        """Forget a request; returns its blocks."""
+        """Remove a request and return its blocks."""
         self.fronts.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
@@ -177,16 +176,16 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
         return
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """0: no cascade attention, since rows begin with what is not shared."""
+        """0, which disables cascade attention: rows start with blocks that are not shared."""
         return 0
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
-        """False: block i is not tokens 128 i, which keeps connectors away."""
+        """False, which rules out KV connectors: block i of a row does not start at token 128 * i."""
         return False
 
 
 def register() -> None:
-    """Make vLLM's block managers know these rows; may be called again."""
-    KVCacheSpecRegistry._ensure_registered()  # else the built-in specs would never be registered
+    """Register spec and manager with vLLM; idempotent."""
+    KVCacheSpecRegistry._ensure_registered()  # otherwise the built-in specs would never be registered
     KVCacheSpecRegistry.register(RowSpec, RowManager, uniform_type_base_spec=FullAttentionSpec)

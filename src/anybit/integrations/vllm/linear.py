@@ -1,4 +1,4 @@
-"""vLLM's linear layers on anybit: what a checkpoint holds, loaded by vLLM, prepared once, run by ``anybit.ops``."""
+"""vLLM's linear layers on anybit: loaded by vLLM, prepared once for a backend, run by ``anybit.ops``."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +43,7 @@ _ROWS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_minimum",
 
 @dataclass(frozen=True)
 class Part:
-    """What a checkpoint says of one of the layers that vLLM fuses. name: as the checkpoint has it."""
+    """One of the checkpoint's layers that vLLM fuses into one. name: as stored.  hadamard: inputs are rotated."""
 
     name: str
     scheme: Scheme
@@ -51,38 +51,38 @@ class Part:
 
 
 class _Method(LinearMethodBase):  # type: ignore[misc]
-    """What both methods share: a layer that is ready, and its forward. parts: with the same activations."""
+    """Shared by both methods: preparing a loaded layer, and its forward. parts: all with one activation format."""
 
     def __init__(self, parts: list[Part], ledger: warmup.Ledger) -> None:
         self.parts, self.ledger = parts, ledger
-        self.scheme = parts[0].scheme  # of activations
+        self.scheme = parts[0].scheme  # for its activation format only: weight formats of parts may differ
         ledger.expect()
 
     @property
     def name(self) -> str:
-        """The layers that are run, for errors."""
+        """The names of the parts, for errors."""
         return " + ".join(part.name for part in self.parts)
 
     def _shape(self, layer: Any, inputs: int, outputs: list[int], whole_inputs: int) -> None:
-        """Keep what the forward and the loaders need of the layer's place among the ranks."""
+        """Record the layer's shard sizes and offset for the forward and the loaders."""
         layer.anybit_inputs, layer.anybit_outputs, layer.anybit_split = inputs, outputs, inputs != whole_inputs
         layer.anybit_start = layer.tp_rank * inputs if layer.anybit_split else 0
         if len(self.parts) not in (1, len(outputs)):
             raise LayerError(
                 f"vLLM fuses {len(outputs)} layers into one, and the checkpoint has {len(self.parts)} of them, "
-                f"{self.name}: quantize the original model while it is loaded, by --quantization anybit and a scheme"
+                f"{self.name}: serve the original model with --quantization anybit and a scheme instead"
             )
 
     def _each(self, layer: Any) -> list[tuple[Part, int, int]]:
-        """Of every layer that vLLM fuses its part of the checkpoint, its first output, and how many it has."""
+        """(part, first output, number of outputs) of every layer that vLLM fuses."""
         outputs = layer.anybit_outputs
         parts = self.parts if len(self.parts) == len(outputs) else self.parts * len(outputs)
         starts = [sum(outputs[:index]) for index in range(len(outputs))]
         return list(zip(parts, starts, outputs, strict=True))
 
     def _ready(self, layer: Any, weights: list[tuple[Part, QuantizedWeight, Tensor | None]]) -> None:
-        """Prepare the weights of a layer's parts; those whose inputs are the same become one product."""
-        if {weight.format.code for _, weight, _ in weights} == {"sym", "asym"}:  # GPTQ's, where all zeros are alike
+        """Prepare the weights of a layer's parts; adjacent parts that share their inputs become one GEMM."""
+        if {weight.format.code for _, weight, _ in weights} == {"sym", "asym"}:  # GPTQ with constant zeros is sym
             weights = [(part, _with_zeros(weight), scale) for part, weight, scale in weights]
         runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]] = []
         for weight in weights:
@@ -93,13 +93,13 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         if hasattr(layer, "anybit_products"):
             self._reload(layer, runs)
             return
-        plain = len(runs) == 1 and not self.ledger.adapters  # adapters add to outputs in their own order
+        plain = len(runs) == 1 and not self.ledger.adapters  # LoRA adds to outputs in the model's order
         attention = fusion.parent_of(layer, "qkv_proj")
         heads = rotary.heads_of(attention, layer.params_dtype, self.scheme, plain)
         _, first, scale = weights[0]
         paired = fusion.pairs_of(layer, self.scheme, first, scale is not None) if plain else None
         order = paired if heads is None else heads.order
-        layer.anybit_order = None if order is None else order.cpu()  # where a sleep does not forget it
+        layer.anybit_order = None if order is None else order.cpu()  # on the CPU, so that it survives a sleep
         if order is not None and layer.bias is not None:
             layer.bias.data = layer.bias.data[order.to(layer.bias.device)]
         products = []
@@ -109,11 +109,11 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
             if part.hadamard:
                 width = layer.anybit_inputs * (layer.tp_size if layer.anybit_split else 1)
                 signs = ops.prepare_rotation(width, run[0][1].words.device)
-                # A sleep of level 2 forgets what was made while loading, and gives back buffers alone.
+                # Sleep level 2 discards GPU memory allocated while loading and restores only buffers.
                 layer.register_buffer(f"anybit_{number}_signs", signs, persistent=False)
             products.append(Product.of(layer, f"anybit_{number}", prepared, input_scale, part.hadamard))
         layer.anybit_products = tuple(products)
-        # vLLM's LoRA looks for the layer's device here.
+        # vLLM's LoRA reads the layer's device from this attribute.
         layer.register_buffer("weight_packed", getattr(layer, products[0].tensors[0]), persistent=False)
         fusion.activate(layer, self.scheme, paired is not None)
         if heads is not None:
@@ -121,7 +121,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         self.ledger.add(layer, products, heads, paired is not None)
 
     def _prepare(self, run: list[tuple[Part, QuantizedWeight, Tensor | None]], order: Tensor | None) -> ops.Prepared:
-        """The weight of parts whose inputs are the same, its outputs in an order."""
+        """Stack the weights of parts that share their inputs, reorder the outputs, and prepare them for a backend."""
         joined = run[0][1] if len(run) == 1 else stack([weight for _, weight, _ in run])
         joined = joined if order is None else reorder(joined, order)
         try:
@@ -130,7 +130,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
             raise type(error)(f"layer {self.name}: {error}") from None
 
     def _reload(self, layer: Any, runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]]) -> None:
-        """Put other weights in the place of those that are there: vLLM's reload_weights, an update by a trainer."""
+        """Replace the weights in place: vLLM's reload_weights, or a trainer's weight update."""
         products, order = layer.anybit_products, layer.anybit_order
         if len(runs) != len(products):
             raise LayerError(f"layer {self.name}: {ANOTHER_LAYOUT}")
@@ -154,7 +154,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
 
     def _multiply(self, layer: Any, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
         x = product.inputs(layer, x)
-        if product.hadamard and layer.anybit_split:  # a rotation mixes all inputs: those of the other ranks, too
+        if product.hadamard and layer.anybit_split:  # a rotation mixes all inputs, so gather them from all ranks
             every = ops.hadamard(tensor_model_parallel_all_gather(x.contiguous()))
             x = every[..., layer.anybit_start : layer.anybit_start + layer.anybit_inputs].contiguous()
         elif product.hadamard:
@@ -164,7 +164,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
 
 @register_weight_loader_v2_supported_method
 class AnyBitLinearMethod(_Method):
-    """Layers of a checkpoint that holds codes."""
+    """Linear layers of a quantized checkpoint."""
 
     def __init__(self, parts: list[Part], ledger: warmup.Ledger, group_index: bool, input_scale: bool) -> None:
         super().__init__(parts, ledger)
@@ -180,7 +180,7 @@ class AnyBitLinearMethod(_Method):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Room for this rank's part of the tensors that ``QuantLinear`` documents."""
+        """Create parameters for this rank's shard of the tensors that ``QuantLinear`` documents."""
         k, outputs = input_size_per_partition, list(output_partition_sizes)
         self._shape(layer, k, outputs, input_size)
         start, count = layer.anybit_start, len(outputs)
@@ -209,16 +209,16 @@ class AnyBitLinearMethod(_Method):
         for name, data, cut in own:
             layer.register_parameter(name, PerPart(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut))
         if isinstance(layer, ReplicatedLinear):
-            for parameter in layer.parameters():  # of which no other layer is a part
+            for parameter in layer.parameters():  # every rank loads the whole tensor
                 parameter.tp_rank, parameter.tp_size = 0, 1
-        # Folders that only anybit reads hold an empty weight a layer, at which others' loaders fail.
+        # Folders that only anybit reads have an empty weight per layer, which makes other programs' loaders fail.
         nothing = torch.nn.Parameter(empty(0, dtype=torch.uint8), requires_grad=False)
         nothing.weight_loader = nothing_of(self.name)  # type: ignore[attr-defined]
         layer.register_parameter("weight", nothing)
         layer.anybit_whole_inputs = input_size
 
     def _formats(self, layer: Any) -> list[tuple[int, int, WeightFormat]]:
-        """The first output and the count of those that have a format: of all at once, unless formats differ."""
+        """(first output, number of outputs, format) of each part; a single entry for all if they share a format."""
         each = [(start, n, part.scheme.weights) for part, start, n in self._each(layer)]
         formats = {fmt for _, _, fmt in each}
         return each if len(formats) > 1 else [(0, sum(layer.anybit_outputs), formats.pop())]
@@ -226,7 +226,7 @@ class AnyBitLinearMethod(_Method):
     def _rows(
         self, layer: Any, fmt: WeightFormat, n: int, inputs: int, dtype: torch.dtype, loader: Any
     ) -> "dict[str, Rows | Zeros]":
-        """Room for n outputs in a format, for the inputs of this rank among all ``inputs``."""
+        """Parameters for n outputs in a format. inputs: of the whole layer; each rank keeps its shard of them."""
         k, start, split, kept = layer.anybit_inputs, layer.anybit_start, layer.anybit_split, 2 if fmt.sparse else 1
         try:
             mine = shard_format(fmt, start, k)
@@ -258,9 +258,9 @@ class AnyBitLinearMethod(_Method):
         return found
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Codes as vLLM loaded them -> the layout of a backend."""
+        """Codes as vLLM loaded them -> a backend's layout."""
         if "weight_packed" not in dict(layer.named_parameters(recurse=False)):
-            return  # they are ready
+            return  # already prepared
         loaded = dict(layer.named_parameters(recurse=False))
         self._check_loaded(layer, loaded["weight_shape"].data)
         if self.input_scale:
@@ -293,10 +293,10 @@ class AnyBitLinearMethod(_Method):
                 config = get_current_vllm_config_or_none()
                 if config is not None and str(config.load_config.load_format) == DUMMY:
                     raise OptionError(
-                        f"--load-format {DUMMY} makes numbers up, which codes are not: leave it out, or serve the "
-                        "model that is not quantized with a scheme (`anybit serve MODEL --scheme w4a16g128`)"
+                        f"--load-format {DUMMY} fills weights at random, which cannot make valid codes: leave it out, "
+                        "or serve the unquantized model with a scheme (`anybit serve MODEL --scheme w4a16g128`)"
                     )
-                raise CheckpointError(f"layer {self.name}: the checkpoint has no tensors for a part of it; {ANOTHER}")
+                raise CheckpointError(f"layer {self.name}: the checkpoint lacks the tensors of a part of it; {ANOTHER}")
             if k != layer.anybit_whole_inputs:
                 raise CheckpointError(
                     f"layer {self.name} has {k} inputs in the checkpoint, and {layer.anybit_whole_inputs} in the "
@@ -306,7 +306,7 @@ class AnyBitLinearMethod(_Method):
 
 @register_weight_loader_v2_supported_method
 class AnyBitOnlineLinearMethod(_Method):
-    """Layers of a checkpoint of floats, rounded to nearest while they are loaded, one after another."""
+    """Linear layers of an unquantized checkpoint, quantized by RTN while they are loaded, one after another."""
 
     uses_meta_device = True
 
@@ -320,7 +320,7 @@ class AnyBitOnlineLinearMethod(_Method):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """A float weight on the meta device; vLLM makes it real, and has it processed, once all of it was read."""
+        """Create the float weight on the meta device; vLLM materializes it and has it processed once fully loaded."""
         self._shape(layer, input_size_per_partition, list(output_partition_sizes), input_size)
         shape = sum(output_partition_sizes), input_size_per_partition
         weight = ModelWeightParameter(
@@ -333,9 +333,9 @@ class AnyBitOnlineLinearMethod(_Method):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Floats -> codes -> the layout of a backend."""
+        """Floats -> codes -> a backend's layout."""
         if "weight" not in dict(layer.named_parameters(recurse=False)):
-            return  # they are ready
+            return  # already prepared
         whole = len({part.scheme for part in self.parts}) == 1
         each = [(self.parts[0], 0, sum(layer.anybit_outputs))] if whole else self._each(layer)
         weights: list[tuple[Part, QuantizedWeight, Tensor | None]] = []
@@ -350,7 +350,7 @@ class AnyBitOnlineLinearMethod(_Method):
 
 
 def _with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same layer as an asymmetric one: its zeros are all in the middle."""
+    """A symmetric weight in the asymmetric format, with all zero points at the middle code."""
     fmt = replace(weight.format, code="asym")
     if weight.format == fmt:
         return weight
@@ -361,7 +361,7 @@ def _with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
 def _stackable(
     one: tuple[Part, QuantizedWeight, Tensor | None], other: tuple[Part, QuantizedWeight, Tensor | None]
 ) -> bool:
-    """Whether two parts take the same inputs, so that one product gives both."""
+    """Whether two parts have one format and the same inputs (order, rotation, no input scale): one GEMM runs both."""
     (a, first, scale), (b, second, scale_too) = one, other
     if a.hadamard != b.hadamard or first.format != second.format or scale is not None or scale_too is not None:
         return False

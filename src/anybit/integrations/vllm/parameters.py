@@ -1,7 +1,7 @@
-"""Parameters that vLLM's loaders fill: each takes a checkpoint's whole tensor and keeps its rank's part.
+"""Parameters for vLLM's weight loaders: each takes a checkpoint's whole tensor and keeps its rank's shard.
 
 vLLM's ``weight_loader_v2`` of column-parallel, fused and row-parallel layers calls the ``load_*`` methods. Rows
-(outputs) are cut by vLLM's offsets; inputs by ``read``, since codes and groups do not end where a shard does.
+(outputs) are sharded by vLLM's offsets; inputs by ``cut``, since words and groups may straddle a shard's border.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from anybit.errors import CheckpointError, LayerError
 from anybit.packing import unpack_words, words_per_row
 
 Cut = Callable[[Tensor], Tensor]
-"""The part of a whole tensor that belongs to this rank's inputs."""
-ANOTHER = "the folder is damaged, or its config.json is another model's: fetch it, or quantize the model, again"
-"""What to do about tensors that are not those of the model."""
+"""Whole tensor -> the part for this rank's inputs."""
+ANOTHER = "the folder is damaged, or its config.json is another model's: download it, or quantize the model, again"
+"""Advice for errors about tensors that do not fit the model."""
 
 
 class _Rows:
-    """Loaders of a tensor with a row for each output. name: of the layer's tensor, for errors."""
+    """Loaders for a tensor with a row per output. name_: the layer's and tensor's name, for errors."""
 
     data: Tensor
     tp_rank: int
@@ -31,11 +31,11 @@ class _Rows:
     cut: Cut
 
     def read(self, loaded: Tensor, rows: int) -> Tensor:
-        """The checkpoint's tensor as ``rows`` rows."""
+        """Unpack the checkpoint's tensor to ``rows`` rows, one per output."""
         return loaded
 
     def part(self, start: int, count: int) -> Tensor | None:
-        """What was loaded for ``count`` outputs from ``start`` on; None where their format has no such tensor."""
+        """What was loaded for outputs start .. start + count - 1; None if their format has no such tensor."""
         return self.data[start : start + count]
 
     def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
@@ -45,7 +45,7 @@ class _Rows:
         self._place(loaded_weight, where["shard_offset"], where["shard_size"], self.tp_rank, self.tp_size)
 
     def load_qkv_weight(self, loaded_weight: Tensor, **where: Any) -> None:
-        copies = 1 if where["shard_id"] == "q" else where["num_heads"]  # ranks that share a key head
+        copies = 1 if where["shard_id"] == "q" else where["num_heads"]  # ranks that share a KV head
         rank, ranks = self.tp_rank // copies, self.tp_size // copies
         self._place(loaded_weight, where["shard_offset"], where["shard_size"], rank, ranks)
 
@@ -64,7 +64,7 @@ class _Rows:
 
 
 class Rows(_Rows, ModelWeightParameter):  # type: ignore[misc]
-    """Words, scales or indices: [N, ...], stored with a row for each output."""
+    """Words, scales or indices [N, ...], stored with a row per output."""
 
     def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut) -> None:
         self.name_, self.cut = name, cut
@@ -72,7 +72,7 @@ class Rows(_Rows, ModelWeightParameter):  # type: ignore[misc]
 
 
 class Zeros(_Rows, PackedColumnParameter):  # type: ignore[misc]
-    """Zeros uint8 [N, G]; the checkpoint packs them along N, int32 [ceil(N * bits / 32), G]."""
+    """Zero points uint8 [N, G]; the checkpoint packs them along N: int32 [ceil(N * bits / 32), G]."""
 
     def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut, bits: int) -> None:
         self.name_, self.cut, self.bits = name, cut, bits
@@ -81,44 +81,40 @@ class Zeros(_Rows, PackedColumnParameter):  # type: ignore[misc]
         )
 
     def read(self, loaded: Tensor, rows: int) -> Tensor:
-        """The zeros of ``rows`` outputs."""
+        """Unpack the zero points of ``rows`` outputs."""
         return unpacked_zeros(self.name_, loaded, self.bits, rows)
 
     def adjust_shard_indexes_for_packing(self, shard_size: int, shard_offset: int) -> tuple[int, int]:
-        """Outputs -> words, of a layer that the checkpoint stores fused; CheckpointError where a word is cut."""
+        """Outputs -> words, for layers stored fused. Raises CheckpointError if a part's border is inside a word."""
         size, offset = shard_size * self.bits, shard_offset * self.bits
         if size % 32 or offset % 32:
             raise CheckpointError(
-                f"{self.name_} of a fused layer cannot be split at output {shard_offset}: a word holds zeros of both "
-                "parts. Use a symmetric scheme, or 4 or 8 bits"
+                f"{self.name_} of a fused layer cannot be split at output {shard_offset}: a word there holds zero "
+                "points of both parts. Use a symmetric scheme, or 4 or 8 bits"
             )
         return size // 32, offset // 32
 
 
 class Pieces(ModelWeightParameter):  # type: ignore[misc]
-    """Rows of layers that vLLM fuses and whose formats differ. data: empty.  pieces: of each that has any, by its
-    first output.
-    """
+    """A tensor of fused layers whose formats differ. data: empty.  pieces: each layer's tensor, by its first output."""
 
     def __init__(self, data: Tensor, weight_loader: Callable[..., None], pieces: "dict[int, Rows | Zeros]") -> None:
         self.pieces = pieces
         super().__init__(data=data, weight_loader=weight_loader, input_dim=1, output_dim=0)
 
     def part(self, start: int, count: int) -> Tensor | None:
-        """As that of rows in one tensor."""
+        """Like ``_Rows.part``."""
         return self.pieces[start].data if start in self.pieces else None
 
     def release(self) -> None:
-        """Let go of what was loaded: vLLM keeps a copy of this parameter, which holds the same pieces."""
+        """Free what was loaded: vLLM keeps a copy of this parameter, which refers to the same pieces."""
         self.pieces.clear()
 
     def _at(self, offset: int) -> "Rows | Zeros":
         if not self.pieces:
-            raise LayerError(
-                "layers that vLLM fuses, and whose formats differ, cannot be reloaded: start the engine again"
-            )
+            raise LayerError("fused layers whose formats differ cannot be reloaded: restart the engine")
         piece = self.pieces[offset]
-        piece.tp_rank, piece.tp_size = self.tp_rank, self.tp_size  # which vLLM sets where ranks hold a layer whole
+        piece.tp_rank, piece.tp_size = self.tp_rank, self.tp_size  # set after construction for replicated layers
         return piece
 
     def load_merged_column_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
@@ -129,7 +125,7 @@ class Pieces(ModelWeightParameter):  # type: ignore[misc]
 
 
 class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
-    """What each of the layers that vLLM fuses has of its own, whole for all outputs: [parts, ...]."""
+    """Per-layer data of fused layers, shared by all outputs of a layer: [parts, ...]."""
 
     def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut) -> None:
         self.name_, self.cut = name, cut
@@ -151,40 +147,40 @@ class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
 
 
 def unpacked_zeros(name: str, packed: Tensor, bits: int, rows: int) -> Tensor:
-    """The zeros of ``rows`` outputs, of which the checkpoint holds words; CheckpointError for another number."""
+    """Zero points uint8 [rows, G] from words int32 [ceil(rows * bits / 32), G]; CheckpointError for another number."""
     if packed.shape[0] != words_per_row(rows, bits):
         raise CheckpointError(
-            f"{name} has {packed.shape[0]} rows of words in the checkpoint, and zeros of {rows} outputs are "
+            f"{name} has {packed.shape[0]} rows of words in the checkpoint, and {rows} outputs need "
             f"{words_per_row(rows, bits)}; {ANOTHER}"
         )
     return unpack_words(packed.t().contiguous(), bits, rows).t()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The cut of a layer that has all inputs."""
+    """The ``Cut`` of a layer that keeps all inputs."""
     return tensor
 
 
 def load_replicated(param: Any, loaded: Tensor, shard_id: Any = None) -> None:
-    """The loader of layers that every rank holds whole: vLLM's own compares shapes, and zeros are stored packed.
+    """Loader for replicated layers (vLLM's own compares shapes, but zero points are stored packed).
 
-    Here and in other loaders, vLLM asks for the name ``param`` when it reloads weights.
+    This and other loaders must name their argument ``param``: vLLM passes it by keyword when it reloads weights.
     """
     param.load_column_parallel_weight(loaded)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Room for a parameter, on the device that vLLM builds the model on."""
+    """Zeros for a parameter, on the device that vLLM builds the model on."""
     return torch.zeros(shape, dtype=dtype)
 
 
 def nothing_of(layer: str) -> Callable[..., None]:
-    """The loader of a saved layer's empty weight; LayerError for a weight that holds values: codes stand for those."""
+    """A loader for a quantized layer's empty ``weight``; it raises LayerError for one that holds values."""
 
     def load(param: Tensor, loaded: Tensor, *shard: Any) -> None:
         if loaded.numel():
             raise LayerError(
-                f"the folder holds a 16-bit weight {tuple(loaded.shape)} of layer {layer}, which its config says is "
+                f"the folder has a 16-bit weight {tuple(loaded.shape)} of layer {layer}, which its config.json says is "
                 "quantized: save the model again, or name the layer in modules_to_not_convert"
             )
 

@@ -1,4 +1,4 @@
-"""A product of a vLLM layer: the buffers of the layer that it reads, and its call."""
+"""A quantized GEMM of a vLLM layer: the layer's buffers that it reads, and its call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from anybit import ops
 from anybit.errors import LayerError
 
-ANOTHER_LAYOUT = "weights of another layout cannot be reloaded: start the engine again with them"
+ANOTHER_LAYOUT = "weights of another layout cannot be reloaded: restart the engine with them"
 
 
 @dataclass(frozen=True)
 class Product:
-    """One call of ``anybit::linear``. outputs: of the layers it stands for; tensors, input_scale: names of buffers."""
+    """One call of ``anybit::linear``. outputs: N of all its layers.  tensors, input_scale: names of buffers."""
 
     outputs: int
     spec: str
@@ -27,7 +27,7 @@ class Product:
     def of(
         cls, layer: Any, prefix: str, prepared: ops.Prepared, input_scale: Tensor | None, hadamard: bool = False
     ) -> "Product":
-        """The product of a prepared weight, whose tensors become buffers of the layer. prefix: of their names."""
+        """Register a prepared weight's tensors as buffers of the layer, named ``{prefix}_{index}``."""
         names = tuple(f"{prefix}_{index}" for index in range(len(prepared.tensors)))
         for name, tensor in zip(names, prepared.tensors, strict=True):
             layer.register_buffer(name, tensor, persistent=False)
@@ -37,9 +37,9 @@ class Product:
         return cls(prepared.spec.n, prepared.spec_text, names, scale, hadamard)
 
     def refill(self, layer: Any, prepared: ops.Prepared, input_scale: Tensor | None) -> None:
-        """Give the buffers the values of a reloaded weight, at the addresses that CUDA graphs hold.
+        """Copy a reloaded weight into the existing buffers, whose addresses CUDA graphs hold; LayerError if it differs.
 
-        vLLM has taken the buffers from the layer, and puts them back. LayerError where they do not fit the weight.
+        vLLM moves the buffers off the layer during a reload and restores them afterwards.
         """
         held: dict[str, Tensor] = (get_layerwise_info(layer).kernel_tensors or ({}, {}))[1]
         pairs = [(held.get(name), tensor) for name, tensor in zip(self.tensors, prepared.tensors, strict=False)]
@@ -52,14 +52,14 @@ class Product:
             old.copy_(new)
 
     def inputs(self, layer: Any, x: Tensor) -> Tensor:
-        """X as the weight wants it, where its columns were scaled."""
+        """X, multiplied by the layer's input scales if it has any."""
         return x if self.input_scale is None else x * getattr(layer, self.input_scale)
 
     def weight(self, layer: Any) -> list[Tensor]:
-        """The layer's buffers."""
+        """The layer's buffers with the prepared weight."""
         return [getattr(layer, name) for name in self.tensors]
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What ``inputs`` gave, times the weight: [..., K] -> [..., N], in x's dtype."""
+        """Y = x W^T + bias for x from ``inputs``: [..., K] -> [..., N], in x's dtype."""
         y: Tensor = torch.ops.anybit.linear(x, self.weight(layer), bias, self.spec)
         return y

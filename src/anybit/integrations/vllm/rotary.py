@@ -1,13 +1,13 @@
-"""Attention whose rotary embedding and cache write are one kernel, or the end of the product before them.
+"""RoPE and the KV cache write as one kernel, or in the epilogue of the QKV GEMM.
 
-vLLM turns queries and keys in one or two kernels and stores keys and values in another. Where a model's attention is
-qkv_proj, rotary embedding, vLLM's own attention over FlashAttention's 16-bit pages, and o_proj, its forward becomes
-one of these two, which the pass of ``fusion`` chooses between:
+vLLM applies RoPE in one or two kernels and stores keys and values in another. If a model's attention is qkv_proj, RoPE,
+vLLM's Attention over FlashAttention's 16-bit pages, and o_proj, its forward becomes one of the following, chosen by
+the ``fusion`` pass:
 
     linear -> anybit::rotate_cache          any number of tokens
-    add + norm -> anybit::norm_rotate_cache one launch for a token or two of 16-bit activations
+    add + norm -> anybit::norm_rotate_cache one launch at one or two tokens, with 16-bit activations
 
-Both find the layer's pages as vLLM's own ``unified_kv_cache_update`` does, and store nothing while there are none.
+Both find the layer's pages as vLLM's ``unified_kv_cache_update`` does, and store nothing while there are none.
 """
 
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ _FORWARDS = {
     (*_BEFORE, "qk_norm", "shape", "view", "num_heads", *_NORMS, *_AFTER): False,  # Qwen2, where qk_norm is false
     (*_BEFORE, "view", "shape", "head_dim", "q_norm", "k_norm", *_AFTER): True,  # Qwen3
 }
-"""The names that forwards of plain attention use, and whether they norm each head."""
+"""Names used in the code of supported attention forwards -> whether that forward has a per-head QK norm."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one rank. paired: outputs of qkv_proj lie as ``paired_channels`` says."""
+    """One rank's query and KV heads of ``dim`` channels. paired: qkv_proj's outputs follow ``paired_channels``."""
 
     query: int
     key: int
@@ -60,9 +60,9 @@ class Heads:
 
 
 def heads_of(parent: nn.Module | None, dtype: torch.dtype, scheme: Scheme, plain: bool) -> Heads | None:
-    """How the heads of a layer's attention lie, if its forward can be replaced; else None.
+    """The heads of an attention module whose forward can be replaced; None if it cannot.
 
-    parent: the module that holds the layer as its qkv_proj. plain: the layer is one product that nobody adds to.
+    parent: the module whose qkv_proj is being prepared.  plain: qkv_proj is one GEMM, and no LoRA adds to its outputs.
     """
     norms = None if parent is None else _norms_heads(type(parent).forward.__code__)
     attention: Any = getattr(parent, "attn", None)
@@ -82,13 +82,13 @@ def heads_of(parent: nn.Module | None, dtype: torch.dtype, scheme: Scheme, plain
 
 
 def _norms_heads(code: CodeType) -> bool | None:
-    """Whether a forward of plain attention norms each head; None for any other forward."""
+    """Whether a supported attention forward has a per-head QK norm; None for any other forward."""
     arguments = code.co_varnames[: code.co_argcount]
     return _FORWARDS.get(code.co_names) if arguments == ("self", "positions", "hidden_states") else None
 
 
 def stores_pages(attention: Any, dtype: torch.dtype) -> bool:
-    """Whether an attention layer keeps its tokens in 16-bit pages that are written before its kernel runs."""
+    """Whether an attention layer stores plain 16-bit pages, in a cache update separate from its attention kernel."""
     return (
         attention.attn_backend.get_name() == "FLASH_ATTN"
         and not attention.attn_backend.forward_includes_kv_cache_update
@@ -104,7 +104,7 @@ def stores_pages(attention: Any, dtype: torch.dtype) -> bool:
 
 
 def _is_plain(rotary: Any, head_size: int) -> bool:
-    """Whether a rotary embedding turns whole heads by a table, half against half."""
+    """Whether a rotary embedding is NeoX-style over whole heads, with vLLM's own cos/sin table and forward."""
     own = isinstance(rotary, RotaryEmbedding) and rotary.is_neox_style and rotary.rotary_dim == head_size
     return own and all(
         getattr(type(rotary), name) is getattr(RotaryEmbedding, name) for name in ("forward_native", "forward_cuda")
@@ -119,9 +119,9 @@ def replace_forward(parent: Any, heads: Heads) -> None:
 
 
 def _take_frequencies_of_a_cpu(rotary: Any) -> None:
-    """Fill a table as transformers does: powers of a GPU end in other bits, which far positions multiply."""
+    """Compute RoPE frequencies on the CPU, as transformers does: a GPU's powers round differently."""
     table, plain = rotary.cos_sin_cache, rotary._compute_inv_freq
-    if hasattr(plain, "anybit"):  # layers share it
+    if hasattr(plain, "anybit"):  # layers share their rotary embedding
         return
 
     def frequencies(*given: Any) -> Tensor:
@@ -151,7 +151,7 @@ def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
 
 
 def pages_of(layer: Any, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [pages, tokens, heads, dim] of a layer's cache [pages, heads, tokens, keys | values]."""
+    """Views of keys and values [pages, tokens, heads, dim] of a layer's cache [pages, heads, tokens, keys | values]."""
     known = getattr(layer, "anybit_pages", None)
     if known is None or known[0] is not cache:
         halves = cache.transpose(1, 2).split(layer.head_size, dim=-1)
@@ -161,7 +161,7 @@ def pages_of(layer: Any, cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _step(positions: Tensor, table: Tensor, query_heads: int, key_heads: int, name: Any) -> pages.RopePagesArgs:
-    """Where a layer's keys and values go in this step."""
+    """Arguments for RoPE and the cache write of a layer in this step."""
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(name))
     keys = values = None
     if slots is not None:
@@ -200,6 +200,6 @@ def _norm_rotate_cache_fake(
 
 
 _library = torch.library.Library("anybit", "FRAGMENT")
-# The cache that they write is no argument, as with vLLM's own op: what attention reads of them keeps the order.
+# As with vLLM's own op, the cache that they write is no argument: attention reads their output, which keeps the order.
 direct_register_custom_op("rotate_cache", _rotate_cache, [], _rotate_cache_fake, _library)
 direct_register_custom_op("norm_rotate_cache", _norm_rotate_cache, [], _norm_rotate_cache_fake, _library)

@@ -1,8 +1,8 @@
-"""Models that other tools quantized, inside vLLM: its loader gets what ``convert --to anybit`` would write.
+"""Models quantized by other tools, in vLLM: convert them to anybit's format on the fly, while they are loaded.
 
-vLLM asks its loader for a checkpoint's tensors. Of such a model it is handed those that anybit saves, each made out of
-the files when it is due and never written down, so that fused layers, ranks and heads go the way of anybit's own
-folders, and no format is named here.
+vLLM's loader iterates over a checkpoint's tensors. Here it gets the tensors that ``convert --to anybit`` would write,
+each converted when it is needed, so fused layers, ranks and heads load as from anybit's own folders, whatever the
+format.
 """
 
 import copy
@@ -26,14 +26,14 @@ from anybit.errors import CheckpointError, OptionError
 from anybit.quantization.pipeline.modules import skeleton
 
 OF_FILES = ("auto", "hf", "safetensors", "fastsafetensors")
-"""vLLM's formats of loading that read a folder's safetensors."""
+"""Values of --load-format that read a folder's safetensors."""
 DUMMY = "dummy"
 _AT_ONCE = 8
-"""How many layers are read at once: vLLM leaves each of its processes one thread."""
+"""Layers read in parallel: vLLM limits torch to one thread per process."""
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other weights, as ``anybit serve FILE`` makes one; None for any other."""
+    """The GGUF file of a folder with no other weights (``anybit serve FILE`` makes such folders); otherwise None."""
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
     files = list(folder.glob("*.gguf"))
@@ -41,7 +41,7 @@ def gguf_in(folder: Path) -> Path | None:
 
 
 class Source:
-    """A model that another tool has quantized. A process opens its files once, for its layers and its tensors."""
+    """A model quantized by another tool. Each process opens its files once, for layer names and for tensors."""
 
     def __init__(self, folder: Path, trusted: bool) -> None:
         self.folder, self._trusted = folder, trusted
@@ -49,16 +49,16 @@ class Source:
         self._opened: Translation | None = None
 
     def opened(self) -> Translation:
-        """Its layers and tensors, checked against transformers' model; names are those of its files, which vLLM knows.
+        """Its layers and tensors, checked against transformers' model, by the names in its files (as vLLM expects).
 
-        Raises CheckpointError, naming the layer or tensor, for one that cannot be read.
+        Raises CheckpointError, naming the layer or tensor.
         """
         if self._opened is None:
             self._opened, self._checked = self._open(), True
         return self._opened
 
     def taken(self) -> Translation:
-        """The same, and forgotten: a loader reads tensors once, and holds them no longer than it must."""
+        """``opened``, without keeping a reference: tensors are read once and should not be held longer."""
         found, self._opened = self.opened(), None
         return found
 
@@ -77,33 +77,33 @@ class Source:
                 "--quantization anybit, and vLLM's own kernels run it"
             )
         if not self._checked:
-            copy.copy(found).check(skeleton(self.folder, self._trusted))  # which takes the model's names
+            copy.copy(found).check(skeleton(self.folder, self._trusted))  # on a copy: ``check`` renames the layers
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """An engine's process opens the files itself, and need not check again what this one has."""
+        """Without the open files: the engine's process opens them itself, but need not check them again."""
         return {**self.__dict__, "_opened": None}
 
 
 _streamed: dict[str, Source] = {}
-"""By the name that an engine has for a model. Another engine of the process may run it by vLLM's own kernels."""
+"""By vLLM's model name. An entry alone does not decide: another engine may run that model on vLLM's kernels."""
 
 
 def note(source: Source) -> None:
-    """Have the tensors of the model that is being built come from a source. OptionError for a loader of other files."""
+    """Load the model being built from ``source``. Raises OptionError for a --load-format that cannot."""
     config = get_current_vllm_config()
     form = str(config.load_config.load_format)
     if form not in (*OF_FILES, DUMMY):
         raise OptionError(
-            f"--load-format {form} reads tensors as they are stored, and those of {source.folder} are read by anybit: "
-            "leave it out, or convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
+            f"--load-format {form} cannot load {source.folder}, which anybit converts while loading: leave it out, "
+            "or convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
         )
     if config.model_config is not None:
         _streamed[config.model_config.model] = source
 
 
 def tensors_of(source: Translation, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that anybit would save of a model, scales and minima in ``dtype``, each read when it is due."""
+    """Yield every tensor that anybit would save of a model, scales and minima in ``dtype``, read on demand."""
     for name in source.plain:
         yield name, source.read_plain(name)
     names = list(source.layers)
@@ -115,7 +115,7 @@ def tensors_of(source: Translation, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def install() -> None:
-    """Have vLLM's loader ask here first."""
+    """Patch vLLM's loader to take tensors from a ``Source`` if there is one; idempotent."""
     stored = DefaultModelLoader.get_all_weights
     if hasattr(stored, "__wrapped__"):
         return

@@ -1,4 +1,4 @@
-"""The moment when a model's layers are all ready: their kernels are compiled then, and not in a request."""
+"""Compile a model's kernels once all its layers are loaded, before the first request."""
 
 import logging
 from typing import Any
@@ -14,27 +14,27 @@ from anybit.ops.compile_ahead import CompiledAhead, LayerKind, compile_ahead, ma
 _logger = logging.getLogger("vllm.anybit")
 _TOKENS = 8192
 _SEQUENCES = 1024
-"""The most tokens of a step, and sequences of one, where no engine says it."""
+"""Most tokens and most sequences of a step, if there is no engine configuration."""
 
 
 def get_ready(kernels: list[Any], device: torch.device, of: str) -> None:
-    """Compile kernels now, and say so. of: what they are kernels of."""
+    """Compile kernels now, and log it. of: what the kernels run, for the log line."""
     _tell(make_ready(kernels, device), of)
 
 
 def _tell(done: CompiledAhead, of: str) -> None:
     for reason in done.refused:
-        _logger.warning("anybit: a kernel of %s is left to be compiled at its first launch: %s", of, reason)
+        _logger.warning("anybit: a kernel for %s will be compiled at its first launch instead: %s", of, reason)
     _logger.info(
-        "anybit: %d kernels of %s are ready after %.1f s; %d compiled in %.1f s, the rest from the cache",
+        "anybit: %d kernels for %s ready after %.1f s; %d compiled in %.1f s, the rest from the cache",
         done.kernels, of, done.seconds, done.compiled, done.compile_seconds,
     )  # fmt: skip
 
 
 class Ledger:
-    """The layers of a model that are to become ready, and those that are. adapters: LoRA may be added to outputs.
+    """Counts a model's layers as they are loaded, and compiles their kernels after the last one.
 
-    heads: output heads that are to be quantized and that vLLM has not built.
+    heads: output heads to quantize that vLLM has not built yet.  adapters: whether LoRA may add to outputs.
     """
 
     def __init__(self, heads: set[str] | None = None) -> None:
@@ -45,7 +45,7 @@ class Ledger:
         self.adapters = False
 
     def expect(self) -> None:
-        """One more layer is being built."""
+        """Count a layer that is being built."""
         self._expected += 1
         config = get_current_vllm_config_or_none()
         if config is not None:
@@ -54,9 +54,9 @@ class Ledger:
             self.adapters = config.lora_config is not None
 
     def add(self, layer: Any, products: list[Any], heads: Heads | None = None, paired: bool = False) -> None:
-        """A layer is ready; with the last one, the kernels of all are compiled.
+        """Count a loaded layer; after the last one, compile the kernels of all.
 
-        heads: a qkv_proj's, to be turned. paired: a gate_up_proj's outputs are in turn.
+        heads: of a qkv_proj that RoPE follows.  paired: the outputs of a gate_up_proj are interleaved.
         """
         turned = None if heads is None else (heads.query, heads.key, heads.dim, heads.paired)
         for product in products:
@@ -66,7 +66,7 @@ class Ledger:
         self._count()
 
     def add_head(self, layer: Any, prepared: Prepared) -> None:
-        """The same for an output head, which is multiplied with a token or so of each sequence."""
+        """The same for an output head, which sees only about one token per sequence."""
         most = min(self._sequences, self._tokens)
         self._note(
             LayerKind(prepared.spec_text, layer.params_dtype, layer.bias is not None, most=most), prepared.tensors
@@ -83,8 +83,8 @@ class Ledger:
             return
         for head in sorted(self.heads):
             _logger.warning(
-                "anybit: %s is not quantized: vLLM builds no such layer here, since the model multiplies with its "
-                "embedding, or another pipeline rank has it",
+                "anybit: %s is not quantized: vLLM did not build this layer, since the model uses its embedding as "
+                "the head, or another pipeline rank has it",
                 head,
             )
         if self._kinds:
