@@ -144,11 +144,9 @@ def test_a_place_where_another_program_listens_is_refused(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = serving.Server(str(tmp_path), port=other.getsockname()[1])
         for engine in ("transformers", "vllm"):
-            with pytest.raises(
-                serving.OptionError, match=r"127\.0\.0\.1:\d+ cannot be listened at: Address already in"
-            ):
+            with pytest.raises(serving.OptionError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in"):
                 serving.serve(taken, engine, lambda: None)
-    with pytest.raises(serving.OptionError, match=r"nowhere\.invalid:8000 cannot be listened at"):
+    with pytest.raises(serving.OptionError, match=r"cannot listen on nowhere\.invalid:8000"):
         serving.serve(serving.Server(str(tmp_path), host="nowhere.invalid"), "vllm", lambda: None)
 
 
@@ -219,7 +217,7 @@ def test_vllm_gets_other_tools_models_by_name(tmp_path: Path) -> None:
         {f"{name}.more" if "norm" in name else name: t for name, t in tensors.items()}, folder / "model.safetensors"
     )
     with (
-        pytest.warns(UserWarning, match="vLLM's own kernels run .*, since anybit does not: .*norm"),
+        pytest.warns(UserWarning, match="vLLM's own kernels run .*, since anybit cannot: .*norm"),
         vllm_folder(serving.Server(str(folder))) as (_, options),
     ):
         assert options == []
@@ -242,7 +240,7 @@ sys.exit(int(sys.argv[2]))
     command = [cases.sys.executable, "-c", program, str(port), str(code)]
     monkeypatch.setattr(serving, "vllm_command", lambda *given: command)
     told: list[bool] = []
-    with pytest.raises(KernelError, match="vLLM's server ended by itself: the first line with ERROR above says why"):
+    with pytest.raises(KernelError, match="vLLM's server ended by itself: the first ERROR line above says why"):
         serving.serve(serving.Server(str(tmp_path), port=port), "vllm", lambda: told.append(True))
     assert told == [True]
 
@@ -258,7 +256,7 @@ def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_what_transformers_cannot_do_is_refused(tmp_path: Path) -> None:
     cases.save_small_llama(tmp_path)
     server = serving.Server(str(tmp_path), tensor_parallel=2)
-    with pytest.raises(serving.OptionError, match="--tensor-parallel, --memory and arguments after -- are vLLM's"):
+    with pytest.raises(serving.OptionError, match="--tensor-parallel, --memory and arguments after -- are for vLLM"):
         serving.serve(server, "transformers", lambda: None)
 
 
@@ -285,7 +283,7 @@ def test_so_are_kv_heads(tmp_path: Path) -> None:
 
 @has_server
 def test_a_port_that_is_none_is_told_in_one_line() -> None:
-    with pytest.raises(KernelError, match=r"127\.0\.0\.1:99999 does not answer as a server does: .*0-65535"):
+    with pytest.raises(KernelError, match=r"127\.0\.0\.1:99999 does not answer like such a server: .*0-65535"):
         measure("http://127.0.0.1:99999", "m", 1.0, 1, 4, 1)
 
 
@@ -308,7 +306,7 @@ def test_what_is_no_server_is_told_in_one_line_too() -> None:
             connection.close()
 
         threading.Thread(target=talk, daemon=True).start()
-        with pytest.raises(KernelError, match="does not answer as a server does") as error:
+        with pytest.raises(KernelError, match="does not answer like such a server") as error:
             measure(f"http://127.0.0.1:{listening.getsockname()[1]}", "m", 1.0, 1, 4, 1)
     assert str(error.value).isprintable()
 
@@ -319,7 +317,7 @@ def test_what_is_no_server_is_told_in_one_line_too() -> None:
         ([{"choices": [{"text": "a"}], "usage": {"completion_tokens": 2}}], 2),
         ([{"choices": [{"text": "a"}], "usage": {"completion_tokens": "\x1b[2J"}}], 1),
         ([{"choices": [{"text": "a"}], "usage": {"completion_tokens": 10**30}}], 1),
-        ([{"choices": [{"text": "a"}]}] * 1000, "4 tokens were asked for"),
+        ([{"choices": [{"text": "a"}]}] * 1000, "for 4 tokens asked for"),
         ([["\x1b[2J"]], "AttributeError"),
         ([{"choices": 3}], "TypeError"),
         ([{"error": "\x1b[2J"}], "the server said: '\\x1b[2J'"),
@@ -394,7 +392,7 @@ def test_a_certificate_that_nobody_signed(tmp_path: Path, monkeypatch: pytest.Mo
         wrong = CliRunner().invoke(app, [*words, url]).exception
         assert isinstance(wrong, KernelError) and "is not trusted" in str(wrong) and "--insecure" in str(wrong)
         plain = CliRunner().invoke(app, [*words, url.replace("https", "http")]).exception
-        assert isinstance(plain, KernelError) and "has an address of https://" in str(plain)
+        assert isinstance(plain, KernelError) and "needs https://" in str(plain)
         assert CliRunner().invoke(app, [*words, url, "--insecure"]).exit_code == 0
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
         assert measure(url, "m", 100.0, 2, 3, 4).failed == 0
@@ -412,7 +410,7 @@ def test_the_line_to_paste_names_address_and_key(monkeypatch: pytest.MonkeyPatch
     keyed = serving.Server("m", others=["--api-key", "secret"]).example()
     assert '-H "Authorization: Bearer ${VLLM_API_KEY:?set it to the key of this server}"' in keyed
     assert "secret" not in keyed
-    with pytest.raises(serving.OptionError, match="--port=9 is an option of `anybit serve` itself: write it before --"):
+    with pytest.raises(serving.OptionError, match="--port=9 is an option of `anybit serve` itself: put it before --"):
         serving.serve(serving.Server("m", others=["--port=9"]), "vllm", lambda: None)
 
 
@@ -428,10 +426,10 @@ def test_the_line_to_paste_says_what_arguments_for_vllm_have_changed(monkeypatch
 @pytest.mark.parametrize(
     ("word", "scheme", "reason"),
     [
-        ("--model=x", None, "--model=x would name another model than the first argument"),
-        ("--uds", None, "--uds would have vLLM listen where"),
-        ("--hf_overrides", "w4a16", "--hf_overrides after -- would take the place of --scheme w4a16"),
-        ("-q=fp8", "w4a16", "-q=fp8 after -- would take the place of --scheme w4a16"),
+        ("--model=x", None, "--model=x would override the model"),
+        ("--uds", None, "--uds would make vLLM listen on"),
+        ("--hf_overrides", "w4a16", "--hf_overrides after -- would override --scheme w4a16"),
+        ("-q=fp8", "w4a16", "-q=fp8 after -- would override --scheme w4a16"),
     ],
 )
 def test_arguments_that_undo_what_was_said_before_are_refused(word: str, scheme: str | None, reason: str) -> None:

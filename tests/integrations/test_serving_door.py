@@ -53,9 +53,9 @@ def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **heade
 @pytest.mark.parametrize(
     ("fields", "detail"),
     [
-        ({"generation_config": '{"num_beams": 1000}'}, "generation_config is not taken from a request"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "and chat_template is none"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "and tokenize is none"),
+        ({"generation_config": '{"num_beams": 1000}'}, "generation_config is not accepted"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "and chat_template is not one"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "and tokenize is not one"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs must be dict"),
         ({"max_tokens": "\x1b[31m"}, "max_tokens must be int"),
         ({"max_tokens": True}, "max_tokens must be int"),
@@ -64,17 +64,17 @@ def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **heade
         ({"temperature": "hot"}, "temperature must be int or float"),
         ({"temperature": 1e-40}, "temperature must be 0, or between 0.0001 and 100.0"),
         ({"temperature": float("nan")}, "temperature must be 0, or"),
-        ({"logit_bias": {"5": float("nan")}}, "logit_bias is an object of token ids and numbers between -100 and 100"),
-        ({"logit_bias": {"-5": 1}}, "logit_bias is an object of token ids"),
-        ({"logit_bias": [5]}, "logit_bias is an object of token ids"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias must map token ids to numbers between -100 and 100"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias must map token ids"),
+        ({"logit_bias": [5]}, "logit_bias must map token ids"),
         ({"top_p": 1.5}, "top_p must be between 0.0 and 1.0"),
         ({"frequency_penalty": 1e300}, "frequency_penalty must be between -0.99 and 100.0"),
         ({"messages": "x"}, "messages must be list"),
         ({"messages": ["x"]}, "each of messages must be an object with a role"),
         ({"prompt": [1]}, "prompt must be str"),
-        ({"stop": ["x"] * (STOPS + 1)}, "stop is a text or up to 16"),
-        ({"stop": "x" * 5000}, "stop is a text or up to 16"),
-        ({"stop": [3]}, "stop is a text or up to 16"),
+        ({"stop": ["x"] * (STOPS + 1)}, "stop must be a string or up to 16"),
+        ({"stop": "x" * 5000}, "stop must be a string or up to 16"),
+        ({"stop": [3]}, "stop must be a string or up to 16"),
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], detail: str) -> None:
@@ -99,7 +99,7 @@ def test_what_is_right_gets_through_whole() -> None:
 
 def test_a_body_that_is_too_large_is_not_read_to_its_end() -> None:
     app = Asked()
-    assert ask(Door(app), content_length=str(BODY + 1)) == (413, "a request has 8 MiB at most")
+    assert ask(Door(app), content_length=str(BODY + 1)) == (413, "a request may have at most 8 MiB")
     assert ask(Door(app), content_length="9" * 5000)[0] == 413
     assert ask(Door(app), *[b"a" * (BODY // 4)] * 50)[0] == 413
     assert not app.bodies
@@ -153,7 +153,9 @@ def test_prompts_and_answers_stay_within_the_context() -> None:
         settings = SimpleNamespace(max_new_tokens=asked)
         assert served.generate(input_ids=torch.zeros(1, 60), generation_config=settings) == "answer"
     assert seen == [40, 7, 40]
-    with pytest.raises(fastapi.HTTPException, match="the prompt has 100 tokens, and with its answer 100 at most"):
+    with pytest.raises(
+        fastapi.HTTPException, match="the prompt has 100 tokens; prompt and answer together may have 100"
+    ):
         served.generate(input_ids=torch.zeros(1, 100), generation_config=SimpleNamespace(max_new_tokens=1))
     with pytest.raises(fastapi.HTTPException, match="the tokenizer of m gives token 10, but the model has only 10"):
         served.generate(input_ids=torch.tensor([[3, 10]]), generation_config=SimpleNamespace(max_new_tokens=1))

@@ -1,4 +1,4 @@
-"""A server under load: requests that arrive at random, their first tokens, and their tokens after that."""
+"""Load-test a server: Poisson arrivals, time to first token (TTFT) and time per output token (TPOT)."""
 
 import asyncio
 import json
@@ -16,12 +16,12 @@ from anybit.errors import KernelError, OptionError, one_line
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 
 SILENCE = 600.0
-"""Seconds after which a request without a further byte has failed."""
+"""Seconds without a byte after which a request counts as failed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One request: seconds until its first token and its last, tokens, or why it failed."""
+    """One request: seconds to its first and last token, number of tokens; or the error."""
 
     first: float
     last: float
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a rate of requests gave. rate: requests a second; ttft, tpot: milliseconds, medians and 99th percentiles."""
+    """Results at one request rate. rate: requests/s.  ttft, tpot: ms, median and 99th percentile."""
 
     rate: float
     requests: int
@@ -53,25 +53,25 @@ async def ask(client: Any, url: str, model: str, prompt: str, new_tokens: int, i
     try:
         async with client.stream("POST", f"{url}/v1/completions", json=body, timeout=SILENCE) as response:
             if response.status_code != 200:
-                said = await anext(response.aiter_bytes(200), b"")  # the rest may have no end
+                said = await anext(response.aiter_bytes(200), b"")  # only the start: the body may be endless
                 return Answer(0, 0, 0, f"{response.status_code}: {said!r}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
-                if event.get("error"):  # of an answer that had begun
+                if event.get("error"):  # after the response has started
                     return Answer(0, 0, 0, f"the server said: {str(event['error'])[:200]!r}")
                 if any(choice.get("text") for choice in event.get("choices") or ()):
                     first = first or time.perf_counter() - begin
                     pieces += 1
                 if pieces > 2 * new_tokens + 8:
-                    return Answer(0, 0, 0, f"{pieces} pieces came, and {new_tokens} tokens were asked for")
+                    return Answer(0, 0, 0, f"{pieces} chunks arrived for {new_tokens} tokens asked for")
                 told = (event.get("usage") or {}).get("completion_tokens")
                 counted = told if type(told) is int and 0 < told <= new_tokens else counted
     except Exception as error:
         return Answer(0, 0, 0, f"{type(error).__name__}: {error}")
     if not first:
-        return Answer(0, 0, 0, "no token came")
+        return Answer(0, 0, 0, "no token arrived")
     return Answer(first, time.perf_counter() - begin, counted or pieces)
 
 
@@ -83,9 +83,9 @@ async def _at_rate(
     draw = random.Random(f"{rate}")
     prompts = [" ".join(draw.choices(_WORDS, k=words)) for _ in range(requests)]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    key = os.environ.get("VLLM_API_KEY")  # as the server itself has it
+    key = os.environ.get("VLLM_API_KEY")  # the same variable as the server's
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")  # which no proxy knows
+    here = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")  # bypass proxies
     async with httpx.AsyncClient(limits=limits, headers=headers, trust_env=not here, verify=trusted) as client:
         vllm = (await client.get(f"{url}/version")).status_code == 200
         begin, tasks, at = time.perf_counter(), [], 0.0
@@ -112,21 +112,21 @@ async def _at_rate(
 def measure(
     url: str, model: str, rate: float, requests: int, words: int, new_tokens: int, insecure: bool = False
 ) -> Figures:
-    """Send ``requests`` completions of ``words`` words at ``rate`` a second, at random moments, and wait for all.
+    """Send ``requests`` prompts of ``words`` random words, Poisson arrivals at ``rate`` per second, and wait for all.
 
-    They bear the key of ``VLLM_API_KEY``, if it is set.  insecure: any certificate is good enough.
+    Sends the key in ``VLLM_API_KEY``, if it is set.  insecure: do not verify the server's certificate.
 
-    Raises KernelError where no server answers, none whose certificate is trusted, or httpx is absent; OptionError for a
-    rate that is none, and certificates that cannot be read.
+    Raises KernelError if no server answers, its certificate is not trusted or httpx is not installed; OptionError for a
+    rate that is not positive, and certificates that cannot be read.
     """
     if not rate > 0:
-        raise OptionError(f"a rate is a number of requests a second above 0, not {rate}")
+        raise OptionError(f"a rate must be above 0 requests a second, not {rate}")
     try:
         import httpx
     except ImportError:
         raise KernelError("measuring a server needs httpx: pip install 'anybit[serve]'") from None
     try:
-        # Reads SSL_CERT_FILE, also for a server on this machine, of which no proxy is asked.
+        # Also reads SSL_CERT_FILE for servers on this machine, for which trust_env is off.
         trusted = httpx.create_ssl_context(verify=not insecure)
     except OSError as error:
         raise OptionError(f"SSL_CERT_FILE or SSL_CERT_DIR names no certificates: {one_line(error)}") from None
@@ -136,17 +136,17 @@ def measure(
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             raise KernelError(
                 f"the certificate of {url} is not trusted ({one_line(error)}): set SSL_CERT_FILE to it or to its "
-                "authority's, or take any (anybit bench --insecure)"
+                "authority's, or do not verify it (anybit bench --insecure)"
             ) from None
         raise KernelError(f"no server answers at {url}: start one with `anybit serve {model}`") from None
-    except (httpx.HTTPError, httpx.InvalidURL, ExceptionGroup) as error:  # a group: of a port that is none
+    except (httpx.HTTPError, httpx.InvalidURL, ExceptionGroup) as error:  # a group: for an invalid port
         inner = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-        hint = " (one with a certificate has an address of https://)" if url.startswith("http://") else ""
-        raise KernelError(f"{url} does not answer as a server does: {one_line(inner)}{hint}") from None
+        hint = " (a server with a certificate needs https://)" if url.startswith("http://") else ""
+        raise KernelError(f"{url} does not answer like such a server: {one_line(inner)}{hint}") from None
 
 
 def check_picture(path: Path) -> None:
-    """Raise KernelError where matplotlib is absent, OptionError for a file that it cannot write; before measuring."""
+    """Check before measuring: KernelError without matplotlib, OptionError for a file that it cannot write."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -159,7 +159,7 @@ def check_picture(path: Path) -> None:
 
 
 def picture(path: Path, model: str, figures: list[Figures]) -> None:
-    """Draw first tokens, tokens and throughput over the rate. Raises as ``check_picture`` does."""
+    """Plot TTFT, TPOT and throughput over the request rate. Raises like ``check_picture``."""
     check_picture(path)
     import matplotlib
 

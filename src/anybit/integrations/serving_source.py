@@ -1,4 +1,4 @@
-"""The folder that ``anybit serve`` gives vLLM, the model's own or one made for a GGUF file, and who is to run it."""
+"""The folder that ``anybit serve`` passes to vLLM (the model's, or one made for a GGUF file), and its kernels."""
 
 import contextlib
 import json
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def vllm_folder(server: "Server") -> Iterator[tuple[Path, list[str]]]:
-    """The folder that vLLM is to serve, and what else it has to be told.
+    """(folder for vLLM to serve, extra arguments for vLLM).
 
-    Of a GGUF file, its configuration and tokenizer beside a link to it: the plug-in reads the file itself. Other tools'
-    folders run on anybit's kernels where they are read, and on vLLM's with a warning that says why where not.
+    For a GGUF file: a temporary folder of config, tokenizer and a link to the file, which the plug-in reads itself.
+    Other tools' folders run on anybit's kernels if it can read them, otherwise on vLLM's, with a warning that says why.
     """
     if server.scheme is None and is_gguf(server.model):
         file = Path(server.model).expanduser()
@@ -57,7 +57,7 @@ def vllm_folder(server: "Server") -> Iterator[tuple[Path, list[str]]]:
 
 
 def _reads(path: Path, config: dict[str, Any], server: "Server") -> bool:
-    """Whether a folder is another tool's, and anybit reads it."""
+    """Whether a folder is another tool's and anybit can read it; warns if it cannot."""
     if format_of(config) is None:
         return False
     try:
@@ -65,6 +65,6 @@ def _reads(path: Path, config: dict[str, Any], server: "Server") -> bool:
         assert source is not None
         source.check(skeleton(path, server.trust_remote_code))
     except CheckpointError as error:
-        warnings.warn(f"vLLM's own kernels run {server.model}, since anybit does not: {error}", stacklevel=3)
+        warnings.warn(f"vLLM's own kernels run {server.model}, since anybit cannot: {error}", stacklevel=3)
         return False
     return True

@@ -1,7 +1,7 @@
-"""A model's chat template, rendered in a process of its own: it is a program from a file, and may be a bad one.
+"""Render a model's chat template in a child process: it is an untrusted program.
 
-transformers runs it in jinja2's sandbox, which keeps it from files and from Python, but not from loops that do not end
-or texts that fill the memory.
+transformers runs it in jinja2's sandbox, which blocks file access and Python, but not endless loops or output that
+fills the memory.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from anybit.errors import TextError
 
 SECONDS = 20.0
 LENGTH = 16 << 20
-"""The most bytes of a rendered text, some four million tokens."""
+"""Most bytes of a rendered text: about four million tokens."""
 MEMORY = 1 << 30
-"""What the template's process may take beyond what this one has."""
+"""Bytes that the child process may allocate beyond this process's size."""
 
 
 def render(apply: Callable[..., Any], messages: list[dict[str, Any]], name: str, **words: Any) -> str:
-    """Messages as the text that a model continues. Raises TextError where its template fails, or takes too much.
+    """Render messages to the model's prompt. Raises TextError if the template fails or exceeds a limit.
 
-    apply: a tokenizer's ``apply_chat_template``.  name: of the model.  words: what else the template is given.
+    apply: a tokenizer's ``apply_chat_template``.  name: the model's, for errors.  words: template variables.
     """
     words |= {"add_generation_prompt": True, "tokenize": False}
     if not hasattr(os, "fork"):
@@ -36,13 +36,13 @@ def render(apply: Callable[..., Any], messages: list[dict[str, Any]], name: str,
         answer, end = bytearray(), time.monotonic() + SECONDS
         while True:
             if not arrivals.select(max(0.0, end - time.monotonic())):
-                raise TextError(f"the chat template of {name} takes more than {SECONDS:.0f} s: it may have no end")
+                raise TextError(f"the chat template of {name} takes more than {SECONDS:.0f} s: it may loop endlessly")
             part = os.read(reader, 1 << 16)
             if not part:
                 return _outcome(bytes(answer), name)
             answer += part
             if len(answer) > LENGTH:
-                raise TextError(f"the chat template of {name} makes a text of more than {LENGTH >> 20} MiB")
+                raise TextError(f"the chat template of {name} renders more than {LENGTH >> 20} MiB")
 
 
 def _outcome(answer: bytes, name: str) -> str:
@@ -56,14 +56,14 @@ def _outcome(answer: bytes, name: str) -> str:
 
 @contextlib.contextmanager
 def _child(apply: Callable[..., Any], messages: list[dict[str, Any]], words: dict[str, Any]) -> Iterator[int]:
-    """A process that renders, and what it writes; it ends with the context."""
+    """Fork a child that renders the messages. Yields the pipe that it writes to; kills the child on exit."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child touches no lock of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: the child takes none of their locks
         child = os.fork()
     if not child:
         try:
-            gc.disable()  # what this process holds on a GPU is the other one's
+            gc.disable()  # the child must not free GPU objects, which belong to the parent
             _limit_memory()
             with os.fdopen(writer, "wb") as answer:
                 answer.write(_answer(apply, messages, words))
@@ -79,19 +79,19 @@ def _child(apply: Callable[..., Any], messages: list[dict[str, Any]], words: dic
 
 
 def _answer(apply: Callable[..., Any], messages: list[dict[str, Any]], words: dict[str, Any]) -> bytes:
-    """The rendered text behind a plus, or what went wrong behind a minus."""
+    """b"+" and the rendered text, or b"-" and the error; empty if memory ran out."""
     try:
         text: str = apply(messages, **words)
         return b"+" + text.encode()
     except MemoryError:
         return b""
-    except Exception as error:  # a template can fail in any way
+    except Exception as error:  # a template can raise anything
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         return b"-" + f"{kind}{error}".encode(errors="backslashreplace")
 
 
 def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):  # elsewhere than on Linux the time is the limit
+    with contextlib.suppress(ImportError, OSError, ValueError):  # other systems than Linux only limit the time
         import resource
         from pathlib import Path
 
