@@ -309,11 +309,11 @@ def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> 
     ("name", "config", "tensors", "why"),
     [
         ("hqq", {}, {"axis": torch.tensor(0)}, "grouped along the outputs"),
-        ("hqq", {}, {"quant_zero": torch.tensor(1)}, "quantized once more"),
-        ("bitnet", {"use_rms_norm": True}, {"weight": torch.zeros(8, K, dtype=torch.uint8)}, "norms its input first"),
+        ("hqq", {}, {"quant_zero": torch.tensor(1)}, "are quantized themselves"),
+        ("bitnet", {"use_rms_norm": True}, {"weight": torch.zeros(8, K, dtype=torch.uint8)}, "normalizes its input"),
         ("bitnet", {}, {"weight": torch.zeros(N, K)}, "stored as floats"),
         ("bitsandbytes", {}, {"weight__quant_state__bitsandbytes__fp4": torch.zeros(1)}, "bitsandbytes' FP4"),
-        ("bitsandbytes", {}, {"SCB": torch.ones(N), "weight_format": torch.tensor(2)}, "the order of one GPU's kernel"),
+        ("bitsandbytes", {}, {"SCB": torch.ones(N), "weight_format": torch.tensor(2)}, "in a kernel's layout"),
         ("fp8", {}, {"weight": torch.zeros(N, K), "weight_scale": torch.ones(1)}, "float32, not float8_e4m3fn"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_file_converts_with_its_codes(tmp_path: Path) -> None:
     with torch.no_grad():
         there, here = (load_model(source).model(tokens).logits for source in (file, tmp_path / "ours"))
     torch.testing.assert_close(here, there, rtol=1e-2, atol=1e-2)  # the embedding has become float16
-    with pytest.raises(ConversionError, match=r"compressed-tensors gets one scheme .* layer lm_head"):
+    with pytest.raises(ConversionError, match=r"writes compressed-tensors with one scheme .* layer lm_head"):
         convert_into(file, "compressed-tensors", tmp_path / "theirs")
 
 

@@ -1,4 +1,4 @@
-"""auto-round's own files: layers packed as GPTQ or as AWQ packs them, with bits of their own for each layer."""
+"""auto-round's own format: layers packed like GPTQ's or AWQ's, with a bit-width per layer."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ NAME = "auto-round"
 MARKS = ("qweight",)
 TENSORS = gptq.TENSORS
 _EARLY = ("autoround:exllamav2", "auto_round:exllamav2", "auto_round:gptq:exllamav2")
-"""What versions before 0.4 wrote of GPTQ's packing; of their zeros it does not say whether they are stored less one."""
+"""Names of GPTQ's packing before version 0.4, which do not say whether zeros are stored minus one."""
 _PACKINGS = (
     *_EARLY,
     "auto_round:auto_gptq",
@@ -23,12 +23,12 @@ _PACKINGS = (
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     return config.get("quant_method") in ("auto-round", "intel/auto-round") and _packing(config) in _PACKINGS
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to."""
+    """The scheme of a layer."""
     if _as_awq(layer):
         return awq.scheme(layer)
     found = gptq.scheme(_as_gptq(layer))
@@ -38,7 +38,7 @@ def scheme(layer: StoredLayer) -> Scheme:
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     return awq.read(layer) if _as_awq(layer) else gptq.read(_as_gptq(layer))
 
 
@@ -52,6 +52,6 @@ def _as_awq(layer: StoredLayer) -> bool:
 
 
 def _as_gptq(layer: StoredLayer) -> StoredLayer:
-    """The layer with GPTQ's word for its version: only the packing that is called auto_gptq stores zeros less one."""
+    """The layer with GPTQ's checkpoint_format: only auto_gptq's packing stores zeros minus one (v1)."""
     version = "gptq" if _packing(layer.config).endswith("auto_gptq") else "gptq_v2"
     return StoredLayer(layer.source, layer.name, {**layer.config, "checkpoint_format": version})

@@ -1,9 +1,9 @@
-"""AWQ's files, as AutoAWQ and auto-round write them: versions ``gemm`` and ``gemv``.
+"""AWQ, as AutoAWQ and auto-round write it: versions ``gemm`` and ``gemv``.  W = scale * (q - zero).
 
-gemm: qweight int32 [K, N*b/32], qzeros int32 [G, N*b/32], scales float [G, N]; along N, and of every eight outputs
-place p holds number [0, 2, 4, 6, 1, 3, 5, 7][p].
-gemv: qweight int32 [N, K/8] and qzeros int32 [N, ...] in their order along K and along groups, scales float [N, ...];
-the last two are padded.  W = scale * (q - zero).
+gemm: qweight int32 [K, N*b/32], qzeros int32 [G, N*b/32], scales float [G, N]; packed along N, interleaved: position p
+of every eight holds output [0, 2, 4, 6, 1, 3, 5, 7][p].
+gemv: qweight int32 [N, K/8] and qzeros int32 [N, ...], packed in order along K and along groups, scales float [N, ...];
+the last two are padded.
 """
 
 from typing import Any
@@ -22,18 +22,18 @@ _PLACE_OF = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "awq" and _version(config) in ("gemm", "gemv")
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to."""
+    """The scheme of a layer."""
     bits, k, _ = _sizes(layer)
     return Scheme(WeightFormat(bits, "asym", _groups(layer, k).group))
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     bits, k, n = _sizes(layer)
     groups = _groups(layer, k)
     scale = finite(layer, "scales", layer["scales"])
@@ -73,6 +73,6 @@ def _groups(layer: StoredLayer, k: int) -> Groups:
 
 
 def _in_order(places: Tensor) -> Tensor:
-    """Values [..., N] as they lie, in the order of the outputs."""
+    """Undo the interleaving of values [..., N]."""
     order = torch.tensor(_PLACE_OF)
     return places.view(places.shape[0], -1, 8)[..., order].flatten(-2)

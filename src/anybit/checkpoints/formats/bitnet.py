@@ -1,8 +1,8 @@
 """BitNet's ternary weights, as transformers reads them: ``bitlinear`` and ``autobitlinear``.
 
-weight: uint8 [ceil(N/4), K]; pair j of a byte in row r is output j * ceil(N/4) + r, and stands for -1, 0 or 1 as 0, 1
-or 2.  weight_scale: one float, by which bitlinear divides and autobitlinear multiplies.
-Inputs are quantized to 8 bits a token by the rule of anybit's a8. The codes become those of ``w2a8``, one more each.
+weight: uint8 [ceil(N/4), K]; bit pair j of a byte in row r is output j * ceil(N/4) + r, with 0, 1, 2 for -1, 0, 1.
+weight_scale: one float, by which bitlinear divides and autobitlinear multiplies.
+Inputs are quantized to 8 bits per token, as in anybit's a8. Codes plus one are those of ``w2a8``.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ _SCHEME = Scheme.parse("w2a8")
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "bitnet"
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to. Raises CheckpointError for a norm before the layer, and for float weights."""
+    """The scheme of a layer. Raises CheckpointError for a norm before the layer, and for float weights."""
     if layer.config.get("use_rms_norm"):
-        raise layer.refuse("it norms its input first (use_rms_norm), which a quantized layer of anybit's does not")
+        raise layer.refuse("it normalizes its input (use_rms_norm), which anybit's quantized layers do not")
     if layer.config.get("linear_class", "bitlinear") not in ("bitlinear", "autobitlinear"):
         raise layer.refuse(f"linear_class {layer.config['linear_class']!r:.80} is neither bitlinear nor autobitlinear")
     if layer.entry("weight").dtype != torch.uint8:
@@ -36,7 +36,7 @@ def scheme(layer: StoredLayer) -> Scheme:
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer, whose codes are one more than the stored ones."""
+    """Read a layer; its codes are the stored ones plus 1."""
     scheme(layer)
     packed = layer["weight"]
     codes = torch.cat([(packed >> shift) & 3 for shift in (0, 2, 4, 6)])

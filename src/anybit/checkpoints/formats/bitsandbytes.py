@@ -1,9 +1,9 @@
-"""bitsandbytes' files: 4-bit NF4, with scales quantized once more or not, and 8-bit integers (LLM.int8).
+"""bitsandbytes: NF4, with or without double quantization, and LLM.int8.
 
-NF4: weight uint8 [N*K/2, 1], the first of two codes in the high half; weight.absmax a scale for every 64 (blocksize)
-weights, float32, or uint8 codes of weight.nested_quant_map with weight.nested_absmax and an offset.
-LLM.int8: weight int8 [N, K], SCB float32 [N], the largest magnitude of a row. Its outlier columns are stored like the
-others; bitsandbytes takes them out of the activations, which stay in 16 bits here.
+NF4: weight uint8 [N*K/2, 1], high nibble first; weight.absmax: a scale per block of 64 (blocksize) weights, float32, or
+uint8 indices into weight.nested_quant_map, with weight.nested_absmax and an offset.
+LLM.int8: weight int8 [N, K], SCB float32 [N], each row's absmax. Outlier columns are stored like the others;
+bitsandbytes separates them in activations, which stay in 16 bits here.
 """
 
 import json
@@ -26,24 +26,24 @@ TENSORS = (
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "bitsandbytes"
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to."""
+    """The scheme of a layer."""
     if "SCB" in layer:
         if "weight_format" in layer and int(layer["weight_format"]):
             raise layer.refuse(
-                "its codes are in the order of one GPU's kernel (weight_format), as older versions of bitsandbytes "
-                "save a model that has run; load it there and save it before it runs"
+                "its codes are in a kernel's layout (weight_format), as older versions of bitsandbytes save a model "
+                "that has run; load it there and save it before it runs"
             )
         return Scheme(WeightFormat(8, "sym", None))
     return Scheme(WeightFormat(4, "nf4", _groups(layer)[0].group))
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     format = scheme(layer).weights
     if "SCB" in layer:
         codes = (layer["weight"].to(torch.int16) + 128).to(torch.uint8)
@@ -69,7 +69,7 @@ def _groups(layer: StoredLayer) -> tuple[Groups, tuple[int, int]]:
     state = _state(layer)
     n, k = state["shape"]
     if k % state["blocksize"]:
-        raise layer.refuse(f"its blocks of {state['blocksize']} do not divide {k} inputs: they reach from row to row")
+        raise layer.refuse(f"its blocks of {state['blocksize']} do not divide {k} inputs, so they span rows")
     return Groups.of(layer, state["blocksize"], k), (n, k)
 
 

@@ -1,15 +1,15 @@
-"""compressed-tensors' files, as llm-compressor and others write them: pack-quantized, int-quantized, and floats.
+"""compressed-tensors, as llm-compressor and others write it: pack-quantized, int-quantized, and floats.
 
-pack-quantized: weight_packed int32 [N, ceil(K*b/32)], anybit's own words; weight_scale [N, G]; weight_shape; where
-asymmetric weight_zero_point int32 [ceil(N*b/32), G]; in activation order weight_g_idx int32 [K].
-Before version 0.18 no code of 3, 5, 6 or 7 bits crossed words: 32 // b codes a word, the bits above them 0.
+pack-quantized: weight_packed int32 [N, ceil(K*b/32)], anybit's own words; weight_scale [N, G]; weight_shape; if
+asymmetric, weight_zero_point int32 [ceil(N*b/32), G]; with activation order, weight_g_idx int32 [K].
+Before version 0.18 codes of 3, 5, 6 or 7 bits did not cross words: 32 // b codes per word, upper bits 0 (padded).
 int-quantized, naive-quantized: weight int8 [N, K], weight_scale [N, G], weight_zero_point int8 [N, G].
-The same 2:4 sparse (sparse-24-bitmask): compressed int8 [N, K/2], bitmask uint8 [N, K/8], least bit first; shape.
-float-quantized: weight e4m3 [N, K] (``fp8``), or compressed, which is read as the dense layer that it stands for, since
-no sparse kernel takes e4m3.  nvfp4- and mxfp4-pack-quantized: weight_packed uint8 [N, K/2] (``fp4``).
+Their 2:4 form (sparse-24-bitmask): compressed int8 [N, K/2], bitmask uint8 [N, K/8], low bit first; shape.
+float-quantized: weight e4m3 [N, K] (``fp8``), or its 2:4 form, which is read as a dense layer, since no sparse kernel
+takes e4m3.  nvfp4- and mxfp4-pack-quantized: weight_packed uint8 [N, K/2] (``fp4``).
 
-Bits and groups follow from the shapes, so that layers may have widths of their own. Activations that the file wants
-quantized stay in 16 bits: compressed-tensors rounds them by another rule than anybit.
+Bits and groups follow from the shapes, so layers may have different widths. Activations stay in 16 bits even if the
+file quantizes them: compressed-tensors rounds them differently.
 """
 
 import re
@@ -37,16 +37,16 @@ _KNOWN = (
     "mxfp4-pack-quantized", "mixed-precision",
 )  # fmt: skip
 PADDED = (3, 5, 6, 7)
-"""Widths whose words compressed-tensors padded before version 0.18: they do not divide 32."""
+"""Widths that do not divide 32, whose words compressed-tensors padded before version 0.18."""
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "compressed-tensors" and config.get("format") in _KNOWN
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to."""
+    """The scheme of a layer."""
     layer = _whole(layer)
     _refuse_rotations(layer)
     if _is_fp4(layer):
@@ -57,7 +57,7 @@ def scheme(layer: StoredLayer) -> Scheme:
 
 
 def _refuse_rotations(layer: StoredLayer) -> None:
-    """Rotations that are part of the weights change nothing; others have to be computed before or after a layer."""
+    """Refuse online rotations (transform_config); those merged into the weights need nothing."""
     transforms = layer.config.get("transform_config")
     groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -69,7 +69,7 @@ def _refuse_rotations(layer: StoredLayer) -> None:
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     layer = _whole(layer)
     if _is_fp4(layer):
         return fp4.read(layer)
@@ -102,20 +102,20 @@ def read(layer: StoredLayer) -> QuantizedWeight:
 
 
 def packing(layer: StoredLayer) -> tuple[int, bool]:
-    """How many bits a code of a pack-quantized layer has, and whether words are padded, as before version 0.18.
+    """(bits, whether words are padded as before version 0.18) of a pack-quantized layer.
 
-    The shape says it, else the bits that config.json names, and its version. Raises CheckpointError where these don't.
+    From the shape and, if that is ambiguous, config.json's num_bits and version. Raises CheckpointError if it stays so.
     """
     k, words = int(layer["weight_shape"].tolist()[1]), layer.shape("weight_packed")[1]
     fitting = [(bits, False) for bits in range(1, 9) if words_per_row(k, bits) == words]
-    for bits in PADDED:  # the codes of one word are where they are in both packings, zero points may not be
+    for bits in PADDED:  # for single words both packings of codes agree, but zero points' may differ
         if -(-k // (WORD // bits)) == words and (words > 1 or "weight_zero_point" in layer):
             fitting.append((bits, True))
     said = _settings(layer).get("num_bits")
     found = [fit for fit in fitting if fit[0] == said] or [fit for fit in fitting if not fit[1]] or fitting
     version = re.match(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})", str(layer.config.get("version")))
     if len({bits for bits, _ in found}) < len(found) and version is not None:
-        numbers = tuple(map(int, version.groups()))  # previews of 0.17.2, which was never released, may do either
+        numbers = tuple(map(int, version.groups()))  # pre-releases of 0.17.2, never released, may do either
         padded = True if numbers <= (0, 17, 1) else False if numbers >= (0, 18) else None
         found = [fit for fit in found if fit[1] is padded]
     if len(found) == 1:
@@ -130,7 +130,7 @@ def packing(layer: StoredLayer) -> tuple[int, bool]:
 
 
 def _unpadded(layer: StoredLayer, words: Tensor, bits: int, length: int) -> Tensor:
-    """Words of 32 // bits codes each, int32 [R, W] -> codes uint8 [R, length]."""
+    """Unpack padded words int32 [R, W] of 32 // bits codes to uint8 [R, length]."""
     each = WORD // bits
     if words.shape[1] != -(-length // each):
         raise layer.refuse(f"{length} codes of {bits} bits, {each} a word, are not {words.shape[1]} words")
@@ -139,12 +139,12 @@ def _unpadded(layer: StoredLayer, words: Tensor, bits: int, length: int) -> Tens
 
 
 def _of_rows(values: Tensor, n: int) -> Tensor:
-    """Scales or zeros [n, groups], of which a file may have one for the whole layer."""
+    """Scales or zeros as [n, groups]; a file may have one for the whole layer."""
     return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
 
 
 class _Whole:
-    """A source in which a layer is whole that the file holds behind a bitmask."""
+    """A source in which a bitmask-compressed layer is dense."""
 
     def __init__(self, layer: StoredLayer) -> None:
         self._layer, self._weight = layer, f"{layer.name}.weight"
@@ -152,21 +152,21 @@ class _Whole:
         self.entries = {**layer.source.entries, self._weight: replace(layer.entry("compressed"), shape=shape)}
 
     def read(self, name: str) -> Tensor:
-        """One tensor by its name."""
+        """Read a tensor by name."""
         return unmasked(self._layer) if name == self._weight else self._layer.source.read(name)
 
 
 def unmasked(layer: StoredLayer) -> Tensor:
-    """The weight [N, K] that a bitmask and what it keeps stand for, in the dtype of the file."""
+    """The dense weight [N, K] of a bitmask-compressed layer, in the file's dtype."""
     n, k = layer["shape"].flatten().tolist()
     kept = layer["compressed"]
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[kept.itemsize]  # masked_scatter_ knows no e4m3
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[kept.itemsize]  # masked_scatter_ lacks e4m3
     found = torch.zeros(n, k, dtype=bits).masked_scatter_(_mask(layer, n, k), kept.view(bits))
     return found.view(kept.dtype)
 
 
 def _whole(layer: StoredLayer) -> StoredLayer:
-    """The layer; one of floats behind a bitmask as what it stands for."""
+    """The layer, with bitmask-compressed floats as a dense weight."""
     if "compressed" not in layer or layer.entry("compressed").dtype == torch.int8:
         return layer
     if layer.entry("compressed").dtype != torch.float8_e4m3fn:
@@ -176,7 +176,7 @@ def _whole(layer: StoredLayer) -> StoredLayer:
 
 
 def _mask(layer: StoredLayer, n: int, k: int) -> Tensor:
-    """What a bitmask keeps, bool [N, K]: two of every four inputs."""
+    """A bitmask as bool [N, K]; CheckpointError unless it keeps two of every four inputs."""
     if k % 8 or layer.shape("bitmask") != (n, k // 8) or layer.shape("compressed") != (n, k // 2):
         raise layer.refuse(f"{n} x {k} weights with a bitmask of shape {layer.shape('bitmask')}")
     bits = layer["bitmask"][..., None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
@@ -186,13 +186,13 @@ def _mask(layer: StoredLayer, n: int, k: int) -> Tensor:
 
 
 def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
-    """Which two of every four inputs a bitmask keeps, as QuantizedWeight stores them."""
+    """A bitmask as QuantizedWeight's ``indices``."""
     fours = _mask(layer, n, k).view(n, k // 4, 4).to(torch.uint8)
     return pack_words(fours.argsort(dim=-1, descending=True, stable=True)[..., :2].to(torch.uint8).view(n, -1), 2)
 
 
 def _settings(layer: StoredLayer) -> dict[str, Any]:
-    """What config.json says of a layer's weights: by its name, else by a pattern, else of all linear layers."""
+    """config.json's settings of a layer's weights: by its name, else by a pattern, else for all Linears."""
     groups = layer.config.get("config_groups")
     targets: dict[str, Any] = {}
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -206,7 +206,7 @@ def _settings(layer: StoredLayer) -> dict[str, Any]:
 
 
 def _with_blocks(layer: StoredLayer) -> StoredLayer:
-    """The layer with the size of its blocks where ``fp8`` looks for it; the last block may be cut off."""
+    """The layer with its block size where ``fp8`` looks for it."""
     block = _settings(layer).get("block_structure")
     block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
     return replace(layer, config={**layer.config, "weight_block_size": block})
@@ -226,7 +226,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
         bits = packing(layer)[0]
     else:
         n, k = layer["shape"].flatten().tolist() if "bitmask" in layer else layer.shape("weight")
-        bits = 8  # as they are stored, whatever they were rounded to
+        bits = 8  # as stored, even if rounded to fewer
     scale = layer.shape("weight_scale")
     stored = scale[1] if len(scale) == 2 else 1
     groups = Groups.of(layer, group_size(layer, _settings(layer).get("group_size"), stored, k), k)

@@ -1,9 +1,9 @@
-"""4-bit floats (e2m1): MXFP4, whose groups of 32 have powers of two as scales, and NVFP4, groups of 16 with e4m3 ones.
+"""4-bit floats (e2m1): MXFP4, groups of 32 with power-of-two scales, and NVFP4, groups of 16 with e4m3 scales.
 
-compressed-tensors: weight_packed uint8 [N, K/2], the first of two in the low half; weight_scale E8M0 uint8 [N, K/32],
-or e4m3 [N, K/16] over weight_global_scale, which is stored as its reciprocal.
-ModelOpt: weight uint8 [N, K/2], weight_scale e4m3 [N, K/16], times weight_scale_2.
-The two levels of NVFP4's scales are multiplied in float32.
+compressed-tensors: weight_packed uint8 [N, K/2], low nibble first; weight_scale E8M0 uint8 [N, K/32], or e4m3 [N, K/16]
+to be divided by weight_global_scale.
+ModelOpt: weight uint8 [N, K/2], weight_scale e4m3 [N, K/16], to be multiplied by weight_scale_2.
+The two levels of NVFP4's scales are combined in float32.
 """
 
 from typing import Any
@@ -20,17 +20,17 @@ TENSORS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of ModelOpt's NVFP4; compressed-tensors hands its layers over itself."""
+    """Whether a quantization_config describes ModelOpt's NVFP4; ``compressed_tensors`` delegates here by itself."""
     return config.get("quant_method") == "modelopt" and config.get("quant_algo") == "NVFP4"
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to."""
+    """The scheme of a layer."""
     return Scheme(WeightFormat(4, "e2m1", _groups(layer).group))
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     codes = nibbles(layer[_weight(layer)])
     scale = layer["weight_scale"]
     if scale.dtype == torch.uint8:

@@ -1,8 +1,8 @@
-"""FP8 (e4m3) weights with a scale a tensor, a row, a group or a block: transformers' ``fp8``, FBGEMM, ModelOpt, MXFP8.
+"""FP8 (e4m3) weights with scales per tensor, row, group or block: transformers' ``fp8``, FBGEMM, ModelOpt, MXFP8.
 
 weight: e4m3 [N, K], whose bytes become codes.  weight_scale_inv or weight_scale: float, or E8M0 bytes, a grid [R, C]
-over N x K (a number, a row of scales, or blocks).  W = weight * scale, whatever the name says. Activations stay in 16
-bits; where a file wants them in 8-bit floats with scales of its own (``input_scale``), those are not read.
+over N x K.  W = weight * scale, despite the name ``_inv``. Activations stay in 16 bits: a file's static scales for FP8
+activations (``input_scale``) are ignored.
 """
 
 from typing import Any
@@ -22,18 +22,18 @@ _METHODS = ("fp8", "fbgemm_fp8", "mxfp8")
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     modelopt = config.get("quant_method") == "modelopt" and config.get("quant_algo") == "FP8"
     return config.get("quant_method") in _METHODS or modelopt
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to."""
+    """The scheme of a layer."""
     return Scheme(WeightFormat(8, "e4m3", _grid(layer)[0].group))
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     groups, rows = _grid(layer)
     n, _ = layer.shape("weight")
     codes = layer["weight"].view(torch.uint8)
@@ -52,7 +52,7 @@ def _scale_name(layer: StoredLayer) -> str:
 
 
 def _shape(layer: StoredLayer) -> tuple[int, int]:
-    """Of the grid of scales."""
+    """Shape [R, C] of the grid of scales."""
     shape = layer.shape(_scale_name(layer))
     if len(shape) > 2:
         raise layer.refuse(f"scales of shape {shape} are not a grid over a matrix")
@@ -60,7 +60,7 @@ def _shape(layer: StoredLayer) -> tuple[int, int]:
 
 
 def _grid(layer: StoredLayer) -> tuple[Groups, int]:
-    """The groups of a row, and how many rows share their scales."""
+    """The groups of a row, and how many rows share scales."""
     if layer.entry("weight").dtype != torch.float8_e4m3fn:
         raise layer.refuse(f"weights of {dtype_name(layer.entry('weight').dtype)}, not float8_e4m3fn")
     n, k = layer.shape("weight")

@@ -1,8 +1,8 @@
-"""GGUF's blocks (GGML's quantization types) as codes, scales and minima, from their bytes.
+"""Decode GGUF's blocks (GGML's quantization types) to codes, scales and minima.
 
-A row is a sequence of blocks of 32 or 256 weights. What a block multiplies out of several numbers (a half-precision
-scale, and smaller integers for groups of 16 or 32 inputs) is multiplied in float32, where these products are exact.
-The layouts are those of ggml-quants.c and of the ``gguf`` package, which the tests compare with bit for bit.
+A row is a sequence of blocks of 32 or 256 weights. Two-level scales (a float16 super-block scale times small integers
+for groups of 16 or 32 inputs) are multiplied in float32, where these products are exact.
+Layouts: ggml-quants.c and the ``gguf`` package, with which the tests compare bitwise.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A quantization type: how many weights and bytes a block has, and how it is read.
+    """A quantization type. weights, bytes: per block.
 
     decode: bytes uint8 [N, blocks, size] -> (codes, scales, minima or None).
     """
@@ -35,14 +35,14 @@ class BlockType:
 
     @property
     def bits_per_weight(self) -> float:
-        """What the file stores for a weight, its share of scales included."""
+        """Stored bits per weight, scales included."""
         return 8 * self.bytes / self.weights
 
 
 def read_blocks(data: Tensor, kind: str, shape: tuple[int, int]) -> QuantizedWeight:
-    """The bytes of a matrix, uint8 of any shape -> its weight. shape: (outputs, inputs).
+    """Decode the bytes of a matrix, uint8 of any shape. kind: a key of BLOCKS.  shape: (outputs, inputs).
 
-    Raises CheckpointError for a type that is not read natively, and for scales that are not finite.
+    Raises CheckpointError for bytes that do not fit the shape, and for scales that are not finite.
     """
     block, (n, k) = BLOCKS[kind], shape
     if k % block.weights or data.numel() != n * (k // block.weights) * block.bytes:
@@ -59,26 +59,26 @@ def read_blocks(data: Tensor, kind: str, shape: tuple[int, int]) -> QuantizedWei
 
 
 def _half(data: Tensor, start: int) -> Tensor:
-    """The half-precision number at a byte of each block, [N, blocks, 1]."""
+    """The float16 at byte ``start`` of each block, [N, blocks, 1]."""
     return data[..., start : start + 2].contiguous().view(torch.float16)
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """Bytes [..., B] -> codes [..., 2 B]: the low halves of all, then the high halves."""
+    """Unpack bytes [..., B] to codes [..., 2 B]: all low nibbles, then all high nibbles."""
     return _planes(packed, packed.shape[-1], 4)
 
 
 def _bits(data: Tensor) -> Tensor:
-    """Bytes [..., B] -> their bits [..., 8 B], least significant first."""
+    """Unpack bytes [..., B] to bits [..., 8 B], least significant first."""
     return _BITS[data.int()].view(torch.uint8)
 
 
 _BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64)[:, 0]
-"""The bits of every byte, a byte each."""
+"""The bits of every byte value, one byte per bit, viewed as int64."""
 
 
 def _planes(data: Tensor, run: int, bits: int) -> Tensor:
-    """Runs of bytes, each of which holds 8 / bits runs of codes one above the other -> codes, run by run."""
+    """Unpack bytes in runs: each run holds 8 / bits runs of codes, one per bit position, lowest first."""
     runs, mask = data.unflatten(-1, (-1, run)).contiguous(), (1 << bits) - 1
     return torch.stack([runs >> shift & mask for shift in range(0, 8, bits)], dim=-2).flatten(-3)
 
@@ -100,7 +100,7 @@ def _q5_1(data: Tensor) -> _Decoded:
 
 
 def _q8_0(data: Tensor) -> _Decoded:
-    return data[..., 2:] ^ 0x80, _half(data, 0), None  # two's complement -> unsigned
+    return data[..., 2:] ^ 0x80, _half(data, 0), None  # two's complement to unsigned
 
 
 def _q2_k(data: Tensor) -> _Decoded:
@@ -118,7 +118,7 @@ def _q3_k(data: Tensor) -> _Decoded:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight scales and eight minima of Q4_K and Q5_K, of six bits each, from twelve bytes."""
+    """Unpack the eight 6-bit scales and eight 6-bit minima of Q4_K and Q5_K from twelve bytes."""
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
@@ -143,7 +143,7 @@ def _q6_k(data: Tensor) -> _Decoded:
 
 
 def _tq1_0(data: Tensor) -> _Decoded:
-    """Five ternary digits a byte, the byte a fraction of 3^5: the next digit is what overflows three times it."""
+    """Five ternary digits per byte, as a fixed-point fraction: multiplying by 3 carries out the next digit."""
 
     def digits(packed: Tensor, count: int) -> Tensor:
         powers = torch.tensor([3**i for i in range(count)], dtype=torch.int16)[:, None]
@@ -197,4 +197,4 @@ BLOCKS = {
         ("MXFP4", 32, 17, _mxfp4),
     )
 }
-"""The types that keep their codes, by GGML's names; all others are dequantized."""
+"""The types that keep their codes, by GGML name; all others are dequantized."""

@@ -1,8 +1,7 @@
-"""Layers as GGUF's blocks, where these hold their codes, scales and minima exactly: the inverse of ``gguf_blocks``.
+"""Encode layers as GGUF's blocks, if these hold their codes, scales and minima exactly: the inverse of ``gguf_blocks``.
 
-A type of blocks is tried, and what it reads back is compared: only what comes back as it was has been encoded. The
-types that multiply scales out of two numbers want those numbers found again: a half-precision one of which every scale
-of a block is a small multiple.
+Each candidate type is encoded, decoded and compared: only an exact round trip counts. For types with two-level scales
+the factors are recovered: a float16 of which every scale in the block is a small integer multiple.
 """
 
 from collections.abc import Callable
@@ -20,9 +19,9 @@ _Encode = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def encode(weight: QuantizedWeight) -> tuple[str, Tensor]:
-    """(GGML's name of a type, the bytes of all rows in it, uint8 [N, bytes]) that hold a layer as it is.
+    """(GGML type, bytes uint8 [N, bytes per row]) that represent a layer exactly.
 
-    Zeros become minima, -zero * scale. Raises ConversionError, with what each type lacks, where none holds it.
+    Zeros become minima, -zero * scale. Raises ConversionError, with each type's reason, if none represents it.
     """
     if weight.group_index is not None:
         raise ConversionError("its inputs are in activation order, which GGUF does not have")
@@ -37,7 +36,7 @@ def encode(weight: QuantizedWeight) -> tuple[str, Tensor]:
 
 
 def why_not(scheme: Scheme) -> str | None:
-    """Why no GGUF file holds layers of a scheme, whatever their scales are, in a sentence; None if one may."""
+    """Why GGUF cannot represent a scheme, whatever the scales, in a sentence; None if it might."""
     weights = scheme.weights
     if scheme.activations.quantized:
         return f"{scheme.activations.bits}-bit activations: it has 16 bits"
@@ -50,14 +49,14 @@ def why_not(scheme: Scheme) -> str | None:
 
 
 def types_of(format: WeightFormat) -> list[str]:
-    """GGML's names of the types that have such codes."""
+    """The GGML types with a format's codes."""
     kind = format.bits, "min" if format.code == "asym" else format.code
     found = {name: Scheme.parse(BLOCKS[name].scheme).weights for name in BLOCKS if name in _ENCODERS}
     return [name for name, weights in found.items() if (weights.bits, weights.code) == kind]
 
 
 def _encoded(weight: QuantizedWeight, kind: str) -> Tensor | str:
-    """A layer in a type of blocks, or what the type lacks for it."""
+    """A layer's bytes in a block type, or why that type cannot represent it."""
     block, (n, k) = BLOCKS[kind], weight.shape
     size = Scheme.parse(block.scheme).weights.group
     assert size is not None
@@ -80,7 +79,7 @@ def _encoded(weight: QuantizedWeight, kind: str) -> Tensor | str:
     data = _ENCODERS[kind](codes, scale, minimum)
     try:
         back, scale_back, minimum_back = block.decode(data)
-    except CheckpointError:  # bits that stand for nothing
+    except CheckpointError:  # an unused bit pattern
         return "does not hold its codes"
     if not torch.equal(back, codes):
         return "does not hold its codes"
@@ -92,33 +91,33 @@ def _encoded(weight: QuantizedWeight, kind: str) -> Tensor | str:
 
 
 def _half(values: Tensor) -> Tensor:
-    """[..., 1] -> two bytes."""
+    """Float16 bytes [..., 2] of values [..., 1]."""
     return values.to(torch.float16).view(torch.uint8)
 
 
 def _halves(codes: Tensor) -> Tensor:
-    """Codes [..., 2 B] of four bits -> bytes [..., B]: the first half of them in the low halves."""
+    """Pack 4-bit codes [..., 2 B] to bytes [..., B]: the first half in the low nibbles."""
     low, high = codes.chunk(2, dim=-1)
     return low | high << 4
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Bits [..., 8 B], least significant first -> bytes [..., B]."""
+    """Pack bits [..., 8 B], least significant first, to bytes [..., B]."""
     eights: Tensor = values.unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
     return eights.sum(-1, dtype=torch.uint8)
 
 
 def _planes(codes: Tensor, run: int, bits: int) -> Tensor:
-    """Codes -> runs of bytes, each of which holds 8 / bits runs of codes one above the other."""
+    """Pack codes to runs of bytes: each holds 8 / bits runs of codes, one per bit position, lowest first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     runs: Tensor = codes.unflatten(-1, (-1, 8 // bits, run)) << shifts
     return runs.sum(-2, dtype=torch.uint8).flatten(-2)
 
 
 def _factored(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
-    """A half-precision number [..., 1] and integers from ``least`` to ``most`` whose product values [..., G] are.
+    """Factor values [..., G] exactly into a float16 [..., 1] times integers from ``least`` to ``most``.
 
-    Where there is none, products that are other numbers.
+    Where that is impossible, the factors' product differs from the values.
     """
     at = values.abs().argmax(-1, keepdim=True)
     largest = values.gather(-1, at)
@@ -168,7 +167,7 @@ def _q3_k(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 
 
 def _six_bits(scale: Tensor, minimum: Tensor) -> list[Tensor]:
-    """What multiplies the scales and the minima of Q4_K and Q5_K, and these in six bits each."""
+    """The super-block scale and minimum of Q4_K and Q5_K, and the packed 6-bit scales and minima."""
     (unit, scales), (least, minima) = _factored(scale, 0, 63), _factored(-minimum, 0, 63)
     (a, b), (c, d) = scales.to(torch.uint8).chunk(2, -1), minima.to(torch.uint8).chunk(2, -1)
     return [_half(unit), _half(least), a | b >> 4 << 6, c | d >> 4 << 6, b & 15 | (d & 15) << 4]

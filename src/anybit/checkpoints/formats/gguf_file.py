@@ -1,7 +1,7 @@
-"""A GGUF file, its quantization kept: matrices whose blocks are read natively stay codes, all else becomes floats.
+"""Read a GGUF file with its quantization: matrices of supported block types keep their codes, others become floats.
 
-What a tensor is called in transformers, and how its rows lie there, is what transformers itself says: its table of
-names, and its processors, which are shown a column of row numbers. Needs the ``gguf`` extra.
+Tensor names and row order in transformers come from transformers itself: from its name table, and from running its
+tensor processors on a column of row numbers. Needs the ``gguf`` extra.
 """
 
 import importlib.util
@@ -29,16 +29,16 @@ from anybit.packing import QuantizedWeight, reorder
 from anybit.scheme import Scheme
 
 
-class NotNative(Exception):  # noqa: N818  says what to do instead, and never reaches a user
+class NotNative(Exception):  # noqa: N818  for control flow; never reaches a user
     """Why a file's quantization cannot be kept, in a sentence."""
 
 
 class GgufTranslation(Translation):
-    """A GGUF file. model: transformers' model of its configuration, on the meta device.
+    """A GGUF file. model: transformers' model of its config, on the meta device.
 
-    dequantized: the types of matrices that anybit has no codes for, and which become floats.
-    Raises NotNative for an architecture whose tensors are not one to one with the model's, CheckpointError for a file
-    that is corrupt or lacks a tensor.
+    dequantized: matrix types that anybit has no codes for, which become floats.
+    Raises NotNative if the file's tensors do not map one to one to the model's, CheckpointError for a corrupt file or a
+    missing tensor.
     """
 
     name = "gguf"
@@ -84,12 +84,12 @@ class GgufTranslation(Translation):
         return weight if rows is None else reorder(weight, rows)
 
     def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
-        """What the model takes, but for the shape: rows and columns may change places."""
+        """What the model takes, but with the file's shape, unless that is only transposed."""
         shape, theirs = self._tensors[name].shape[::-1], super().entry(name, wanted)
         return theirs if sorted(shape) == sorted(theirs.shape) else replace(theirs, shape=shape)
 
     def read_plain(self, name: str) -> Tensor:
-        """One tensor of what is not quantized, or not natively; float32."""
+        """Read one tensor that is not quantized, or of an unsupported type, as float32."""
         import gguf
 
         tensor = self._tensors[name]
@@ -103,7 +103,7 @@ class GgufTranslation(Translation):
         return found
 
     def _data(self, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """The bytes of a tensor, in memory of their own."""
+        """A copy of the bytes of a tensor."""
         size, begin = stored_bytes(tensor), self._start + tensor.begin
         with self.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if begin + size > len(data):
@@ -112,14 +112,14 @@ class GgufTranslation(Translation):
 
 
 def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor | None:
-    """In which order the model has the rows of a matrix; None for the file's own. transposed: of a Conv1D.
+    """The file's row for each row of the model's matrix, int64 [N]; None for the same order. transposed: a Conv1D.
 
-    Raises NotNative where values are computed, or no rows are moved.
+    Raises NotNative if transformers does anything but permute rows.
     """
     numbers = np.arange(count, dtype=np.float64)[:, None]
     try:
         done = processor.process(weights=numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-    except ValueError as error:  # it wants whole matrices
+    except ValueError as error:  # it needs the whole matrix
         raise NotNative(f"transformers rearranges its tensor {name}: {error}") from None
     found = done.weights
     if found.shape == numbers.T.shape and transposed:
@@ -133,7 +133,7 @@ def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor
 
 
 def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
-    """(the file, its tokenizer, its model on the meta device). Raises CheckpointError for a file that is corrupt."""
+    """(translation, tokenizer, model on the meta device) of a file. Raises CheckpointError for a corrupt file."""
     header = read_gguf_header(file)
     with Scratch(Path(tempfile.gettempdir())) as alone, linked_alone(file, alone):
         config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
@@ -145,7 +145,7 @@ def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
 
 
 def names_of(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
-    """Transformers' processor for an architecture, and the model's name of every tensor that the file may have."""
+    """Transformers' tensor processor for an architecture, and file tensor names -> the model's."""
     import gguf
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -159,7 +159,7 @@ def names_of(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
         stem, dot, part = name.rpartition(".")
         if part not in ("weight", "bias"):
             stem, dot, part = name, "", ""
-        # Some files are written from the model without its head, whose names lack the prefix.
+        # Files written from a base model lack the prefix.
         for known_as in (stem, stem.removeprefix(f"{model.base_model_prefix}.")):
             found = table.get_name(known_as)
             if found is not None:

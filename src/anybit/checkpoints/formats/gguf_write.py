@@ -1,8 +1,8 @@
-"""A quantized model as one GGUF file, its codes untouched, written with the ``gguf`` package.
+"""Write a quantized model as one GGUF file, with its codes unchanged, by the ``gguf`` package.
 
-Names and the order of rows are those that ``gguf_file`` reads by, turned round. A file holds the tokenizer, too: its
-words, merges and the name of the rule that splits text, which readers have in their code. So a file is written for the
-architectures and the rules that are named here, and everything else is refused by name.
+Names and row order invert those of ``gguf_file``. The file also holds the tokenizer: its tokens, merges, and the name
+of its pre-tokenizer, whose rules readers hard-code. So only the architectures and pre-tokenizers listed here are
+written; others raise ConversionError.
 """
 
 import importlib.util
@@ -26,14 +26,14 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3"
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
-"""What splits text, as a regular expression, and what llama.cpp calls it."""
+"""Pre-tokenizer regular expressions -> llama.cpp's names."""
 
 
 def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dict[str, str]:
     """Write a model to ``file``; returns the type of each tensor, by its name in the file.
 
-    empty: transformers' model on the meta device.  folder: where the tokenizer's files are.
-    Raises ConversionError, naming the layer or the part, for what GGUF cannot hold.
+    empty: transformers' model on the meta device.  folder: of the tokenizer's files.
+    Raises ConversionError, naming the layer or the part, for what GGUF cannot represent.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConversionError("writing GGUF files needs gguf: pip install 'anybit[gguf]'")
@@ -49,7 +49,7 @@ def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dic
     _add_tokenizer(writer, folder, config.vocab_size)
     tensors = _Tensors(source, empty, architecture)
     kinds: dict[str, str] = {}
-    # Twice through the layers, since the table of tensors comes first and no more than one layer is held.
+    # Two passes: the tensor table comes first, and only one layer is held in memory.
     for name in tensors.names:
         kind, data = tensors.read(name)
         kinds[name] = kind
@@ -65,7 +65,7 @@ def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dic
 
 
 class _Tensors:
-    """The tensors of a model by their names in a GGUF file, in the file's order of rows."""
+    """The tensors of a model by their names in a GGUF file, with the file's row order."""
 
     def __init__(self, source: Translation, empty: Any, architecture: str) -> None:
         self._source = source
@@ -82,7 +82,7 @@ class _Tensors:
         return layer if layer != name and layer in self._source.layers else None
 
     def read(self, name: str) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
-        """(GGML's type, the tensor) for a name of the file; of blocks and of bfloat16 their bytes."""
+        """(GGML type, data) of a tensor by its name in the file; blocks and bfloat16 as bytes."""
         model = self._theirs[name]
         layer = self._layer(model)
         if layer is None:
@@ -111,7 +111,7 @@ class _Tensors:
         return tensor
 
     def _rows(self, name: str, count: int) -> Tensor | None:
-        """The model's row of each row of the file; None where they are in the same order."""
+        """The model's row for each row of the file, int64 [N]; None for the same order."""
         try:
             rows = row_order(self._processor, name, count, False)
         except NotNative as reason:
@@ -120,7 +120,7 @@ class _Tensors:
 
 
 def _floats(tensor: Tensor) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
-    """Vectors in float32, as readers expect, and all else as it is."""
+    """(GGML type, data) of an unquantized tensor; vectors become float32, as readers expect."""
     if tensor.ndim == 1:
         tensor = tensor.float()
     if tensor.dtype == torch.bfloat16:
@@ -131,7 +131,7 @@ def _floats(tensor: Tensor) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
 
 
 def _describe(writer: Any, config: Any) -> None:
-    """The sizes of a model."""
+    """Write a model's hyperparameters."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         raise ConversionError(
@@ -159,7 +159,7 @@ def _describe(writer: Any, config: Any) -> None:
 
 
 def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
-    """A byte-level tokenizer: its words, merges and special tokens, and its chat template."""
+    """Write a byte-level tokenizer: tokens, merges, special tokens, and the chat template."""
     import gguf
 
     path = folder / "tokenizer.json"
@@ -178,7 +178,7 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
     tokens: list[str | None] = [None] * size
     types = [gguf.TokenType.UNUSED] * size
     for token, number in model["vocab"].items():
-        if number < size:  # others no model can be given
+        if number < size:  # others are beyond the model's embedding
             tokens[number], types[number] = token, gguf.TokenType.NORMAL
     for added in found.get("added_tokens") or ():
         if added["id"] < size:
@@ -197,12 +197,12 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
             f"{folder}: its tokenizer has no merges, so readers of GGUF files would take it for another kind; other "
             "formats hold it (--to anybit)"
         )
-    special.add_special_token.setdefault("bos", False)  # which readers take for true with some rules
+    special.add_special_token.setdefault("bos", False)  # some pre-tokenizers default to true
     special.add_to_gguf(writer, quiet=True)
 
 
 def _rule(found: dict[str, Any]) -> str:
-    """llama.cpp's name for how a tokenizer splits text. Raises ConversionError for a rule that has none here."""
+    """llama.cpp's name of a pre-tokenizer. Raises ConversionError for one without a name here."""
     steps = found.get("pretokenizers") or [found]
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):

@@ -1,11 +1,11 @@
-"""GPTQ's files, as AutoGPTQ (v1), GPTQModel (v1 and v2) and auto-round write them, 2 to 8 bits.
+"""GPTQ, as AutoGPTQ (v1), GPTQModel (v1 and v2) and auto-round write it, 2 to 8 bits.
 
-qweight: int32 [K*b/32, N], least significant bit first along K: transposed, they are anybit's own words.
-qzeros: int32 [G, N*b/32], along N.  scales: float [G, N].  g_idx: int32 [K], the group of each input.
+qweight: int32 [K*b/32, N], packed along K, least significant bit first: its transpose is anybit's words.
+qzeros: int32 [G, N*b/32], packed along N.  scales: float [G, N].  g_idx: int32 [K], the group of each input.
 
-v1 stores zeros less one, so that a zero may be 2^b, which no b bits hold: such a layer is read as ``min``, whose
-minimum is exactly ``-zero * scale``. What a file's configuration says of its version cannot always be trusted, but a
-symmetric layer tells: its zeros are 2^(b-1) - 1 in v1 and 2^(b-1) in v2.
+v1 stores zeros minus one, so a zero may be 2^b, which does not fit b bits: such a layer is read as ``min`` with minimum
+``-zero * scale``. The version in a file's config is not reliable, but symmetric layers reveal it: their stored zeros
+are 2^(b-1) - 1 in v1 and 2^(b-1) in v2.
 """
 
 from typing import Any
@@ -24,17 +24,17 @@ _KNOWN = (None, "gptq", "gptq_v2")
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "gptq" and config.get("checkpoint_format") in _KNOWN
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to; of its tensors only the zeros are read."""
+    """The scheme of a layer; reads only its zeros."""
     return Scheme(_format(layer)[0])
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     format, groups, zero = _format(layer)
     _, k, n = _sizes(layer)
     words = layer["qweight"].t().contiguous()
@@ -46,7 +46,7 @@ def read(layer: StoredLayer) -> QuantizedWeight:
 
 
 def _sizes(layer: StoredLayer) -> tuple[int, int, int]:
-    """(bits, inputs, outputs), which follow from the shapes alone: mixed bits need no list of layers."""
+    """(bits, inputs, outputs), from the shapes alone, so that mixed bit-widths need no list of layers."""
     n = layer.shape("scales")[1]
     bits = layer.shape("qzeros")[1] * 32 // n
     if bits not in range(1, 9) or layer.shape("qweight")[1] != n:
@@ -55,7 +55,7 @@ def _sizes(layer: StoredLayer) -> tuple[int, int, int]:
 
 
 def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, Tensor]:
-    """The weight format, the groups, and the zeros int32 [G, N] as they are used."""
+    """The weight format, the groups, and the effective zeros int32 [G, N]."""
     bits, k, n = _sizes(layer)
     stored = layer.shape("scales")[0]
     groups = Groups.of(layer, group_size(layer, layer.config.get("group_size"), stored, k), k)
@@ -69,7 +69,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, Tensor]:
 
 
 def _offset(layer: StoredLayer, bits: int) -> int:
-    """What is added to stored zeros: 1 in v1, 0 in v2."""
+    """The offset of stored zeros: 1 in v1, 0 in v2."""
     zeros = unpack_words(layer["qzeros"], bits, layer.shape("scales")[1])
     first, middle = int(zeros.flatten()[0]), 1 << (bits - 1)
     if layer.config.get("sym", True) and bool((zeros == first).all()) and first in (middle, middle - 1):
@@ -78,7 +78,7 @@ def _offset(layer: StoredLayer, bits: int) -> int:
 
 
 def _order(layer: StoredLayer, format: WeightFormat, groups: Groups) -> Tensor | None:
-    """The group of each input where they are not in their order."""
+    """The group of each input, int32 [K], or None if inputs are in group order."""
     if format.group is None:
         return None
     if "g_idx" not in layer:

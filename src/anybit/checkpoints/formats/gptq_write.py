@@ -1,4 +1,4 @@
-"""Layers as GPTQ's v2 files hold them (``checkpoint_format: gptq_v2``), where their codes fit exactly."""
+"""Write layers in GPTQ's v2 format (``checkpoint_format: gptq_v2``), if it represents them exactly."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ _BITS = (2, 3, 4, 8)
 
 
 def why_not(scheme: Scheme) -> str | None:
-    """What of a scheme GPTQ's files cannot express, in a sentence, or None."""
+    """What part of a scheme GPTQ's format cannot represent, in a sentence, or None."""
     weights = scheme.weights
     if weights.code not in ("sym", "asym"):
         return f"{weights.code} codes: its zeros are integers"
@@ -27,7 +27,7 @@ def why_not(scheme: Scheme) -> str | None:
 
 
 def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of one layer. Raises ConversionError, naming it, where the format has no place for its shape."""
+    """The tensors of one layer. Raises ConversionError, naming it, if the format cannot represent it exactly."""
     (n, k), bits = weight.shape, weight.format.bits
     if n % 32 or k % 32:
         raise ConversionError(f"layer {name} is {n} x {k}, and GPTQ packs outputs and inputs in multiples of 32")
@@ -36,7 +36,7 @@ def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     scale = weight.scale.to(torch.float16)
     if not torch.equal(scale.to(weight.scale.dtype), weight.scale):
         raise ConversionError(
-            f"layer {name} has scales that float16, which GPTQ's have, does not hold exactly: quantize the model again "
+            f"layer {name} has scales that are not exact in float16, the dtype of GPTQ's: quantize the model again "
             "from 16-bit weights"
         )
     return {
@@ -58,6 +58,6 @@ def configuration(scheme: Scheme, kept: list[str], ordered: bool) -> dict[str, o
         "sym": scheme.weights.code == "sym",
         "desc_act": ordered,
         "modules_in_block_to_quantize": None,
-        # GPTQModel's word for layers that stay as they are.
+        # How GPTQModel marks layers as unquantized.
         "dynamic": {f"-:^{name}$".replace(".", r"\."): {} for name in kept},
     }

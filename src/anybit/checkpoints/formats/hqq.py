@@ -1,9 +1,10 @@
-"""HQQ's layers, as hqq's ``encoded_state_dict`` puts them into safetensors: 1, 2, 3, 4 and 8 bits with axis 1.
+"""HQQ, as hqq's ``encoded_state_dict`` stores it in safetensors: 1, 2, 3, 4 and 8 bits with axis 1.
 
-W_q: the codes of the weight seen as [N*K/group, group], packed along the rows: of 4 bits the first half of them is in
-the high nibbles of uint8, of 2 and 1 bits four quarters and eight eighths follow from the high bits down, and of 3 bits
-ten tenths from bit 27 of int32 down.  scale, zero: float [N*K/group, 1].  nbits, group_size, shape, axis: numbers.
-W = (q - zero) * scale with a float zero, so a layer is read as ``min``, its minimum ``-zero * scale`` in float32.
+W_q: codes of the weight viewed as [N*K/group, group], whose rows are cut into 8 / bits parts that share bytes, first
+part in the high bits (3 bits: ten parts in int32, from bits 27-29 down).  scale, zero: float [N*K/group, 1].
+nbits, group_size, shape, axis: numbers.
+W = (q - zero) * scale with a float zero, so a layer is read as ``min`` with minimum ``-zero * scale`` in float32, or as
+``asym`` if all its zeros are valid codes.
 """
 
 from typing import Any
@@ -25,17 +26,17 @@ TENSORS = (
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "hqq"
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to; of its tensors only numbers and zeros are read."""
+    """The scheme of a layer; reads only its numbers and zeros."""
     return Scheme(_format(layer)[0])
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer with its codes untouched."""
+    """Read a layer, with its codes unchanged."""
     format, groups, (n, k), zero = _format(layer)
     packed = layer["W_q"]
     if packed.is_floating_point():
@@ -55,14 +56,14 @@ def _number(layer: StoredLayer, name: str) -> int:
 def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int], Tensor]:
     for name in ("quant_scale", "quant_zero"):
         if name in layer and _number(layer, name):
-            raise layer.refuse(f"its scales or zeros are quantized once more ({name})")
+            raise layer.refuse(f"its scales or zeros are quantized themselves ({name})")
     if "axis" in layer and _number(layer, "axis") != 1:
         raise layer.refuse("it is grouped along the outputs (axis 0); quantize with axis=1")
     bits = _number(layer, "nbits")
     n, k = (int(size) for size in layer["shape"].tolist())
     size = _number(layer, "group_size") if "group_size" in layer else k
     if k % size:
-        raise layer.refuse(f"its groups of {size} do not divide {k} inputs, so that they reach from row to row")
+        raise layer.refuse(f"its groups of {size} do not divide {k} inputs, so they span rows")
     groups = Groups.of(layer, size, k)
     zero = finite(layer, "zeros", layer["zero"]).reshape(n, -1)
     whole = bool(((zero == zero.round()) & (zero >= 0) & (zero < 2**bits)).all())
@@ -70,7 +71,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int], 
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """W_q [rows / parts, group] -> codes uint8 [rows, group], the rows of the first part first."""
+    """Unpack W_q [rows / parts, group] to codes uint8 [rows, group], first part first."""
     parts = 10 if bits == 3 else 8 // bits
     shifts = [bits * (parts - 1 - part) for part in range(parts)]
     return torch.cat([(packed >> shift & (2**bits - 1)).to(torch.uint8) for shift in shifts])

@@ -1,9 +1,9 @@
-"""marlin-24: 2:4 sparse layers of 4 or 8 bits in the order of Sparse-MARLIN's kernel, as nm-vllm and compressed-tensors
-(to 0.10) write them.
+"""marlin-24: 2:4 sparse layers of 4 or 8 bits in Sparse-MARLIN's layout, as nm-vllm and compressed-tensors (to 0.10)
+write them.
 
-B_24 or weight_packed: int32 [K/32, N*b/2], kept codes (b bits, zero 2^(b-1)) in the order of that kernel's registers.
-B_meta or meta: int16 [K/32, 2N], the places of what is kept, as CUTLASS orders them for Ampere's sparse tensor cores.
-s or scale_packed: float16 [G, N], outputs in an order of their own where G > 1.
+B_24 or weight_packed: int32 [K/32, N*b/2], kept codes (b bits, zero 2^(b-1)) in the kernel's register order.
+B_meta or meta: int16 [K/32, 2N], 2:4 metadata as CUTLASS reorders it for Ampere's sparse tensor cores.
+s or scale_packed: float16 [G, N], outputs permuted if G > 1.
 """
 
 from functools import cache
@@ -22,22 +22,22 @@ TENSORS = ("B_24", "B_meta", "s", "workspace", "weight_packed", "meta", "scale_p
 _METHODS = ("gptq", "marlin", "gptq_marlin_24")
 _TILE, _COLUMNS = 16, 64
 _INTERLEAVED = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
-"""Codes of a word, least bits first."""
+"""Order of codes within a word, least significant bits first."""
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a quantization_config is of this format."""
+    """Whether a quantization_config describes this format."""
     method, gptq = config.get("quant_method"), config.get("checkpoint_format") == NAME.replace("-", "_")
     return (method == "compressed-tensors" and config.get("format") == NAME) or (method in _METHODS and gptq)
 
 
 def scheme(layer: StoredLayer) -> Scheme:
-    """What the layer is quantized to."""
+    """The scheme of a layer."""
     return Scheme(_format(layer)[0])
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
-    """The layer, its codes and places as they were before they were ordered."""
+    """Read a layer, undoing the permutations of codes and metadata."""
     format, groups, (n, k) = _format(layer)
     names, kept = _names(layer), k // 2
     rows = unpack_words(layer[names[0]], format.bits, _TILE * n)  # a row: 16 kept inputs of every output
@@ -48,9 +48,9 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     fours = words[..., None] >> torch.arange(0, 16, 4, dtype=torch.int16) & 15
     places = torch.stack((fours & 3, fours >> 2), dim=-1).to(torch.uint8)
     if not bool((places[..., 0] < places[..., 1]).all()):
-        raise layer.refuse("its metadata names an input of a four twice, or two of them in the wrong order")
+        raise layer.refuse("its metadata names an input of a four twice, or two of them out of order")
     stored = finite(layer, "scales", layer[names[2]])
-    if stored.shape[0] > 1:  # eight outputs by turns from the halves of each eight
+    if stored.shape[0] > 1:  # within eight outputs, the two halves are interleaved
         stored = stored.view(-1, n // 8, 4, 2).transpose(2, 3).reshape(-1, n)
     scale = groups.spread(stored.t())
     return QuantizedWeight(
@@ -59,7 +59,7 @@ def read(layer: StoredLayer) -> QuantizedWeight:
 
 
 def _names(layer: StoredLayer) -> tuple[str, str, str]:
-    """Of codes, metadata and scales."""
+    """Tensor names of codes, metadata and scales."""
     return ("B_24", "B_meta", "s") if "B_24" in layer else ("weight_packed", "meta", "scale_packed")
 
 
@@ -79,9 +79,9 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
 
 @cache
 def _order(bits: int) -> Tensor:
-    """Where codes of 16 inputs x 64 outputs (four tiles of 16 x 16, row by row) come from, in the order of the file.
+    """For codes of 16 inputs x 64 outputs in file order: their index in four row-major tiles of 16 x 16.
 
-    A lane g = lane / 4, t = lane % 4 of a product takes inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of outputs g / 2's tile.
+    With lane = 4 * g + t, a lane of an MMA takes inputs 2t, 2t + 1, 2t + 8 and 2t + 9, from tile g / 2.
     """
     lane, output, block, row = torch.meshgrid(*map(torch.arange, (32, 4, 2, 4)), indexing="ij")
     g, t = lane // 4, lane % 4
@@ -93,7 +93,10 @@ def _order(bits: int) -> Tensor:
 
 @cache
 def _metadata_order(n: int, columns: int) -> Tensor:
-    """Where the word of each row and four fours lies: rows of 64 by turns, squares of two turned over, column pairs."""
+    """Index of the metadata word of each row and 16 inputs, int64 [n, columns] flat, after CUTLASS's reordering.
+
+    It interleaves rows within 64, transposes blocks of 2 x 2, and stores pairs of columns together.
+    """
     row, column = torch.meshgrid(torch.arange(n), torch.arange(columns), indexing="ij")
     to = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 4 // 2 * 32 + row % 64 // 8 * 4
     turned = (to % 2 == 0).long() * (column % 2) - (to % 2) * (column % 2 == 0)

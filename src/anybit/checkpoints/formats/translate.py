@@ -1,6 +1,6 @@
-"""A model that another tool has quantized, seen as anybit's own: its layers' schemes and its tensors.
+"""Models quantized by other tools, presented as anybit's: schemes and tensors of their layers.
 
-Nothing is converted before it is asked for, and one layer at a time: loading, saving and ``info`` all read from here.
+Layers are converted lazily, one at a time: loading, saving and ``info`` all read from here.
 """
 
 import re
@@ -30,11 +30,11 @@ from anybit.scheme import Scheme
 Answer = TypeVar("Answer")
 
 _RECENT = 2
-"""How many layers are kept: threads that load a model are in two at most."""
+"""Layers cached: threads that load a model work on two at most."""
 
 
 _KV_SCALE = re.compile(r"\.(self_attn|attn|attention)\.(\w+_proj\.)?(attn\.)?((k|v|kv|q|prob)_scale|output_scale)$")
-"""Scales of keys and values (or queries) that a file's own server rounds to 8 bits."""
+"""Scales for a KV cache (or queries) that the file's own server quantizes to 8 bits."""
 
 _STORED = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_indices",
@@ -43,12 +43,12 @@ _STORED = (
 
 
 class Translation(ABC):
-    """A model of another tool's.
+    """A model quantized by another tool.
 
     name: of the format.  path: of the folder or file.  layers: the scheme of every quantized layer.
-    plain: the tensors of everything else.  bytes: what the files store for the quantized layers, scales and all.
-    group_index: whether a layer is in activation order, in which case all layers say what their order is.
-    kv_scales: tensors for a quantized KV cache, which are not used.
+    plain: names of all other tensors.  bytes: stored for the quantized layers, scales included.
+    group_index: whether any layer has an activation order; then all layers get a ``group_index``.
+    kv_scales: tensors for a quantized KV cache, which are ignored.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Translation(ABC):
         self._lock = threading.Lock()
 
     def read(self, name: str) -> QuantizedWeight:
-        """One quantized layer. Raises CheckpointError if it is corrupt, or not of the shape in ``check``'s model."""
+        """Read a quantized layer. Raises CheckpointError if it is corrupt, or not of the shape that ``check`` saw."""
         weight = self._read(name)
         shape = self._shapes.get(name, weight.shape)
         if weight.shape != shape:
@@ -74,22 +74,22 @@ class Translation(ABC):
 
     @abstractmethod
     def _read(self, name: str) -> QuantizedWeight:
-        """One quantized layer, as it is."""
+        """Read a quantized layer, without checking its shape."""
 
     @abstractmethod
     def read_plain(self, name: str) -> Tensor:
-        """One tensor of what is not quantized."""
+        """Read one unquantized tensor."""
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme that most weights have."""
+        """The scheme of most layers."""
         return Counter(self.layers.values()).most_common(1)[0][0]
 
     def check(self, model: Any) -> None:
-        """Check names, shapes and types of the tensors against transformers' model, on the meta device, not quantized.
+        """Check names, shapes and dtypes of the tensors against transformers' unquantized model on the meta device.
 
-        Biases of zeros that it has no place for are left out. Raises CheckpointError, naming the tensor, and for a
-        quantized layer that is no linear layer of the model.
+        Drops all-zero biases that it does not have. Raises CheckpointError, naming the tensor, also for a quantized
+        layer that is not a linear layer of the model.
         """
         self.take_names(model)
         linears = linear_shapes(model)
@@ -106,22 +106,22 @@ class Translation(ABC):
         check_model(model, entries | {name: self._as_wanted(name, wanted) for name in weights}, self.path)
 
     def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
-        """The header of a tensor that is not quantized; here, what the model takes. wanted: the model's tensors."""
+        """The header of an unquantized tensor; by default what the model takes. wanted: the model's tensors."""
         return self._as_wanted(name, wanted)
 
     def _as_wanted(self, name: str, wanted: dict[str, Tensor]) -> Entry:
         return Entry(name, self.path, wanted[name].dtype, tuple(wanted[name].shape), 0, 0)
 
     def configuration(self, kept: list[str]) -> dict[str, Any]:
-        """The quantization_config of the same model as anybit would save it; ``kept``: what is not quantized."""
+        """The quantization_config of the model as anybit would save it. kept: unquantized modules."""
         others = {name: str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
         return configuration(self.scheme, kept, self.group_index, overrides=others)
 
     def state_dict(self, model: Any, dtype: torch.dtype) -> "dict[str, LazyTensor]":
-        """All tensors by the names of a model whose layers are in place, on the meta device; nothing is read yet.
+        """All tensors, lazily, by the names of a model on the meta device with its quantized layers in place.
 
-        dtype: of floats, scales and minima among them.
-        A layer of another shape than the model's raises CheckpointError when it is.
+        dtype: of floats, including scales and minima. Reading a tensor raises CheckpointError if its shape differs from
+        the model's.
         """
         found = {name: LazyTensor(self, name, None, dtype) for name in self.plain}
         for name in self.layers:
@@ -130,25 +130,25 @@ class Translation(ABC):
                     found[f"{name}.{part}"] = LazyTensor(self, name, part, dtype, parameter)
         return found
 
-    def take_names(self, model: Any) -> None:  # noqa: B027  most files have the model's names
-        """Name everything as the model does, where the files have the names of an older version of transformers."""
+    def take_names(self, model: Any) -> None:  # noqa: B027  most files use the model's names
+        """Rename tensors from those of older transformers versions to the model's."""
 
     def drop_zero_biases(self, model: Any) -> None:
-        """Leave out biases of zeros that a model has no place for: some of GPTQ's tools give one to every layer."""
+        """Drop all-zero biases that the model does not have: some GPTQ tools add one to every layer."""
         wanted = model.state_dict().keys()
         surplus = {f"{layer}.bias" for layer in self.layers} & set(self.plain) - wanted
         zero = {name for name in surplus if not bool(self.read_plain(name).any())}
         self.plain = [name for name in self.plain if name not in zero]
 
     def tensors(self, layer: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A layer's tensors as QuantLinear stores them, scales and minima in ``dtype``."""
+        """A layer's tensors as QuantLinear stores them, with scales and minima in ``dtype``."""
         try:
             return QuantLinear.tensors_of(self.read(layer).with_scales(dtype))
         except LayerError as error:
             raise CheckpointError(f"layer {layer}: {error}") from None
 
     def part(self, layer: str, part: str, dtype: torch.dtype) -> Tensor:
-        """One of these tensors; the layer is kept a while, since its other parts are next."""
+        """One of these tensors; the layer is cached, since its other parts are read next."""
         with self._lock:
             if layer not in self._recent:
                 tensors = self.tensors(layer, dtype)
@@ -159,7 +159,7 @@ class Translation(ABC):
 
 
 class FolderTranslation(Translation):
-    """A model folder of another tool's. Raises CheckpointError, naming the layer, for what cannot be read."""
+    """A model folder of another tool. Raises CheckpointError, naming the layer, for what cannot be read."""
 
     def __init__(self, folder: Folder, format: Format) -> None:
         super().__init__()
@@ -178,12 +178,12 @@ class FolderTranslation(Translation):
 
     @classmethod
     def of(cls, folder: Folder) -> "FolderTranslation | None":
-        """The translation of a folder whose method is read here; None for every other folder."""
+        """The translation of a folder in a supported format; None for any other."""
         format = format_of(folder.config)
         return None if format is None else cls(folder, format)
 
     def take_names(self, model: Any) -> None:
-        """Name everything as the model does, where the files have the names of an older version of transformers."""
+        """Rename tensors from those of older transformers versions to the model's."""
         wanted = model.state_dict()
         weights = {f"{name}.weight": name for name in self._stored}
         found = names_in(model, [*weights, *self._plain], wanted)[1]
@@ -203,16 +203,16 @@ class FolderTranslation(Translation):
         return weight
 
     def read_plain(self, name: str) -> Tensor:
-        """One tensor of what is not quantized."""
+        """Read one unquantized tensor."""
         return self._folder.read(self._plain[name], finite=True)
 
     def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
-        """Its header in the file."""
+        """The tensor's header in its file."""
         return self._folder.entries[self._plain[name]]
 
 
 def _asked(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> Answer:
-    """What a format says of a layer; all that damaged tensors can make it raise becomes a CheckpointError."""
+    """Ask a format about a layer; whatever damaged tensors make it raise becomes a CheckpointError."""
     try:
         return question(layer)
     except (AnyBitError, MemoryError):
@@ -222,7 +222,7 @@ def _asked(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> Ans
 
 
 class OwnTranslation(Translation):
-    """A folder that anybit itself has written. Raises CheckpointError where inputs are scaled or rotated."""
+    """A folder that anybit wrote. Raises CheckpointError if layers' inputs are scaled or rotated."""
 
     name = METHOD
 
@@ -232,7 +232,7 @@ class OwnTranslation(Translation):
         assert quantization is not None
         if quantization.hadamard or quantization.input_scale:
             raise CheckpointError(
-                f"{folder.path} has layers whose inputs are scaled or rotated first, which no other format has"
+                f"{folder.path} has layers with scaled or rotated inputs, which no other format supports"
             )
         self.path, self._folder, self.group_index = folder.path, folder, quantization.group_index
         names = [n.removesuffix(".weight_packed") for n in folder.entries if n.endswith(".weight_packed")]
@@ -253,11 +253,11 @@ class OwnTranslation(Translation):
         return QuantizedWeight(parts["weight_packed"], parts["weight_scale"], zero, (n, k), format, *rest)
 
     def read_plain(self, name: str) -> Tensor:
-        """One tensor of what is not quantized."""
+        """Read one unquantized tensor."""
         return self._folder.read(name, finite=True)
 
     def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
-        """Its header in the file."""
+        """The tensor's header in its file."""
         return self._folder.entries[name]
 
 
@@ -272,7 +272,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 class LazyTensor:
-    """A tensor that is read when it is asked for, in the words of a slice of safetensors."""
+    """A tensor that is read on indexing, with the interface of a safetensors slice."""
 
     def __init__(
         self, source: Translation, name: str, part: str | None, dtype: torch.dtype, like: Tensor | None = None
@@ -291,7 +291,7 @@ class LazyTensor:
         return tensor[index]
 
     def get_dtype(self) -> str:
-        """Of what kind it is, in the words of safetensors: floats are cast to the model's type."""
+        """Its safetensors dtype: F32 for floats, which are cast to the model's dtype, else I32."""
         return "F32" if self._part is None or self._like is None or self._like.is_floating_point() else "I32"
 
     def get_shape(self) -> list[int]:

@@ -1,7 +1,7 @@
-"""From any quantized model that anybit reads to a new folder, in anybit's tensors, compressed-tensors' or GPTQ's, or to
-a GGUF file.
+"""Convert any quantized model that anybit reads to a new folder in anybit's, compressed-tensors' or GPTQ's format, or
+to a GGUF file.
 
-Codes are never changed: what a format has no place for is refused, by the name of the layer where it is one.
+Codes never change: what the target format cannot represent raises ConversionError, naming the layer if there is one.
 """
 
 import json
@@ -34,11 +34,11 @@ TARGETS = (METHOD, "compressed-tensors", "gptq", "gguf")
 def convert_into(
     model: str | Path, to: str, output: str | Path, overwrite: bool = False, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Write a quantized model anew, in another format; returns its quantization_config (of GGUF: types by tensors).
+    """Rewrite a quantized model in another format; returns its quantization_config (GGUF: the type of each tensor).
 
-    model: a folder of any format that is read, a hub name or a GGUF file.  to: one of TARGETS.  output: a folder, or
-    for "gguf" a file.  trust_remote_code: run the model's own Python files, and copy them.
-    Raises ConversionError for what the format cannot express, and then leaves nothing behind.
+    model: a folder in any supported format, a hub name or a GGUF file.  to: one of TARGETS.  output: a folder, or for
+    "gguf" a file.  trust_remote_code: run the model's own Python files, and copy them.
+    Raises ConversionError for what the format cannot represent, and then leaves nothing behind.
     """
     if to not in TARGETS:
         raise ConversionError(f"cannot convert to {to!r}; there are {', '.join(TARGETS)}")
@@ -91,7 +91,7 @@ def _write_gguf(source: Translation, empty: Any, folder: Path, file: Path, overw
 
 
 def _check(source: Translation, empty: Any) -> None:
-    """Hold the source against its model; ConversionError for a quantized embedding, which anybit alone reads."""
+    """Check the source against its model; ConversionError for a quantized embedding, which only anybit reads."""
     embeddings = {name for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
     for name in sorted(embeddings & set(source.layers)):
         raise ConversionError(
@@ -109,12 +109,12 @@ def _write(
     dtype: torch.dtype | None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Fill a folder. dtype: of what is not quantized; None leaves it as it is."""
+    """Fill a folder. dtype: of unquantized floats; None keeps theirs."""
     _check(source, empty)
     from anybit.quantization.pipeline.modules import tied_heads, untied
 
     kept = sorted(set(linear_shapes(empty)) - set(source.layers))
-    if set(tied_heads(empty)) & set(source.layers):  # codes of its own end what a head was tied to
+    if set(tied_heads(empty)) & set(source.layers):  # a head with its own codes is no longer tied
         config = {**config, **untied(config)}
     if to == METHOD:
         quantization = source.configuration(kept)
@@ -148,7 +148,7 @@ def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refuse_mixed(source: Translation, to: str) -> None:
-    """Raise ConversionError where layers have several schemes, or one that the format does not have."""
+    """Raise ConversionError if layers have several schemes, or one that the format cannot represent."""
     from anybit.checkpoints.convert import why_not
 
     for name, scheme in source.layers.items():
@@ -156,6 +156,6 @@ def _refuse_mixed(source: Translation, to: str) -> None:
             raise ConversionError(f"{to} cannot express layer {name} in {scheme}: {reason}")
         if scheme != source.scheme:
             raise ConversionError(
-                f"{to} gets one scheme a model from anybit, and layer {name} is in {scheme}, most others in "
-                f"{source.scheme}"
+                f"anybit writes {to} with one scheme for all layers, but layer {name} is in {scheme}, and most others "
+                f"in {source.scheme}"
             )
