@@ -76,7 +76,7 @@ def test_awq_becomes_compressed_tensors(tmp_path: Path) -> None:
     [
         ("hqq-3", "gptq", "gptq cannot express layer .*down_proj in w3a16g32min: min codes: its zeros are integers"),
         ("ct-nvfp4", "compressed-tensors", "cannot express layer .*down_proj in w4a16g16e2m1: e2m1 codes"),
-        ("auto-round-gptq", "gptq", "one scheme a model from anybit, and layer .* is in w[48]a16g32"),
+        ("auto-round-gptq", "gptq", "one scheme for all layers, but layer .* is in w[48]a16g32"),
         ("bitnet", "gptq", "8-bit activations: it has 16 bits"),
         ("gptq-4-sym", "awq", "cannot convert to 'awq'; there are anybit, compressed-tensors, gptq, gguf"),
     ],
@@ -111,5 +111,5 @@ def test_a_folder_of_theirs_generates(tmp_path: Path) -> None:
 
 
 def test_codes_that_only_others_make_are_not_quantized_to(tmp_path: Path) -> None:
-    with pytest.raises(LayerError, match="w4a16g32min has codes that are read from models of other tools"):
+    with pytest.raises(LayerError, match="w4a16g32min can only be loaded from models"):
         quantized(tmp_path, "w4a16g32min")
