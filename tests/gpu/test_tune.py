@@ -127,7 +127,7 @@ def test_activations_become_eight_bits_where_that_is_allowed_and_it_is_said(tmp_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         close(on_gpu, reference, 1)
-    with pytest.warns(UserWarning, match="quantized to e4m3, as was allowed"):
+    with pytest.warns(UserWarning, match="quantized to e4m3, as allowed"):
         close(on_gpu, reference, 512, 0.1)
 
 

@@ -83,7 +83,7 @@ def test_a_norm_whose_result_is_coded(
 
 
 def test_ids_on_another_device_than_their_table() -> None:
-    with pytest.raises(KernelError, match="ids are on cpu, and the table of rows on meta: move one of them"):
+    with pytest.raises(KernelError, match="ids are on cpu, and the embedding is on meta: move one of them"):
         ops._rows(torch.tensor([1]), [half(1).to("meta")], torch.float16, str(spec()))
 
 
@@ -179,9 +179,9 @@ def test_rotary_tables_of_another_kind(changes: dict[str, Tensor], said: str) ->
 @pytest.mark.parametrize(
     ("lengths", "sequences", "said"),
     [
-        (torch.ones(2, dtype=torch.int64), None, "lengths must be a dense int32 vector on cpu, not torch.int64"),
-        (torch.ones(2, dtype=torch.int32), torch.zeros(2), "sequences must be a dense int32 vector"),
-        (torch.ones(4, dtype=torch.int32)[::2], None, r"lengths must be a dense int32 .* strided \(2,\)"),
+        (torch.ones(2, dtype=torch.int64), None, "lengths must be a contiguous int32 vector on cpu, not torch.int64"),
+        (torch.ones(2, dtype=torch.int32), torch.zeros(2), "sequences must be a contiguous int32 vector"),
+        (torch.ones(4, dtype=torch.int32)[::2], None, r"lengths must be a contiguous int32 .* strides \(2,\)"),
     ],
 )
 def test_lengths_of_a_cache_of_another_kind(lengths: Tensor, sequences: Tensor | None, said: str) -> None:

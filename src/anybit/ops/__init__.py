@@ -1,7 +1,7 @@
-"""The only door between Python and kernels: every torch.library op of anybit, and what prepares weights for it.
+"""The only interface between Python and kernels: anybit's torch.library ops, and the preparation of weights for them.
 
-A linear layer is prepared once (``prepare``): a backend takes the packed weight and returns the tensors its kernels
-read, in their own layout. From then on ``linear`` is one op, ``anybit::linear``, that torch.compile sees as one node.
+A linear layer is prepared once (``prepare``): a backend converts the packed weight to the layout its kernels read.
+After that ``linear`` is one op, ``anybit::linear``, a single node for torch.compile.
 """
 
 import itertools
@@ -55,7 +55,7 @@ __all__ = [
 _planes, _tiles = Bitwise(), PackedTiles()
 register(_planes)
 register(_tiles)
-# Twice the memory for a few percent: only where it is named.
+# Twice the memory for a few percent of speed: only if asked for by name.
 register(MultiLayoutBackend("bitwise+packed", (_planes, _tiles), (Layout.planes, Layout.tiles_a8), bitwise.TENSORS))
 register(
     MultiLayoutBackend("packed+a8", (_tiles, _tiles), (Layout.tiles_a16, Layout.tiles_a8), packed.TENSORS, ("cuda",))
@@ -66,9 +66,9 @@ register(ReferencePacked())
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight as one backend reads it: its tensors, and the static description that travels with every call.
+    """A weight in a backend's layout: its tensors, and the text of its LinearSpec, passed to every op call.
 
-    number: another for each, however soon after another one is gone.
+    number: unique for the life of the process (an ``id`` may be reused).
     """
 
     tensors: list[Tensor]
@@ -77,29 +77,29 @@ class Prepared:
 
     @property
     def spec(self) -> LinearSpec:
-        """The one spec that there is for its text: plans go by its identity, which must not be another's later."""
+        """The spec parsed from the text; one object per text, kept for ever, as plans are cached by its identity."""
         return LinearSpec.parse(self.spec_text)
 
     def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], str]]:
-        return Prepared, (self.tensors, self.spec_text)  # a copy is another one, and has its own number
+        return Prepared, (self.tensors, self.spec_text)  # a copy gets its own number
 
     def restore(self) -> QuantizedWeight:
-        """The packed weight again, exactly as it was before it was prepared."""
+        """The packed weight, exactly as it was before ``prepare``."""
         return backends[self.spec.backend].restore(self.tensors, self.spec)
 
     def in_fused(self, fused: bool) -> "Prepared":
-        """The same weight as a product of a fused layer, or not of one."""
+        """The same weight, marked as part of a fused layer or not."""
         return Prepared(self.tensors, str(replace(self.spec, fused=fused)))
 
 
 def prepare(
     weight: QuantizedWeight, activations: ActivationFormat, backend: str | None = None, fused: bool = False
 ) -> Prepared:
-    """Put a weight into the layout of a backend, on the device it is on.
+    """Convert a weight to the layout of a backend, on the weight's device.
 
-    backend: a name out of ``backends``; None takes the first that can run this layer on this device. fused: it is a
-    product of a fused layer.
-    Raises KernelError, with the reasons of all, if none can; LayerError for an activation order of other groups.
+    backend: a name from ``backends``; None takes the cheapest that can run this layer on this device.
+    fused: the layer is part of a fused layer.
+    Raises KernelError, with every backend's reason, if none can; LayerError for an activation order of missing groups.
     """
     name = choose(weight, activations, backend)
     n, k = weight.shape
@@ -109,23 +109,23 @@ def prepare(
 
 
 def ends_with_silu(weight: QuantizedWeight, activations: ActivationFormat, backend: str | None = None) -> bool:
-    """Whether products of a layer with coded activations may end with SiLU, so that rows of gate and up lie in turn."""
+    """Whether GEMMs of a layer with quantized activations have a SiLU epilogue, for interleaved gate and up rows."""
     try:
         return activations.quantized and backends[choose(weight, activations, backend)].ends_with_silu(weight)
-    except KernelError:  # which ``prepare`` raises, too
+    except KernelError:  # ``prepare`` will raise it again
         return False
 
 
 def prepare_rotation(k: int, device: torch.device) -> Tensor | None:
-    """Put what rotations of k values read onto a GPU: in a CUDA graph that is being captured nothing can be copied.
+    """Copy the constants of rotations of k values to a GPU before a CUDA graph is captured, which cannot copy them.
 
-    Returns it: it is kept, and read wherever such inputs are rotated. None where nothing is needed.
+    Returns them (they are cached and used by all such rotations); None if there are none.
     """
     return hadamard_kernel.signs(factor(k)[0], device) if device.type == "cuda" else None
 
 
 def _check_groups(weight: QuantizedWeight) -> None:
-    """Raise LayerError where an activation order names a group that is not there: kernels would read beyond scales."""
+    """Raise LayerError if an activation order names a group that does not exist: kernels would read out of bounds."""
     if weight.group_index is None or weight.group_index.is_meta:
         return
     groups = weight.scale.shape[1]
@@ -137,9 +137,9 @@ def _check_groups(weight: QuantizedWeight) -> None:
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
     """Y = x W^T + bias, through the op ``anybit::linear``: x float [..., K], bias float [N] -> y [..., N] in x's dtype.
 
-    Where nothing but this call looks at the op, a call like an earlier one launches at once. Kernels take
-    float16 and bfloat16. Raises KernelError (LayerError on the reference) before anything is launched for
-    an x of another dtype, width or device than the prepared weight takes; kernels also for such a bias.
+    In plain eager mode, a call with the same signature as an earlier one bypasses torch's dispatcher. Kernels take
+    float16 and bfloat16. Raises KernelError (LayerError on the reference), before any launch, for an x whose dtype,
+    width or device does not fit the prepared weight; on a GPU, also for such a bias.
     """
     if _alone(x):
         call = call_cache.find(linear_key(x, prepared.tensors, bias, prepared.spec_text))
@@ -160,7 +160,7 @@ def refuse_tangents(x: Tensor) -> None:
 
 
 def _alone(x: Tensor) -> bool:
-    """Whether the op would go to its kernels at once: no compiler, mode, transform, autocast, profiler or gradient."""
+    """Whether torch's dispatcher can be bypassed: no compiler, mode, transform, autocast, profiler or gradient."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
         return False
     return not (
@@ -179,9 +179,9 @@ def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str
 
 
 def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
-    """The weights of outputs ``ids``, int64 [...] -> [..., K] in a float dtype: what an embedding gives.
+    """Embedding lookup: dequantized weight rows ``ids``, int64 [...] -> [..., K] in a float dtype.
 
-    On a GPU dtype is float16 or bfloat16, and a row that is not there is NaN; on a CPU IndexError says so.
+    On a GPU dtype must be float16 or bfloat16, and an id out of range gives NaN; on a CPU it raises IndexError.
     """
     found: Tensor = torch.ops.anybit.rows(ids, prepared.tensors, dtype, prepared.spec_text)
     return found
@@ -189,7 +189,7 @@ def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
 
 def _rows(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str) -> Tensor:
     if ids.device != weight[0].device:
-        raise KernelError(f"ids are on {ids.device}, and the table of rows on {weight[0].device}: move one of them")
+        raise KernelError(f"ids are on {ids.device}, and the embedding is on {weight[0].device}: move one of them")
     parsed = LinearSpec.parse(spec)
     return backends[parsed.backend].rows(ids, weight, parsed, dtype)
 
@@ -205,12 +205,12 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def _hadamard_cuda(x: Tensor) -> Tensor:
-    # Without a kernel for the size, the type or the device: the same in torch's operations.
+    # Without a kernel for the size, dtype or device: the same in torch ops.
     problem = hadamard_kernel.Problem(1, x.shape[-1], x.dtype, Device.of(x))
     return transform(x) if hadamard_kernel.why_not(problem) else hadamard_kernel.transform(x)
 
 
-# A Library rather than custom_op: its calls cost a few microseconds less, and decoding makes hundreds of them a token.
+# A Library rather than custom_op: calls cost a few microseconds less, and decoding makes hundreds of them per token.
 _library = torch.library.Library("anybit", "DEF")
 define(
     _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", _linear_fake, cached_linear,

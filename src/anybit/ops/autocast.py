@@ -1,6 +1,6 @@
-"""Ops under ``torch.autocast``: float32 activations become its type, as those of ``nn.Linear`` do, and then it ends.
+"""Ops under ``torch.autocast``: float32 activations are cast to its dtype, as for ``nn.Linear``.
 
-What is inside an op has types of its own: a reference whose sums autocast rounded would be no reference.
+Autocast is disabled inside the op: the reference must not have its sums rounded.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def under_autocast(library: torch.library.Library, *names: str) -> None:
-    """Give ops of a library, by name, a kernel for autocast; their first argument is the activations."""
+    """Register autocast kernels for ops of a library, by name; their first argument must be the activations."""
     for name in names:
         op = getattr(torch.ops.anybit, name)
         for device in ("cpu", "cuda"):

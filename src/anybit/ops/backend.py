@@ -1,4 +1,4 @@
-"""What a backend of linear layers is, and how one is chosen."""
+"""Backends of linear layers: the interface, and how one is chosen."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -18,14 +18,14 @@ from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 CachedCall = Callable[..., Any]
-"""(x, a prepared weight's tensors, bias) -> y; of a prologue that has a residual also gamma and it -> (y, sum)."""
+"""(x, a prepared weight's tensors, bias) -> y; for a prologue with a residual (..., gamma, residual) -> (y, sum)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """All that is static about a prepared linear layer. It goes through a string, since an op takes no objects.
+    """Everything static about a prepared linear layer; ops take it as a string, since they cannot take objects.
 
-    fused: it is a product of a fused layer (``anybit.fuse``), between whose products small kernels stand.
+    fused: part of a fused layer (``anybit.fuse``), whose GEMMs run between small kernels.
     """
 
     backend: str
@@ -55,7 +55,7 @@ _specs: dict[str, LinearSpec] = {}
 
 def _parse_spec(text: str) -> LinearSpec:
     found = _specs.get(text)
-    if found is None:  # one object a text, whichever thread comes first: plans go by its identity
+    if found is None:  # one object per text, even with several threads: plans are cached by its identity
         found = _specs.setdefault(text, _parsed_spec(text))
     return found
 
@@ -68,11 +68,11 @@ def _parsed_spec(text: str) -> LinearSpec:
 
 
 class Backend(ABC):
-    """One way to run linear layers. ``why_not`` decides; the other methods may assume that it said yes.
+    """One way to run linear layers. Other methods may assume that ``why_not`` returned None.
 
-    unasked: the device types on which it may be chosen without being named.
-    codes: whether ``linear`` takes an ``ActivationPrologue``, work that its quantize-and-pack kernel does on the way.
-    norm_tokens: to so many tokens of 16-bit activations it may norm them inside the product (``norm_linear``).
+    unasked: device types on which it may be chosen without being named.
+    codes: whether ``linear`` takes an ``ActivationPrologue`` (work fused into its quantize-and-pack kernel).
+    norm_tokens: most tokens for which ``norm_linear`` may fuse the norm into the GEMM (16-bit activations).
     """
 
     name: str
@@ -82,11 +82,11 @@ class Backend(ABC):
 
     @abstractmethod
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
-        """Why this backend cannot run a layer where it is, in a sentence, or None if it can."""
+        """Why this backend cannot run a layer on its device, as a sentence; None if it can."""
 
     @abstractmethod
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Of the backends that can run a layer, the one of the lowest cost does; of equals, the first registered."""
+        """Rank: the backend with the lowest cost runs a layer; among equals, the first registered."""
 
     @abstractmethod
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
@@ -94,46 +94,44 @@ class Backend(ABC):
 
     @abstractmethod
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
-        """The packed weight again; the inverse of ``prepare``, bit for bit."""
+        """The packed weight: the bit-exact inverse of ``prepare``."""
 
     @abstractmethod
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype.
 
-        x: an ``ActivationPrologue``, which makes [M, K], only for backends that say ``codes``.
+        x: may be an ``ActivationPrologue`` that makes [M, K], if ``codes``.
         """
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
-        """The weights of outputs ``ids``, int64 [...] -> [..., K] in a float dtype: what an embedding gives."""
+        """Embedding lookup: dequantized weight rows ``ids``, int64 [...] -> [..., K] in a float dtype."""
         if not ids.numel():
             return ids.new_empty(*ids.shape, spec.k, dtype=dtype)
         if not ids.is_cuda and (least := int(ids.min())) < 0:  # torch would count from the end
-            raise IndexError(f"index {least} is out of range: rows are counted from 0 to {spec.n - 1}")
+            raise IndexError(f"index {least} is out of range: rows are numbered from 0 to {spec.n - 1}")
         weight = self.restore(tensors, spec).rows(ids.flatten())
         return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
     def ends_with_silu(self, weight: QuantizedWeight) -> bool:
-        """Whether ``linear_silu`` of a layer with coded activations is one for every token count that matters."""
+        """Whether ``linear_silu`` works for quantized activations at every token count that matters."""
         return False
 
     def linear_silu(
         self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
     ) -> Tensor | None:
-        """silu(gate) * up [..., N / 2] of ``linear``, whose outputs are eight of gate and eight of up in turn.
+        """``linear`` with a SiLU epilogue: silu(gate) * up [..., N / 2], outputs interleaved eight by eight.
 
-        None where no kernel of this backend ends so; nothing has run then.
+        None, without any launch, if the kernel has no such epilogue.
         """
         return None
 
     def cached_call(
         self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
     ) -> CachedCall | None:
-        """``linear`` for operands that are like these in all but address and values; None where there is none.
+        """A fast, unchecked ``linear`` (silu: ``linear_silu``) for operands like these; None if there is none.
 
-        silu: ``linear_silu``.
-
-        These are checked as ``linear`` checks them; what it returns takes operands of the same ``call_cache.signature``
-        and any weight of the same spec, and checks nothing.
+        Checks these operands as ``linear`` does. The result takes operands of the same ``call_cache.signature`` and any
+        weight of the same spec.
         """
         return None
 
@@ -148,9 +146,9 @@ class Backend(ABC):
         spec: LinearSpec,
         silu: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
-        """(linear of RMSNorm(x + residual), x + residual) in one launch; None where this backend has no such kernel.
+        """(linear of RMSNorm(x + residual), x + residual) in one launch; None if this backend has no such kernel.
 
-        silu: the first is silu(gate) * up [..., N / 2] of outputs that are eight of gate and eight of up in turn.
+        silu: the first is silu(gate) * up [..., N / 2], of outputs interleaved eight by eight.
         """
         return None
 
@@ -165,7 +163,7 @@ class Backend(ABC):
         spec: LinearSpec,
         step: RopeStoreArgs | RopePagesArgs,
     ) -> tuple[Tensor, Tensor] | None:
-        """(rotated queries of the norm's linear, x + residual), keys and values stored as ``step`` says; or None."""
+        """(queries after RoPE, x + residual) of ``norm_linear`` as QKV, storing K and V as ``step`` says; or None."""
         return None
 
 
@@ -173,9 +171,9 @@ backends: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; of those at the same cost the first registered is preferred. KernelError for a name twice."""
+    """Add a backend; among equal costs the first registered wins. Raises KernelError for a name already taken."""
     if backend.name in backends:
-        raise KernelError(f"a backend named {backend.name!r} is registered already")
+        raise KernelError(f"a backend named {backend.name!r} is already registered")
     backends[backend.name] = backend
 
 
@@ -184,18 +182,19 @@ _told: set[str] = set()
 
 
 def allow_fallback(allowed: bool = True) -> None:
-    """Whether a layer that no kernel runs is computed by the reference, exactly and slowly, instead of raising
-    KernelError. Off at first. A warning says so once for each scheme.
+    """Allow layers that no kernel supports to run on the slow, exact reference instead of raising KernelError.
+
+    Off by default. Warns once per scheme.
     """
     global _fallback
     _fallback = allowed
 
 
 def choose(weight: QuantizedWeight, activations: ActivationFormat, wanted: str | None = None) -> str:
-    """The name of the backend that runs a layer: the one wanted, else the cheapest that can.
+    """The name of the backend for a layer: the one wanted, else the cheapest that can run it.
 
-    Raises KernelError for a name that is unknown, and, with the reasons of all that were asked, where none can; after
-    ``allow_fallback`` that is "reference-packed", unless another was wanted.
+    Raises KernelError for an unknown name, and if none can, with the reason of each; after ``allow_fallback``, returns
+    "reference-packed" instead unless a backend was named.
     """
     if wanted is not None and wanted not in backends:
         raise KernelError(f"backend {wanted!r} is unknown; there are {', '.join(backends)}")
@@ -203,7 +202,7 @@ def choose(weight: QuantizedWeight, activations: ActivationFormat, wanted: str |
     candidates = backends.items() if wanted is None else [(wanted, backends[wanted])]
     for name, backend in sorted(candidates, key=lambda item: item[1].cost(weight, activations)):
         if wanted is None and weight.device.type not in backend.unasked:
-            reason: str | None = f"on {weight.device.type} it runs only when it is named (backend={name!r})"
+            reason: str | None = f"on {weight.device.type} it runs only if named (backend={name!r})"
         else:
             reason = backend.why_not(weight, activations)
         if reason is None:

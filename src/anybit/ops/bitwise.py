@@ -1,4 +1,4 @@
-"""Layers with integer activations of 1 to 8 bits on the 1-bit tensor cores: quantize-and-pack, then the product."""
+"""Layers with integer activations of 1 to 8 bits on the 1-bit tensor cores: quantize-and-pack, then the GEMM."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,13 @@ from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
 
 TENSORS = 6
-"""How many tensors ``prepare`` gives."""
+"""Number of tensors that ``prepare`` returns."""
 _OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What is decided once for a layer, a dtype and a bucket of token counts."""
+    """Kernel configs for a layer, a dtype and a bucket of token counts; chosen once."""
 
     output: Output
     pack_config: quantize_activations.Config
@@ -50,7 +50,7 @@ class Bitwise(Backend):
     codes = True
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
-        """Why no kernel runs this layer where it is, in a sentence."""
+        """Why no kernel runs this layer on its device, as a sentence; None if one does."""
         if not activations.quantized:
             return "it needs quantized activations, and these have 16 bits"
         if weight.device.type != "cuda":
@@ -59,11 +59,11 @@ class Bitwise(Backend):
         return why_not(n, k, weight, activations, Device.of(weight.words))
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Preferred where the policy map says so, and without one while its products of planes are less than int8's."""
+        """0 if the policy map (without one: the built-in choice) picks bit planes for this layer, else 2."""
         return 0 if Layout.planes in layouts_of(weight, activations, 1) else 2
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
-        """Planes, float32 scales, corrections and zeros; then the saved scale and group index, to restore from."""
+        """Planes, float32 scales, corrections and zero points; then the original scale and group index, for restore."""
         ready = bitplane_layout.prepare(weight)
         empty = torch.empty(0, dtype=torch.int32, device=weight.device)
         zero = empty if ready.zero is None else ready.zero
@@ -84,7 +84,7 @@ class Bitwise(Backend):
         )
 
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """Two launches: quantize-and-pack, then the product with its whole epilogue."""
+        """Two launches: quantize-and-pack, then the GEMM with its epilogue."""
         x, prologue = opened(x)
         check_input(x, tensors[0], spec, bias)
         rows = rows_of(x, spec.k)
@@ -116,15 +116,15 @@ def why_not(
     problem = LinearProblem(m, n, k, weight.format, activations, device=device, act_order=ordered)
     reason = bitplane_problem.why_not(problem, 80)
     if reason is None and bitplane.family(problem) is None:
-        reason = f"no tile of its planes fits the shared memory of {device.arch}"
+        reason = f"no tile of its bit planes fits the shared memory of {device.arch}"
     return reason
 
 
 def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
-    """The kernels and configs for this many tokens; chosen once."""
+    """Kernels and configs for the rows' token bucket; cached."""
     bucket = step(rows.shape[0])
     aligned = spec.k % quantize_activations.VECTOR == 0 and quantize_activations.rows_aligned(rows)
-    # Specs are parsed once for each text and kept, so that their identity stands for them.
+    # There is one LinearSpec object per text, kept for ever, so its id can be the key.
     key = (id(spec), bucket, rows.dtype, aligned, rows.get_device())
     found = _plans.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""Calls that are kept by what their operands look like: a later one launches at once, with other addresses alone."""
+"""Cached launches, keyed by operand signatures: a repeated call only patches addresses and launches."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -11,35 +11,35 @@ from anybit.ops.prologue import LinearInput, opened
 from anybit.tune.dispatch import forget_with_maps
 
 _MOST = 4096
-"""Calls that are kept: of so many kinds of layers and token counts. An entry is a few kilobytes."""
+"""Most cached calls (kinds of layers x token counts). An entry takes a few kilobytes."""
 _known: dict[Hashable, Callable[..., Any] | None] = {}
 forget_with_maps(_known)
 
 
 def signature(tensor: Tensor | None) -> Hashable:
-    """What a call's launches depend on in a tensor; not its values, nor where it lies."""
+    """What a launch depends on in a tensor: everything but its values and address (except 16-byte alignment)."""
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % 16 == 0
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor lies; 0 for none."""
+    """A tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def weight_signature(tensors: list[Tensor]) -> Hashable:
-    """The same for a prepared weight, whose spec says the rest."""
+    """The signature of a prepared weight, besides its spec."""
     return tensors[0].get_device(), tuple([tensor.shape for tensor in tensors])
 
 
 def find(key: Hashable) -> Callable[..., Any] | None:
-    """What runs a call that was made before; None where there is no such call, or somebody listens to launches."""
+    """The cached call for a key; None if there is none, or while launches are being recorded."""
     return None if jit.watched() else _known.get(key)
 
 
 def keep(key: Hashable, make: Callable[[], Callable[..., Any] | None]) -> Callable[..., Any] | None:
-    """What ``make`` gives, asked once for calls that are alike, and kept; None where somebody listens to launches."""
+    """Cache the result of ``make`` (None included) under a key and return it; None while launches are recorded."""
     if jit.watched():
         return None
     if key not in _known:
@@ -52,10 +52,9 @@ def keep(key: Hashable, make: Callable[[], Callable[..., Any] | None]) -> Callab
 def linear_call(
     x: LinearInput, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
 ) -> Callable[..., Any] | None:
-    """What runs a backend's ``linear`` of operands of these signatures; None where it has to itself.
+    """A cached call of a backend's ``linear`` (silu: ``linear_silu``) for such operands; None if there is none.
 
-    silu: what runs ``linear_silu``.
-    Call it with x (or the prologue's rows), the weight, the bias and, with a residual, gamma and the residual.
+    It takes x (or the prologue's rows), the weight, the bias and, with a residual, gamma and the residual.
     """
     rows, _ = opened(x)
     if rows.get_device() != weight[0].get_device() or rows.data_ptr() % 16:
@@ -66,12 +65,12 @@ def linear_call(
 
 
 def linear_key(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Hashable:
-    """What a call of ``anybit::linear`` goes by."""
+    """The cache key of a call of ``anybit::linear``."""
     return spec, signature(x), weight_signature(weight), signature(bias)
 
 
 def linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
-    """The op ``anybit::linear``: a call like an earlier one launches at once."""
+    """The op ``anybit::linear``, through the cache."""
     parsed = LinearSpec.parse(spec)
     call = _kept(linear_key(x, weight, bias, spec), x, weight, bias, parsed)
     y: Tensor = backends[parsed.backend].linear(x, weight, bias, parsed) if call is None else call(x, weight, bias)
@@ -79,7 +78,7 @@ def linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> T
 
 
 def linear_silu(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor | None:
-    """A backend's ``linear_silu``, the same way; that it gives None is remembered, too."""
+    """A backend's ``linear_silu``, through the cache; None is cached, too."""
     key, parsed = ("silu", linear_key(x, weight, bias, spec)), LinearSpec.parse(spec)
     call = _kept(key, x, weight, bias, parsed, silu=True)
     if call is not None:
@@ -92,7 +91,7 @@ def linear_silu(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str)
 
 
 def _nothing(*_: Any) -> None:
-    """What ``linear_silu`` runs of a backend that has none."""
+    """The cached call of a backend without ``linear_silu``."""
 
 
 def _kept(

@@ -1,4 +1,4 @@
-"""CUDA graphs of what a thread launches."""
+"""CUDA graph capture of one thread's launches."""
 
 import gc
 import threading
@@ -13,10 +13,10 @@ _lock, _captures, _collects = threading.Lock(), 0, False
 
 @contextmanager
 def capture(graph: Any, stream: Any = None) -> Iterator[None]:
-    """Record what this thread launches into a ``torch.cuda.CUDAGraph``; other threads may go on as they do.
+    """Capture this thread's launches into a ``torch.cuda.CUDAGraph``; other threads may keep launching.
 
-    Python's garbage collector waits meanwhile: it may find a dead model, and a CUDA graph that is destroyed during a
-    capture ends it.
+    Python's garbage collector is disabled meanwhile: it may collect a dead model, and destroying that model's CUDA
+    graphs would invalidate the capture.
     """
     with without_collector(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         yield
@@ -24,7 +24,7 @@ def capture(graph: Any, stream: Any = None) -> Iterator[None]:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Keep Python's garbage collector from running by itself, until the last thread has left."""
+    """Disable Python's automatic garbage collection until the last thread has left this context."""
     global _captures, _collects
     with _lock:
         if not _captures:

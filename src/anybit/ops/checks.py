@@ -1,4 +1,4 @@
-"""What every CUDA backend asks of its input, and what kernels are chosen for."""
+"""Input checks shared by the CUDA backends, and the problems that their kernels are chosen for."""
 
 import functools
 
@@ -17,7 +17,7 @@ from anybit.tune.dispatch import allowed, dispatcher, generation
 
 
 def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None = None) -> None:
-    """Raise KernelError, naming both values, for an input or a bias that no kernel can take."""
+    """Raise KernelError, naming both values, if x or the bias does not fit the layer and its kernels."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise KernelError(
             f"x is {dtype_name(x.dtype)}, and the kernels take float16 or bfloat16: load the model "
@@ -36,9 +36,9 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None
 
 
 def rows_of(x: Tensor, k: int) -> Tensor:
-    """X [..., k] as rows [M, k] that do not overlap, of adjacent values; a copy where it must be one.
+    """X [..., k] as rows [M, k] with unit stride that do not overlap; a copy only if necessary.
 
-    Nor are they 2 GiB apart, as the last tokens of long prompts may be: kernels count a row's bytes in 32 bits.
+    Also copies rows 2 GiB or more apart (views of long prompts): kernels use 32-bit row strides.
     """
     rows = x.reshape(-1, k)
     step = rows.stride(0)
@@ -48,12 +48,12 @@ def rows_of(x: Tensor, k: int) -> Tensor:
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """X again, dense, as the fakes say: an op must not return what it was given."""
+    """A contiguous copy of x, as the fakes promise: an op must not return its input."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def dense_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The bias as kernels add it: in their type, one value after another."""
+    """The bias as kernels read it: contiguous, in ``dtype``."""
     if bias is None or (bias.dtype == dtype and bias.is_contiguous()):
         return bias
     return bias.to(dtype).contiguous()
@@ -62,19 +62,16 @@ def dense_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def product_of(
     spec: LinearSpec, tokens: int, rows: Tensor, columns: int | None = None, aligned: bool = True
 ) -> LinearProblem:
-    """What a kernel is chosen for. columns: of the tiles, where activations are gathered into their order."""
+    """The problem that a kernel is chosen for. columns: K of the tiles, if activations are gathered to their order."""
     gathered = columns is not None
     k = columns if columns is not None and spec.activations.quantized else spec.k
-    aligned = aligned or spec.activations.quantized  # codes are
+    aligned = aligned or spec.activations.quantized  # quantized activations always are
     shape, formats = (tokens, spec.n, k), (spec.weights, spec.activations)
     return LinearProblem(*shape, *formats, rows.dtype, Device.of(rows), gathered, columns or 0, aligned)
 
 
 def layouts_of(weight: QuantizedWeight, activations: ActivationFormat, most: int = 2) -> tuple[Layout, ...]:
-    """How a layer's weights are to lie: as the policy map of their GPU says, in at most so many layouts.
-
-    Where there is no map: in the built-in layout.
-    """
+    """At most ``most`` weight layouts for a layer, from the policy map of its GPU; without a map, the built-in one."""
     n, k = weight.shape
     if not weight.words.is_cuda:
         return (builtin_layout(LinearProblem(1, n, k, weight.format, activations)),)

@@ -1,7 +1,7 @@
-"""Kernels of every token count of a model's layers, compiled before the first of them is asked for.
+"""Compile the kernels of a model's layers for every token count, before the first request.
 
-Each kind of layer is asked, for each count, which kernels it would launch (nothing runs), and those that are not in the
-cache on disk are compiled by as many processes as there are cores. What they would launch is kept there, too.
+Each kind of layer is dry-run at each token count to record which kernels it would launch. Those missing from the disk
+cache are compiled in parallel, by one process per core. The recorded list is cached on disk, too.
 """
 
 import functools
@@ -28,11 +28,11 @@ from anybit.tune.registry import STEPS
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers whose kernels are the same. spec: ``str`` of their LinearSpec; rotated: inputs go through ``hadamard``.
+    """Layers that launch the same kernels. spec: ``str`` of their LinearSpec.  rotated: inputs go through ``hadamard``.
 
-    heads: outputs are query heads, key heads and values, which ``pages`` turns and stores: (query heads, key heads,
-    head_dim, paired).  most: it is never asked for more tokens, and for its product alone (an output head).
-    paired: outputs are eight of gate and eight of up in turn.
+    heads: of a QKV projection followed by ``pages`` (RoPE and KV store): (query heads, KV heads, head_dim, paired).
+    most: most tokens, for an output head, which runs nothing but its GEMM.  paired: gate and up outputs are interleaved
+    eight by eight.
     """
 
     spec: str
@@ -46,7 +46,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class CompiledAhead:
-    """What was done: kernels that are ready, how many of them were compiled, seconds; why some do not compile."""
+    """The result: kernels ready, how many of them were compiled, seconds in all and compiling, errors of the rest."""
 
     kernels: int
     compiled: int
@@ -56,14 +56,14 @@ class CompiledAhead:
 
 
 def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> CompiledAhead:
-    """Compile what layers launch for 1 to ``most`` tokens, and load it onto the CUDA device of their tensors.
+    """Compile all kernels that layers launch for 1 to ``most`` tokens, and load them on the CUDA device of the tensors.
 
-    kinds: for each kind the tensors of one such layer, as ``ops.prepare`` gives them.
+    kinds: for each kind, the tensors of one such layer from ``ops.prepare``.
     """
     start = time.perf_counter()
     device = next(iter(kinds.values()))[0].device
     counts = [m for m in STEPS if m < most]
-    while most > MOST_TOKENS and 2 * counts[-1] < most:  # beyond, plans are made for powers of two
+    while most > MOST_TOKENS and 2 * counts[-1] < most:  # beyond MOST_TOKENS, plans are made for powers of two
         counts.append(2 * counts[-1])
     counts.append(most)
 
@@ -89,7 +89,7 @@ def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> Compile
 
 
 def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | None = None) -> CompiledAhead:
-    """Compile kernels that the cache on disk lacks, and load all onto a CUDA device. start: when that was begun."""
+    """Compile kernels that the disk cache lacks, and load all on a CUDA device. start: perf_counter to time from."""
     start = time.perf_counter() if start is None else start
     arch = Device.of(torch.empty(0, device=device)).arch
     missing = [kernel for kernel in kernels if not fetch(kernel, arch)]
@@ -103,7 +103,7 @@ def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | N
 
 
 def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
-    """All ops that a graph may call of a layer with so many tokens; ``jit.kernels_of`` keeps them from running."""
+    """Call every op that a graph may run on a layer with ``tokens`` tokens (``jit.kernels_of`` skips the launches)."""
     spec = LinearSpec.parse(kind.spec)
 
     room = functools.partial(_room, kind, tensors)
@@ -116,12 +116,12 @@ def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
         torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, True, kind.rotated)
     if coded:
         torch.ops.anybit.silu_linear(room(tokens, 2 * spec.k), tensors, bias, kind.spec, kind.rotated)
-    if kind.heads is not None:  # inputs are a model's hidden states, which are normed before its head, too
+    if kind.heads is not None:  # its inputs are hidden states, which also go through the final norm
         torch.ops.anybit.add_rms_norm(x, x, gamma, 1e-5)
         query_heads, key_heads, dim, paired = kind.heads
         positions = torch.zeros(tokens, dtype=torch.int64, device=tensors[0].device)
         step = RopePagesArgs(room(1, dim), positions, None, None, None, query_heads, key_heads)
-        width = (query_heads + 2 * key_heads) * dim  # of the whole layer, which may be several products
+        width = (query_heads + 2 * key_heads) * dim  # of the whole layer, which may be several GEMMs
         rotate_pages(step, room(tokens, width), paired=paired)
         if paired:
             norm_rotate_pages(step, x, x, gamma, 1e-5, tensors, bias, kind.spec)
@@ -132,7 +132,7 @@ def _room(kind: LayerKind, tensors: list[Tensor], *shape: int) -> Tensor:
 
 
 def _multiply(kind: LayerKind, tensors: list[Tensor], tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A layer's plain product, and what it was called with: x, a norm's gamma for it, its bias."""
+    """Call a layer's plain GEMM. Returns x, a gamma for norms before it, and the bias."""
     spec, room = LinearSpec.parse(kind.spec), functools.partial(_room, kind, tensors)
     x, gamma, bias = room(tokens, spec.k), room(spec.k), room(spec.n) if kind.bias else None
     if kind.rotated:

@@ -1,6 +1,6 @@
-"""The small kernels between the products of a Llama, a launch each: norms with their residual, SiLU, rotary embedding.
+"""The small kernels between a Llama's GEMMs, one launch each: RMSNorm with residual add, SiLU, RoPE.
 
-On a GPU they take float16 and bfloat16; on a CPU they are plain torch with the same roundings where that matters.
+On a GPU they take float16 and bfloat16; on a CPU they are plain torch with the same rounding where it matters.
 """
 
 from collections.abc import Hashable
@@ -28,13 +28,13 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual): one pass where a model would make two. All [..., K]."""
+    """(RMSNorm of x + residual, x + residual) in one pass. All [..., K]."""
     y, total = torch.ops.anybit.add_rms_norm(x, residual, gamma, epsilon)
     return y, total
 
 
 def silu_mul(gate_up: Tensor, paired: bool = False) -> Tensor:
-    """silu(gate) * up of a fused projection: [..., 2 K] -> [..., K]. paired: 8 of gate and 8 of up in turn."""
+    """silu(gate) * up of a fused projection: [..., 2 K] -> [..., K]. paired: gate and up interleaved eight by eight."""
     y: Tensor = torch.ops.anybit.silu_mul(gate_up, paired)
     return y
 
@@ -43,10 +43,10 @@ def rotate(
     qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, norms: Norms = NO_NORMS,
     paired: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotated queries and keys of a fused projection, normed by head first where there are norms (Qwen3).
+    """RoPE on the queries and keys of a fused QKV projection, after a per-head QK norm if there is one (Qwen3).
 
-    qkv: [tokens, (query_heads + 2 key_heads) * head_dim].  cosine, sine: [tokens, head_dim].  paired: channels lie as
-    ``kernels.rope.paired_channels`` says; no norms then.
+    qkv: [tokens, (query_heads + 2 * key_heads) * head_dim].  cosine, sine: [tokens, head_dim].  paired: channels are in
+    the order of ``kernels.rope.paired_channels``; only without norms.
     Returns q [tokens, query_heads, head_dim] and k [tokens, key_heads, head_dim].
     """
     q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, *norms, paired)
@@ -54,17 +54,17 @@ def rotate(
 
 
 def rotate_store(qkv: Tensor, step: RopeStoreArgs, norms: Norms = NO_NORMS, paired: bool = False) -> Tensor:
-    """``rotate`` whose keys, and the values beside them, go straight into the 16-bit ring of a KV cache.
+    """``rotate`` that stores keys and values directly into the residual of a KV cache.
 
-    qkv: [batch * tokens, ...] of the newest tokens of each sequence.
-    Returns the rotated queries [batch * tokens, query_heads, head_dim].
+    qkv: [batch * tokens, ...], the newest tokens of each sequence.
+    Returns the queries after RoPE [batch * tokens, query_heads, head_dim].
     """
     q: Tensor = torch.ops.anybit.rotate_store(qkv, *step.operands(), *norms, paired)
     return q
 
 
 def _rms_norm_cpu(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    wide = x.float().contiguous()  # results are dense on every device, as the fakes say
+    wide = x.float().contiguous()  # results are contiguous on every device, as the fakes promise
     return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
@@ -104,7 +104,7 @@ def _dense(rows: Tensor) -> Tensor:
 
 
 def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
-    """Raise KernelError, naming both values, unless a kernel norms x + residual: x [..., K], gamma [K], all alike."""
+    """Raise KernelError, naming both values, unless shape, dtype and device match: x, residual [..., K], gamma [K]."""
     _refuse_strided("gamma", gamma)
     if gamma.shape != x.shape[-1:] or gamma.dtype != x.dtype or gamma.device != x.device:
         raise KernelError(
@@ -141,7 +141,7 @@ def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float
 def _launch(
     made: norm_act.Launch, x: Tensor, key: Hashable, changing: tuple[str, ...], *dense: Tensor | None
 ) -> None:  # fmt: skip
-    """Launch, and keep how to do so again where these tensors are read as they are given."""
+    """Launch, and cache the launch unless one of the ``dense`` tensors had to be copied."""
     kernel, params, grid = made
     jit.launch(kernel, params, grid, pdl=True, device=x.get_device())
     if all(one is None or one.is_contiguous() for one in dense):
@@ -166,9 +166,7 @@ def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
         call(gate_up.data_ptr(), y.data_ptr())
         return y
     if gate_up.shape[-1] % 2:
-        raise KernelError(
-            f"gate_up must hold gate and up side by side, so its last dimension must be even, not {gate_up.shape[-1]}"
-        )
+        raise KernelError(f"gate_up holds gate and up, so its last dimension must be even, not {gate_up.shape[-1]}")
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
@@ -189,7 +187,7 @@ def _turn(
     qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | int, norms: Norms, paired: bool,
     step: RopeStoreArgs | None = None,
 ) -> None:  # fmt: skip
-    """Launch; k: where keys go, or with a ``step``, whose ring they go to, how many heads they have."""
+    """Launch RoPE. k: output for keys; with a ``step``, which stores keys in its ring, the number of key heads."""
     (tokens, dim), query_heads, key_heads = cosine.shape, q.shape[1], k if isinstance(k, int) else k.shape[1]
     _check_heads(qkv, tokens, query_heads, key_heads, dim)
     check_rotary(qkv, cosine, sine, *norms[:2])
@@ -225,8 +223,8 @@ def _rotate_store_cuda(qkv: Tensor, *operands: Any) -> Tensor:
     ring = step.ring
     if ring.dtype != qkv.dtype or not ring.is_contiguous() or ring.shape[1] != step.key_heads:
         raise KernelError(
-            f"ring must be a layer's dense {qkv.dtype} [sequences, {step.key_heads}, 2, slots * {step.head_dim}], not "
-            f"{ring.dtype} {tuple(ring.shape)} strided {ring.stride()}"
+            f"ring must be a layer's contiguous {qkv.dtype} [sequences, {step.key_heads}, 2, slots * {step.head_dim}], "
+            f"not {ring.dtype} {tuple(ring.shape)} with strides {ring.stride()}"
         )
     q = qkv.new_empty(len(step.cosine), step.query_heads, step.head_dim)
     _turn(qkv, step.cosine, step.sine, q, step.key_heads, tuple(norms), paired, step)
@@ -244,7 +242,7 @@ def _check_heads(qkv: Tensor, tokens: int, query_heads: int, key_heads: int, dim
 def check_rotary(
     qkv: Tensor, cosine: Tensor, sine: Tensor, q_gamma: Tensor | None = None, k_gamma: Tensor | None = None
 ) -> None:
-    """Raise KernelError, naming both, unless tables [tokens, dim] and gammas [dim] are as their kernel reads them."""
+    """Raise KernelError, naming both values, unless tables [tokens, dim] and gammas [dim] match qkv."""
     _check_like("cosine", cosine, qkv, cosine.shape)
     _check_like("sine", sine, qkv, cosine.shape)
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
@@ -254,7 +252,7 @@ def check_rotary(
 
 
 def _refuse_strided(name: str, gamma: Tensor) -> None:
-    if not gamma.is_contiguous():  # kernels go by its address alone
+    if not gamma.is_contiguous():  # kernels take only its address
         raise KernelError(f"{name} must be contiguous, and its strides are {gamma.stride()}")
 
 
@@ -267,7 +265,7 @@ def _check_like(name: str, found: Tensor, qkv: Tensor, shape: torch.Size) -> Non
 
 
 def check_step(x: Tensor, outputs: int, step: RopeStoreArgs) -> None:
-    """Raise KernelError unless a step fits a product of rows x [M, K] with so many outputs: ``check_rotary`` for it."""
+    """Raise KernelError unless a step fits a QKV GEMM of rows x [M, K] with ``outputs`` outputs."""
     check_rotary(x, step.cosine, step.sine)
     check_counts(step.lengths, step.sequences, x.device)
     tokens, dim = step.cosine.shape
@@ -275,19 +273,19 @@ def check_step(x: Tensor, outputs: int, step: RopeStoreArgs) -> None:
     if tokens != len(x) or outputs != wanted:
         raise KernelError(
             f"cosine has {tokens} tokens and x {len(x)}; {step.query_heads} query and {step.key_heads} key heads of "
-            f"{dim} have {wanted} outputs and the layer {outputs}: both must be alike"
+            f"{dim} need {wanted} outputs and the layer has {outputs}: both pairs must be equal"
         )
 
 
 def check_counts(lengths: Tensor, sequences: Tensor | None, device: torch.device) -> None:
-    """Raise KernelError unless lengths and sequences are int32 on ``device``, one after another."""
+    """Raise KernelError unless lengths and sequences are contiguous int32 vectors on ``device``."""
     for name, found in (("lengths", lengths), ("sequences", sequences)):
         if found is not None and (
             found.dtype != torch.int32 or found.device != device or found.dim() != 1 or not found.is_contiguous()
         ):
             raise KernelError(
-                f"{name} must be a dense int32 vector on {device}, not {found.dtype} {tuple(found.shape)} strided "
-                f"{found.stride()} on {found.device}"
+                f"{name} must be a contiguous int32 vector on {device}, not {found.dtype} {tuple(found.shape)} with "
+                f"strides {found.stride()} on {found.device}"
             )
 
 
@@ -302,7 +300,7 @@ STEP = (
     "Tensor cosine, Tensor sine, Tensor(a!) ring, Tensor lengths, Tensor? sequences, int query_heads, int key_heads, "
     "int tokens"
 )
-"""``RopeStoreArgs`` in an op's signature."""
+"""``RopeStoreArgs`` as arguments of an op's schema."""
 _NORMS = "Tensor? q_gamma, Tensor? k_gamma, float epsilon, bool paired"
 _library = torch.library.Library("anybit", "FRAGMENT")
 define(

@@ -1,9 +1,8 @@
-"""Products whose activations are coded by the kernel that makes them: an RMSNorm, SiLU(gate) * up, or a rotation of
-what comes of these or of rows as they are (``anybit::hadamard``).
+"""Linear layers fused with what precedes them: RMSNorm, silu(gate) * up, or a Hadamard rotation.
 
-With integer activations a layer is quantize-and-pack and a product; the norm or the activation function before it is no
-launch of its own then. Nor is the norm with 16-bit activations of a token or two (``sm90_packed_gemv.launch_norm``).
-Elsewhere (more tokens, other backends, a CPU) it is, with the same result.
+With quantized activations these run inside the quantize-and-pack kernel before the GEMM. With 16-bit activations a norm
+is fused into the GEMM at one or two tokens (``sm90_packed_gemv.launch_norm``). Otherwise (more tokens, other backends,
+a CPU) they are separate launches with the same result.
 """
 
 from dataclasses import replace
@@ -31,10 +30,10 @@ def norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
     weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(linear of the norm of x + residual, x + residual): x [..., K] -> [..., N] and [..., K].
+    """(linear of RMSNorm(x + residual), x + residual): x [..., K] -> [..., N] and [..., K].
 
-    silu: the first is silu(gate) * up [..., N / 2] of outputs that are eight of gate and eight of up in turn.
-    rotated: the norm goes through ``anybit::hadamard``.
+    silu: the first is silu(gate) * up [..., N / 2], of outputs interleaved eight by eight.
+    rotated: ``anybit::hadamard`` follows the norm.
     """
     y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu, rotated)
     return y, total
@@ -44,9 +43,9 @@ def norm_rotate_store(
     x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None, spec: str,
     step: RopeStoreArgs,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(``elementwise.rotate_store`` of the linear of the norm of x + residual, x + residual): one launch if possible.
+    """``norm_linear`` as QKV, then ``elementwise.rotate_store``: (queries after RoPE, x + residual), fused if possible.
 
-    The linear's outputs are queries, keys and values, channels as ``kernels.rope.paired_channels`` says.
+    The linear's outputs are queries, keys and values in the channel order of ``kernels.rope.paired_channels``.
     """
     q, total = torch.ops.anybit.norm_rotate_store(
         x, residual, gamma, epsilon, weight, bias, spec, *step.operands()
@@ -83,14 +82,14 @@ def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: 
 
 
 def _codes(x: Tensor, spec: LinearSpec, rotated: bool) -> bool:
-    """Whether a kernel codes rows of a layer and makes them as well."""
+    """Whether a layer's quantize-and-pack kernel can take a prologue (and a rotation, if ``rotated``)."""
     coding = spec.activations.quantized and backends[spec.backend].codes and x.is_cuda and x.numel() > 0
     return coding and not (rotated and rotation_refused(spec.k, x.dtype, Device.of(x)))
 
 
 @cache
 def rotation_refused(k: int, dtype: torch.dtype, device: Device | None = None) -> str | None:
-    """Why no kernel rotates rows of k values while it codes them, in a sentence; None if one does (on a device)."""
+    """Why no quantize-and-pack kernel rotates rows of k values (on ``device``), as a sentence; None if one does."""
     return why_not(Problem(1, k, ActivationFormat(8, "sym"), dtype, rotated=True, device=device))
 
 
@@ -108,7 +107,7 @@ def _norm_linear(
     backend, codes = backends[parsed.backend], _codes(x, parsed, rotated)
     few = 0 < x.numel() <= backend.norm_tokens * parsed.k
     norms = few and not (codes or rotated) and x.is_cuda
-    if codes or norms:  # a norm that is an op of its own checks this itself
+    if codes or norms:  # a separate norm op checks this itself
         check_norm(x, residual, gamma)
     if not codes:
         if norms:

@@ -1,4 +1,4 @@
-"""Rounding with error feedback, channel after channel: what GPTQ and its refinement spend their time on."""
+"""GPTQ's inner loop: rounding channel by channel, with error feedback to the remaining channels."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ def sweep(
 ) -> tuple[Tensor, Tensor]:
     """Round channel by channel: code_j is nearest to v_j, and v_i -= coupling[j, i] * error_j for all i > j.
 
-    values: float32 [g, N].  coupling: [g, g], read above its diagonal.  scale, zero: [N].  reference: [g, N], what
-    errors are measured from, in place of the values.  mask: bool [g, N], False where the code is the zero.
+    values: float32 [g, N].  coupling: [g, g], read above its diagonal.  scale, zero: [N].  reference: [g, N], to
+    measure errors from instead of ``values``.  mask: bool [g, N]; where False the code is the zero point.
     Returns codes and errors, [g, N]: error_j = (reference_j or v_j) - (code_j - zero) * scale.
     """
     if values.is_cuda:
@@ -38,9 +38,9 @@ def sweep(
 def sweep_choosing_cuda(
     values: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, top: int, diagonal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``sweep`` that finds a 2:4 mask as it goes; returns it, too, bool [g, N]. What ``gptq.keep_two`` keeps is kept.
+    """``sweep`` that also picks a 2:4 mask on the way (by ``gptq.keep_two``) and returns it, bool [g, N].
 
-    diagonal: of the factor of the inverse Hessian, [g], g a multiple of 4.
+    diagonal: [g], of the factor of the inverse Hessian; g must be a multiple of 4.
     """
     mask = torch.empty_like(values, dtype=torch.bool, memory_format=torch.contiguous_format)
     return *_sweep_cuda(values, coupling, scale, zero, top, None, mask, diagonal.contiguous()), mask
@@ -57,7 +57,7 @@ def _sweep_cuda(
     diagonal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     device, step = values.get_device(), kernel.CHANNELS
-    # Factors come out of LAPACK column by column; the kernel walks rows.
+    # LAPACK returns factors column-major; the kernel reads rows.
     coupling, scale, zero = coupling.contiguous(), scale.contiguous(), zero.contiguous()
     values, reference = values.contiguous(), None if reference is None else reference.contiguous()
     mask = None if mask is None else mask.contiguous()

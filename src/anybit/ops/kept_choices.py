@@ -1,6 +1,6 @@
-"""What a model's layers were found to launch, kept in the folder of compiled kernels: a second load does not ask again.
+"""Disk cache of the kernels that a model's layers launch, so that a second load skips the dry run.
 
-An entry holds for one build of anybit, one GPU, its maps, and one list of layers: all of that is in its name.
+An entry's name is a hash of the build of anybit, the GPU, its policy maps and the list of layers.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from anybit.tune.policy import own_file
 
 _PACKAGE = Path(anybit.__file__).parent
 _DECIDING = ("*.py", "kernels/**/*.py", "tune/**/*", "ops/*.py", "jit/*.py")
-"""Files below the package by which kernels are chosen."""
+"""Files of the package that decide which kernels are chosen."""
 
 
 class Chosen(NamedTuple):
-    """Kernels of layers, and by which choices they were found."""
+    """Kernels of a model's layers, and the dispatcher's choices behind them."""
 
     kernels: list[Kernel]
     choices: Choices
 
 
 def name_of(layers: Iterable[str], most: int, device: Device) -> str | None:
-    """The name of an entry: a hash of all that decides; None where maps were given by hand."""
+    """The name of an entry, a hash of everything that decides; None if policy maps were set by hand."""
     if given():
         return None
     own = b""
-    with contextlib.suppress(OSError):  # there is none, or none that may be read, which a warning has said
+    with contextlib.suppress(OSError):  # missing, or unreadable (already warned about)
         own = own_file(device.name).read_bytes()
     parts = [_build(), str(device).encode(), own, str(most).encode()]
     parts += [text.encode() for text in (*sorted(allowed()), "layers", *layers)]
@@ -52,7 +52,7 @@ def name_of(layers: Iterable[str], most: int, device: Device) -> str | None:
 
 @cache
 def _build() -> bytes:
-    """A hash of the files that decide."""
+    """A hash of torch's version and the deciding files."""
     digest = hashlib.sha256(torch.__version__.encode())
     for path in sorted({path for pattern in _DECIDING for path in _PACKAGE.glob(pattern) if path.is_file()}):
         if path.suffix in (".py", ".json"):
@@ -61,7 +61,7 @@ def _build() -> bytes:
 
 
 def read(name: str) -> Chosen | None:
-    """An entry; None where there is none, or nothing that this build can read."""
+    """Read an entry; None if it is missing or unreadable."""
     content = note(name)
     if content is None:
         return None
@@ -73,17 +73,17 @@ def read(name: str) -> Chosen | None:
 
 
 def write(name: str, chosen: Chosen) -> None:
-    """Keep an entry for the next process."""
+    """Write an entry for later processes."""
     keep_note(name, pickle.dumps(tuple(chosen), protocol=5))
 
 
 class _Reader(pickle.Unpickler):
-    """Makes values of anybit's dataclasses and enums and torch's dtypes, and calls nothing else."""
+    """A restricted unpickler: only anybit's dataclasses and enums, and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or dtype of a name."""
+        """Look up an allowed class or dtype. Raises UnpicklingError for any other."""
         found = super().find_class(module, name) if module == "torch" or module.startswith("anybit.") else None
         value = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
         if value or isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"an entry of chosen kernels names {module}.{name}, which is no value of anybit's")
+        raise pickle.UnpicklingError(f"an entry of chosen kernels has {module}.{name}, which is not allowed")

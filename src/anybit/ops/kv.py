@@ -1,9 +1,9 @@
-"""The KV cache's kernels: launches over a layer's tensors, and the torch.library ops that torch.compile sees.
+"""The KV cache's kernels: launches on one layer's tensors, and the torch.library ops for torch.compile.
 
-A layer of a cache reaches kernels as a ``LayerView``, tensors and sizes; what is in them is described in ``kvcache``.
-Ops take tensors and numbers: ``anybit::kv_write`` and ``anybit::kv_decode`` name the cache by its number (``live``),
-beside the tensors that they read and write. Their bodies are registered by the modules that own a cache
-(``implement``); lengths are counted before (``KVCache.extend``), outside of what is compiled.
+Kernels take a layer as a ``LayerView`` (tensors and sizes; ``kvcache`` documents their contents). Ops take only tensors
+and numbers, so ``anybit::kv_write`` and ``anybit::kv_decode`` name the cache by its number (``live``), next to the
+tensors they read and write. ``anybit.attention`` registers what decodes (``implement``). Lengths are counted
+beforehand, outside compiled code (``KVCache.extend``).
 """
 
 import itertools
@@ -34,12 +34,12 @@ from anybit.ops.library import define
 
 @dataclass(frozen=True)
 class Masks:
-    """How a model changes its attention logits; all off by default.
+    """Modifications of attention logits, all off by default; applied in the order scale, softcap, alibi, mask, sink.
 
     scale: factor of q.k (default 1 / sqrt(head_dim)).  window: each token sees itself and the ``window - 1`` before it.
-    softcap: logits become softcap * tanh(logit / softcap).  sinks: float32 [heads], a logit a head that only adds to
-    the denominator.  alibi: float32 [heads], slopes; the logit of a key gains slope * (key position - query position).
-    Order as in the models that have them: scale, softcap, alibi, mask, sink.
+    softcap: logits become softcap * tanh(logit / softcap).  sinks: float32 [heads], one logit per head that only adds
+    to the denominator.  alibi: float32 [heads], slopes: logit += slope * (key position - query position).
+    Raises LayerError for a window below 1 or a softcap that is not positive.
     """
 
     scale: float | None = None
@@ -50,7 +50,7 @@ class Masks:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise LayerError(f"a sliding window has at least 1 token, not {self.window}")
+            raise LayerError(f"a sliding window must have at least 1 token, not {self.window}")
         if self.softcap is not None and not self.softcap > 0:
             raise LayerError(f"softcap must be positive, not {self.softcap}")
 
@@ -60,12 +60,12 @@ NO_MASKS = Masks()
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """One layer of a cache, as kernels read it.
+    """One layer of a KV cache, as kernels read it.
 
     pages: uint8 [pages, kv_heads, page_bytes].  residual: 16-bit [sequences, kv_heads, 2, ring * head_dim].
-    table: int32 [sequences, pages of each].  lengths: int32 [sequences].  ring, window, capacity: tokens.
-    front, slots: where the residual is blocks of the pool in front of the pages of each; see
-    ``kernels.attention.kv_rows``. ``residual`` then is the pool itself, in 16 bits.
+    table: int32 [sequences, pages per sequence].  lengths: int32 [sequences].  ring, window, capacity: tokens.
+    front, slots: if the residual is stored in ``front`` blocks of the pool before a sequence's pages, ``slots`` tokens
+    each (``kernels.attention.kv_rows``); ``residual`` then is a 16-bit view of the pool.
     """
 
     layout: PageLayout
@@ -81,7 +81,7 @@ class LayerView:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of a token."""
+        """Number of KV heads."""
         return self.pages.shape[1]
 
     @property
@@ -92,9 +92,9 @@ class LayerView:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """New tokens of which sequences have different numbers: those of sequence i begin at starts[i].
+    """New tokens, a different number per sequence: those of sequence i are starts[i] .. starts[i + 1] - 1.
 
-    starts: int32 [sequences + 1].  most: no sequence has more.
+    starts: int32 [sequences + 1].  most: upper bound of new tokens per sequence.
     """
 
     starts: Tensor
@@ -105,11 +105,11 @@ class Ragged:
 
 
 def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor, layer: int = 0) -> None:
-    """Store the newest tokens, already counted in ``lengths``: into the residual, full windows packed into pages.
+    """Store the newest tokens (already counted in ``lengths``) in the residual, and pack full windows into pages.
 
-    k, v: [batch, tokens, kv_heads, head_dim] in the residual's dtype. rows: int32 [batch], which sequences these are;
-    None for 0, 1, 2 ... One launch (two for a prompt), at fixed addresses and without any synchronization.
-    layer: what errors name.
+    k, v: [batch, tokens, kv_heads, head_dim] in the residual's dtype.  rows: int32 [batch], sequence indices; None for
+    0, 1, 2 ...  layer: for errors.  One launch (two for a prompt), at fixed addresses and without synchronization.
+    Raises KernelError if no kernel supports the layout.
     """
     k, v = (_aligned(x) for x in (k, v))
     strides: dict[str, Any] = {
@@ -126,10 +126,10 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
 
 
 def store_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: bool, keeps: bool) -> None:
-    """``store`` where sequences have different numbers of new tokens: pack full windows, keep the newest, or both.
+    """``store`` for ragged batches. packs: pack full windows into pages.  keeps: store the newest in the residual.
 
-    k, v: [tokens, kv_heads, head_dim].  Both at once are right for ``ring - window + 1`` tokens of each at most, and
-    for any number that begins a window: no slot of the ring is read and overwritten then.
+    k, v: [tokens, kv_heads, head_dim].  Doing both at once is correct only for at most ``ring - window + 1`` tokens per
+    sequence, or if its new tokens begin at a window: otherwise a ring slot may be overwritten before it is read.
     """
     k, v = (_aligned(x[None]) for x in (k, v))
     strides: dict[str, Any] = {
@@ -147,7 +147,7 @@ def store_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: b
 
 
 def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int = 0) -> None:
-    """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
+    """Pack the windows that the newest ``tokens`` tokens completed; all their tokens are already in the residual."""
     names = ("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride", "k_head_stride", "v_head_stride")
     arguments: dict[str, Any] = dict.fromkeys(names, 0) | {"k": None, "v": None}
     _quantize(view, rows, batch, tokens, layer, **arguments, packs=1, keeps=0, stored=1)
@@ -198,7 +198,7 @@ def _quantize(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """X itself if rows can be read sixteen bytes at a time, else a copy."""
+    """X itself if its rows allow 16-byte vector loads, else a copy."""
     fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
     return x if fits else copy_of(x)
 
@@ -231,7 +231,7 @@ def problem_of(
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the kernel: the kernel, its parameters, and where its results go."""
+    """One launch: kernel, parameters, grid and outputs."""
 
     kernel: jit.Kernel
     params: kernels.Params
@@ -252,12 +252,12 @@ def prepare(
     split: int = 0,
     ragged: Ragged | None = None,
 ) -> Launch:
-    """The launch that runs ``decode`` on ``device``; raises KernelError, with the reason, where there is none.
+    """The launch that runs ``decode`` on ``device``. Raises KernelError, with the reason, if there is none.
 
-    rows: int32 [batch], which sequences the queries are of; None for 0, 1, 2 ...  config: how (default: the kernel's
-    own choice).  out: where the output goes, dense, in q's shape and dtype.  errors: int32, where checked kernels leave
-    what was wrong.  ragged: whose queries q [1, tokens, heads, head_dim] holds, in rows of a
-    pool; 2 is the least ``most``.
+    rows: int32 [batch], sequence indices of the queries; None for 0, 1, 2 ...  config: kernel config (default: the
+    heuristic's).  out: output buffer, contiguous, in q's shape and dtype.  errors: int32 [1], for checked kernels'
+    error codes.  ragged: then q is [1, tokens, heads, head_dim], for sequences in rows of a pool; ``most`` must be at
+    least 2.
     """
     problem = problem_of(q, view, masks, split, ragged)
     if config is None:
@@ -312,10 +312,10 @@ def decode(
     overlaps: bool = False,
     ragged: Ragged | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the newest tokens over everything before and among them; unchecked, and without rotation.
+    """Causal attention of the newest tokens to the whole sequence; without input checks or Hadamard rotation.
 
-    q: [batch, tokens, heads, head_dim]; the rest as in ``prepare``. overlaps: pages may be read before the previous
-    kernel has ended, which must then be none that writes a prompt's.
+    q: [batch, tokens, heads, head_dim]; other arguments as in ``prepare``.  overlaps: pages may be read before the
+    previous kernel ends (programmatic dependent launch), so that kernel must not write a prompt's pages.
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [batch, tokens, heads].
     """
     device = Device.of(q)
@@ -326,7 +326,7 @@ def decode(
 
 
 def mask_params(masks: Masks, q: Tensor) -> dict[str, Any]:
-    """What the kernel's parameters say of a model's logits, by name; q: queries [..., head_dim]."""
+    """Kernel parameters for ``masks``, by name. q: queries [..., head_dim]."""
     return {
         "sinks": None if masks.sinks is None else in_log2(masks.sinks, q),
         "slopes": None if masks.alibi is None else in_log2(masks.alibi, q),
@@ -338,7 +338,7 @@ def mask_params(masks: Masks, q: Tensor) -> dict[str, Any]:
 
 
 def in_log2(values: Tensor, like: Tensor) -> Tensor:
-    """Natural logits in units of log2, on the device of another tensor."""
+    """Logits times log2(e), for exp2, as contiguous float32 on the device of ``like``."""
     return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
 
 
@@ -347,10 +347,10 @@ _spaces: dict[tuple[object, ...], tuple[int, Space]] = {}
 
 
 def workspace(device: torch.device, partial: int, states: int, arrivals: int) -> Space:
-    """Workspace that blocks share: kept for each stream and size, so that its addresses stay fixed.
+    """Split-KV workspace (partials, softmax states, arrival counters, error), cached per stream and size.
 
-    Launches of one graph capture share one of their own, which replays of that graph zero once: vLLM captures on
-    another stream than it warms up on.
+    Each graph capture gets one of its own, whose zeroing is part of the graph: vLLM captures on another stream than it
+    warms up on.
     """
     stream, capture = stream_of(device)
     key = (device, stream, bool(capture), partial, states, arrivals)
@@ -368,7 +368,7 @@ def workspace(device: torch.device, partial: int, states: int, arrivals: int) ->
 
 
 def stream_of(device: torch.device) -> tuple[int, int]:
-    """A device's current stream, and the number of the graph capture that it takes part in; 0 where there is none."""
+    """(a device's current stream, id of the graph capture it is part of); 0 for none."""
     if device.type != "cuda":
         return 0, 0
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
@@ -379,7 +379,7 @@ def stream_of(device: torch.device) -> tuple[int, int]:
 
 
 class Cache(Protocol):
-    """What ops need of a cache: its tensors, under their names."""
+    """What ops need of a cache."""
 
     number: int
     pages: Tensor
@@ -392,14 +392,14 @@ _live: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 def register(cache: Any) -> int:
-    """A number under which ``live`` finds a cache, for as long as it lives."""
+    """Register a cache (weakly). Returns its number for ``live``."""
     number = next(_numbers)
     _live[number] = cache
     return number
 
 
 def live(number: int) -> Any:
-    """The cache of a number. Raises LayerError where it is gone."""
+    """The cache with this number. Raises LayerError if it no longer exists."""
     found = _live.get(number)
     if found is None:
         raise LayerError(f"KV cache {number} no longer exists: an op ran after its cache was deleted")
@@ -412,7 +412,7 @@ def write(cache: Cache, layer: int, sequences: Sequence[int], k: Tensor, v: Tens
 
 
 def attend(q: Tensor, cache: Cache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS) -> Tensor:
-    """``attention.decode`` as the op ``anybit::kv_decode``; without its log-sum-exp."""
+    """``attention.decode`` as the op ``anybit::kv_decode``; returns only the output."""
     out: Tensor = torch.ops.anybit.kv_decode(
         q, cache.pages, cache.residual, cache.lengths, cache.number, layer, list(sequences),
         masks.scale, masks.window, masks.softcap, masks.sinks, masks.alibi,
@@ -422,7 +422,7 @@ def attend(q: Tensor, cache: Cache, layer: int, sequences: Sequence[int], masks:
 
 @contextmanager
 def _over(number: int, pages: Tensor, residual: Tensor) -> Iterator[Any]:
-    """The cache, on the memory that the op was given: a compiler may hand over a copy, and copy it back."""
+    """The cache, temporarily on the op's own arguments: a compiler may pass copies and copy them back."""
     cache = live(number)
     own = cache.pages, cache.residual
     cache.pages, cache.residual = pages, residual
@@ -436,7 +436,7 @@ _decode_of: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def implement(decode: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Say what ``anybit::kv_decode`` calls: decode(q, cache, layer, sequences, masks), which may be on a CPU, too."""
+    """Register the function behind ``anybit::kv_decode``, on any device: decode(q, cache, layer, sequences, masks)."""
     global _decode_of
     _decode_of = decode
 
@@ -452,7 +452,7 @@ def _decode(
     q: Tensor, pages: Tensor, residual: Tensor, lengths: Tensor, number: int, layer: int, rows: list[int],
     scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None, alibi: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    assert _decode_of is not None, "anybit.attention says what decodes"
+    assert _decode_of is not None, "anybit.attention has not called implement"
     with _over(number, pages, residual) as cache:
         return _decode_of(q, cache, layer, rows, Masks(scale, window, softcap, sinks, alibi))[0]
 

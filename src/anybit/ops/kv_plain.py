@@ -1,7 +1,7 @@
-"""Decode attention over pages of 16-bit keys and values that somebody else manages: vLLM's for FlashAttention.
+"""Decode attention over externally managed pages of 16-bit keys and values: vLLM's for FlashAttention.
 
-One launch, at fixed addresses and without the host: lengths and tables are read on the device, so a CUDA graph of it
-stays right while requests grow. Who stores tokens is not this module's business (``ops.pages`` does).
+One launch, at fixed addresses. Lengths and block tables are read on the device, so a captured CUDA graph stays valid
+while requests grow. Storing tokens is done elsewhere (``ops.pages``).
 """
 
 from dataclasses import replace
@@ -27,12 +27,12 @@ def problem(
     page_tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, masks: Masks, capacity: int,
     sequences: int,
 ) -> kernels.Problem:  # fmt: skip
-    """What a kernel is asked for one new token of each of ``sequences`` sequences of ``capacity`` tokens at most.
+    """The kernel's problem: one new token per sequence, ``sequences`` sequences of at most ``capacity`` tokens.
 
-    page_tokens: of a page.  Raises LayerError and KernelError for heads and a dtype that no kernel reads.
+    page_tokens: tokens per page.  Raises LayerError for heads, KernelError for a dtype that no kernel supports.
     """
     if dtype not in DTYPES:
-        raise KernelError(f"keys and values are {dtype}, and kernels take float16 and bfloat16")
+        raise KernelError(f"keys and values are {dtype}, and kernels take float16 or bfloat16")
     return kernels.Problem(
         _layout(head_dim), sequences, heads, kv_heads, capacity=capacity, bf16=dtype == torch.bfloat16,
         sliding=masks.window is not None, softcap=masks.softcap is not None, alibi=masks.alibi is not None,
@@ -41,9 +41,9 @@ def problem(
 
 
 def kernels_for(problem: kernels.Problem, device: Device) -> list[jit.Kernel]:
-    """The kernel for one sequence, for two, and so on: up to ``problem.batch``, or as many as are attended together.
+    """The kernels for 1, 2, ... sequences: up to ``problem.batch``, or to the largest batch that one launch supports.
 
-    Raises KernelError, with the reason, where there is not even the first.
+    Raises KernelError, with the reason, if there is none even for one sequence.
     """
     found: list[jit.Kernel] = []
     for count in range(1, problem.batch + 1):
@@ -61,13 +61,13 @@ def decode(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, masks: Masks = NO_MASKS, *, out: Tensor,
     capacity: int, overlaps: bool, config: kernels.Config | None = None,
 ) -> None:  # fmt: skip
-    """Attention of one new token of each sequence, which its pages hold already.
+    """Attention of one new token per sequence; its key and value are already in the pages.
 
-    q, out: [sequences, heads, head_dim], out dense.  keys, values: [pages, page tokens, kv_heads, head_dim] of q's
-    dtype, channels side by side, strides alike.  table: int32 [sequences, pages of each].  lengths: int32 [sequences],
-    the new token included; 0 where a row is padding, whose output is zeros.  capacity: the most tokens of a sequence.
+    q, out: [sequences, heads, head_dim], out contiguous.  keys, values: [pages, page tokens, kv_heads, head_dim] in q's
+    dtype, unit channel stride, equal strides.  table: int32 [sequences, pages per sequence].  lengths: int32
+    [sequences], new token included; 0 for padded rows, whose output is zeros.  capacity: most tokens of a sequence.
     overlaps: older tokens may be read while the previous kernel runs, which must be the one that stores this step's.
-    config: how (default: the kernel's own choice).  Raises KernelError for what no kernel reads.
+    config: kernel config (default: the heuristic's).  Raises KernelError for operands that no kernel supports.
     """
     _check(q, keys, values, table, lengths, out)
     count, heads, head_dim = q.shape
@@ -116,18 +116,18 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
     count = q.shape[0]
     if q.dim() != 3 or q.dtype not in DTYPES or q.stride(2) != 1 or any(x % 2 for x in q.stride()[:2]):
         raise KernelError(
-            f"q must be float16 or bfloat16 [sequences, heads, head_dim], pairs of channels at even places, not "
-            f"{q.dtype} {tuple(q.shape)} strided {q.stride()}"
+            f"q must be float16 or bfloat16 [sequences, heads, head_dim] with even strides and unit channel stride, "
+            f"not {q.dtype} {tuple(q.shape)} with strides {q.stride()}"
         )
     if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise KernelError(f"out must be dense {q.dtype} {tuple(q.shape)}, not {out.dtype} {tuple(out.shape)}")
+        raise KernelError(f"out must be contiguous {q.dtype} {tuple(q.shape)}, not {out.dtype} {tuple(out.shape)}")
     check_pages(keys, values, q.dtype, keys.shape[-2], q.shape[2])
     if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < count or table.stride(1) != 1:
         raise KernelError(
-            f"table must be int32 [{count}, pages] with dense rows, not {table.dtype} {tuple(table.shape)}"
+            f"table must be int32 [{count}, pages] with contiguous rows, not {table.dtype} {tuple(table.shape)}"
         )
     if lengths.dtype != torch.int32 or lengths.dim() != 1 or lengths.shape[0] < count or lengths.stride(0) != 1:
-        raise KernelError(f"lengths must be dense int32 [{count}], not {lengths.dtype} {tuple(lengths.shape)}")
+        raise KernelError(f"lengths must be contiguous int32 [{count}], not {lengths.dtype} {tuple(lengths.shape)}")
 
 
 @cache

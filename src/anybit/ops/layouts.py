@@ -1,8 +1,8 @@
-"""Layers that are kept in two layouts, so that every token count runs the strategy that is fastest there.
+"""Layers kept in two weight layouts, so that every token count runs the fastest strategy.
 
-ADAngel's dispatcher over whole strategies: decoding may read bit planes while prefill multiplies packed tiles, and a
-weight-only layer may quantize its activations above some token count, where that has been allowed. The policy map
-decides which layers are worth the memory.
+ADAngel's dispatcher over whole strategies: decode may read bit planes while prefill multiplies packed tiles, and a
+weight-only layer may quantize its activations above some token count, if that is allowed. The policy map decides which
+layers are worth the memory.
 """
 
 from dataclasses import replace
@@ -21,11 +21,11 @@ from anybit.scheme import ActivationFormat, Scheme
 from anybit.tune.dispatch import allowed, dispatcher, forget_with_maps, tell
 
 _UNWANTED = 9
-"""A cost above every other backend's: it runs only when it is named."""
+"""A cost above every other backend's."""
 _EIGHT = (ActivationFormat(8, "sym"), ActivationFormat(8, "float"))
 
 _FREE = 0.3
-"""How much of the GPU's memory must stay free for caches where layers are kept twice."""
+"""Fraction of GPU memory that must stay free (for KV caches) if layers are kept twice."""
 
 _Decided = tuple[int, LinearSpec]
 _decided: dict[tuple[int, int, torch.dtype, int], _Decided] = {}
@@ -33,7 +33,7 @@ forget_with_maps(_decided)
 
 
 def _room(weight: QuantizedWeight) -> bool:
-    """Whether a part of the GPU's memory stays free when a layer is kept twice; said once where it does not."""
+    """Whether enough GPU memory stays free if a layer is kept twice; says so once if not."""
     if not weight.words.is_cuda:
         return True
     free, total = torch.cuda.mem_get_info(weight.words.device)
@@ -44,7 +44,7 @@ def _room(weight: QuantizedWeight) -> bool:
 
 
 class MultiLayoutBackend(Backend):
-    """Two backends in one; ``layouts``: what each reads, ``first``: how many of the tensors are the first one's."""
+    """Two backends in one. layouts: the layout that each reads.  first: number of tensors of the first one."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class MultiLayoutBackend(Backend):
         self.codes = not self.eight and all(part.codes for part in parts)
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
-        """Why one of the two cannot run this layer where it is, in a sentence."""
+        """Why one of the two cannot run this layer on its device, as a sentence; None if both can."""
         if self.eight and activations.quantized:
-            return "it quantizes 16-bit activations to 8 bits, and these are quantized already"
+            return "it quantizes 16-bit activations to 8 bits, and these are already quantized"
         if self.eight and "a8" not in allowed():
-            return 'quantizing 16-bit activations has not been allowed (anybit.tune.dispatch.allow("a8"))'
+            return 'quantizing 16-bit activations is not allowed (allow it: anybit.tune.dispatch.allow("a8"))'
         if self.eight and weight.group_index is not None:
             return "it does not support activation order"
         formats = (activations, _EIGHT[0] if self.eight else activations)
@@ -74,24 +74,24 @@ class MultiLayoutBackend(Backend):
 
     @property
     def eight(self) -> bool:
-        """Whether the second layout is for activations that were 16-bit ones."""
+        """Whether the second layout is for 16-bit activations quantized to 8 bits."""
         return Layout.tiles_a16 in self.layouts
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Before all others where the policy map finds both layouts worth keeping, and there is room for them.
+        """Lowest of all if the policy map finds both layouts worth keeping and memory suffices; else highest.
 
-        Where 8-bit activations won at every count that was measured both are kept, too: what no map decides (inputs
-        that are not aligned) runs with 16-bit ones.
+        If 8-bit activations won at every measured token count, both are still kept: misaligned inputs, which no map
+        covers, run with 16-bit activations.
         """
         if not self.unasked:
-            return _UNWANTED  # nor is room for it asked about, which tells where there is none
+            return _UNWANTED  # before asking for memory, which would log that there is none
         found = set(layouts_of(weight, activations))
         made_eight = self.eight and not activations.quantized
         wanted = found == set(self.layouts) or (made_eight and found == {self.layouts[1]})
         return -1 if wanted and _room(weight) else _UNWANTED
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
-        """The tensors of both."""
+        """The tensors of both layouts."""
         formats = (activations, _EIGHT[0] if self.eight else activations)
         pairs = zip(self.parts, formats, strict=True)
         return [tensor for part, form in pairs for tensor in part.prepare(weight, form)]
@@ -101,23 +101,23 @@ class MultiLayoutBackend(Backend):
         return self.parts[0].restore(tensors[: self._first], spec)
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
-        """By the first of the two."""
+        """Through the first backend."""
         return self.parts[0].rows(ids, tensors[: self._first], spec, dtype)
 
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """The faster of the two at this many tokens."""
+        """Through the faster backend at this token count."""
         which, mine, inner = self._chosen(x, tensors, spec)
         return self.parts[which].linear(x, mine, bias, inner)
 
     def linear_silu(
         self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
     ) -> Tensor | None:
-        """By the same one, if it can."""
+        """Through the faster backend; None if it has no SiLU epilogue."""
         which, mine, inner = self._chosen(x, tensors, spec)
         return self.parts[which].linear_silu(x, mine, bias, inner)
 
     def _chosen(self, x: LinearInput, tensors: list[Tensor], spec: LinearSpec) -> tuple[int, list[Tensor], LinearSpec]:
-        """Which of the two, its tensors, and what it is told of the layer."""
+        """(index of the backend, its tensors, its spec)."""
         rows, _ = opened(x)
         tokens = rows.numel() // spec.k if spec.k else 0
         key = id(spec), step(tokens), rows.dtype, rows.get_device()
@@ -136,6 +136,6 @@ class MultiLayoutBackend(Backend):
         if chosen.activations != spec.activations:
             scheme = Scheme(spec.weights, spec.activations)
             kind = "int8" if chosen.activations.integer else "e4m3"
-            tell(f"{scheme}: activations of large products are quantized to {kind}, as was allowed (a8)")
+            tell(f"{scheme}: activations of large GEMMs are quantized to {kind}, as allowed (a8)")
         inner = replace(spec, backend=self.parts[which].name, activations=chosen.activations)
-        return which, LinearSpec.parse(str(inner))  # the one that is kept, whose identity plans go by
+        return which, LinearSpec.parse(str(inner))  # the unique object of its text, as plans are cached by identity

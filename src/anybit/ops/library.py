@@ -1,4 +1,4 @@
-"""How an op of torch.library is defined: its signature, its results' shapes, and what runs it on each device."""
+"""Definition of torch.library ops: schema, fake, and an implementation per device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ def define(
     library: torch.library.Library, signature: str, fake: Function, cpu: Function, cuda: Function | None = None,
     tags: tuple[torch.Tag, ...] = (),
 ) -> None:  # fmt: skip
-    """Define an op of anybit. fake: makes room for its results.  cuda: runs it on GPUs; None: as CPUs do."""
+    """Define an op of anybit. fake: the meta implementation.  cuda: the implementation on GPUs; None: ``cpu``."""
     library.define(signature, tags=tags)
     name = signature.partition("(")[0]
     library.impl(name, cpu, "CPU")

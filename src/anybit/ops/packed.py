@@ -1,7 +1,7 @@
-"""Layers whose weights stay packed until registers: 16-bit activations, or 8-bit ones quantized per token.
+"""Layers whose weights are dequantized in registers: 16-bit activations, or 8-bit ones quantized per token.
 
-The padding and dequantizing strategies of ADAngel (section 4.3) without their waste: memory is read at exactly the
-weights' bits, and only a register ever holds a dequantized weight.
+ADAngel's padding and dequantizing strategies (section 4.3), except that global and shared memory only ever hold packed
+weights.
 """
 
 from dataclasses import dataclass, replace
@@ -43,15 +43,15 @@ from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
 
 TENSORS = 8
-"""How many tensors ``prepare`` gives."""
+"""Number of tensors that ``prepare`` returns."""
 _EMPTY = 0
 
 
 @dataclass(eq=False)
 class _Plan:
-    """What is decided once for a layer, a dtype and a bucket of token counts.
+    """Kernel and config for a layer, a dtype and a bucket of token counts; chosen once.
 
-    ready: kernel and grid of a plan for few tokens that was launched once, and so is known to be legal.
+    ready: kernel and grid of a GEMV plan, once a first launch has checked it.
     """
 
     family: KernelFamily
@@ -61,11 +61,11 @@ class _Plan:
 
     @property
     def kernel(self) -> ModuleType:
-        """The module of its kernel."""
+        """The kernel's module."""
         return self.family.module
 
     def ends_with_silu(self, n: int) -> bool:
-        """Whether its kernel can, of n outputs; of 16-bit activations those for many tokens alone are asked to."""
+        """Whether to use its SiLU epilogue for n outputs; with 16-bit activations, only in the GEMM for many tokens."""
         asked = self.quantizer is not None or self.kernel is sm90_packed_gemm
         return asked and n % packed_layout.UNIT_ROWS == 0 and self.family.ends_with_silu(self.config)
 
@@ -75,9 +75,9 @@ forget_with_maps(_plans)
 
 
 class PackedTiles(Backend):
-    """Weights of 1 to 8 bits in tiles, dequantized in registers: `sm90_packed_gemm`, or what `heuristics` says.
+    """Weights of 1 to 8 bits in tiles, dequantized in registers: `sm90_packed_gemm`, or the kernel `heuristics` picks.
 
-    Without wgmma (all but sm_90a) `sm80_packed_gemm` takes what `sm90_packed_gemm` does elsewhere.
+    Without wgmma (all but sm_90a), `sm80_packed_gemm` replaces `sm90_packed_gemm`.
     """
 
     name = "packed"
@@ -86,17 +86,17 @@ class PackedTiles(Backend):
     norm_tokens = sm90_packed_gemv.NORM_TOKENS
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
-        """Why no kernel runs this layer where it is, in a sentence."""
+        """Why no kernel runs this layer on its device, as a sentence; None if one does."""
         if weight.device.type != "cuda":
             return f"its kernels need a CUDA device, and the weight is on {weight.device}"
         return why_not(weight, activations, Device.of(weight.words))
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """After bit planes where those are fewer products, before them elsewhere."""
+        """1: after bit planes where they cost 0, before them where they cost 2."""
         return 1
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
-        """Tiles, row scales, row zeros and the permutation; then the saved scale, zero, group index and minimum."""
+        """Tiles, row scales, row zeros, permutation; then the original scale, zero, group index and minimum."""
         packed = packed_tiles.prepare(weight, "a8" if activations.quantized else "a16")
         saved = (weight.scale, weight.zero, weight.group_index, weight.minimum)
         tensors = (packed.tiles, packed.row_scale, packed.row_zero, packed.permutation, *saved)
@@ -113,20 +113,20 @@ class PackedTiles(Backend):
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
 
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """One launch; with quantized activations another before it, that quantizes them."""
+        """One launch, after one that quantizes the activations if they are quantized."""
         y = self._linear(x, tensors, bias, spec, False)
         assert y is not None
         return y
 
     def ends_with_silu(self, weight: QuantizedWeight) -> bool:
-        """On wgmma, of dense weights: every kernel of theirs does that is fast for coded activations."""
+        """On sm_90a, for dense weights: all kernels that are fast with quantized activations have the epilogue."""
         arch, whole = Device.of(weight.words).arch, weight.shape[0] % packed_layout.UNIT_ROWS == 0
         return arch == "sm_90a" and whole and not weight.format.sparse and weight.group_index is None
 
     def linear_silu(
         self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
     ) -> Tensor | None:
-        """The same with SiLU in the product; None where its kernel has no such end."""
+        """``linear`` with a SiLU epilogue; None if the chosen kernel has none."""
         return self._linear(x, tensors, bias, spec, True)
 
     def _linear(
@@ -145,7 +145,7 @@ class PackedTiles(Backend):
         if silu and not plan.ends_with_silu(spec.n):
             return None
         if plan.quantizer is not None:
-            if weight.permutation is not None:  # a token's scale is the same in any order
+            if weight.permutation is not None:  # before quantizing: a token's scale does not depend on the order
                 rows = packed_layout.in_order(weight, rows)
             codes = Packed(m, rows.shape[1], spec.activations, Target.bytes, x.device)
             if prologue is None:
@@ -164,7 +164,7 @@ class PackedTiles(Backend):
         return y.view(*x.shape[:-1], n)
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
-        """One launch, straight from the tiles; KernelError for 8-bit activations' tiles, and 32-bit floats."""
+        """Embedding lookup from the tiles, in one launch. KernelError for tiles of 8-bit activations, and float32."""
         y = torch.empty(ids.numel(), spec.k, dtype=dtype, device=ids.device)
         if y.numel():
             packed_rows.launch(_weight(tensors, spec), ids.reshape(-1).contiguous(), y)
@@ -173,7 +173,7 @@ class PackedTiles(Backend):
     def cached_call(
         self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
     ) -> CachedCall | None:
-        """Launches whose parameters are known but for addresses; None for gathered rows, and without wgmma."""
+        """Launches with all parameters but addresses precomputed; None for gathered rows, and without wgmma."""
         x, prologue = opened(x)
         check_input(x, tensors[0], spec, bias)
         rows, weight = rows_of(x, spec.k), _weight(tensors, spec)
@@ -199,9 +199,9 @@ class PackedTiles(Backend):
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],
         bias: Tensor | None, spec: LinearSpec, silu: bool = False,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """(linear of the norm of x + residual, x + residual) in one launch; None where that is for two of them.
+        """(linear of RMSNorm(x + residual), x + residual) in one launch; None if there is no such kernel.
 
-        silu: then silu(gate) * up of outputs that are eight of gate and eight of up in turn, in the same launch.
+        silu: the first is silu(gate) * up [..., N / 2], of outputs interleaved eight by eight, in the same launch.
         """
         found = self._normed(x, residual, gamma, tensors, spec)
         if found is None:
@@ -218,7 +218,7 @@ class PackedTiles(Backend):
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],
         bias: Tensor | None, spec: LinearSpec, step: RopeStoreArgs | RopePagesArgs,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """(turned queries of the norm of x + residual, x + residual), keys and values stored; None where it cannot."""
+        """(queries after RoPE, x + residual) in one launch, K and V stored; None if there is no such kernel."""
         found = self._normed(x, residual, gamma, tensors, spec)
         if found is None or spec.n % packed_layout.UNIT_ROWS:
             return None
@@ -235,7 +235,7 @@ class PackedTiles(Backend):
     def _normed(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, tensors: list[Tensor], spec: LinearSpec
     ) -> tuple[Tensor, Tensor | None, Tensor | None, PackedWeight, sm90_packed_gemv.Config] | None:
-        """Rows, their residual, where their sum goes, weight and config of a product with a norm, if there is one."""
+        """(rows, residual, output for their sum, weight, config) of a GEMV with a fused norm; None if there is none."""
         check_input(x, tensors[0], spec)
         rows = rows_of(x, spec.k).contiguous()
         weight = _weight(tensors, spec)
@@ -248,7 +248,7 @@ class PackedTiles(Backend):
 
 
 def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:
-    """Why no kernel over tiles multiplies with a weight on ``device`` at any token count; None if one does."""
+    """Why no kernel on ``device`` runs a weight in tiles at any token count, as a sentence; None if one does."""
     n, k = weight.shape
     ordered = weight.group_index is not None
     problem = LinearProblem(1, n, k, weight.format, activations, device=device, act_order=ordered)
@@ -260,7 +260,7 @@ _norm_configs: dict[tuple[int, int, torch.dtype, bool, int], sm90_packed_gemv.Co
 
 
 def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> sm90_packed_gemv.Config | None:
-    """The config of a product that norms its own activations, decided once; None where there is none."""
+    """The config of a GEMV with a fused norm, cached; None if there is none."""
     m = rows.shape[0]
     if not 0 < m <= sm90_packed_gemv.NORM_TOKENS or spec.activations.quantized or weight.permutation is not None:
         return None
@@ -282,7 +282,7 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> sm90_p
 
 
 def _multiply_few(rows: Tensor, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:
-    """Launch a kernel for few tokens: checked the first time, for what a plan is for does not change."""
+    """Launch a kernel for few tokens; operands are checked at a plan's first launch only, as they do not change."""
     fits = bias is None or (bias.dtype == y.dtype and bias.numel() == y.shape[1])
     if plan.ready is None or not fits:
         packed_problem.launch_few(plan.kernel, weight, rows, y, bias=bias, config=plan.config)
@@ -295,10 +295,10 @@ def _multiply_few(rows: Tensor, weight: PackedWeight, bias: Tensor | None, y: Te
 
 
 def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
-    """The kernel and config for this many tokens; chosen once."""
+    """Kernel and config for the rows' token bucket; cached."""
     bucket = step(rows.shape[0])
     aligned = quantize_activations.rows_aligned(rows)
-    # Specs are parsed once for each text and kept, so that their identity stands for them.
+    # There is one LinearSpec object per text, kept for ever, so its id can be the key.
     columns = 0 if weight.permutation is None else weight.permutation.numel()
     key = (id(spec), bucket, rows.dtype, aligned, rows.get_device(), columns)
     found = _plans.get(key)

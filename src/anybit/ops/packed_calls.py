@@ -1,4 +1,4 @@
-"""Cached calls of packed layers: launches whose parameters are known but for addresses (``call_cache``)."""
+"""Cached calls of packed layers: launches with all parameters but addresses precomputed (``call_cache``)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,15 +18,15 @@ from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat
 
 Product = Callable[[int, list[Tensor], int, int, int, int], None]
-"""Launches y = x W^T + bias, given the address of x, the prepared weight, the addresses of x's scales and sums, of the
-bias and of y; 0 for what is not there."""
+"""Launches y = x W^T + bias, given (address of x, prepared weight, addresses of x's scales, x's sums, bias, y); 0 for
+operands that do not exist."""
 
 
 def call_16bit(
     rows: Tensor, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any, config: Any,
     silu: bool,
 ) -> CachedCall:  # fmt: skip
-    """``linear`` (silu: ``linear_silu``) for 16-bit rows [m, k] like these, that a kernel took; y has ``shape``."""
+    """A cached ``linear`` (silu: ``linear_silu``) for 16-bit rows [m, k] like these; y has ``shape``."""
     multiply = _product(rows, weight, bias, rows.new_empty(len(rows), shape[-1]), kernel, config, silu)
 
     def linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
@@ -41,9 +41,9 @@ def call_quantized(
     prologue: ActivationPrologue, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any,
     config: Any, quantizer: quantize_activations.Config, activations: ActivationFormat, silu: bool,
 ) -> CachedCall:  # fmt: skip
-    """The same with activations that are quantized first, with what is done on the way (``prologue``).
+    """The same with quantized activations, and ``prologue`` fused into their quantization.
 
-    It takes the prologue's gamma and residual, too, and gives their sum where there is a residual: (y, sum).
+    With a residual, the call also takes gamma and the residual and returns (y, x + residual).
     """
     rows, k = prologue.rows, weight.shape[1]
     codes = Packed(len(rows), k, activations, Target.bytes, rows.device)
@@ -115,7 +115,7 @@ def _large_product(
     )  # fmt: skip
     shape, boxes = (size, m, k, rows.stride(0) * size), sm90_packed_gemm.boxes(config, size)
     stored = (2, m, n, 2 * n, TILE_ROWS, config.tile_m) if config.tensor_store else None
-    maps: dict[int, list[bytes]] = {}  # memory is handed out at a few addresses again and again
+    maps: dict[int, list[bytes]] = {}  # the allocator reuses few addresses
 
     def multiply(x: int, tensors: list[Tensor], scale: int, sums: int, bias: int, y: int) -> None:
         found = maps.get(x)

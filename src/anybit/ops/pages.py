@@ -1,7 +1,7 @@
-"""Rotary embedding with keys and values on their way into a paged 16-bit cache that somebody else manages (vLLM).
+"""RoPE fused with storing keys and values in an externally managed, paged 16-bit cache (vLLM's).
 
-``rotate_pages`` takes a projection's outputs; ``norm_rotate_pages`` makes them, too: one launch for a token or two of
-16-bit activations. Both write the cache that ``RopePagesArgs`` names, and are called inside an op whose caller says so.
+``rotate_pages`` takes the QKV projection's outputs; ``norm_rotate_pages`` computes them, too, in one launch at one or
+two tokens with 16-bit activations. Both write the cache in ``RopePagesArgs``; the ops that call them ensure the order.
 """
 
 import torch
@@ -19,7 +19,7 @@ from anybit.ops.fused import norm_linear
 
 
 def why_not(query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why no kernel turns such heads and stores them in pages, in a sentence; None if one does."""
+    """Why no kernel applies RoPE to such heads and stores them in pages, as a sentence; None if one does."""
     return rope_pages.why_not(rope_pages.Problem(1, query_heads, key_heads, head_dim, dtype))
 
 
@@ -27,10 +27,10 @@ def rotate_pages(
     step: RopePagesArgs, qkv: Tensor, q_gamma: Tensor | None = None, k_gamma: Tensor | None = None,
     epsilon: float = 0.0, paired: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Rotated queries [tokens, query_heads, head_dim]; keys, rotated, and values go to the step's pages.
+    """Apply RoPE; store keys and values in the step's pages. Returns the queries [tokens, query_heads, head_dim].
 
-    qkv: [tokens, (query_heads + 2 key_heads) * head_dim]. q_gamma, k_gamma: [head_dim], norms of heads before that.
-    paired: channels lie as ``rope.paired_channels`` says.
+    qkv: [tokens, (query_heads + 2 * key_heads) * head_dim].  q_gamma, k_gamma: [head_dim], of a per-head QK norm first.
+    paired: channels are in the order of ``rope.paired_channels``.  Raises KernelError as ``check_step`` does.
     """
     places = (step.positions, step.table, step.keys, step.values, step.slots)
     how = step.query_heads, step.key_heads, epsilon, paired
@@ -63,9 +63,9 @@ def norm_rotate_pages(
     step: RopePagesArgs, x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor],
     bias: Tensor | None, spec: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(``rotate_pages`` of the linear of the norm of x + residual, x + residual): one launch if possible.
+    """``norm_linear`` as QKV, then ``rotate_pages``: (queries after RoPE, x + residual), in one launch if possible.
 
-    The linear's outputs are queries, keys and values, channels as ``rope.paired_channels`` says.
+    The linear's outputs are queries, keys and values in the channel order of ``rope.paired_channels``.
     """
     parsed = LinearSpec.parse(spec)
     backend = backends[parsed.backend]
@@ -83,7 +83,7 @@ def check_step(
     step: RopePagesArgs, shape: torch.Size, kind: torch.dtype, q_gamma: Tensor | None = None,
     k_gamma: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Raise KernelError, naming what is wrong, unless a step fits qkv of a shape and type as kernels read them."""
+    """Raise KernelError, naming the argument, unless a step fits qkv of this shape and dtype."""
     dim, tokens = step.head_dim, shape[0]
     wanted = (step.query_heads + 2 * step.key_heads) * dim
     if shape != (tokens, wanted):
@@ -95,24 +95,24 @@ def check_step(
     vectors += [("q_gamma", q_gamma, kind), ("k_gamma", k_gamma, kind)]
     for name, found, dtype in vectors:
         if found is not None and (found.dtype != dtype or found.dim() != 1 or not found.is_contiguous()):
-            raise KernelError(f"{name} must be a dense {dtype} vector, not {found.dtype} {tuple(found.shape)}")
+            raise KernelError(f"{name} must be a contiguous {dtype} vector, not {found.dtype} {tuple(found.shape)}")
     if len(step.positions) != tokens:
-        raise KernelError(f"positions must hold one for each of {tokens} tokens, not {len(step.positions)}")
+        raise KernelError(f"positions must have one entry for each of {tokens} tokens, not {len(step.positions)}")
     if step.table.dtype != kind or not step.table.is_contiguous():
-        raise KernelError(f"table must be dense {kind} as qkv is, not {step.table.dtype}")
+        raise KernelError(f"table must be contiguous {kind} as qkv is, not {step.table.dtype}")
     if step.keys is not None and step.values is not None:
         check_pages(step.keys, step.values, kind, step.key_heads, dim)
 
 
 def check_pages(keys: Tensor, values: Tensor, kind: torch.dtype, heads: int, dim: int) -> None:
-    """Raise KernelError unless these are pages of 16-bit keys and values as kernels read and write them."""
+    """Raise KernelError unless keys and values are pages of dtype ``kind`` that kernels can read and write."""
     for name, pages in (("keys", keys), ("values", values)):
         right = pages.dtype == kind and pages.dim() == 4 and pages.shape[2:] == (heads, dim)
         aligned = right and pages.stride(3) == 1 and not any(x % 8 for x in pages.stride()[:3])
         if not aligned or pages.data_ptr() % 16 or pages.stride() != keys.stride() or pages.shape != keys.shape:
             raise KernelError(
-                f"{name} must be {kind} [pages, page tokens, {heads}, {dim}] in vectors of eight, keys and values "
-                f"alike, not {pages.dtype} {tuple(pages.shape)} strided {pages.stride()}"
+                f"{name} must be {kind} [pages, page tokens, {heads}, {dim}] in vectors of 8 (16-byte aligned), with "
+                f"the same strides for keys and values, not {pages.dtype} {tuple(pages.shape)}, {pages.stride()}"
             )
 
 
@@ -123,7 +123,7 @@ def _rotate_cpu(
     if paired:
         plain = torch.empty_like(qkv).index_copy_(1, paired_channels(step.query_heads, step.key_heads, dim), qkv)
     q, k, v = plain.view(len(qkv), -1, dim).split((step.query_heads, step.key_heads, step.key_heads), dim=1)
-    q, k = (x if g is None else rms_norm(x, g, epsilon) for x, g in ((q, q_gamma), (k, k_gamma)))  # and rounds them
+    q, k = (x if g is None else rms_norm(x, g, epsilon) for x, g in ((q, q_gamma), (k, k_gamma)))  # rounds, too
     wide = torch.cat((q, k, v), dim=1).float().flatten(1)
     cosine, sine = (half.repeat(1, 2) for half in step.table.float()[step.positions].split(dim // 2, dim=1))
     q, k = rotate(wide, cosine, sine, step.query_heads, step.key_heads)

@@ -1,4 +1,4 @@
-"""What a backend does to rows while it codes them, instead of reading what another kernel has written."""
+"""Work fused into the quantize-and-pack kernel: a norm, SiLU or rotation on the rows that it quantizes."""
 
 from dataclasses import dataclass, replace
 
@@ -12,9 +12,9 @@ from anybit.scheme import ActivationFormat
 
 @dataclass(frozen=True, eq=False)
 class ActivationPrologue:
-    """What is done to rows while they are coded.  rows: 16-bit [m, k], or [m, gate k | up k] for ``silu_mul``.
+    """Work on rows while they are quantized. rows: 16-bit [m, k], or [m, gate k | up k] for ``silu_mul``.
 
-    rotated: what comes of that goes through ``anybit::hadamard``, without a launch of its own.
+    rotated: ``anybit::hadamard`` follows, in the same launch.
     """
 
     source: Source
@@ -27,11 +27,11 @@ class ActivationPrologue:
 
     @property
     def made(self) -> Tensor:
-        """A tensor of the shape, dtype and device of the rows that it makes, [m, k]; not of their values."""
+        """A stand-in for the resulting rows [m, k]: their shape, dtype and device, but not their values."""
         return self.rows[:, : self.rows.shape[1] // 2] if self.source is Source.silu_mul else self.rows
 
     def problem(self, format: ActivationFormat, target: Target) -> Problem:
-        """What quantize-and-pack is asked for. It reads gamma and the residual in the same eights as rows."""
+        """The quantize-and-pack problem; gamma and the residual need the same 16-byte alignment as the rows."""
         problem = quantize_activations.problem_of(self.rows, format, target, self.source, self.rotated)
         others = (one for one in (self.gamma, self.residual) if one is not None)
         if problem.aligned and any(one.data_ptr() % 16 for one in others):
@@ -39,7 +39,7 @@ class ActivationPrologue:
         return problem
 
     def arguments(self, problem: Problem, config: Config, packed: Packed) -> Params:
-        """The arguments of its launch."""
+        """The launch's parameters."""
         return quantize_activations.arguments(
             problem, config, packed, self.rows,
             gamma=self.gamma, epsilon=self.epsilon, residual=self.residual, residual_sum=self.residual_sum,
@@ -56,9 +56,9 @@ class ActivationPrologue:
 
 
 LinearInput = Tensor | ActivationPrologue
-"""What a layer multiplies: x [..., K], or rows that are made while they are coded."""
+"""A layer's input: x [..., K], or rows computed while they are quantized."""
 
 
 def opened(x: LinearInput) -> tuple[Tensor, ActivationPrologue | None]:
-    """A tensor of the input's shape, dtype and device, and the prologue that makes its values, if one does."""
+    """(a tensor of the input's shape, dtype and device, the prologue that computes its values or None)."""
     return (x.made, x) if isinstance(x, ActivationPrologue) else (x, None)

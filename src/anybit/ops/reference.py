@@ -1,4 +1,4 @@
-"""The reference as a backend: exact, plain torch. What runs on a CPU."""
+"""The exact reference in plain torch, as a backend; the default on a CPU."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from anybit.scheme import ActivationFormat
 
 
 class ReferencePacked(Backend):
-    """Keeps the weight packed and decodes it at every call: the least memory, and slow."""
+    """Keeps the weight packed and decodes it at every call: least memory, slow."""
 
     name = "reference-packed"
-    # Runs wherever torch does, but a silent fallback on a GPU would be slow: there it must be asked for by name.
+    # Works on any device, but a silent fallback on a GPU would be slow: there it must be named.
     unasked = ("cpu",)
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
-        """Nothing is beyond the reference."""
+        """None: the reference runs every layer."""
         return None
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
@@ -26,7 +26,7 @@ class ReferencePacked(Backend):
         return 3
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
-        """The packed tensors as they are; empty ones stand for those that the format does not have."""
+        """The packed tensors; empty ones for those that the format does not have."""
         empty = torch.empty(0, dtype=torch.int32, device=weight.device)
         optional = (weight.zero, weight.group_index, weight.indices, weight.minimum)
         return [weight.words, weight.scale, *(empty if tensor is None else tensor for tensor in optional)]
@@ -44,7 +44,7 @@ class ReferencePacked(Backend):
 
 
 class ReferenceDecoded(ReferencePacked):
-    """Decodes the weight once and keeps it in float32 too: fast, for the memory of a float32 model."""
+    """Decodes the weight once and also keeps it in float32: fast, at the memory of a float32 model."""
 
     name = "reference-decoded"
 
