@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 import cases_serving
 import cases_vllm
@@ -66,6 +66,43 @@ def test_a_model_that_drafts_is_found_by_the_names_of_its_own_files(rank: Any) -
     assert (part.name, str(part.scheme)) == ("model.layers.0.mlp.down_proj", "w8a16g32")
     head = ParallelLMHead(32, 64, params_dtype=torch.float32, quant_config=config, prefix="draft_model.lm_head")
     assert isinstance(head.quant_method, AnyBitHeadMethod)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_heads_that_drafters_bring_are_held_against_codes(
+    rank: Any, online: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter (EAGLE) takes the target's embedding and head, unless its own differ, by either runner of vLLM."""
+    from vllm.v1.spec_decode import llm_base_proposer
+    from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
+
+    monkeypatch.setattr(llm_base_proposer, "get_pp_group", lambda: SimpleNamespace(world_size=1))
+    config = AnyBitConfig("w4a16g32", overrides={"lm_head": Scheme.parse("w8a16")})
+    words = {"params_dtype": torch.float32, "quant_config": config}
+    if not online:
+        config.overrides["model.embed_tokens"] = Scheme.parse("w8a16")
+        config.stored = ["model.embed_tokens", "lm_head"]
+    part = cases_vllm.layer_of("w8a16", 128, 64)
+    embedding = VocabParallelEmbedding(128, 64, prefix="model.embed_tokens", **words)
+    head = ParallelLMHead(128, 64, prefix="lm_head", **words)
+    for layer in (embedding, head):
+        coded = part.tensors_of(part.quantized_weight())
+        load(layer, {"weight": part.dequantize()} if online else coded)
+        layer.quant_method.process_weights_after_loading(layer)
+    own, own_head = (VocabParallelEmbedding(128, 64, params_dtype=torch.float32) for _ in range(2))
+    for x in (own, own_head):
+        x.weight.data.normal_()
+    target = SimpleNamespace(model=SimpleNamespace(embed_tokens=embedding), lm_head=head)
+    for has in (False, True):
+        draft = SimpleNamespace(
+            model=SimpleNamespace(embed_tokens=own), lm_head=own_head, has_own_embed_tokens=has, has_own_lm_head=has
+        )
+        shares = [_should_share(draft, "has_own_embed_tokens", own, embedding)]
+        shares += [_should_share(draft, "has_own_lm_head", own_head, head)]
+        assert shares == [not has] * 2
+        proposer = SimpleNamespace(model=draft, vllm_config=SimpleNamespace(speculative_config=None))
+        llm_base_proposer.SpecDecodeBaseProposer._maybe_share_embeddings(proposer, target)
+        assert draft.model.embed_tokens is (own if has else embedding)
 
 
 def test_a_head_of_codes_is_not_tied() -> None:
