@@ -157,10 +157,10 @@ def test_an_entry_under_another_name_is_not_loaded(
         ("world", "others can write it (mode 0646)"),
         ("stranger", "it belongs to another user"),
         ("link", "cannot be opened"),
-        ("fifo", "is no file of a kernel's size"),
+        ("fifo", "is not a regular file, or is too large"),
         ("socket", "cannot be opened"),
-        ("huge", "is no file of a kernel's size"),
-        ("folder", "is no file of a kernel's size"),
+        ("huge", "is not a regular file, or is too large"),
+        ("folder", "is not a regular file, or is too large"),
     ],
 )
 def test_what_others_may_have_put_there_is_not_loaded(
@@ -227,8 +227,8 @@ def test_a_folder_that_others_can_write_is_not_used(
     ("chosen", "said"),
     [
         ("", "ANYBIT_CACHE_DIR is empty: set it to an absolute folder"),
-        ("kernels", "ANYBIT_CACHE_DIR is 'kernels', another folder in every directory"),
-        ("~no-such-user/x", "ANYBIT_CACHE_DIR names a home that is not: '~no-such-user/x'"),
+        ("kernels", "ANYBIT_CACHE_DIR is 'kernels', a relative path"),
+        ("~no-such-user/x", "ANYBIT_CACHE_DIR names an unknown home: '~no-such-user/x'"),
     ],
 )
 def test_a_folder_that_cannot_be_is_one_sentence(monkeypatch: pytest.MonkeyPatch, chosen: str, said: str) -> None:
@@ -273,8 +273,8 @@ def test_a_lock_that_is_held_is_waited_for_and_then_done_without(
     finally:
         holder.kill()
         holder.wait()
-    assert f"waiting for another process that compiles a kernel (it holds {lock})" in caplog.text
-    assert ("this one compiles the kernel itself" in caplog.text) == (held == "for ever")
+    assert f"waiting for another process to compile a kernel (it holds {lock})" in caplog.text
+    assert ("compiling the kernel in this one" in caplog.text) == (held == "for ever")
     assert len(entries(folder)) == 1
 
 
@@ -284,7 +284,7 @@ def test_a_lock_that_is_no_file_is_done_without(
     (folder / "locks").mkdir(parents=True, mode=0o700)
     os.mkfifo(folder / "locks" / cache.key(KERNEL, ARCH)[:3])
     jit.cached(KERNEL, ARCH)
-    assert "is no file" in caplog.text
+    assert "is not a regular file" in caplog.text
     assert len(entries(folder)) == 1
 
 

@@ -254,6 +254,6 @@ def test_grids_beyond_cuda_are_refused_before_anything_changes(grid: tuple[int, 
     launcher = object.__new__(launching.Launcher)
     launcher.kernel = rope.kernel(rope.default(rope.Problem(1, 1, 1, 16)))
     known = launching._Gridded(SimpleNamespace(gridDimX=1), (1, 1, 1))
-    with pytest.raises(KernelError, match=r"beyond what CUDA launches.*pass fewer tokens or sequences"):
+    with pytest.raises(KernelError, match=r"beyond CUDA's limit.*pass fewer tokens or sequences"):
         launcher._on_grid(known, 0, grid)
     assert known.config == SimpleNamespace(gridDimX=1)

@@ -1,12 +1,12 @@
-"""Compiled kernels, kept in memory and on disk.
+"""Cache of compiled kernels, in memory and on disk.
 
-A disk entry is one file named by a hash of all that decides the machine code: the generated source, every header that
-it can reach, the flags, the compiler's version, the architecture. It is written beside its place and renamed, holds
-that name, the architecture and a checksum of itself, and is compiled by one process at a time.
+A disk entry is one file, named by a hash of everything that decides the machine code: generated source, reachable
+headers, flags, compiler version, architecture. It is written to a temporary file and renamed; it contains its name, the
+architecture and a checksum; and only one process at a time compiles it.
 
-What is loaded runs on the GPU, so only what this user or root has written is trusted: entries and their folder belong
-to one of them, and nobody else can write them. Links, FIFOs, devices and huge files are refused, and nothing waits
-forever for another process. A folder that cannot be used costs time, no more.
+Entries run on the GPU, so only files of this user or root are trusted: entries and their folder must belong to one of
+them and must not be writable by others. Links, FIFOs, devices and huge files are rejected, and no process waits for
+another for ever. Without a usable folder, kernels are just compiled again.
 """
 
 import contextlib
@@ -29,32 +29,32 @@ from anybit.jit.compile import FLAGS, Compiled, compile, reachable_headers
 from anybit.jit.source import Kernel
 
 LIMIT_BYTES = 4 << 30
-"""When the folder grows beyond this, the entries not used for longest are removed."""
+"""Beyond this folder size, least recently used entries are removed."""
 ENTRY_BYTES = 64 << 20
-"""No kernel is as large as this: what is, is none."""
+"""Files larger than this cannot be kernels."""
 SAY_SECONDS, WAIT_SECONDS = 5.0, 120.0
-"""How long another process may hold an entry's lock until that is said, and until it is done without."""
+"""Seconds of waiting for an entry's lock until that is logged, and until this process goes on without it."""
 _LOOKS = 64
-"""A process looks how large the folder is at its first new entry, and after each 64th of the limit that it has added:
-to look at ten thousand entries takes a fifth of the time of compiling one."""
+"""A process checks the folder's size at its first new entry, and after every 64th of the limit that it adds: scanning
+ten thousand entries takes a fifth of the time of compiling one."""
 
 _MAGIC = b"anybit kernel 2\n"
 _SUFFIX = ".kernel"
 _NEW = ".new-"
 _NOTE = "note"
-"""Stands for the architecture in an entry that is no kernel."""
+"""The architecture of entries that are not kernels."""
 _memory: dict[tuple[Kernel, str], Compiled] = {}
 _memory_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
 _added: int | None = None
-"""Bytes of entries added since this process last looked; None: it never has."""
+"""Bytes added since this process last checked the folder's size; None: never checked."""
 
 
 @cache
 def folder() -> Path:
-    """Where entries are kept: ANYBIT_CACHE_DIR, else ~/.cache/anybit (XDG_CACHE_HOME is honoured). Read once.
+    """The cache folder: ANYBIT_CACHE_DIR, else ~/.cache/anybit (XDG_CACHE_HOME is honoured). Determined once.
 
-    Raises KernelError for an ANYBIT_CACHE_DIR that is empty or relative, or a home that is not known.
+    Raises KernelError for an empty or relative ANYBIT_CACHE_DIR, or an unknown home directory.
     """
     chosen, shared = os.environ.get("ANYBIT_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -65,16 +65,16 @@ def folder() -> Path:
         else:
             path = Path.home() / ".cache" / "anybit"
     except RuntimeError:
-        whose = "your home is not known" if chosen is None else f"ANYBIT_CACHE_DIR names a home that is not: {chosen!r}"
+        whose = "your home is unknown" if chosen is None else f"ANYBIT_CACHE_DIR names an unknown home: {chosen!r}"
         raise KernelError(f"{whose}: set ANYBIT_CACHE_DIR to an absolute folder for compiled kernels") from None
     if chosen is not None and not path.is_absolute():
-        what = "is empty" if not chosen else f"is {chosen!r}, another folder in every directory"
+        what = "is empty" if not chosen else f"is {chosen!r}, a relative path"
         raise KernelError(f"ANYBIT_CACHE_DIR {what}: set it to an absolute folder for compiled kernels, or unset it")
     return path
 
 
 def cached(kernel: Kernel, arch: str) -> Compiled:
-    """The machine code of `kernel` for `arch`: from memory, else from disk, else compiled. Raises as `compile` does."""
+    """The machine code of `kernel` for `arch`: from memory, else from disk, else compiled. Raises like `compile`."""
     found = _memory.get((kernel, arch))
     if found is None:
         found = _from_disk(kernel, arch)
@@ -84,7 +84,7 @@ def cached(kernel: Kernel, arch: str) -> Compiled:
 
 
 def fetch(kernel: Kernel, arch: str) -> bool:
-    """Whether the machine code of a kernel is in memory, after a look at the disk; nothing is compiled."""
+    """Load a kernel's machine code from disk unless it is in memory. Returns whether it was found; never compiles."""
     if (kernel, arch) not in _memory:
         with _opened(folder()) as place:
             found = None if place is None else _load(place, key(kernel, arch), arch)
@@ -96,21 +96,21 @@ def fetch(kernel: Kernel, arch: str) -> bool:
 
 
 def note(name: str) -> bytes | None:
-    """What ``keep_note`` kept under a name, from disk, with the care that kernels are read with; None: nothing."""
+    """Read what ``keep_note`` stored under a name, with the same checks as for kernels; None if there is nothing."""
     with _opened(folder()) as place:
         found = None if place is None else _load(place, name, _NOTE)
     return None if found is None else found.cubin
 
 
 def keep_note(name: str, content: bytes) -> None:
-    """Keep what is no kernel beside the kernels, until it is the one not used for longest."""
+    """Store other data next to the kernels; it is evicted like a kernel."""
     with _opened(folder()) as place:
         if place is not None:
             _store(place, name, Compiled(content, _NOTE, "", 0, 0, 0, 0, 0.0))
 
 
 def clear_memory() -> None:
-    """Forget what this process has loaded, and where the folder is; the disk stays as it is."""
+    """Clear the in-memory cache and the remembered folder; the disk is untouched."""
     with _memory_lock:
         _memory.clear()
     folder.cache_clear()
@@ -130,8 +130,8 @@ def key(kernel: Kernel, arch: str) -> str:
 
 @cache
 def compiler_version() -> str:
-    """The compiler that machine code depends on, patch release included."""
-    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):  # tells patch releases apart, and loads no library
+    """The compiler's name and version, patch release included if it is a pip package."""
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):  # has the patch release, and loads no library
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
     from cuda.bindings import nvrtc
@@ -157,12 +157,12 @@ def _from_disk(kernel: Kernel, arch: str) -> Compiled:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """The folder as a descriptor, so that no other can take its place meanwhile; None where it cannot be used."""
+    """The folder as a descriptor, so that it cannot be swapped meanwhile; None if it is unusable (warned about)."""
     found: int | None = None
     with contextlib.ExitStack() as stack:
         try:
             if os.name != "posix":
-                raise OSError("this needs the file permissions of POSIX")
+                raise OSError("POSIX file permissions are needed")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
             place = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -170,9 +170,9 @@ def _opened(path: Path) -> Iterator[int | None]:
             status = os.fstat(place)
             own = status.st_uid == os.geteuid() and "ANYBIT_CACHE_DIR" not in os.environ
             if own and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-                os.chmod(place, 0o700)  # noqa: PTH101  made under a umask that lets a group write
+                os.chmod(place, 0o700)  # noqa: PTH101  created under a group-writable umask
             if reason := _not_trusted(os.fstat(place)):
-                raise OSError(f"{reason}; set ANYBIT_CACHE_DIR to a folder that you alone can write")
+                raise OSError(f"{reason}; set ANYBIT_CACHE_DIR to a folder that only you can write")
             found = place
         except OSError as error:
             _warn_unusable(path, error.strerror or str(error))
@@ -180,7 +180,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _not_trusted(status: os.stat_result) -> str | None:
-    """Why what somebody else may have written is not loaded, or None."""
+    """Why a file or folder is not trusted (others may have written it), or None."""
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to another user ({status.st_uid})"
     if status.st_mode & 0o022:
@@ -189,7 +189,7 @@ def _not_trusted(status: os.stat_result) -> str | None:
 
 
 def _load(place: int, name: str, arch: str) -> Compiled | None:
-    """The entry, or None where it is missing, damaged, not to be trusted, or another's; all but the first is said."""
+    """The entry; None if it is missing or (with a warning) damaged, not trusted or another kernel's."""
     content = _read(place, name)
     if content is None:
         return None
@@ -214,7 +214,7 @@ def _load(place: int, name: str, arch: str) -> Compiled | None:
 
 def _read(place: int, name: str) -> bytes | None:
     try:
-        # A FIFO that nobody writes to would never open otherwise.
+        # O_NONBLOCK: opening a FIFO without a writer would block for ever.
         file = os.open(name + _SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
     except FileNotFoundError:
         return None
@@ -224,12 +224,12 @@ def _read(place: int, name: str) -> bytes | None:
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_size > ENTRY_BYTES:
-            _say(name, "is no file of a kernel's size")
+            _say(name, "is not a regular file, or is too large,")
             return None
         if reason := _not_trusted(status):
             _say(name, f"is not loaded, since {reason},")
             return None
-        with contextlib.suppress(OSError):  # tells the removal of old entries that this one is in use
+        with contextlib.suppress(OSError):  # mark as used, for the eviction of old entries
             os.utime(file)
         with os.fdopen(file, "rb", closefd=False) as entry:
             return entry.read(ENTRY_BYTES)
@@ -254,7 +254,7 @@ def _store(place: int, name: str, compiled: Compiled) -> None:
         try:
             with os.fdopen(file, "wb") as entry:
                 entry.write(_MAGIC + hashlib.sha256(body).digest() + body)
-                os.chmod(file, 0o644)  # noqa: PTH101  root's may be for everyone
+                os.chmod(file, 0o644)  # noqa: PTH101  root's entries may serve all users
             os.replace(new, name + _SUFFIX, src_dir_fd=place, dst_dir_fd=place)
         except OSError:
             os.unlink(new, dir_fd=place)
@@ -275,7 +275,7 @@ def _remove_oldest(place: int) -> None:
             if entry.name.endswith(_SUFFIX) and stat.S_ISREG(status.st_mode):
                 files.append((status.st_mtime, status.st_size, entry.name))
                 size += status.st_size
-            elif entry.name.startswith(_NEW) and status.st_mtime < time.time() - 3600:  # of a process that was killed
+            elif entry.name.startswith(_NEW) and status.st_mtime < time.time() - 3600:  # left by a killed process
                 os.unlink(entry.name, dir_fd=place)
     for _, bytes_, name in sorted(files):
         if size <= LIMIT_BYTES:
@@ -287,10 +287,10 @@ def _remove_oldest(place: int) -> None:
 
 @contextlib.contextmanager
 def _locked(place: int, name: str) -> Iterator[None]:
-    """Holds the lock of an entry, across processes and threads; goes on without where that cannot be had.
+    """Hold the lock of an entry, across processes and threads; continue without it if it cannot be acquired.
 
-    Lock files are shared by entries whose names begin alike, so that their number is bounded without removing any:
-    removing a lock file that another process is about to lock would let two in.
+    Entries with the same name prefix share a lock file. This bounds the number of files without deleting any: deleting
+    one that another process is about to lock would let two processes in.
     """
     lock = f"locks/{name[:3]}"
     with contextlib.ExitStack() as stack:
@@ -300,7 +300,7 @@ def _locked(place: int, name: str) -> Iterator[None]:
             file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=place)
             stack.callback(os.close, file)
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(f"{lock} is no file")
+                raise OSError(f"{lock} is not a regular file")
             _wait_for(file, lock)
         except OSError as error:
             _warn_unusable(folder(), error.strerror or str(error))
@@ -318,12 +318,12 @@ def _wait_for(file: int, lock: str) -> None:
         waited = time.monotonic() - began
         if waited >= WAIT_SECONDS:
             _logger.warning(
-                "another process has held %s for %.0f s: this one compiles the kernel itself", folder() / lock, waited
+                "another process has held %s for %.0f s: compiling the kernel in this one", folder() / lock, waited
             )
             return
         if waited >= SAY_SECONDS and not said:
             said = True
-            _logger.warning("waiting for another process that compiles a kernel (it holds %s)", folder() / lock)
+            _logger.warning("waiting for another process to compile a kernel (it holds %s)", folder() / lock)
         time.sleep(min(0.005 + waited / 20, 0.5))
 
 

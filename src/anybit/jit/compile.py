@@ -1,4 +1,4 @@
-"""Kernel -> machine code. Takes no tensor and needs no GPU."""
+"""Compile a Kernel to machine code with NVRTC. Needs no GPU."""
 
 import io
 import os
@@ -21,42 +21,42 @@ FLAGS: dict[str, Any] = {
     "ptxas_options": ["-v"],
     "disable_warnings": True,
 }
-"""The compiler's options besides architecture and folders; part of the cache key."""
+"""Compiler options besides architecture and include folders; part of the cache key."""
 
 _importing = threading.Lock()
-"""Threads that import cuda.core together for the first time find it half made."""
+"""Threads that import cuda.core concurrently for the first time can see it half initialized."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The machine code of one kernel, and what the assembler said about it."""
+    """The machine code of one kernel, and ptxas' resource figures."""
 
     cubin: bytes
     arch: str
     entry: str
     """The mangled name of the kernel in the cubin."""
     registers: int
-    """A thread's registers."""
+    """Registers per thread."""
     spill_bytes: int
-    """Stores plus loads of spilled registers, in the code of one thread."""
+    """Bytes of spill stores plus spill loads per thread."""
     stack_bytes: int
-    """A thread's local memory: spills, and arrays that are indexed at run time."""
+    """Stack frame (local memory) per thread: spills, and arrays indexed at run time."""
     static_shared_bytes: int
-    """Shared memory besides the launch's dynamic bytes."""
+    """Static shared memory per block."""
     seconds: float
-    """The time that the compiler took."""
+    """Compile time."""
 
 
 class CompileError(KernelError):
-    """The compiler refused a kernel; the message holds the config, the first errors and where the source is kept."""
+    """A kernel does not compile; the message has its config, the first errors and the path of its source."""
 
 
 def compile(kernel: Kernel, arch: str) -> Compiled:
     """Compile `kernel` for `arch`, such as "sm_80" or "sm_90a".
 
-    Raises CompileError, and KernelError where no compiler (the extra anybit[cuda]) is installed.
+    Raises CompileError, or KernelError if NVRTC (the extra anybit[cuda]) is not installed.
     """
     try:
         with _importing:
@@ -87,7 +87,7 @@ def assembler_figures(log: str, entry: str) -> dict[str, int]:
     """Registers, spills, stack and static shared memory of one entry, from the log of `ptxas -v`."""
     _, _, about = log.partition(f"Compiling entry function '{entry}'")
     if not about:
-        raise KernelError(f"the assembler's log does not speak of {entry}; is -v still among the flags? {log[:400]!r}")
+        raise KernelError(f"the assembler's log does not mention {entry}; is -v still in FLAGS? {log[:400]!r}")
     about = about.partition("Compiling entry function")[0]
 
     def figure(pattern: str) -> int:
@@ -103,13 +103,13 @@ def assembler_figures(log: str, entry: str) -> dict[str, int]:
 
 
 def include_folders(kernel: Kernel) -> list[Path]:
-    """Where headers are looked for: beside the kernel's own, the package's, CUDA's (where it is installed)."""
+    """Include folders: the kernel header's own, the package's, and CUDA's (if installed)."""
     return list(dict.fromkeys([kernel.path.parent, KERNELS, *cuda_headers()]))
 
 
 @cache
 def cuda_headers() -> tuple[Path, ...]:
-    """CUDA's own headers. anybit's kernels include none of them; a kernel of one's own may."""
+    """CUDA's header folder. anybit's kernels do not use it; a user's kernels may."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
 
@@ -121,9 +121,9 @@ def cuda_headers() -> tuple[Path, ...]:
 
 
 def reachable_headers(kernel: Kernel) -> dict[str, bytes]:
-    """The content of every header that the kernel may include, directly or not, CUDA's excepted; sorted by name.
+    """Contents of all headers that the kernel includes, directly or not, except CUDA's; sorted by name.
 
-    Raises FileNotFoundError for a quoted header that is in no folder and not CUDA's either.
+    Raises FileNotFoundError for a quoted header that neither the folders nor CUDA have.
     """
     folders = [kernel.path.parent, KERNELS]
     found: dict[str, bytes] = {}
@@ -144,7 +144,7 @@ def reachable_headers(kernel: Kernel) -> dict[str, bytes]:
 
 @lru_cache(maxsize=256)
 def _included(content: bytes) -> tuple[tuple[str, str], ...]:
-    """What a header includes; kept by its content, since thousands of kernels are named after the same few."""
+    """The includes of a header, cached by content: thousands of kernels share the same few headers."""
     return tuple(_INCLUDE.findall(content.decode()))
 
 

@@ -1,4 +1,4 @@
-"""The CUDA driver's functions, found when a kernel is to be launched and not before."""
+"""The CUDA driver API, loaded at the first launch."""
 
 import ctypes
 from functools import cache
@@ -9,7 +9,7 @@ from anybit.errors import KernelError
 
 @cache
 def driver() -> Any:
-    """cuda-bindings' module of them. Raises KernelError where it is not installed."""
+    """The driver module of cuda-bindings. Raises KernelError if it is not installed."""
     try:
         from cuda.bindings import driver as found
     except ImportError as error:
@@ -18,7 +18,7 @@ def driver() -> Any:
 
 
 def checked(result: tuple[Any, ...], what: str) -> Any:
-    """What a call of the driver returned beside its status. Raises KernelError, saying what failed, for an error."""
+    """The value of a driver call besides its status. Raises KernelError, naming ``what``, for an error status."""
     status, *values = result
     if status:
         raise KernelError(f"{what} failed: {status.name}")
@@ -26,9 +26,9 @@ def checked(result: tuple[Any, ...], what: str) -> Any:
 
 
 def capture_of(stream: int) -> int:
-    """The number of the graph capture that a stream takes part in, another one for each capture; 0 where none does."""
+    """The unique id of the graph capture that a stream is part of; 0 if it is not capturing."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    # Not by cuda-bindings, which asks for dependencies, too: some versions fail where kernels overlap (LOSSY_QUERY).
+    # Not through cuda-bindings, which also queries dependencies: with PDL some versions then fail with LOSSY_QUERY.
     given = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     if error := _libcuda().cuStreamGetCaptureInfo_v2(*given):
         raise KernelError(f"asking for the capture of a stream failed: CUDA error {error}")

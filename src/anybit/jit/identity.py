@@ -1,4 +1,4 @@
-"""What a kernel is: a hash of its machine code, which names, comments and host code leave as it is."""
+"""A kernel's identity: a hash of its machine code, unaffected by names, comments and host code."""
 
 import hashlib
 import struct
@@ -10,7 +10,7 @@ _SECTIONS = (b".text.", b".nv.constant0")
 
 
 def machine_code(kernel: Kernel, arch: str) -> str:
-    """A hash of a kernel's instructions and constants, without symbol names and line numbers. Raises as `compile`."""
+    """A hash of a kernel's instructions and constants, without symbols and line numbers. Raises like `compile`."""
     cubin = cached(kernel, arch).cubin
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)

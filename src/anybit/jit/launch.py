@@ -1,8 +1,8 @@
-"""Launch a kernel on the current stream.
+"""Launch kernels on the current stream.
 
-Everything that does not change from launch to launch is prepared once per kernel, device and grid: what is left is to
-fill the parameters and one driver call. Nothing here synchronizes, allocates device memory or touches another stream,
-so launches can be captured in a CUDA graph, the first one of a kernel included.
+Everything that does not change between launches is prepared once per kernel, device and grid, so that a launch only
+packs the parameters and makes one driver call. Nothing here synchronizes, allocates device memory or uses another
+stream, so launches, even a kernel's first, can be captured in a CUDA graph.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from anybit.jit.source import Kernel
 
 Grid = tuple[int, int, int]
 MOST_BLOCKS = 2**31 - 1, 65535, 65535
-"""Of a grid, along x, y and z."""
+"""CUDA's largest grid: blocks along x, y and z."""
 
 _launchers: dict[tuple[Kernel, int, bool], "Launcher"] = {}
 _loading = threading.Lock()
@@ -33,11 +33,11 @@ _loading = threading.Lock()
 def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device: int | None = None) -> None:
     """Launch `kernel` with `params` on the current stream of the current device (or of `device`).
 
-    grid: blocks along x, y, z. pdl: programmatic dependent launch; the kernel may start before the one ahead of it in
-    the stream has ended, and must call griddepcontrol_wait before it touches anything that one reads or writes. Devices
-    before sm_90 have no such launches, and wait.
-    The kernel is compiled (or read from the cache) at its first launch on a device. Raises KernelError where
-    compilation or the launch is refused, ValueError where a tensor lives on another device.
+    grid: blocks along x, y, z.
+    pdl: programmatic dependent launch: the kernel may start before the previous one in the stream ends, and must call
+    griddepcontrol_wait before it accesses anything that one reads or writes. Ignored before sm_90.
+    The kernel is compiled (or read from the cache) at its first launch on a device. Raises KernelError if compilation
+    or the launch fails, ValueError for a tensor on another device.
     """
     if _listening.wanted is not None:
         _listening.wanted[kernel] = None
@@ -58,10 +58,10 @@ def _launcher(kernel: Kernel, device: int, pdl: bool) -> "Launcher":
 def cached_launch(
     kernel: Kernel, params: Any, grid: Grid, changing: tuple[str, ...], *, pdl: bool = False, device: int
 ) -> Callable[..., None]:
-    """A launch as ``launch`` makes it, to be made often: a function of the fields of `params` that change, by order.
+    """A function that repeats a launch with new values of the fields ``changing`` of `params`, in that order.
 
-    It takes addresses for pointers, and whoever calls it vouches for them. Neither ``record`` nor ``kernels_of`` sees
-    it: ask ``watched`` first.
+    Pointers are passed as addresses, unchecked. ``record`` and ``kernels_of`` do not see its launches: check
+    ``watched`` first.
     """
     return _changing(_launcher(kernel, device, pdl), params, grid, changing)
 
@@ -81,7 +81,7 @@ def _changing(launcher: "Launcher", params: Any, grid: Grid, changing: tuple[str
 
 
 class _Listening(threading.local):
-    """Who listens to a thread's launches; see ``record`` and ``kernels_of``."""
+    """A thread's active recorders of launches; see ``record`` and ``kernels_of``."""
 
     tape: "list[Recorded] | None" = None
     wanted: dict[Kernel, None] | None = None
@@ -91,12 +91,12 @@ _listening = _Listening()
 
 
 def watched() -> bool:
-    """Whether somebody listens to this thread's launches (``record``, ``kernels_of``)."""
+    """Whether this thread's launches are being recorded (``record``, ``kernels_of``)."""
     return _listening.tape is not None or _listening.wanted is not None
 
 
 def kernels_of(call: Callable[[], object]) -> list[Kernel]:
-    """The kernels that `call` would launch on this thread; none is compiled or launched, so its results are garbage."""
+    """Dry run: the kernels that `call` would launch on this thread. Nothing runs, so its results are undefined."""
     before, _listening.wanted = _listening.wanted, {}
     try:
         call()
@@ -106,14 +106,14 @@ def kernels_of(call: Callable[[], object]) -> list[Kernel]:
 
 
 def load(kernel: Kernel, device: int) -> None:
-    """Bring a kernel onto a device now, compiled if it has to be, so that its first launch does not."""
+    """Load a kernel on a device now, compiling it if necessary, rather than at its first launch."""
     _function(kernel, device)
 
 
 class Recorded:
-    """A launch that was made, to be made again without what Python needs to find its parameters.
+    """A recorded launch that can be repeated with its packed parameters, at minimal host cost.
 
-    It keeps the tensors that it was made with: scratch memory has no other owner.
+    Holds references to its tensors: scratch memory has no other owner.
     """
 
     __slots__ = ("_grid", "_launcher", "_values", "params")
@@ -122,21 +122,21 @@ class Recorded:
         self._launcher, self._grid, self._values, self.params = launcher, grid, values, params
 
     def __call__(self) -> None:
-        """Launch again on the current stream; the tensors must be where they were."""
+        """Launch again on the current stream; the tensors must still be at the same addresses."""
         self._launcher.again(self._values, self._grid)
 
     def moved(self, old: int, new: int) -> "Recorded":
-        """The same launch with one address in place of another."""
+        """The same launch with address ``old`` replaced by ``new``."""
         values = self._values.replace(old.to_bytes(8, "little"), new.to_bytes(8, "little"))
         return Recorded(self._launcher, self._grid, values, self.params)
 
     def changing(self, *names: str) -> Callable[..., None]:
-        """What makes the launch with other values of these fields, as ``cached_launch`` says; lives no longer."""
+        """A ``cached_launch`` of these fields; this object must outlive it."""
         return _changing(self._launcher, self.params, self._grid, names)
 
 
 def record(call: Callable[[], object]) -> list[Recorded]:
-    """Run `call`, and return the launches that it made on this thread, in their order."""
+    """Run `call`, and return the launches that it made on this thread, in order."""
     before, _listening.tape = _listening.tape, []
     try:
         call()
@@ -146,7 +146,7 @@ def record(call: Callable[[], object]) -> list[Recorded]:
 
 
 class Launcher:
-    """A kernel, ready to be launched on one device; `launch` keeps one for each."""
+    """A kernel ready to launch on one device; cached by `launch`."""
 
     def __init__(self, kernel: Kernel, device: int, pdl: bool) -> None:
         self.kernel, self.device = kernel, device
@@ -164,7 +164,7 @@ class Launcher:
         self.start(self.values(params), grid)
 
     def values(self, params: Any) -> list[Any]:
-        """The fields of `params`, tensors as addresses. Raises ValueError where one lives on another device."""
+        """The fields of `params`, tensors as addresses. Raises ValueError for a tensor on another device."""
         device = self.device
         values = [*self._fields(params)]
         for index in self._pointers:
@@ -178,17 +178,17 @@ class Launcher:
         return values
 
     def start(self, values: list[Any], grid: Grid) -> None:
-        """Launch with what `values` gave on the device's current stream."""
+        """Launch with the result of `values` on the device's current stream."""
         scratch = self._scratch
         self._layout.packer.pack_into(scratch.buffer, 0, *values)
         self._start(scratch, grid)
 
     def last(self) -> bytes:
-        """The parameters of this thread's last launch."""
+        """The packed parameters of this thread's last launch."""
         return bytes(self._scratch.buffer.raw)
 
     def again(self, values: bytes, grid: Grid) -> None:
-        """Launch with parameters as `last` gave them."""
+        """Launch with packed parameters from `last`."""
         scratch = self._scratch
         scratch.buffer.raw = values
         self._start(scratch, grid)
@@ -227,7 +227,7 @@ class Launcher:
         )
 
     def _on_grid(self, known: "_Gridded | None", stream: int, grid: Grid) -> "_Gridded":
-        """The driver's config of launches on a stream, this thread's own, with another grid."""
+        """The calling thread's driver config for a stream, with a new grid. Checks the grid."""
         kernel = self.kernel
         if min(grid) < 1 or grid[0] % kernel.cluster:
             raise ValueError(
@@ -235,8 +235,8 @@ class Launcher:
             )
         if any(side > most for side, most in zip(grid, MOST_BLOCKS, strict=True)):
             raise KernelError(
-                f"grid {grid} of {kernel.entry} is beyond what CUDA launches, {MOST_BLOCKS} blocks along x, y and z: "
-                "pass fewer tokens or sequences at a time"
+                f"grid {grid} of {kernel.entry} is beyond CUDA's limit, {MOST_BLOCKS} blocks along x, y and z: pass "
+                "fewer tokens or sequences at a time"
             )
         config = self._config(stream) if known is None else known.config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -264,14 +264,14 @@ class Launcher:
 
 
 class _Gridded(NamedTuple):
-    """A launch config of the driver's, and the grid in it."""
+    """A driver launch config, and its grid."""
 
     config: Any
     grid: Grid
 
 
 class _Scratch(threading.local):
-    """What the driver reads, one a thread: packed parameters, the pointer to them, and a config for each stream."""
+    """Per-thread buffers that the driver reads: packed parameters, the pointer to them, and a config per stream."""
 
     def __init__(self, size: int) -> None:
         self.configs: dict[int, _Gridded] = {}
@@ -281,12 +281,12 @@ class _Scratch(threading.local):
 
 
 def _function(kernel: Kernel, device: int) -> Any:
-    """The driver's handle of a kernel, its attributes set for `device`."""
+    """The driver's handle of a kernel, with its attributes set for `device`."""
     compiled = cached(kernel, _device(device).arch)
-    torch.cuda.set_device(torch.cuda.current_device())  # makes sure that this thread has a context
+    torch.cuda.set_device(torch.cuda.current_device())  # ensures that this thread has a context
     cuda = driver()
     relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    # Loading code may do what a strict stream capture forbids; it belongs to no stream, so the capture can allow it.
+    # Loading code makes calls that a strict stream capture forbids; they use no stream, so relaxed mode is safe.
     before = checked(cuda.cuThreadExchangeStreamCaptureMode(relaxed), "entering relaxed capture")
     try:
         with _loading:
@@ -303,14 +303,14 @@ def _function(kernel: Kernel, device: int) -> Any:
                 checked(cuda.cuKernelSetAttribute(attribute, value, handle, number), what)
     finally:
         cuda.cuThreadExchangeStreamCaptureMode(before)
-    return cuda.CUfunction(int(handle))  # launches take either kind of handle, but the binding this one
+    return cuda.CUfunction(int(handle))  # the driver takes a CUkernel, too, but the binding only this type
 
 
 _libraries: dict[int, tuple[Any, Any, Compiled]] = {}
 
 
 def _load(compiled: Compiled) -> Any:
-    """The kernel of a cubin. A library is loaded once a process; the driver brings it to each device at first use."""
+    """The kernel of a cubin, loaded once per process; the driver loads it on each device at first use."""
     found = _libraries.get(id(compiled))
     if found is None:
         cuda, name = driver(), compiled.entry

@@ -1,4 +1,4 @@
-"""What a launch passes to a kernel: a frozen dataclass that mirrors a C struct, field by field.
+"""Kernel parameters: a frozen dataclass that mirrors a C struct field by field.
 
     @dataclass(frozen=True)
     class Params:
@@ -6,8 +6,8 @@
         rows: Int32
         scale: Float32
 
-is the host side of `struct Params { const uint16_t* x; int32_t rows; float scale; };`. The source that a kernel is
-compiled from asserts the size of the C struct and the place and size of each of its fields (`layout_assertions`).
+is the host side of `struct Params { const uint16_t* x; int32_t rows; float scale; };`. The kernel's generated source
+asserts the size of the C struct and the offset and size of each field (`layout_assertions`).
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The C struct of a Params class: its fields, its size in bytes, and what fills it."""
+    """The C struct of a Params class: its fields, its size in bytes, and its packer."""
 
     fields: tuple[Field, ...]
     size: int
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
 @cache
 def layout_of(params: type) -> Layout:
-    """The C layout of a Params dataclass. TypeError if a field's annotation is none of this module's types."""
+    """The C layout of a Params dataclass. Raises TypeError for a field not annotated with this module's types."""
     if not dataclasses.is_dataclass(params):
         raise TypeError(f"params must be a dataclass, got {params!r}")
     hints = get_type_hints(params, include_extras=True)
@@ -76,7 +76,7 @@ def layout_of(params: type) -> Layout:
 
 
 def layout_assertions(params: type) -> str:
-    """C++ that fails to compile where the C struct of the same name differs from `params`."""
+    """C++ static assertions that the C struct of the same name has the layout of `params`."""
     layout, name = layout_of(params), params.__name__
     lines = [
         "#ifdef __CUDACC_RTC__",

@@ -1,4 +1,4 @@
-"""A kernel as a value, and the source text that it is compiled from."""
+"""A kernel as a value, and the source that it is compiled from."""
 
 import dataclasses
 import enum
@@ -15,7 +15,7 @@ KERNELS = Path(__file__).parent.parent / "kernels"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of one configuration: everything that decides its machine code except the architecture.
+    """One instantiation of a kernel: everything that decides its machine code except the architecture.
 
     The header defines `struct Params` (the C twin of `params`, by the same name) and
     `template <class Config> __global__ void entry(const __grid_constant__ Params p)`.
@@ -28,13 +28,13 @@ class Kernel:
     config: Any
     """A frozen dataclass; its fields become the constants of `struct Config`."""
     params: type
-    """The dataclass of the launch's arguments, see anybit.jit.params."""
+    """The dataclass of its parameters, see anybit.jit.params."""
     threads: int
-    """Threads a block; Config::threads on the device."""
+    """Threads per block; Config::threads on the device."""
     shared_bytes: int = 0
-    """Dynamic shared memory a block; Config::shared_bytes on the device."""
+    """Dynamic shared memory per block, in bytes; Config::shared_bytes on the device."""
     cluster: int = 1
-    """Blocks a cluster, along x; Config::cluster on the device."""
+    """Blocks per cluster, along x; Config::cluster on the device."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -43,7 +43,7 @@ class Kernel:
     def _hash(self) -> int:  # computed once: every launch looks its kernel up
         return hash((self.header, self.entry, self.config, self.params, self.threads, self.shared_bytes, self.cluster))
 
-    def __getstate__(self) -> dict[str, Any]:  # hashes of strings differ from process to process
+    def __getstate__(self) -> dict[str, Any]:  # string hashes differ between processes
         return {key: value for key, value in self.__dict__.items() if key != "_hash"}
 
     @property
@@ -54,17 +54,17 @@ class Kernel:
 
     @property
     def include(self) -> str:
-        """How source text names the header: from the package's kernels folder, or its bare file name elsewhere."""
+        """The header as #include names it: relative to the kernels folder, or the bare file name outside it."""
         return self.path.name if Path(self.header).is_absolute() else self.header
 
     @property
     def expression(self) -> str:
-        """The instantiation, as C++ names it."""
+        """The template instantiation in C++."""
         return f"{self.entry}<Config>"
 
     @cached_property
     def source(self) -> str:
-        """The C++ text: the header, the constants, the checks that both sides agree, the one instantiation."""
+        """The C++ source: the header, the config struct, the layout assertions, and one instantiation."""
         constants = {"threads": self.threads, "shared_bytes": self.shared_bytes, "cluster": self.cluster}
         return (
             f'#include "{self.include}"\n'
@@ -77,9 +77,9 @@ class Kernel:
 def config_struct(config: Any, constants: dict[str, int] | None = None, name: str = "Config") -> str:
     """A dataclass as a C++ struct of constants.
 
-    int, bool and float become `static constexpr` members, an Enum member becomes the enumerator of the same name of
-    the C++ enum of the same name, a str names a type (`using field = text;`), a nested dataclass a nested struct.
-    `constants` are added; where the dataclass has a field of that name, both must agree (ValueError).
+    int, bool and float become `static constexpr` members; an Enum member becomes the enumerator of the same name in the
+    C++ enum of the same name; a str names a type (`using field = text;`); a nested dataclass becomes a nested struct.
+    `constants` are added; raises ValueError if the dataclass has a field of that name with another value.
     """
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for key, value in (constants or {}).items():

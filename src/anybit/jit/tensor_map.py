@@ -1,4 +1,4 @@
-"""Tensor maps: how a kernel's tensor-map copies find a box of a row-major matrix (ptx_tensor.cuh)."""
+"""TMA tensor maps of row-major matrices (ptx_tensor.cuh)."""
 
 import ctypes
 from functools import lru_cache
@@ -11,14 +11,14 @@ from anybit.jit.driver import driver
 from anybit.jit.params import CType
 
 TensorMap = Annotated[bytes, CType("128s", 128)]
-"""A field of Params for a `ptx::TensorMap`, filled with what ``encode`` returns."""
+"""A Params field for a `ptx::TensorMap`, filled by ``encode``."""
 
 
 def encode(matrix: Tensor, box_columns: int, box_rows: int) -> bytes:
-    """The map of a CUDA matrix [rows, columns], columns contiguous, read in swizzled boxes whose rows have 128 bytes.
+    """The tensor map of a CUDA matrix [rows, columns] with contiguous columns, for 128-byte swizzled boxes.
 
-    Elements of 1 or 2 bytes; what a box holds beyond the matrix arrives as zeros. Raises KernelError if a row is not a
-    multiple of 16 bytes or the matrix does not start at one.
+    Elements have 1 or 2 bytes; elements outside the matrix read as zeros. Raises KernelError unless address and row
+    pitch are multiples of 16 bytes.
     """
     rows, columns = matrix.shape
     size = matrix.element_size()
@@ -29,7 +29,7 @@ def encode(matrix: Tensor, box_columns: int, box_rows: int) -> bytes:
 def encode_at(
     address: int, element_bytes: int, rows: int, columns: int, pitch: int, box_columns: int, box_rows: int
 ) -> bytes:
-    """The map of a matrix that begins at an address, a row every ``pitch`` bytes; else as ``encode``."""
+    """``encode`` for a matrix at an address, with rows ``pitch`` bytes apart."""
     cuda = driver()
     kinds = cuda.CUtensorMapDataType
     kind = {1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16}[element_bytes]
