@@ -129,7 +129,7 @@ def test_tuning_overwrites_no_file_that_is_no_map(
 ) -> None:
     (tmp_path / "notes.json").write_text("[1, 2]")
     for file, gpu, said in (
-        (tmp_path / "notes.json", True, "notes.json is not a whole policy map: its format is not"),
+        (tmp_path / "notes.json", True, "notes.json is not a valid policy map: its format is not"),
         (Path("/proc/none/map.json"), True, "/proc/none/map.json cannot be written: No such file or directory"),
         (measured, False, "anybit tune measures on an NVIDIA GPU"),
         (tmp_path / "new" / "map.json", False, "anybit tune measures on an NVIDIA GPU"),

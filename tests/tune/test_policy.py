@@ -52,7 +52,7 @@ def test_split_is_a_strategy_where_int4_tensor_cores_exist() -> None:
         (product("w8a8"), "emulated on the integer units of sm_90a"),
         (product("w4a4", device=Device.named("sm_80")), "nothing to split"),
         (product("w4a8s24", device=Device.named("sm_80")), "2:4 sparse"),
-        (product("w4a16g32e2m1"), "no integers"),
+        (product("w4a16g32e2m1"), "not integers"),
     ):
         assert reason in str(why_not_split(other))
     assert why_not_split(one) is None

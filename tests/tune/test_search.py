@@ -140,7 +140,7 @@ def test_what_finds_no_memory_is_not_excluded_and_tried_again(who: str, tmp_path
         who
     ]
     FakeRunner.troubles, dispatch._told = {bad: "no memory"}, set()
-    with pytest.warns(UserWarning, match="the GPU's memory was full"):
+    with pytest.warns(UserWarning, match="out of GPU memory"):
         found = run([one, product(m=96)], tmp_path / "map.json")
     assert not found.excluded
     known = {m for points in found.layers.values() for m in points}

@@ -1,10 +1,10 @@
-"""Which kernel and config runs a product: the space of them, the search, the maps it writes, and the look-up."""
+"""Which kernel and config runs a GEMM: the search space, the search, the policy maps it writes, and their lookup."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """``dispatcher``, the earlier name of ``dispatch``, which programs may still use."""
+    """``dispatcher``: the former name of ``dispatch``, kept for compatibility."""
     if name == "dispatcher":
         from anybit.tune import dispatch
 

@@ -1,7 +1,7 @@
-"""Which config runs a linear problem: looked up in the maps of its GPU, decided once, and kept by whoever asked.
+"""Which config runs a linear problem: looked up in the policy maps of its GPU, decided once and cached by the caller.
 
-Maps are found in this order: those given to ``use``, the user's own for this GPU (``policy.own_file``), the shipped
-one. The rules, one by one: docs/tuning.md.
+Maps in order of precedence: those passed to ``use``, the user's own for this GPU (``policy.own_file``), the shipped
+one. All rules: docs/tuning.md.
 """
 
 import logging
@@ -24,23 +24,23 @@ from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_
 from anybit.tune.space import FEW_TOKENS, preserves_pdl_overlap, refuse_unknown
 
 _NEAR = 1.0
-"""How far, in powers of two, a point may be to stand for a layer that was not measured."""
+"""Largest distance, in powers of two, of a measured point that may stand in for an unmeasured layer."""
 _CLEARLY = 0.97
-"""What a config must be expected to take of the built-in choice's time to run where it was not measured."""
+"""Expected share of the built-in choice's time below which an unmeasured config replaces it."""
 OTHER_LAYOUT = 0.94
-"""Of few tokens: what the best of another layout must take of the best of the built-in one."""
+"""At few tokens: share of the built-in layout's best time below which another layout replaces it."""
 _MOST_CHOICES = 1 << 14
 _WORTH_TWO = 1.03
-"""Two layouts are kept where one of them alone would cost more than this at some token count."""
+"""Two layouts are kept if the better one alone would be slower than this factor at some token count."""
 _PLANES_FROM = 5
-"""Tokens of w4a4 from which planes are as fast as tiles in the steps of fused models, or faster."""
+"""Token count from which w4a4 bit planes are at least as fast as tiles in steps of fused models."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a problem, and where that was found. us: of a call where it was measured, else 0."""
+    """The candidate that runs a problem, and where it comes from. us: measured time of a call, else 0."""
 
     candidate: Candidate
     origin: Literal["map", "expected", "built in"]
@@ -49,11 +49,11 @@ class Choice:
 
 
 Choices = dict[tuple[LinearProblem, Layout], Choice]
-"""What was chosen for problems whose weights lie in a layout."""
+"""Choices for problems whose weights are in a layout."""
 
 
 class Dispatcher:
-    """The maps of one GPU. choices: those that ``kept`` made before."""
+    """The policy maps of one GPU. choices: cache of ``kept``."""
 
     def __init__(self, gpu: str, policies: Collection[Policy]) -> None:
         self.gpu = gpu
@@ -63,7 +63,7 @@ class Dispatcher:
         self.choices: Choices = {}
 
     def points(self, product: LinearProblem) -> tuple[Mapping[int, Point], Policy] | None:
-        """What the first map that knows a layer measured of it, by token count."""
+        """The points of a layer by token count, from the first map that has it."""
         for policy in self.policies:
             for dtype in (product.dtype, *_SIXTEEN):
                 found = policy.layers.get(key_of(replace(product, dtype=dtype)))
@@ -72,7 +72,7 @@ class Dispatcher:
         return None
 
     def point(self, product: LinearProblem) -> tuple[int, Point, Policy] | None:
-        """The point that decides for a problem, and its token count: its own or the next one up."""
+        """(token count, point, map) that decides for a problem: its own token count or the next larger one."""
         found = self.points(product)
         m = around(found[0], min(product.m, MOST_TOKENS))[1] if found else 0
         return (m, found[0][m], found[1]) if found and m else None
@@ -80,9 +80,9 @@ class Dispatcher:
     def choose(
         self, product: LinearProblem, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
     ) -> Choice:
-        """What runs a problem whose weights lie in ``layouts`` (by default in any). Raises KernelError if nothing can.
+        """The choice for a problem with weights in ``layouts`` (default: any). Raises KernelError if none can run it.
 
-        Never a config that is illegal, and never one that was measured to be slower than the built-in choice.
+        Never returns an illegal config, nor one measured to be slower than the built-in choice.
         """
         own = Choice(_builtin(product, layouts), "built in")
         if product.act_order or not product.aligned:
@@ -104,7 +104,7 @@ class Dispatcher:
             return own
         for policy in self.policies:
             for there, point in policy.near(product, _NEAR):
-                if not few or there.m == bucket(product.m):  # tiles are about as wide as all tokens
+                if not few or there.m == bucket(product.m):  # at few tokens, tiles are about as wide as all tokens
                     here = replace(own, source=f"times of {there} ({policy.path or 'a map'})")
                     found = _expected([(there, point)], here, Ask(product, kept))
                     if found is not here:
@@ -112,7 +112,7 @@ class Dispatcher:
         return own
 
     def kept(self, product: LinearProblem, layout: Layout) -> Choice:
-        """As ``choose``, once: what plans go by."""
+        """``choose`` for one layout, cached."""
         like = product, layout
         found = self.choices.get(like)
         if found is None:
@@ -122,10 +122,10 @@ class Dispatcher:
         return found
 
     def in_fused(self, product: LinearProblem, layouts: Collection[Layout]) -> Collection[Layout]:
-        """Which of its layouts a layer of a fused block runs: of few tokens with coded inputs one for all of a block.
+        """Layouts that a layer of a fused block may use: one per block at few tokens with quantized activations.
 
-        That is the built-in layout, or bit planes in w4a4 where these are as fast. Times of single products do not
-        show it: where one layer ran in another layout than its neighbours, steps took up to 3.5 % longer.
+        That is the built-in layout, or bit planes for w4a4 where these are as fast. Steps took up to 3.5 % longer with
+        a layer in another layout than its neighbours, which times of single GEMMs do not show.
         """
         w, x = product.weights, product.activations
         if product.m > FEW_TOKENS or not x.quantized:
@@ -135,9 +135,9 @@ class Dispatcher:
         return (usual,) if usual in layouts else layouts
 
     def layouts(self, product: LinearProblem, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
-        """How a layer's weights are to lie: in the layout that costs least where it loses most, or in two.
+        """The layouts to store a layer's weights in: the one with the least worst-case loss, or two (if ``most`` > 1).
 
-        Two where each wins by more than 3 % at some token count.  most: of how many layouts.
+        Two if any single one would lose more than 3 % at some token count.
         """
         usual = builtin_layout(product)
         known = self.points(product)
@@ -164,26 +164,26 @@ class Dispatcher:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a config is asked for: a problem, and the layouts and allowances that it must keep to."""
+    """A problem, and the layouts and allowances that its config must respect."""
 
     product: LinearProblem
     layouts: Collection[Layout] | None = None
     allow: Collection[str] = ()
 
     def legal(self, measured: Measured) -> Candidate | None:
-        """The candidate that a point names, if it is allowed, in one of the layouts, and legal for this problem."""
+        """The candidate of a measured config, if it is allowed, in one of the layouts and legal here; else None."""
         if measured.activations and "a8" not in self.allow:
             return None
         try:
             found = measured.candidate(self.product)
         except KernelError as error:
-            _logger.info("a policy map names a config that is passed over: %s", error)
+            _logger.info("skipping a config of a policy map: %s", error)
             return None
         return found if self.layouts is None or found.layout in self.layouts else None
 
 
 def _at(point: Point, own: Choice, ask: Ask) -> Choice:
-    """What a point decides: its fastest config in these layouts; of few tokens another layout must win clearly."""
+    """A point's fastest config in these layouts; at few tokens, a layout other than the built-in must win clearly."""
     legal = [(ask.legal(measured), measured.us) for _, measured in point.ordered()]
     found = [Choice(one, "map", us, own.source) for one, us in legal if one is not None]
     usual = builtin_layout(ask.product)
@@ -197,7 +197,7 @@ def _at(point: Point, own: Choice, ask: Ask) -> Choice:
 
 
 def _expected(ends: Collection[tuple[LinearProblem, Point]], own: Choice, ask: Ask) -> Choice:
-    """The config that won at problems like this one and is expected to win here, by their mean; else the built-in."""
+    """The config expected to be fastest here, by its mean gain at similar problems; else the built-in choice."""
     kept, gains = own.candidate, dict[Candidate, list[float]]()
     for there, point in ends:
         for measured in point.strategies.values():
@@ -207,7 +207,7 @@ def _expected(ends: Collection[tuple[LinearProblem, Point]], own: Choice, ask: A
                 gains.setdefault(one, []).append(gain)
     mean = {one: sum(some) / len(some) for one, some in gains.items()}
     best = min(mean, key=mean.__getitem__, default=None)
-    # A map knows the times of the built-in layout's choice alone: in another layout its best runs.
+    # Maps have no time of the built-in choice in other layouts, so there the best config is taken without a threshold.
     known = kept.layout is builtin_layout(ask.product)
     return own if best is None or (known and mean[best] > _CLEARLY) else Choice(best, "expected", 0.0, own.source)
 
@@ -216,16 +216,16 @@ _LIKE_SYM = ("sym", "asym", "min", "e2m1")
 
 
 def _alike(product: LinearProblem, layout: Layout) -> Iterator[LinearProblem]:
-    """Problems that the same kernels run in about the same time, the likest first.
+    """Problems that the same kernels run in about the same time, most similar first.
 
-    Tiles multiply bytes, whatever activations were rounded to; 16-bit types differ in how codes become values alone;
-    and narrower weights, other groups and zero points take about as long as the maps' 4 symmetric bits.
+    Tiles multiply bytes at any activation width; the 16-bit dtypes differ only in dequantization; narrower weights,
+    other groups and zero points take about as long as the maps' 4 symmetric bits.
     """
     w, x = product.weights, product.activations
     formats = [w]
     if layout is Layout.tiles_a8 and x.integer and x.code == "sym":
         product = replace(product, activations=ActivationFormat(8, "sym"))
-    few = product.m <= FEW_TOKENS and not x.quantized  # where built-in kernels follow the weights' own bits
+    few = product.m <= FEW_TOKENS and not x.quantized  # there built-in kernels depend on the weights' own bits
     plain = w.bits <= 4 and not w.sparse and w.code in _LIKE_SYM and (w.group is None) == x.quantized
     if plain and not few and layout is not Layout.planes:
         formats.append(WeightFormat(4, "sym", None if x.quantized else 128))
@@ -257,7 +257,7 @@ _decisions: list[dict[Any, Any]] = []
 
 
 def dispatcher(gpu: str) -> Dispatcher:
-    """The dispatcher of a GPU by its name; its maps are read at the first call."""
+    """The dispatcher of a GPU, by name; its maps are read at the first call."""
     found = _dispatchers.get(gpu)
     if found is None:
         found = _dispatchers[gpu] = Dispatcher(gpu, [*_given, *_files(gpu)])
@@ -272,15 +272,15 @@ def dispatcher(gpu: str) -> Dispatcher:
 
 
 def _files(gpu: str) -> list[Policy]:
-    paths = (own_file(gpu), SHIPPED / file_name(gpu))  # a link that leads nowhere is there, and is named
+    paths = (own_file(gpu), SHIPPED / file_name(gpu))  # lexists: warn about dangling links
     return [found for path in paths if os.path.lexists(path) and (found := usable(path))]
 
 
 def use(*paths: str | Path) -> None:
-    """Use these maps before all others; without arguments, forget those given, and read files again at the next call.
+    """Use these maps before all others; without arguments, drop those given and reread the files at the next call.
 
-    Layers that are prepared already keep their layout, and CUDA graphs what they were captured with; every other choice
-    is made anew. Files that are not maps are named in a warning and ignored.
+    Prepared layers keep their layout, and CUDA graphs what they captured; all other choices are made again. Files that
+    are not policy maps are ignored with a warning.
     """
     global _generation
     _generation += 1
@@ -297,20 +297,20 @@ def given() -> bool:
 
 
 def forget_with_maps(decided: dict[Any, Any]) -> None:
-    """Clear a memory of what dispatchers decided whenever other maps are to be obeyed (``use``)."""
+    """Register a cache of decisions, to be cleared by ``use`` and ``allow``."""
     _decisions.append(decided)
 
 
 def generation() -> int:
-    """A number that changes whenever choices are to be made again."""
+    """A number that changes with every ``use`` and ``allow``."""
     return _generation
 
 
 def allow(*words: str) -> None:
-    """Allow what changes results or memory (``space.ALLOWANCES``); none: nothing.
+    """Set the allowances (``space.ALLOWANCES``), which change results or memory; without arguments, none.
 
-    Layers that are prepared from now on may be kept for it; those that are kept for it already do as it says from
-    their next call on, but for CUDA graphs.
+    Decides how layers prepared from now on are stored. Layers already stored for it follow from their next call on,
+    except in captured CUDA graphs. Raises KernelError for an unknown allowance.
     """
     global _generation
     refuse_unknown(words)
@@ -322,12 +322,12 @@ def allow(*words: str) -> None:
 
 
 def allowed() -> frozenset[str]:
-    """The words that ``allow`` was given last."""
+    """The current allowances."""
     return frozenset(_allowed)
 
 
 def tell(message: str) -> None:
-    """Warn, once a process."""
+    """Warn, once per process."""
     if message not in _told:
         _told.add(message)
         warnings.warn(message, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Why a linear problem runs as it does: the choice, its time, the runner-up, and why the others do not run."""
+"""Explain a choice: config, time, runner-up, and why the other strategies do not run."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from anybit.tune.space import space
 
 @dataclass(frozen=True)
 class Other:
-    """A strategy that does not run: its best time and how much slower that is, or why it cannot."""
+    """A strategy that was not chosen: its best time and how much slower it is, or why it cannot run."""
 
     strategy: str
     config: str
@@ -23,7 +23,7 @@ class Other:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that is known of how one problem runs. us: measured for a call, quantization of activations included."""
+    """Everything known about how a problem runs. us: measured time of a call, activation quantization included."""
 
     product: str
     gpu: str
@@ -53,7 +53,7 @@ class Explanation:
             f"  because    {self.why}",
             f"  runner-up  {self.runner_up}",
             f"  built in   {self.builtin}{own}",
-            f"  roofline   {self.floor_us:.2f} us: operands read once, products issued at the tensor cores' rate",
+            f"  roofline   {self.floor_us:.2f} us: operands read once, MMAs issued at the tensor cores' peak rate",
             f"  space      {self.candidates} legal candidates: {families}",
         ]
         for other in self.others:
@@ -63,7 +63,7 @@ class Explanation:
 
 
 def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ()) -> Explanation:
-    """How a problem would run on the device that it names. Raises KernelError, in a sentence, if it cannot."""
+    """How a problem would run on its device. Raises KernelError if it cannot."""
     choice, found, own = by.choose(product, allow=allow), by.point(product), builtin(product)
     whole = space(product, allow)
     others: list[Other] = []
@@ -105,7 +105,7 @@ def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ())
         builtin=own.name,
         builtin_us=found[1].default_us if found and within else None,
         floor_us=round(floor_us(product), 3),
-        others=tuple(dict.fromkeys(others)),  # what is out for each of several activations is said once
+        others=tuple(dict.fromkeys(others)),  # drops duplicates from several activation formats
         candidates=len(whole.candidates),
         families=dict(Counter(candidate.kernel for candidate in whole.candidates)),
     )

@@ -1,7 +1,7 @@
-"""What a config takes where it was not measured, from what it took where it was.
+"""Estimate a config's time for an unmeasured problem from measured ones.
 
-Tiles of tokens fill the last round of multiprocessors or leave it nearly empty. A family's estimate follows that, and
-is 10 % off in what a tile takes: so measured times are scaled by its estimates in both places.
+Time depends on how full the last wave of tiles is. A family's estimate models that, but is 10 % off in the time per
+tile, so measured times are scaled by the ratio of its estimates.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 def around(counts: Iterable[int], tokens: int) -> tuple[int, int]:
-    """The measured counts next below and next at or above, at most a factor of two away; 0 where there is none."""
+    """The nearest measured counts (below, at or above), at most a factor of two away; 0 if there is none."""
     near = [m for m in counts if tokens <= 2 * m and m <= power_of_two(tokens)]
     return max((m for m in near if m < tokens), default=0), min((m for m in near if m >= tokens), default=0)
 
 
 def expected_gain(one: Candidate, own: Candidate, there: LinearProblem, here: LinearProblem, gain: float) -> float:
-    """What share of the built-in choice's time a config is expected to take ``here``, which took ``gain`` of it there.
+    """Expected time of a config as a share of the built-in choice's ``here``, given that share ``gain`` at ``there``.
 
-    The same where a family has no estimate.
+    Unchanged for families without an estimate.
     """
     base = builtin(there, own.layout)
     pairs = (_estimate(one, here), _estimate(one, there)), (_estimate(own, here), _estimate(base, there))
@@ -33,7 +33,7 @@ def expected_gain(one: Candidate, own: Candidate, there: LinearProblem, here: Li
 
 
 def _estimate(candidate: Candidate, product: LinearProblem) -> float | None:
-    """The family's estimate in microseconds; None where it has none, or the config is illegal there."""
+    """The family's estimate in microseconds; None if it has none, or the config is illegal there."""
     try:
         product = replace(product, activations=candidate.activations)
         return FAMILIES[candidate.kernel].estimate(product, candidate.config)

@@ -1,13 +1,13 @@
-"""Policy maps on disk: what was measured, and what to run by it.
+"""Policy maps on disk: measured times, and what to run because of them.
 
-A map is one JSON file. ``configs`` names every config that won somewhere, by its fields. ``layers`` holds for each
-scheme, dtype and shape two things: ``built_in``, the token counts where the built-in choice is the fastest or as good
-as that, with its microseconds; and ``tokens``, the counts where something else won, with the microseconds of the
-built-in choice and of the best config of each strategy.
+A map is one JSON file. ``configs`` names every config that won somewhere, by its fields. ``layers`` has two entries per
+scheme, dtype and shape: ``built_in``, the token counts at which the built-in choice is the fastest (or ties), with its
+microseconds; and ``tokens``, the counts at which another config won, with the microseconds of the built-in choice and
+of the best config of each strategy.
 
-A map decides only on the GPU that it names, and each point only while its kernel families have the revisions that the
-map names (``registry.REVISIONS``). Everything else is a hint for searches. A point that names an unknown family,
-strategy or field is dropped with one warning; a file that is no map is named in a warning and ignored.
+A map decides only on the GPU that it names, and a point only if its kernel families still have the revisions that the
+map names (``registry.REVISIONS``). Everything else is a hint for searches. Points with unknown families, strategies or
+fields are dropped with one warning per map; files that are not maps are ignored with a warning.
 """
 
 import contextlib
@@ -33,28 +33,28 @@ SHIPPED = Path(__file__).parent / "policies"
 _QUANTIZER = "quantize_activations"
 _DTYPES = ("float16", "bfloat16")
 _COMPARED = "cuBLAS"
-"""A strategy that searches once timed to compare, and that never ran."""
+"""A strategy in older maps, timed only for comparison and never run."""
 
 Key = tuple[str, str, int, int]
 """Scheme, dtype, N, K."""
 
 
 class PolicyError(KernelError):
-    """A file that is not a policy map, or not a whole one."""
+    """A file is not a valid policy map, or cannot be written."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One config as it was measured: microseconds of a call, quantization included."""
+    """A measured config: microseconds of a call, activation quantization included."""
 
     us: float
     kernel: str
     fields: tuple[tuple[str, FieldValue], ...]
     activations: str = ""
-    """What 16-bit activations were quantized to, as in a scheme ("8", "8fp"); empty: the scheme's own."""
+    """The format that 16-bit activations were quantized to, as in a scheme ("8", "8fp"); empty: the scheme's own."""
 
     def candidate(self, product: LinearProblem) -> Candidate:
-        """The config for a product, known to be legal there. Raises KernelError, in a sentence, where it is not."""
+        """The candidate for a product. Raises KernelError, with the reason, if it is not legal there."""
         own = product.activations
         activations = Scheme.parse(f"w8a{self.activations}").activations if self.activations else own
         config = FAMILIES[self.kernel].rebuild(replace(product, activations=activations), dict(self.fields))
@@ -66,7 +66,7 @@ class Measured:
 
     @staticmethod
     def of(candidate: Candidate, product: LinearProblem, us: float) -> "Measured":
-        """What is written down of a candidate."""
+        """The record of a candidate's time."""
         text = ""
         if candidate.activations != product.activations:
             text = "8" if candidate.activations.integer else "8fp"
@@ -75,27 +75,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class Point:
-    """What is known of a product at one token count: the built-in choice's time, and the best of each strategy.
+    """Times of a product at one token count: the built-in choice's, and the best of each strategy.
 
-    Without strategies the built-in choice is the one to run.
+    Without strategies, the built-in choice is the one to run.
     """
 
     default_us: float
     strategies: dict[str, Measured] = field(default_factory=dict)
 
     def ordered(self) -> list[tuple[str, Measured]]:
-        """Strategies, the fastest first."""
+        """Strategies, fastest first."""
         return sorted(self.strategies.items(), key=lambda item: item[1].us)
 
     def kernels(self) -> set[str]:
-        """The kernels that it holds times of; the quantizer, too, where it turns 16-bit activations into 8-bit ones."""
+        """The kernel families it has times of, and the quantizer if 16-bit activations were quantized."""
         found = {measured.kernel for measured in self.strategies.values()}
         return found | {_QUANTIZER} if any(one.activations for one in self.strategies.values()) else found
 
 
 @dataclass
 class Origin:
-    """Where a map was measured. kernels: the revision of each family."""
+    """Where a map was measured. kernels: the revision of each family then."""
 
     gpu: str
     arch: str
@@ -107,7 +107,7 @@ class Origin:
 
     @staticmethod
     def here(gpu: str, arch: str, driver: str = "", torch_version: str = "") -> "Origin":
-        """What is measured on a GPU with this library, today."""
+        """The origin of measurements on a GPU with this library, today."""
         from anybit import __version__
 
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
@@ -115,13 +115,13 @@ class Origin:
 
     @property
     def changed(self) -> set[str]:
-        """The families whose kernels have another revision now."""
+        """The families whose revision differs now."""
         return {name for name, here in REVISIONS.items() if self.kernels.get(name) != here}
 
 
 @dataclass
 class Policy:
-    """A map in memory. excluded: candidates that crashed, hung or were wrong, by name, and what happened."""
+    """A map in memory. excluded: candidates that crashed, hung or gave wrong results, by name, with the reason."""
 
     origin: Origin
     layers: dict[Key, dict[int, Point]] = field(default_factory=dict)
@@ -129,15 +129,15 @@ class Policy:
     path: Path | None = None
 
     def put(self, product: LinearProblem, point: Point) -> None:
-        """Write a point down; it replaces an older one."""
+        """Add a point, replacing an older one."""
         self.layers.setdefault(key_of(product), {})[product.m] = point
 
     def exact(self, product: LinearProblem) -> Point | None:
-        """What was measured for exactly this product."""
+        """The point of exactly this product, or None."""
         return self.layers.get(key_of(product), {}).get(product.m)
 
     def near(self, product: LinearProblem, most: float = 1.0) -> Iterator[tuple[LinearProblem, Point]]:
-        """Points of the same scheme whose sizes are at most so many powers of two away, the nearest first."""
+        """Points of the same scheme with sizes at most ``most`` powers of two away, nearest first."""
         scheme, found = str(product.scheme), []
         for (named, dtype, n, k), points in self.layers.items():
             shape = abs(math.log2(n / product.n)) + abs(math.log2(k / product.k))
@@ -150,13 +150,13 @@ class Policy:
             yield replace(product, m=m, n=n, k=k, columns=0), point
 
     def merge(self, other: "Policy") -> None:
-        """Take over what another map holds; its points replace older ones."""
+        """Merge another map into this one; its points win."""
         for key, points in other.layers.items():
             self.layers.setdefault(key, {}).update(points)
         self.excluded |= other.excluded
 
     def current(self) -> "Policy":
-        """What still holds: points of kernels that have the same revision now; exclusions, where all have."""
+        """The part that still holds: points whose kernels have the same revision now; exclusions only if all have."""
         changed = self.origin.changed
         if not changed:
             return self
@@ -169,7 +169,7 @@ class Policy:
         return replace(self, layers={key: points for key, points in layers.items() if points}, excluded={})
 
     def why_hint(self, gpu: str) -> str | None:
-        """Why it, or a part of it, is only a hint on ``gpu``, in a sentence; None if all of it holds there."""
+        """Why this map, or a part of it, is only a hint on ``gpu``, as a sentence; None if all of it holds there."""
         if self.origin.gpu != gpu:
             return f"it was measured on {self.origin.gpu}, and this is {gpu}"
         stale = self.points - self.current().points
@@ -180,12 +180,12 @@ class Policy:
 
     @property
     def points(self) -> int:
-        """How many products were measured."""
+        """The number of measured products."""
         return sum(len(points) for points in self.layers.values())
 
 
 def key_of(product: LinearProblem) -> Key:
-    """What a layer is called in a map."""
+    """The key of a product's layer in a map."""
     return str(product.scheme), dtype_name(product.dtype), product.n, product.k
 
 
@@ -193,7 +193,7 @@ def key_of(product: LinearProblem) -> Key:
 
 
 def read(path: Path) -> Policy:
-    """Read a map. Raises PolicyError, naming the file and what is wrong with it; warns of points that it drops."""
+    """Read a map. Raises PolicyError, naming the file and the fault; warns about points that it drops."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -203,7 +203,7 @@ def read(path: Path) -> Policy:
         policy = _parse(content, path, dropped)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, KernelError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise PolicyError(f"{path} is not a whole policy map: {what}") from None
+        raise PolicyError(f"{path} is not a valid policy map: {what}") from None
     if dropped:
         warnings.warn(f"{path}: {len(dropped)} points are dropped; the first: {dropped[0]}", stacklevel=3)
     return policy
@@ -237,13 +237,13 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
 
 
 def _parse_config(name: str, fields: dict[str, FieldValue], origin: Origin) -> "tuple[str, Any] | str":
-    """A family and the fields of its config; or what of it this version does not know, in a sentence."""
+    """(family, fields of its config), or a sentence saying what in it is unknown to this version."""
     if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
-        raise ValueError(f"config {name!r} holds something other than a number, a string or a boolean")
+        raise ValueError(f"config {name!r} holds something other than an integer, a string or a boolean")
     kernel = name.partition("/")[0]
     if kernel not in FAMILIES:
         return f"there is no kernel family {kernel!r}"
-    try:  # fields of kernels that have changed since are not looked at
+    try:  # fields of kernels that have changed since are not checked
         FAMILIES[kernel].parsed({} if kernel in origin.changed else fields)
     except KernelError as error:
         return str(error)
@@ -251,13 +251,13 @@ def _parse_config(name: str, fields: dict[str, FieldValue], origin: Origin) -> "
 
 
 def _parse_strategies(rows: dict[str, Any], configs: dict[str, Any]) -> tuple[dict[str, Measured], list[str]]:
-    """The best of each strategy, and what of them this version does not know."""
+    """(the best of each strategy, sentences about what is unknown to this version)."""
     found: dict[str, Measured] = {}
     unknown = [f"strategy {name!r} is none of {', '.join(STRATEGIES)}" for name in rows if name not in STRATEGIES]
     for name, row in rows.items():
         config, activations = configs[row["config"]], str(row.get("activations", ""))
         if activations not in ("", "8", "8fp"):
-            raise ValueError(f"activations become 8 or 8fp bits, not {activations!r}")
+            raise ValueError(f"activations must be '8' or '8fp', not {activations!r}")
         if isinstance(config, str):
             unknown.append(config)
         else:
@@ -273,7 +273,7 @@ def _positive(value: Any, whole: bool = False) -> Any:
 
 
 def usable(path: Path) -> Policy | None:
-    """Read a map that may be wrong: None, and a warning that names it, where it is."""
+    """Read a map; None, with a warning that names it, if it is invalid."""
     try:
         return read(path)
     except PolicyError as error:
@@ -285,7 +285,7 @@ def usable(path: Path) -> Policy | None:
 
 
 def text(policy: Policy) -> str:
-    """A map as JSON: a line for each layer, each point and each config."""
+    """A map as JSON, with one line per layer, point and config."""
     names: dict[tuple[str, tuple[tuple[str, FieldValue], ...]], str] = {}
 
     def row(point: Point) -> str:
@@ -316,7 +316,7 @@ def text(policy: Policy) -> str:
 
 
 def check_target(path: Path) -> None:
-    """Raise PolicyError where a map is not to be written: over a file that is none, or where nothing can be written."""
+    """Raise PolicyError if ``path`` is a file that is not a map, or cannot be written."""
     if path.exists():
         try:
             read(path)
@@ -327,10 +327,10 @@ def check_target(path: Path) -> None:
 
 
 def save(policy: Policy, path: Path) -> None:
-    """Merge a map into the file at ``path``, so that what another process has written there is kept.
+    """Merge a map into the file at ``path``, keeping what other processes have written there.
 
-    The file is replaced as a whole, under a lock. What was there of another GPU or other kernels is dropped; a file
-    that is no map is kept beside it (``.bad``). Raises PolicyError where it cannot be written.
+    The file is replaced atomically, under a lock. Points of another GPU or of other kernels are dropped; a file that is
+    not a map is renamed to ``.bad``. Raises PolicyError if it cannot be written.
     """
     with _locked(path):
         before = usable(path) if path.exists() else None
@@ -340,7 +340,7 @@ def save(policy: Policy, path: Path) -> None:
             before = before.current()
             before.merge(policy)
             policy = replace(before, origin=policy.origin)
-        temporary = path.with_name(f".{path.name}.part")  # one writes at a time
+        temporary = path.with_name(f".{path.name}.part")  # the lock admits one writer
         try:
             temporary.write_text(text(policy), encoding="utf-8")
             temporary.replace(path)
@@ -350,9 +350,9 @@ def save(policy: Policy, path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a map, across processes; where there is no fcntl the last one to write wins.
+    """Hold a map's lock, across processes; without fcntl the last writer wins.
 
-    Raises PolicyError for what the system refuses meanwhile.
+    Raises PolicyError for an OSError meanwhile.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -372,5 +372,5 @@ def file_name(gpu: str) -> str:
 
 
 def own_file(gpu: str) -> Path:
-    """Where a user's searches are kept: beside the compiled kernels."""
+    """The user's own map of a GPU, in the folder of compiled kernels."""
     return folder() / "policies" / file_name(gpu)

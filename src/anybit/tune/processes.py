@@ -1,4 +1,4 @@
-"""Processes of a search: those that compile and touch no GPU, and the one that measures, restarted when it has died."""
+"""Processes of a search: compilers, which do not use the GPU, and one that measures and is restarted if it dies."""
 
 import contextlib
 import ctypes
@@ -19,16 +19,16 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.tune.worker import Runner, Time, TimingBudget, WrongResultError
 
 _REFUSED = (WrongResultError, KernelError, ValueError, torch.OutOfMemoryError)
-"""What a candidate may do that leaves the CUDA context of use; after any other fault a new process begins."""
+"""Errors of a candidate after which the CUDA context is still usable; any other restarts the process."""
 _QUICK_START = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 class CrashError(Exception):
-    """The measuring process died, or did not answer in time."""
+    """The measuring process died, or timed out."""
 
 
 class Worker:
-    """The process that uses the GPU. facts: what it says of the device."""
+    """The process that uses the GPU. facts: the device, as ``Runner.describe`` returns it."""
 
     def __init__(self, factory: Callable[[], Any] = Runner) -> None:
         self._factory = factory
@@ -36,7 +36,7 @@ class Worker:
         self.facts: dict[str, Any] = {}
 
     def start(self, limit: float = 120.0) -> None:
-        """Begin, and wait until the GPU has answered. Raises KernelError if it does not."""
+        """Start the process and wait for its description of the GPU. Raises KernelError if it fails."""
         self.stop()
         self._pool = apart(1)
         try:
@@ -45,7 +45,7 @@ class Worker:
             raise KernelError(f"the measuring process could not start: {error}") from error
 
     def stop(self) -> None:
-        """End the process, whatever it is at."""
+        """Kill the process."""
         if self._pool is not None:
             processes = list((self._pool._processes or {}).values())
             for process in processes:
@@ -59,9 +59,9 @@ class Worker:
         self, product: LinearProblem, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget,
         guess_us: float, limit: float,
     ) -> list[Time | str]:  # fmt: skip
-        """The time of a call of each candidate, or what is wrong with it ("": it found no memory on the GPU).
+        """The time of a call of each candidate, or what is wrong with it ("": out of GPU memory).
 
-        keep: places timed carefully. Raises CrashError, and begins anew, where the process ends or takes longer.
+        keep: indices always timed carefully.  limit: seconds.  Raises CrashError, after a restart, for a crash or hang.
         """
         try:
             found: list[Time | str] = self._run(limit, _measure, product, candidates, keep, effort, guess_us)
@@ -86,8 +86,8 @@ class Worker:
 
 
 def apart(count: int) -> ProcessPoolExecutor:
-    """Processes that may use CUDA, and that end with this one."""
-    # Forking takes no time, but the child of a process that has begun to use CUDA cannot use it.
+    """Processes that may use CUDA, and end with this one."""
+    # Forking is fast, but children forked after CUDA is initialized cannot use it.
     how = "spawn" if _cuda_has_begun() else _QUICK_START
     return ProcessPoolExecutor(count, multiprocessing.get_context(how), die_with_parent)
 
@@ -122,7 +122,7 @@ def _measure(
 
 
 def _cuda_has_begun() -> bool:
-    """Whether anything in this process has initialized the CUDA driver; asking does not."""
+    """Whether this process has initialized the CUDA driver; the query itself does not."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -132,7 +132,7 @@ def _cuda_has_begun() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
+    """Ask the kernel to kill this process when its parent ends (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
@@ -142,13 +142,13 @@ def die_with_parent() -> None:
 
 
 def compilers(jobs: int, begin: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
-    """Processes that only compile: forked, which they may be even where CUDA is in use."""
+    """Processes that only compile; they can be forked even after CUDA is initialized."""
     return ProcessPoolExecutor(jobs, multiprocessing.get_context(_QUICK_START), begin, arguments)
 
 
 @contextlib.contextmanager
 def _children_allowed() -> Iterator[None]:
-    """Let a daemonic process, such as a rank of vLLM's, have children, which Python refuses: they may outlive it."""
+    """Let a daemonic process (a rank of vLLM) have children, which Python forbids as they might outlive it."""
     process = multiprocessing.current_process()
     daemonic, process.daemon = process.daemon, False
     try:
@@ -158,7 +158,7 @@ def _children_allowed() -> Iterator[None]:
 
 
 def compile_kernels(kernels: Collection[tuple[jit.Kernel, str]], jobs: int = 0) -> list[str]:
-    """Compile kernels for architectures in parallel, into the cache on disk; why some do not compile."""
+    """Compile (kernel, architecture) pairs in parallel into the disk cache. Returns the errors."""
     if not kernels:
         return []
     jobs = min(jobs or os.cpu_count() or 1, len(kernels))
@@ -167,7 +167,7 @@ def compile_kernels(kernels: Collection[tuple[jit.Kernel, str]], jobs: int = 0) 
 
 
 def compile_one(kernel: jit.Kernel, arch: str) -> str | None:
-    """Bring a kernel into the cache on disk; why it does not compile, or None."""
+    """Compile a kernel into the disk cache. Returns the error, or None."""
     try:
         jit.cached(kernel, arch)
     except KernelError as error:

@@ -1,7 +1,7 @@
-"""The least time of a product: its operands read once, its products issued at the rate of the tensor cores.
+"""Roofline of a GEMM: operands read once, MMAs issued at the tensor cores' peak rate.
 
-Both were measured on an H200, between other kernels of a chain (docs/notes/2026-11-23-packed-limits.md and
-docs/notes/2026-11-23-bit-planes.md); for another GPU reading is scaled by its bandwidth.
+Both rates were measured on an H200, between other kernels of a chain (docs/notes/2026-11-23-packed-limits.md and
+docs/notes/2026-11-23-bit-planes.md); for other GPUs, only reading is scaled, by bandwidth.
 """
 
 import itertools
@@ -9,7 +9,7 @@ import itertools
 from anybit.kernels.gemm.linear_problem import LinearProblem
 
 RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0, "sparse s8": 3839.0, "sparse f16": 1710.0}
-"""Issue rates of wgmma in TOPS; of sparse products those that zeros would have taken are counted."""
+"""Issue rates of wgmma in TOPS; sparse rates count the skipped zeros as operations."""
 
 # Bytes read once -> microseconds of a kernel in a chain with programmatic dependent launch (plain loads).
 _READ_US = ((0, 0.30), (4.2e6, 1.02), (8.6e6, 1.87), (13.0e6, 2.79), (30.3e6, 6.50), (60.6e6, 12.98), (121e6, 25.83))
@@ -17,7 +17,7 @@ _BANDWIDTH = 4.67e12
 
 
 def read_us(size: float) -> float:
-    """Microseconds to read ``size`` bytes once on an H200, between measured points."""
+    """Microseconds to read ``size`` bytes once on an H200, interpolated between measurements."""
     for (s0, t0), (s1, t1) in itertools.pairwise(_READ_US):
         if size <= s1:
             return t0 + (t1 - t0) * (size - s0) / (s1 - s0)
@@ -25,11 +25,11 @@ def read_us(size: float) -> float:
 
 
 def floor_us(product: LinearProblem) -> float:
-    """Microseconds: the longer of reading weights and activations and writing results once, and of multiplying."""
+    """Microseconds: the maximum of memory time (operands read and results written once) and MMA time."""
     w, x = product.weights, product.activations
     m, n, k = product.m, product.n, product.k
     scales = n * w.groups(k) * (4 if w.code == "min" else 2)
-    bits = (w.bits + 2) / 2 if w.sparse else w.bits  # half of the codes, and two bits of metadata for each
+    bits = (w.bits + 2) / 2 if w.sparse else w.bits  # half of the codes, each with 2 bits of metadata
     size = n * k * bits / 8 + scales + m * k * (2 if not x.quantized else x.bits / 8) + 2 * m * n
     reading = read_us(size * _BANDWIDTH / product.device.bandwidth)
     operations = 2 * m * n * k * 1e-6

@@ -1,8 +1,7 @@
 """The search behind `anybit tune`: candidates are planned and compiled in parallel, then checked and timed in a child.
 
-The child may crash or hang: the candidate that it was at is excluded, by name, and a new child goes on with the next.
-The parent never touches the GPU. What is found is saved every few seconds, and a search that is started again skips
-what the file already has.
+If the child crashes or hangs, the candidate at fault is excluded by name, and a new child continues with the next. The
+parent never uses the GPU. Results are saved every few seconds, and a restarted search skips what the file already has.
 """
 
 import contextlib
@@ -31,25 +30,25 @@ from anybit.tune.worker import Runner, Time, TimingBudget
 _logger = logging.getLogger(__name__)
 
 _SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
-"""How often what was found is saved; at least so many times what saving it takes."""
+"""Seconds between saves: at least the first, and at least the second times the duration of a save."""
 _MAPS, _SEARCH = (2, 2.0), (6, 3.0)
-"""What won at so many of the nearest points, at most so many powers of two away, is tried, too: of each map, and of the
-same search, whose kernels are compiled."""
+"""(number of nearest points, greatest distance in powers of two) whose winners are tried, too: of each map, and of the
+running search, whose kernels are already compiled."""
 _EACH_SECONDS = 0.25
-"""The most that a candidate takes to be checked and timed among others."""
+"""Most seconds to check and time one candidate among others."""
 _PLAUSIBLE = 0.7
-"""Of the roofline's time, whose rates were measured under load: a time of few tokens below it is not believed."""
+"""Times at few tokens below this share of the roofline (whose rates were measured under load) are discarded."""
 _TIE = 1.01
-"""A built-in choice that is no more than this behind the best is kept: it is measured noise, and one kernel fewer."""
+"""A built-in choice within this factor of the best is kept: the difference is noise, and it saves a kernel."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a search goes.
+    """Options of a search.
 
-    each: candidates of each family, beside the built-in choices and hints.  allow: see ``space.ALLOWANCES``.
-    seconds: no new problem is begun after this long.  limit: seconds that one candidate may take, compiled.
-    again: measure anew what the file has.  jobs: processes that compile.
+    each: candidates per family, besides built-in choices and hints.  allow: see ``space.ALLOWANCES``.
+    seconds: start no new problem after this time.  limit: seconds that one compiled candidate may take.
+    again: remeasure what the file has.  jobs: compiling processes; 0: one per core.
     """
 
     each: int = 6
@@ -63,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands."""
+    """Progress of a search."""
 
     product: LinearProblem
     done: int
@@ -78,11 +77,11 @@ Report = Callable[[Progress], None]
 # -------- what is tried
 
 Planned = dict[Candidate, str | None]
-"""What is tried for a problem, and why it cannot be: its kernels do not compile."""
+"""Candidates to try for a problem, each with the reason why its kernels do not compile, or None."""
 
 
 def neighbor_hints(maps: Sequence[Policy], product: LinearProblem, count: int, distance: float) -> list[Candidate]:
-    """What won at the ``count`` nearest points of each map, legal here or not."""
+    """The configs of the ``count`` nearest points of each map that are legal here."""
     hints: list[Candidate] = []
     for policy in maps:
         for _, point in islice(policy.near(product, distance), count):
@@ -93,9 +92,9 @@ def neighbor_hints(maps: Sequence[Policy], product: LinearProblem, count: int, d
 
 
 def candidates_of(product: LinearProblem, maps: Sequence[Policy], options: Options) -> list[Candidate]:
-    """What is tried for a problem: built-in choices first, then what won nearby, then the most promising."""
+    """Candidates for a problem: built-in choices, then winners of nearby points, then the most promising."""
     if product.k % 16:
-        return []  # rows are padded on the way, by the built-in choice
+        return []  # only the built-in choice pads rows
     return promising(product, options.each, neighbor_hints(maps, product, *_MAPS), options.allow)
 
 
@@ -110,7 +109,7 @@ def _begin(maps: Sequence[Policy], options: Options) -> None:
 
 
 def plan(product: LinearProblem) -> Planned:
-    """Choose candidates and bring their kernels into the cache on disk; runs in a process of its own."""
+    """Choose candidates and compile their kernels into the disk cache; runs in a compiling process."""
     found: Planned = dict.fromkeys(candidates_of(product, _maps, _options))
     for one in found:
         reasons = (compile_one(kernel, product.device.arch) for kernel in one.kernels(product))
@@ -121,9 +120,9 @@ def plan(product: LinearProblem) -> Planned:
 def plans(
     products: Sequence[LinearProblem], maps: Sequence[Policy], options: Options
 ) -> Generator[tuple[LinearProblem, Planned]]:
-    """Each problem with its plan, in order, made in processes some problems ahead of the measurement.
+    """Yield (problem, plan) in order; processes plan and compile a few problems ahead of the measurement.
 
-    Problems with nothing to try are left out.
+    Problems without candidates are skipped.
     """
     jobs = options.jobs or os.cpu_count() or 1
     pool, rest, ahead = compilers(jobs, _begin, maps, options), iter(products), deque[tuple[LinearProblem, Any]]()
@@ -140,7 +139,7 @@ def plans(
             made = None
             with contextlib.suppress(BrokenProcessPool):
                 made = future.result() if future else None
-            # Where the compiler took its process with it, the child compiles, one by one.
+            # If the compiler crashed its process, the child compiles instead, one by one.
             made = made or dict.fromkeys(candidates_of(product, maps, options))
             if made:
                 yield product, made
@@ -161,10 +160,10 @@ def search(
     factory: Callable[[], Any] = Runner,
     child: Worker | None = None,
 ) -> Policy:
-    """Measure products, and return the map of what was found, which also goes into the file at ``path``.
+    """Measure products, return the map of results, and merge it into the file at ``path``.
 
-    path: a file, or what names one for a GPU's name.  hints: maps whose configs are tried too.
-    Products keep their order, except that those of one layer come together. child: one that has begun.
+    path: a file, or a function from the GPU's name to one.  hints: maps whose configs are tried, too.  child: a started
+    Worker.  Products keep their order, except that those of one layer are grouped.
     """
     with contextlib.ExitStack() as stack:
         if child is None:
@@ -182,9 +181,9 @@ def search_on(
     options: Options,
     **more: Any,
 ) -> Policy:
-    """``search`` on GPUs of one kind, as CUDA_VISIBLE_DEVICES names them; a layer's products stay on one.
+    """``search`` on several GPUs of one model, named as in CUDA_VISIBLE_DEVICES; a layer's products stay on one GPU.
 
-    The first is measured on, and reported, here; each other one in a process that writes into the same file.
+    The first GPU's search runs, and reports, here; each other one runs in a process that writes to the same file.
     """
     if len(gpus) == 1:
         return search(products, path, options, **more)
@@ -201,7 +200,7 @@ def search_on(
 
 
 def _on(gpu: str, products: Sequence[LinearProblem], path: Any, options: Options, more: dict[str, Any]) -> Policy:
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything here has begun to use CUDA
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process initializes CUDA
     return search(products, path, options, **more)
 
 
@@ -252,7 +251,7 @@ def _search(
 
 
 def _answers(point: Point | None, product: LinearProblem, options: Options) -> bool:
-    """Whether a point holds all that is asked: 8-bit activations too where they are allowed now and a kernel runs."""
+    """Whether a point is complete: it includes 8-bit activations if they are allowed and any kernel runs them."""
     if point is None or product.activations.quantized or "a8" not in options.allow:
         return point is not None
     if any(measured.activations for measured in point.strategies.values()):
@@ -261,7 +260,7 @@ def _answers(point: Point | None, product: LinearProblem, options: Options) -> b
 
 
 def together(products: Sequence[LinearProblem]) -> list[LinearProblem]:
-    """Products in their order, but those of one layer side by side: its weights are made once."""
+    """Products in order, but grouped by layer, so that its weights are generated once."""
     layers: dict[Any, list[LinearProblem]] = {}
     for product in dict.fromkeys(products):
         layers.setdefault((product.n, product.k, product.weights, product.dtype), []).append(product)
@@ -269,7 +268,7 @@ def together(products: Sequence[LinearProblem]) -> list[LinearProblem]:
 
 
 def excluded_name(product: LinearProblem, candidate: Candidate) -> str:
-    """What an excluded candidate is called: it is left out for its whole scheme."""
+    """The key of an excluded candidate, which is excluded for its whole scheme."""
     return f"{product.scheme} {candidate.name}"
 
 
@@ -281,9 +280,9 @@ def race(
     policy: Policy,
     keep: Collection[Candidate] = (),
 ) -> list[tuple[Candidate, Time]]:
-    """Check and time candidates in the child; what fails is excluded, and left out; nothing where memory is short.
+    """Check and time candidates in the child; failing ones are excluded. Empty if one of ``keep`` finds no memory.
 
-    keep: candidates that are timed carefully however they begin, as built-in choices are.
+    keep: candidates always timed carefully, whatever their first times (built-in choices).
     """
 
     def measured(some: list[Candidate], limit: float) -> list[tuple[Candidate, Time]]:
@@ -295,7 +294,7 @@ def race(
             elif answer:
                 policy.excluded[excluded_name(product, one)] = answer
             else:
-                tell("the GPU's memory was full: the next search tries again what was not timed")
+                tell("out of GPU memory: the next search tries again what was not timed")
                 if one in keep:
                     return []
         return found
@@ -304,7 +303,7 @@ def race(
     with contextlib.suppress(CrashError):
         return measured(todo, options.limit + _EACH_SECONDS * len(todo))
     good = []
-    for one in todo:  # which of them it was shows when each is measured alone
+    for one in todo:  # measure each alone to find the one at fault
         try:
             good += [candidate for candidate, _ in measured([one], options.limit)]
         except CrashError as error:
@@ -317,17 +316,17 @@ def race(
 
 
 def point_of(product: LinearProblem, own: Sequence[Candidate], times: Sequence[tuple[Candidate, Time]]) -> Point | None:
-    """What a map says of times: the best of each strategy; built-in choices (own) are preferred within the noise.
+    """The point for a map: the best of each strategy, preferring built-in choices (``own``) within the noise.
 
-    Of few tokens a built-in choice is preferred, too, unless something is clearly faster than it.
-    None where nothing was timed, or a time of few tokens is shorter than reading the weights takes.
+    At few tokens, built-in choices are kept unless something is clearly faster.
+    None if nothing was timed, or if a time at few tokens is shorter than reading the weights takes.
     """
     if not times:
         return None
     few = product.m <= FEW_TOKENS
     least = min(time.us for candidate, time in times if time.final or candidate == own[0])
     if few and least < _PLAUSIBLE * floor_us(product):
-        _logger.info("%s is not written down: it took less than reading its weights takes", product)
+        _logger.info("discarding times of %s: shorter than reading its weights takes", product)
         return None
     strategies = {}
     for strategy in dict.fromkeys(candidate.strategy for candidate, _ in times):

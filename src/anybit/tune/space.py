@@ -1,7 +1,7 @@
-"""The space of a problem: every strategy, every family's legal configs, and what is excluded and why, in sentences.
+"""The search space of a problem: every strategy, every family's legal configs, and what is excluded, with reasons.
 
-Legality comes from the families' ``why_not`` alone. APT-LLM's relation among block widths, warps and tiles (section
-V-B) is part of it: a config states the tile and its warps, and what a warp does follows.
+Legality is decided by the families' ``why_not`` alone. It includes APT-LLM's relation between block widths, warps and
+tiles (section V-B): a config gives the tile and its warps, which determine the work of each warp.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import CODES, ActivationFormat
 
 STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
-"""Ways of carrying a product out (ADAngel, section 4.3)."""
+"""Strategies to compute a product (ADAngel, section 4.3)."""
 
 ALLOWANCES = {"a8": "16-bit activations may be quantized to 8 bits where that is faster: results change"}
-"""What a user may allow, since it changes results."""
+"""Options that change results, so a user has to allow them."""
 
 _INT4_TENSOR_CORES = ("sm_80", "sm_86", "sm_89")
 """Read from the SASS of CUDA 13.0: later architectures emulate them."""
@@ -31,7 +31,7 @@ _INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
 
 @dataclass(frozen=True)
 class Excluded:
-    """What is not in a space, and why: a strategy, or a family of one."""
+    """A strategy, or one family of it, that is not in a space, and why."""
 
     strategy: str
     kernel: str
@@ -39,14 +39,14 @@ class Excluded:
 
 
 class Space(NamedTuple):
-    """Every legal candidate of a product, family by family."""
+    """Every legal candidate of a product, by family, and what is excluded."""
 
     candidates: list[Candidate]
     excluded: list[Excluded]
 
 
 def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
-    """The whole space of a product; ``allow``: of ``ALLOWANCES``."""
+    """The whole space of a product. Raises KernelError for words not in ``ALLOWANCES``."""
     refuse_unknown(allow)
     found: list[Candidate] = []
     excluded: list[Excluded] = []
@@ -62,7 +62,7 @@ def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
 
 
 def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iterator[Excluded]:
-    """Strategies that are out as a whole, beside what the families say."""
+    """Strategies that are excluded as a whole, besides what the families say."""
     x = product.activations
     if reason := why_not_split(product):
         yield Excluded("split", "", reason)
@@ -74,16 +74,16 @@ def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iter
         yield Excluded("padding to int8", "", "the activations are 8-bit floats")
     elif "a8" not in allow:
         for name in ("padding to int8", "padding to fp8"):
-            yield Excluded(name, "", "it would quantize the activations, which has not been allowed (allow a8)")
+            yield Excluded(name, "", "it would quantize the activations, which is not allowed (allow a8)")
 
 
 def why_not_split(product: LinearProblem) -> str | None:
-    """Why operands are not split into nibbles for int4 tensor cores, in a sentence; None if they may be."""
+    """Why operands are not split into nibbles for int4 tensor cores, as a sentence; None if they may be."""
     w, x, arch = product.weights, product.activations, product.device.arch
     if w.sparse:
         return "the weights are 2:4 sparse"
     if w.code not in CODES:
-        return f"{w.code} codes are no integers, so weights have to become 16-bit floats (dequantize)"
+        return f"{w.code} codes are not integers, so weights must be dequantized to 16-bit floats"
     if not x.integer:
         return f"split multiplies integers, and the activations are {x.bits}-bit floats"
     if arch not in _INT4_TENSOR_CORES:
@@ -94,7 +94,7 @@ def why_not_split(product: LinearProblem) -> str | None:
 
 
 def targets_of(product: LinearProblem, allow: Collection[str] = ()) -> list[ActivationFormat]:
-    """The product's own activations, and what they may be quantized to."""
+    """The product's own activation format, and those they may be quantized to."""
     own = product.activations
     return [own, _INT8, _FP8] if not own.quantized and "a8" in allow else [own]
 
@@ -107,26 +107,26 @@ def refuse_unknown(allow: Collection[str]) -> None:
 
 
 FEW_TOKENS = 8
-"""To so many tokens a product is over before the next one's blocks could all have started beside its own."""
+"""Up to this token count, a GEMM ends before all blocks of the next kernel could have started beside its own."""
 _ANOTHER = 0.75
-"""How much of a multiprocessor's shared memory another kernel than the built-in one may take."""
+"""Share of a multiprocessor's shared memory that a kernel other than the built-in one may use."""
 
 
 def clearly_faster(us: float, built_in_us: float) -> bool:
-    """Whether a config of few tokens is so much faster than the built-in choice that a whole step gains by it.
+    """Whether a config for few tokens beats the built-in choice by enough to speed up a whole step.
 
-    A product timed in a chain of itself is off by up to a microsecond from what it takes between others.
+    A GEMM timed in a chain of itself is off by up to a microsecond from its time between other kernels.
     """
     return us < max(0.95 * built_in_us, built_in_us - 1.0)
 
 
 def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate) -> bool:
-    """Whether the kernels after it can start as early as after the built-in config of its kernel; of few tokens alone.
+    """Whether the next kernel can start as early as after the built-in config (PDL); always true above few tokens.
 
-    More shared memory, or a second block on a multiprocessor, keeps the next kernel's blocks from starting beside this
-    one's. No product timed by itself shows that, and steps of models do: a ring of 10 stages for 7 was 1 % faster alone
-    and cost 5 us a layer (w4a8, one token). Bit planes may always take half of a multiprocessor, and another kernel
-    than the built-in one as much as that one or three quarters.
+    More shared memory, or a second block per multiprocessor, keeps the next kernel's blocks from starting beside this
+    one's. Only whole steps show that, not GEMMs timed alone: 10 pipeline stages instead of 7 were 1 % faster alone and
+    cost 5 us per layer (w4a8, one token). Bit planes may always use half of a multiprocessor, and kernels other than
+    the built-in one as much as that one or three quarters.
     """
     if product.m > FEW_TOKENS:
         return True
@@ -138,7 +138,7 @@ def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _room(product: LinearProblem, kernel: str) -> tuple[float, int]:
-    """How much shared memory a block of a kernel may take, and how many may share a multiprocessor."""
+    """(shared memory that a block of a kernel may use, blocks that may share a multiprocessor)."""
     family, device = FAMILIES[kernel], product.device
     try:
         chosen = builtin(product, family.layout(product.activations))
@@ -153,26 +153,26 @@ def _room(product: LinearProblem, kernel: str) -> tuple[float, int]:
     return most, getattr(own, "min_blocks_per_sm", 1)
 
 
-# -------- fewer candidates: what a search looks at first
+# -------- fewer candidates: what a search tries first
 
 _EVERYTHING = 1000
-"""A search for so many candidates of each family leaves nothing out."""
+"""A search for this many candidates per family skips nothing."""
 _MANY_TOKENS = 256
-"""Above so many, planes that are not the built-in choice take several times its time: too long to time them for all."""
+"""Above this, bit planes that are not the built-in choice take several times as long: not worth timing."""
 
 
 def _hopeless(product: LinearProblem, kernel: str) -> bool:
-    """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or planes of many tokens."""
+    """Whether only the built-in choice is worth timing: mma.sync despite wgmma, or bit planes at many tokens."""
     if product.device.arch == "sm_90a" and kernel in ("sm80_bitplane_gemm", "sm80_packed_gemm"):
         return True
     if kernel in ("sm90_bitplane_skinny", "sm90_bitplane_resident") and product.m > _MANY_TOKENS:
-        return True  # which load the weights once for 64 tokens
+        return True  # they reload the weights every 64 tokens
     planes = FAMILIES[kernel].target is Target.planes
     return planes and product.m > 32 and product.weights.bits * product.activations.bits > 16
 
 
 def builtins_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Candidate]:
-    """The built-in choices of every layout that a product may have; the one that would run comes first."""
+    """The built-in choices of every possible layout; the one that would run comes first."""
     chosen = []
     with contextlib.suppress(KernelError):
         chosen.append(builtin(product))
@@ -186,9 +186,9 @@ def builtins_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Can
 def promising(
     product: LinearProblem, each: int, hints: Collection[Candidate] = (), allow: Collection[str] = ()
 ) -> list[Candidate]:
-    """The built-in choices, then hints that are allowed, then the ``each`` most promising of every family.
+    """Built-in choices, then allowed hints, then the ``each`` most promising candidates of every family.
 
-    The product's built-in choice comes first and is always there, so that a search never ends with something worse.
+    The product's built-in choice comes first and is always included, so a search never ends with something worse.
     """
     targets = targets_of(product, allow)
     chosen = [*builtins_of(product, allow), *(hint for hint in hints if hint.activations in targets)]

@@ -1,4 +1,4 @@
-"""What a search does on the GPU: layers of random weights, one check a candidate, and times of many in one graph."""
+"""The GPU side of a search: layers with random weights, a check of each candidate, and timing of many in one graph."""
 
 import statistics
 from collections import Counter
@@ -21,15 +21,15 @@ from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROTATE_BYTES = 160 << 20
-"""Weights rotate through at least this much: 2.7 times the L2 of an H200, so that none is found there again."""
+"""Timed calls rotate through at least this many bytes of weights, 2.7 times the L2 of an H200, to avoid L2 hits."""
 _SAMPLE = 128
 _TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
-_FP8_TOLERANCE = 1e-2  # e4m3's tensor cores keep about 14 bits of a sum
+_FP8_TOLERANCE = 1e-2  # fp8 tensor cores accumulate with about 14 bits
 
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """How carefully candidates are timed: microseconds of calls in a graph, replays of the first round and the last."""
+    """Timing effort: microseconds of calls per candidate and graph, replays in the first and last round."""
 
     microseconds: float = 60.0
     replays: int = 2
@@ -40,19 +40,19 @@ class TimingBudget:
 
 @dataclass(frozen=True)
 class Time:
-    """Microseconds of a call, and whether they come from the careful round."""
+    """Microseconds of a call, and whether they come from the final, careful round."""
 
     us: float
     final: bool
 
 
 class WrongResultError(Exception):
-    """A candidate's result is not the reference's."""
+    """A candidate's result differs from the reference."""
 
 
 @dataclass(eq=False)
 class Layer:
-    """Random weights of one shape and format: rows to check against, and copies in each layout that was asked for."""
+    """Random weights of one shape and format: sampled rows to check against, and copies in each layout requested."""
 
     n: int
     k: int
@@ -64,7 +64,7 @@ class Layer:
 
     @staticmethod
     def random(n: int, k: int, format: WeightFormat, device: torch.device) -> "Layer":
-        """Random codes with scales of both signs, so that products neither grow nor cancel."""
+        """Random codes with scales of both signs, so that sums neither grow nor cancel."""
         generator = torch.Generator(device).manual_seed(n * 31 + k)
         shape = (n, words_per_row(k, format.bits))
         words = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device, generator=generator)
@@ -83,7 +83,7 @@ class Layer:
         return Layer(n, k, format, weight, rows, weight.rows(rows).dequantize(torch.float32).double())
 
     def laid_out(self, layout: Layout) -> list[Any]:
-        """Copies of the weights in a layout, enough to make the caches useless."""
+        """Copies of the weights in a layout, enough to defeat the caches."""
         if layout not in self.copies:
             codes, first = _CODES[layout], _PREPARE[layout](self.weight)
             count = max(2, min(256, -(-_ROTATE_BYTES // max(getattr(first, codes).numel(), 1))))
@@ -92,13 +92,13 @@ class Layer:
         return self.copies[layout]
 
     def address(self, layout: Layout, copy: int) -> int:
-        """Where the codes of a copy lie."""
+        """The address of a copy's codes."""
         codes: Tensor = getattr(self.copies[layout][copy], _CODES[layout])
         return codes.data_ptr()
 
 
 _CODES = {Layout.planes: "planes", Layout.tiles_a16: "tiles", Layout.tiles_a8: "tiles"}
-"""Which tensor of weights in a layout holds their codes."""
+"""The attribute that holds the codes, by layout."""
 _PREPARE: dict[Layout, Callable[[QuantizedWeight], Any]] = {
     Layout.planes: bitplane_layout.prepare,
     Layout.tiles_a16: packed_tiles.prepare,
@@ -114,7 +114,7 @@ class Bench:
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
-        pitch = quantize_activations.pitch(k, 2)  # as ops gives rows to kernels
+        pitch = quantize_activations.pitch(k, 2)  # as ops passes rows to kernels
         self.x = torch.randn(m, pitch, device=device, generator=generator).to(product.dtype)[:, :k]
         self.y = torch.empty(m, n, device=device, dtype=product.dtype)
         self.tokens = torch.arange(m, device=device)
@@ -124,7 +124,7 @@ class Bench:
         self._shared: dict[Any, Any] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
-        """What the reference gives for the sampled tokens and rows, float64."""
+        """The reference's result for the sampled tokens and rows, float64."""
 
         def make() -> Tensor:
             x = self.x[self.tokens]
@@ -136,17 +136,17 @@ class Bench:
         return found
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What all candidates share, since recorded launches keep it: made at first."""
+        """A value shared by all candidates, created once: recorded launches hold on to it."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def call(self, candidate: Candidate) -> Callable[[Any], object]:
-        """What runs a candidate, quantization included, on a copy of the weights."""
+        """A function that runs a candidate, activation quantization included, on a copy of the weights."""
         x, y, activations, family = self.x, self.y, candidate.activations, FAMILIES[candidate.kernel]
         product = replace(self.product, activations=activations)
         more = {}
-        if candidate.kernel == "sm80_packed_gemm":  # sums and locks: each its own would be some 10 GB of many tokens
+        if candidate.kernel == "sm80_packed_gemm":  # shared: one workspace per candidate would add up to some 10 GB
             room = self._once(("room", activations), lambda: sm80_packed_gemm.room_for_all(product, x.device))
             more = {"room": room}
         if not activations.quantized:
@@ -163,7 +163,7 @@ class Bench:
         return call
 
     def again(self, candidate: Candidate) -> Callable[[int], object]:
-        """``call`` on the i-th copy of the weights: its launches are recorded at the first and repeated with others."""
+        """``call`` on the i-th copy of the weights: launches are recorded on the first copy and repeated on others."""
         layout, tapes = candidate.layout, self._record(candidate)
         count = len(self.layer.copies[layout])
 
@@ -178,7 +178,7 @@ class Bench:
         return call
 
     def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
-        """The launches of a call, which is made if it never was."""
+        """The recorded launches of a candidate; runs it once to record them."""
         if candidate not in self._recorded:
             first, call = self.layer.laid_out(candidate.layout)[0], self.call(candidate)
             self._recorded[candidate] = {0: jit.record(lambda: call(first))}
@@ -203,10 +203,10 @@ class Bench:
     ) -> list[Time]:
         """The time of a call of each candidate.
 
-        Candidates are captured into one graph, one after another, so that all see the same clocks. The better half of
-        each strategy goes on, with twice the calls, until no more than ``finalists`` are left, which are timed with
-        most replays; what is beyond ``margin`` of its strategy's best, or of a strategy far behind, goes at once, and
-        ``keep`` (built-in choices) never.
+        Candidates are captured in one graph, one after another, so that all run at the same clocks. The better half of
+        each strategy advances, with twice the calls, until no more than ``finalists`` are left, which are timed with
+        the most replays. Candidates beyond ``margin`` times their strategy's best, or of a strategy far behind, drop
+        out at once; ``keep`` (built-in choices) only with such a strategy.
         """
         calls = [self.again(candidate) for candidate in candidates]
         once = guess_us > _ROUGH
@@ -229,7 +229,7 @@ class Bench:
 
 
 class Runner:
-    """Checks and times candidates on the current CUDA device; the weights of the last layer are kept."""
+    """Checks and times candidates on the current CUDA device; keeps the weights of the last layer."""
 
     bench: type[Bench] = Bench
 
@@ -239,7 +239,7 @@ class Runner:
         self._layer: Layer | None = None
 
     def describe(self) -> dict[str, Any]:
-        """The device as kernels see it, and what a map says of where it comes from."""
+        """The Device, and the driver and torch versions for a map's origin."""
         from cuda.bindings import driver
 
         _, version = driver.cuDriverGetVersion()
@@ -247,7 +247,7 @@ class Runner:
         return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
 
     def prepare(self, product: LinearProblem) -> Bench:
-        """Inputs, outputs and expected values of a product."""
+        """The Bench of a product: inputs, outputs and weights."""
         key, layer = (product.n, product.k, product.weights), self._layer
         if layer is None or (layer.n, layer.k, layer.format) != key:
             if layer is not None:
@@ -266,7 +266,7 @@ def _driver_version() -> str:
 
 
 def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: TimingBudget) -> list[int]:
-    """Who is timed again: the better half of each strategy, and all of them where they are few."""
+    """Indices to time again: the better half of each strategy, or all if they are few."""
     best = min(us)
     chosen: set[int] = set()
     for strategy in dict.fromkeys(strategies):
@@ -280,31 +280,31 @@ def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[i
 
 
 _ROUGH = 60.0
-"""Microseconds of a call that is looked at once in the first round: what is far behind is so by more than the noise."""
+"""Calls longer than this (us) are timed once in the first round: slow candidates stand out from the noise."""
 _LONG = 300.0
-"""Microseconds of a call whose start and end matter little: one is enough, and none before it."""
+"""Calls longer than this (us) need only one call per graph and no warm-up call: start and end hardly matter."""
 _CALLS, MOST_CALLS = 16, 48
-"""The most calls of one candidate in a graph; the second in the last round, where short calls are told
-from others that take 5 % more by events that are off by some tenths of a microsecond."""
+"""Most calls of a candidate per graph; the second in the last round, where events with an error of some tenths of a
+microsecond have to tell short calls apart that differ by 5 %."""
 
 
 def calls_in(microseconds: float, guess_us: float, most: int = _CALLS) -> int:
-    """Calls in a graph."""
+    """Number of calls of a candidate in a graph."""
     return max(1 if guess_us > _LONG else 2, min(most, round(microseconds / max(guess_us, 0.5))))
 
 
 _PLACED = 60.0
-"""Microseconds of a call whose time depends on the ticks of the GPU's clock, and on what stands before it: one of 25 us
-took 4 % more or less in two graphs (w4a16g128, 37888 x 3584)."""
+"""Calls shorter than this (us) depend on the GPU clock's ticks and on the preceding kernel: one of 25 us differed by
+4 % between two graphs (w4a16g128, 37888 x 3584)."""
 
 
 def race(
     stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
 ) -> list[float]:
-    """Microseconds of each call, from one graph that holds ``counts`` of each between events; medians of replays.
+    """Microseconds per call, from one graph with ``counts`` calls of each between events; medians over replays.
 
-    A call before those that are timed, where they are short, takes the overlap with another candidate's end, and one
-    replay before those that count takes what is slow at first; with ``replays`` 0 there is one in all.
+    Short calls are preceded by an untimed one, which absorbs the overlap with the previous candidate; the first replay
+    is a warm-up and does not count, except with ``replays`` 0, where it is the only one.
     """
     marks = [[torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] for _ in calls]
     graph = torch.cuda.CUDAGraph()
@@ -335,12 +335,12 @@ def race(
 def race_in_orders(
     stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
 ) -> list[float]:
-    """``race``; in three orders where one is short, since its time depends on where in the graph it stands."""
+    """``race``, in three orders if any call is short: its time depends on its position in the graph."""
     places = list(range(len(calls)))
     half = len(places) // 2
     found: list[list[float]] = [[] for _ in calls]
     orders = (places, places[::-1], places[half:] + places[:half])
-    for order in orders[: len(places)]:  # of two calls each stands first once
+    for order in orders[: len(places)]:  # two calls: each comes first once
         us = race(stream, [calls[i] for i in order], [counts[i] for i in order], replays)
         for i, time in zip(order, us, strict=True):
             found[i].append(time)
