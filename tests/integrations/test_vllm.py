@@ -198,9 +198,7 @@ def test_a_weight_beside_codes_names_its_layer() -> None:
 
 
 def test_zeros_of_another_number_are_refused_by_name() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"lm_head\.z has 3 rows of words .* 32 outputs need 4; the folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"lm_head\.z has 3 rows of words .* 32 outputs need 4; the folder"):
         parameters.unpacked_zeros("lm_head.z", torch.zeros(3, 2, dtype=torch.int32), 4, 32)
 
 

@@ -1,7 +1,7 @@
-"""The kernel families that can run a linear problem, behind one interface, and what one of them is asked to run.
+"""The kernel families that run linear problems, behind one interface, and ``Candidate``: one way to run a problem.
 
-A family is a module of ``anybit.kernels.gemm`` with ``Config``, ``why_not``, ``configs``, ``default``, ``kernel`` and
-``shared_bytes``, perhaps ``estimate`` (microseconds); all of them take ``LinearProblem``.
+A family is a module of ``anybit.kernels.gemm`` with ``Config``, ``why_not``, ``configs``, ``default``, ``kernel``,
+``shared_bytes`` and, optionally, ``estimate`` (microseconds); all take a ``LinearProblem``.
 """
 
 import dataclasses
@@ -47,11 +47,11 @@ from anybit.scheme import ActivationFormat
 FieldValue = int | bool | str
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 EVERY_KIND, EVERY_RING = 4, 12
-"""A search for so many of each family tries every kind of bit-plane tile, and for more several rings of each."""
+"""From these counts per family on, a search also tries every kind of bit-plane tile, and several depths of each."""
 
 
 class Layout(Enum):
-    """How a layer's weights lie in memory; a candidate reads one of them."""
+    """Memory layouts of a layer's weights; a candidate reads one of them."""
 
     planes = "bit planes"
     tiles_a16 = "tiles for 16-bit activations"
@@ -59,24 +59,24 @@ class Layout(Enum):
 
 
 def tiles_of(activations: ActivationFormat) -> Layout:
-    """The layout of tiles for activations."""
+    """The tile layout for an activation format."""
     return Layout.tiles_a8 if activations.quantized else Layout.tiles_a16
 
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """A family of kernels. target: what activations are quantized into, if they are."""
+    """A family of kernels. target: the layout of quantized activations."""
 
     name: str
     module: ModuleType
     target: Target
 
     def layout(self, activations: ActivationFormat) -> Layout:
-        """Where the weights must lie."""
+        """The weight layout that the family reads."""
         return Layout.planes if self.target is Target.planes else tiles_of(activations)
 
     def why_not(self, product: LinearProblem, config: Any = None) -> str | None:
-        """Why the family, or a config of it, cannot run a product; None if it can."""
+        """Why the family, or one of its configs, cannot run a product; None if it can."""
         if product.dtype not in _SIXTEEN_BITS:
             return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
         if self.module is sm80_packed_gemm and product.device.arch == "sm_90a":
@@ -88,7 +88,7 @@ class KernelFamily:
         return reason
 
     def configs(self, product: LinearProblem) -> list[Any]:
-        """Every legal config of a product, each once; empty where there is none."""
+        """Every legal config of a product, without duplicates; may be empty."""
         if self.why_not(product) is not None:
             return []
         try:
@@ -97,34 +97,34 @@ class KernelFamily:
             return []
 
     def default(self, product: LinearProblem) -> Any:
-        """The built-in choice among the family's configs. Raises KernelError where there is none."""
+        """The built-in choice among the family's configs. Raises KernelError if there is none."""
         if (reason := self.why_not(product)) is not None:
             raise KernelError(f"{self.name} cannot run {product}: {reason}")
         return self._ready(self.module.default(product), product)
 
     def _ready(self, config: Any, product: LinearProblem) -> Any:
-        """A config as layers of a model run it."""
+        """A config as a model's layers run it: with its occupancy limited."""
         return heuristics.limit_occupancy(config, product.device)
 
     def fields(self, config: Any) -> dict[str, FieldValue]:
-        """What a search may choose of a config, by name; the inverse of ``rebuild``."""
+        """The tunable fields of a config, by name; the inverse of ``rebuild``."""
         values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _FACTS}
         return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
 
     def rebuild(self, product: LinearProblem, fields: dict[str, FieldValue]) -> Any:
-        """The config with these fields, for another product; not yet known to be legal there.
+        """The config with these fields for a product; not checked to be legal there.
 
-        Fields that are missing are those of the default. Raises KernelError for one that is unknown or of the wrong
-        kind, and where the family has no default for the product.
+        Missing fields come from the default. Raises KernelError for a field that is unknown or of the wrong type, and
+        if the family has no default for the product.
         """
-        try:  # what a problem decides of a config does not depend on its tokens
+        try:  # the fields that follow from the problem do not depend on m
             base = _base(self, replace(product, m=1))
-        except KernelError:  # a family for many tokens alone
+        except KernelError:  # a family for many tokens only
             base = _base(self, product)
         return replace(base, **self.parsed(fields))
 
     def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, Any]:
-        """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong kind."""
+        """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong type."""
         kinds = _kinds(self)
         found: dict[str, Any] = {}
         for name, value in fields.items():
@@ -148,7 +148,7 @@ class KernelFamily:
     ) -> None:  # fmt: skip
         """y[:] = x W^T + bias on the current stream; x: 16-bit activations or codes, weight: in the family's layout.
 
-        silu: y [m, n / 2] as ``sm90_packed_gemm.kernel`` says; a config that ``ends_with_silu`` alone.
+        silu: y [m, n / 2] as in ``sm90_packed_gemm.kernel``; only for a config that ``ends_with_silu``.
         """
         if self.target is Target.planes:
             assert isinstance(x, Packed)
@@ -163,19 +163,19 @@ class KernelFamily:
                 packed_problem.launch_few(self.module, weight, rows, y, scale, bias, config, silu=silu)
 
     def ends_with_silu(self, config: Any) -> bool:
-        """Whether a config has a kernel that ends with SiLU."""
+        """Whether a config has a kernel with a SiLU epilogue."""
         return self.module is sm90_packed_skinny or (self.module is sm90_packed_gemm and not config.tensor_store)
 
     def estimate(self, product: LinearProblem, config: Any) -> float | None:
-        """About how many microseconds a config takes, by the family's own estimate; None where it has none."""
+        """A config's estimated time in microseconds, by the family's model; None if it has none."""
         if not hasattr(self.module, "estimate"):
             return None
         us: float = self.module.estimate(product, config)
         return us
 
     def promising(self, product: LinearProblem, count: int) -> list[Any]:
-        """What a search times: the default; the ``count`` first by the estimate, or those most like the default where
-        it has none; and one of each kind of bit-plane tile where ``count`` is ``EVERY_KIND`` or more.
+        """The configs that a search times: the default; the best ``count`` by the estimate, or without one those most
+        like the default; and, from ``EVERY_KIND`` on, one of each kind of bit-plane tile.
         """
         found = self.configs(product)
         if not found:
@@ -191,7 +191,7 @@ class KernelFamily:
         return list(dict.fromkeys([own, *sorted(found, key=rank)[:count], *kinds]))
 
     def kinds(self, product: LinearProblem, rings: bool = False) -> list[Any]:
-        """What stands for each kind of bit-plane tile, of small ones' rings several (rings); else nothing."""
+        """A representative of each kind of bit-plane tile (rings: several pipeline depths of small ones), else none."""
         configs = self.configs(product)
         if self.target is not Target.planes or not configs:
             return []
@@ -201,7 +201,7 @@ class KernelFamily:
 
 @functools.cache
 def _kinds(family: KernelFamily) -> dict[str, type]:
-    """What a search may choose of a family's configs, by name: bool, int, or an enum whose members are named."""
+    """The types of a family's tunable fields, by name: bool, int, or an enum."""
     hints = typing.get_type_hints(family.module.Config)
     return {name: kind for name, kind in hints.items() if name not in _FACTS}
 
@@ -215,7 +215,7 @@ _FACTS = {
     field.name for kind in (packed_problem.FewFacts, bitplane_problem.Facts) for field in dataclasses.fields(kind)
 }
 _FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned", "sparse"}
-"""Fields by which configs repeat their problem: no search chooses them, and no map holds them."""
+"""Fields that follow from the problem: not tunable, and not stored in maps."""
 
 _MODULES = {
     Target.planes: (
@@ -243,27 +243,27 @@ class Candidate:
 
     @property
     def strategy(self) -> str:
-        """Of ``STRATEGIES``."""
+        """What the family does with activations: see ``strategy_of``."""
         return strategy_of(self.kernel, self.activations, self.config)
 
     @property
     def layout(self) -> Layout:
-        """Where the weights must lie."""
+        """The weight layout that it reads."""
         return FAMILIES[self.kernel].layout(self.activations)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block."""
+        """Shared memory per block, in bytes."""
         return int(FAMILIES[self.kernel].module.shared_bytes(self.config))
 
     @property
     def fields(self) -> dict[str, FieldValue]:
-        """What is chosen of the config, by name."""
+        """The config's tunable fields, by name."""
         return FAMILIES[self.kernel].fields(self.config)
 
     @property
     def name(self) -> str:
-        """What it is called in maps, reports and exclusions."""
+        """Its name in maps, reports and exclusions."""
         return f"{self.kernel}({', '.join(f'{key}={value}' for key, value in self.fields.items())})"
 
     def why_not(self, product: LinearProblem) -> str | None:
@@ -271,7 +271,7 @@ class Candidate:
         return FAMILIES[self.kernel].why_not(replace(product, activations=self.activations), self.config)
 
     def kernels(self, product: LinearProblem) -> Iterator[Kernel]:
-        """What is to be compiled before it can run."""
+        """The kernels to compile before it can run."""
         family = FAMILIES[self.kernel]
         if family.target is Target.bytes and not product.weights.sparse:
             yield repack.kernel(repack.config_of(product.weights, "a8" if self.activations.quantized else "a16"))
@@ -294,7 +294,7 @@ def strategy_of(kernel: str, activations: ActivationFormat, config: Any = None) 
 
 
 def quantizer(product: LinearProblem, target: Target, aligned: bool = True) -> quantize_activations.Config:
-    """How activations are quantized: the built-in choice. aligned: rows of x start on 16 bytes, and k is in eights."""
+    """The built-in config that quantizes activations. aligned: rows of x are 16-byte aligned, and k % 8 == 0."""
     p = product
     return quantize_activations.default(
         quantize_activations.Problem(p.m, p.k, p.activations, p.dtype, target=target, aligned=aligned)

@@ -1,4 +1,4 @@
-"""Built-in choices that look beyond one kernel: which kernel takes few tokens, and how its blocks share an SM."""
+"""Built-in choices across kernels: which kernel takes few tokens, and how blocks share an SM."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -12,10 +12,10 @@ _UNIT_ROWS = 16
 _LEAST_AMONG_SMALL = 9
 _MANY_UNITS = 7
 _TRIGGERS = {4: 1, 2: 0}
-"""When gate_up of a fused layer lets the next kernel begin (``sm90_packed_gemv.Config``), by bits, where measured."""
+"""When gate_up of a fused layer triggers the next kernel (PDL; ``sm90_packed_gemv.Config``), by bits, if measured."""
 
 _SPARSE_TOKENS = 4
-"""The most tokens of 2:4 sparse weights that ``sm90_packed_gemv`` takes before ``sm90_packed_gemm``."""
+"""Up to so many tokens ``sm90_packed_gemv`` takes 2:4 sparse weights; ``sm90_packed_gemm`` takes more."""
 _MODULES = {"gemv": sm90_packed_gemv, "skinny": sm90_packed_skinny, "skinny_f16": sm90_packed_skinny_f16}
 _ANY = 1 << 30
 _Rows = tuple[tuple[int, int, str], ...]
@@ -24,9 +24,9 @@ _INT8: dict[int, _Rows] = {
     3: ((2, 2047, "skinny 8"), (3, _ANY, "skinny 4"), (4, _ANY, "skinny 2"), (_ANY, _ANY, "skinny 4")),
     8: ((2, 2047, "skinny 8"), (3, _ANY, "skinny 6"), (4, _ANY, "skinny 2"), (_ANY, _ANY, "skinny 4")),
 }
-"""Bits of weights up to which rows hold; and rows of (units of 16 rows a multiprocessor has at most, columns at most,
-kernels with the most tokens that each takes). The first row that holds decides, and sm90_packed_gemm takes more tokens.
-What was fastest on an H200: docs/notes/2026-11-24-packed.md."""
+"""By weight bits (upper bounds), rows of (most units of 16 rows per SM, most columns, kernels with the most tokens that
+each takes). The first matching row decides; sm90_packed_gemm takes more tokens.
+Measured on an H200: docs/notes/2026-11-24-packed.md."""
 _SIXTEEN_BITS: dict[int, _Rows] = {
     3: (
         (1, 8192, "gemv 2, skinny_f16 8"),
@@ -71,13 +71,13 @@ _TABLES: _Rows = (
     (2, _ANY, "skinny 2, skinny_f16 4"),
     (_ANY, _ANY, "gemv 2, skinny 2, skinny_f16 8"),
 )
-"""Of 4-bit codes whose values are looked up: docs/notes/2026-11-24-formats.md."""
+"""For 4-bit codes with table lookup: docs/notes/2026-11-24-formats.md."""
 
 
 def kernel(problem: LinearProblem) -> ModuleType | None:
-    """The kernel for few tokens; None where none of them runs, or sm90_packed_gemm is faster."""
+    """The kernel for few tokens; None if none of them runs, or sm90_packed_gemm is faster."""
     p = problem
-    if p.weights.sparse:  # whose codes are read once on the tensor cores of many tokens from five tokens on
+    if p.weights.sparse:  # from five tokens on sm90_packed_gemm
         few = p.m <= _SPARSE_TOKENS and sm90_packed_gemv.why_not(problem) is None
         return sm90_packed_gemv if few else None
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
@@ -87,9 +87,9 @@ def kernel(problem: LinearProblem) -> ModuleType | None:
         rows = _TABLES
     kernels = next(kernels for most, columns, kernels in rows if units <= most and p.tile_columns <= columns)
     choices = [(_MODULES[name], int(tokens)) for name, tokens in (words.split() for words in kernels.split(", "))]
-    # Tables that gemv does not take run on what would be next, or on skinny_f16.
+    # Table codes that gemv does not take run on the next choice, or on skinny_f16.
     choices.append((sm90_packed_skinny_f16, choices[-1][1]))
-    # e4m3 runs on gemv, but has not been timed there.
+    # gemv runs e4m3, but was not timed with it.
     untimed = sm90_packed_gemv if p.weights.code == "e4m3" else None
     fitting = (
         module
@@ -100,16 +100,16 @@ def kernel(problem: LinearProblem) -> ModuleType | None:
 
 
 def limit_occupancy(config: Any, device: Device) -> Any:
-    """A config of which two blocks never share a multiprocessor, for layers of a model; others' configs as they are.
+    """Pad a config's shared memory so that two of its blocks never share an SM; other kernels' configs are unchanged.
 
-    Blocks are placed while those of the kernel ahead leave: the multiprocessors that are free first would take two
-    blocks of a small layer and others none, and what follows is placed no better. Products that are cut into several
-    chunks stay as they are: their rings fit beside those of the layer ahead.
+    With PDL blocks are placed while the previous kernel drains: the SMs that free up first would take two blocks of a
+    small layer, others none, and later kernels fare no better. Products with several chunks are unchanged: their
+    pipelines fit beside the previous layer's.
 
-    With 16-bit activations of a token or two no small kernels stand between a fused layer's products, and blocks of two
-    products share a multiprocessor. Such a config asks for so much shared memory that two blocks fit and no three; so
-    do blocks of skinny_f16. A product that has not all activations at hand (down) keeps a multiprocessor for each of
-    its blocks. The steps that this was measured in: docs/notes/2026-11-23-generation.md.
+    With one or two tokens of 16-bit activations there are no small kernels between a fused layer's GEMVs, and blocks of
+    two GEMVs share an SM: such configs are padded so that two blocks fit but not three, and so are skinny_f16's. A GEMV
+    whose activations are not all resident (down) keeps one block per SM. Measurements:
+    docs/notes/2026-11-23-generation.md.
     """
     for module, chunks in (
         (sm90_packed_gemv, "chunks"),
@@ -126,9 +126,9 @@ def limit_occupancy(config: Any, device: Device) -> Any:
 
 
 def limit_occupancy_normed(config: sm90_packed_gemv.Config, device: Device) -> sm90_packed_gemv.Config:
-    """``limit_occupancy`` for a product that norms its activations (qkv, and gate_up): one block a multiprocessor.
+    """``limit_occupancy`` for a GEMV that normalizes its activations (qkv and gate_up): one block per SM.
 
-    gate_up of one token lets what follows begin with its last copies in 4 bits, and at once in 2.
+    gate_up of one token also gets its PDL trigger (``_TRIGGERS``).
     """
     least = device.shared_bytes // 2
     config = replace(config, min_shared_bytes=least) if sm90_packed_gemv.shared_bytes(config) < least else config
@@ -138,18 +138,18 @@ def limit_occupancy_normed(config: sm90_packed_gemv.Config, device: Device) -> s
 
 
 def among_small(problem: LinearProblem, config: sm90_packed_gemm.Config) -> sm90_packed_gemm.Config:
-    """A config of ``sm90_packed_gemm`` for a fused layer, between whose products of many tokens small kernels stand.
+    """A config of ``sm90_packed_gemm`` for a fused layer, where small kernels run between the GEMMs.
 
-    There blocks that leave room for another are placed two on the multiprocessors that are free first, and none on
-    others, though one on each would do. In a chain of a product alone it is the other way round.
+    There, blocks that leave room for another are placed in pairs on the SMs that free up first, and none on others,
+    though all would fit one per SM. In a chain of GEMMs alone pairs are better.
     """
     if config.min_blocks_per_sm > 1 and config.sparse and config.x_bytes == 1:
-        return sm90_packed_gemm.default(problem, 1)  # in other tiles
+        return sm90_packed_gemm.default(problem, 1)  # other tiles
     one = replace(config, min_blocks_per_sm=1)
     fits = sm90_packed_gemm.grid(problem, one)[0] <= problem.device.sms
     return one if fits and problem.m >= _LEAST_AMONG_SMALL else config
 
 
 def _pair_bytes(device: Device) -> int:
-    """Shared memory of which two blocks, and no three, fit a multiprocessor; it keeps 1 KB of each block's."""
+    """Shared memory per block such that two fit an SM, but not three; each block costs 1 KB extra."""
     return (device.shared_bytes + 1024) // 2 - 1024

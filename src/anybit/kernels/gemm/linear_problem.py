@@ -1,4 +1,4 @@
-"""What a gemm kernel is asked for: ``LinearProblem``, which every family of ``anybit.kernels.gemm`` takes."""
+"""``LinearProblem``: the problem that every kernel family of ``anybit.kernels.gemm`` takes."""
 
 from dataclasses import dataclass, field
 
@@ -11,21 +11,21 @@ from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS, UNIT_ROWS
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 _MOST_UNITS = 16
-"""Units of a block where a layer has more blocks than there are multiprocessors anyway."""
+"""Units per block if a layer has more than one wave of blocks anyway."""
 _MOST_IN_A_WAVE = 18
-"""And where so many leave one block for each: with 16, 34816 x 5120 and 37888 x 3584 had 136 and 148 blocks for 132
-multiprocessors (int8, two tokens: 34.1 and 26.3 us, for 25.6 and 19.6)."""
+"""The same if it makes a single wave: with 16, 34816 x 5120 and 37888 x 3584 had 136 and 148 blocks on 132 SMs (int8,
+two tokens: 34.1 and 26.3 us, instead of 25.6 and 19.6)."""
 _OUTPUTS = {output.dtype: output for output in Output}
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """One linear call, quantization of its activations included: y[m, n] = x[m, k] W[n, k]^T.
+    """One linear call, including quantization of its activations: y[m, n] = x[m, k] W[n, k]^T.
 
-    dtype: of y, and of x where activations have 16 bits; float16 or bfloat16, of bit planes also float32 or int32 (the
-    integers before scales). act_order: the columns of the tiles are permuted. columns: of the tiles, where an
-    activation order makes them more than k rounded up to 128; 0: that. aligned: rows of x, or of its codes
-    where activations are quantized, start on 16 bytes. y_aligned: rows of y do.
+    dtype: of y, and of 16-bit x; float16 or bfloat16, for bit planes also float32 or int32 (integer sums before
+    scales). act_order: the tiles' columns are permuted. columns: of the tiles, if an activation order needs more than k
+    rounded up to 128; 0: just that. aligned: rows of x (or of its codes, if quantized) are 16-byte aligned.
+    y_aligned: rows of y are.
     """
 
     m: int
@@ -50,21 +50,21 @@ class LinearProblem:
 
     @property
     def operand(self) -> Operand:
-        """What tensor cores multiply where weights are dequantized."""
+        """The type of tensor-core operands in kernels that dequantize weights."""
         if self.activations.quantized:
             return Operand.s8 if self.activations.integer else Operand.e4m3
         return Operand.bf16 if self.dtype == torch.bfloat16 else Operand.f16
 
     @property
     def output(self) -> Output:
-        """The type of y. Raises KeyError where kernels write no such values."""
+        """The type of y. Raises KeyError for a dtype that kernels do not write."""
         return _OUTPUTS[self.dtype]
 
-    # -------- of weights in tiles (packed_layout.py)
+    # -------- weights in tiles (packed_layout.py)
 
     @property
     def tile_columns(self) -> int:
-        """K' of the tiles."""
+        """Columns of the tiles, K'."""
         return self.columns or round_up(self.k, TILE_COLUMNS)
 
     @property
@@ -79,16 +79,16 @@ class LinearProblem:
 
     @property
     def units(self) -> int:
-        """Units of 16 rows, those that fill the last tile included."""
+        """Units of 16 rows, including padding of the last tile."""
         return self.weight_tiles * (TILE_ROWS // UNIT_ROWS)
 
     @property
     def block_units(self) -> int:
-        """How many of a layer's units a block for few tokens takes."""
+        """Units per block in kernels for few tokens."""
         mine = -(-self.units // self.device.sms)
         return mine if mine <= _MOST_IN_A_WAVE else _MOST_UNITS
 
-    # -------- of weights in bit planes (bitplane_layout.py)
+    # -------- weights in bit planes (bitplane_layout.py)
 
     @property
     def chunks(self) -> int:
@@ -97,5 +97,5 @@ class LinearProblem:
 
     @property
     def short_sums(self) -> bool:
-        """Whether no integer result reaches 2^22, below which an addition makes a float of it."""
+        """Whether all integer results are below 2^22, so that one addition converts them to float."""
         return bitplane_layout.largest_sum(self.k, self.weights, self.activations) < 2**22

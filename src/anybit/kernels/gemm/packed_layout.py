@@ -1,16 +1,15 @@
-"""Tiles of packed weights: the one prepared form that every kernel with weights of 1 to 8 bits reads.
+"""Tiles of packed weights: the prepared layout of all kernels that dequantize weights of 1 to 8 bits.
 
-A tile is 64 rows by 128 columns: four units of 16 rows, each its codes in the order in which a warp's mma (or wgmma)
-takes them as its first operand, then its scales, then its zeros or minima. Units of a block of columns follow each
-other, so any range of rows is one contiguous copy. See docs/packed.md; `packed_layout.cuh` states the same placement
-for the device.
+A tile is 64 rows by 128 columns: four units of 16 rows, each with its codes in the fragment order of the A operand of
+mma (or wgmma), then its scales, then its zeros or minima. Units of a block of 128 columns are contiguous, so any range
+of rows is one bulk copy. See docs/packed.md; ``packed_layout.cuh`` is the device's version of this placement.
 
-Placement of codes. Lane 4g + t of a warp owns rows g and g + 8 of a unit, in registers j of a few fields:
+Placement of codes. Lane 4g + t of a warp owns rows g and g + 8 of a unit, in registers j of 2 or 4 fields:
 
     order "a16"   32 registers j = 4s + r of two 16-bit fields h: row g + 8(r & 1), column 16s + 8(r >> 1) + 2t + h
     order "a8"    16 registers j = 4S + R of four 8-bit fields e: row g + 8(R & 1), column 32S + 16(R >> 1) + 4t + e
 
-and 2 * bits words of 32 bits. `pieces` says which bits of which word a register's fields are.
+and 2 * bits words of 32 bits. ``pieces`` maps a register's fields to bits of these words.
 """
 
 from collections.abc import Callable
@@ -35,7 +34,7 @@ UNIT_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` bits of a code, from bit `first` up, at `bit` of every field of a word."""
+    """``count`` bits of a code, from bit ``first`` up, at ``bit`` of every field of a word."""
 
     word: int
     bit: int
@@ -45,7 +44,7 @@ class Piece:
 
 @cache
 def pieces(bits: int, order: Order, register: int) -> tuple[Piece, ...]:
-    """Where the codes of a register lie in a lane's words; several pieces only for left-over bits of 3, 5, 6, 7."""
+    """Where a register's codes are in a lane's words; several pieces only for left-over bits of widths 3, 5, 6, 7."""
     field = 16 if order == "a16" else 8
     words = 2 * bits
     if bits in (1, 2, 4, 8):
@@ -79,13 +78,13 @@ _MOVES = ((11, 14, 9), (7, 12, 9), (15, 11, 18), (14, 10, 11), (12, 8, 9), (13, 
 
 
 def float_order(codes: Tensor) -> Tensor:
-    """Words of eight e2m1 codes, int32, in the order of tiles: four shifts and four ANDs make fp16 numbers of them.
+    """Permute words of eight e2m1 codes, int32, so that four shifts and four ANDs convert them to float16.
 
-    A code's sign belongs at bit 15 of a half of a register, and its exponent and mantissa at bits 9 to 11: that is its
-    value times 2^-14, the smallest included. With w for the word that this returns, the codes at bits 0, 4, 8 and 12 of
-    the halves of ``codes`` are w << 6, w << 9, w ^ (w >> 3) and w ^ (w << 2), each less all other bits. No four shifts
-    bring sixteen bits to these four places, so some bits serve twice, and others hold what a XOR makes right: each
-    move is (the bit of w, the bit of the code, the bit of w that it is stored against).
+    As float16, a code's sign goes to bit 15 and its exponent and mantissa to bits 9 to 11: its value times 2^-14, also
+    for subnormals. With w the word returned here, the codes at bits 0, 4, 8 and 12 of the halves of ``codes`` are
+    w << 6, w << 9, w ^ (w >> 3) and w ^ (w << 2), each masked. No four shifts alone bring sixteen bits to these places,
+    so some bits are used twice, and others are stored XORed: each move is (bit of w, bit of the code, bit of w that it
+    is XORed with).
     """
     word = (codes & 0x00070007) << 3 | (codes & 0x00080008) << 6 | (codes >> 4) & 0x00070007 | (codes >> 1) & 0x00400040
     for to, bit, against in _MOVES:
@@ -102,30 +101,30 @@ def from_float_order(words: Tensor) -> Tensor:
 
 
 def subgroups(group: int | None) -> int:
-    """How many scales a row of a tile holds: those of the groups in its 128 columns; none for whole rows."""
+    """Scales per row of a tile: one per group in its 128 columns; 0 for whole rows."""
     return max(1, TILE_COLUMNS // group) if group else 0
 
 
 def tile_group(format: WeightFormat) -> int:
-    """Columns of a tile that share a scale, 0 for whole rows; of these a minimum repeats in each tile of a row."""
+    """Columns of a tile that share a scale, 0 for whole rows; but whole rows with minima repeat both in each tile."""
     if format.group is None:
         return TILE_COLUMNS if format.code == "min" else 0
     return min(format.group, TILE_COLUMNS)
 
 
 def unit_bytes(format: WeightFormat) -> int:
-    """Bytes of one unit: codes, fp16 scales and, for asym, uint8 zeros, for min fp16 minima."""
+    """Bytes of one unit: codes, float16 scales, and uint8 zeros (asym) or float16 minima (min)."""
     return unit_bytes_of(format.bits, tile_group(format), format.code, format.sparse)
 
 
 def unit_bytes_of(bits: int, group: int, code: str, sparse: bool = False) -> int:
-    """The same by the parts of a format; group: that of tiles."""
+    """``unit_bytes`` by the parts of a format; group: ``tile_group``."""
     size = code_bytes(bits, sparse) + subgroups(group) * (32 + {"asym": 16, "min": 32}.get(code, 0))
     return round_up(size, sparse_layout.SECTOR) if sparse else size
 
 
 def code_bytes(bits: int, sparse: bool) -> int:
-    """Bytes of a unit before its scales: codes, and the metadata of 2:4 sparse ones."""
+    """Bytes of a unit before its scales: codes and, for 2:4 sparse weights, metadata."""
     return sparse_layout.unit_bytes(bits) if sparse else 256 * bits
 
 
@@ -139,7 +138,7 @@ class PackedWeight:
     """A layer's weights as tiles.
 
     tiles: uint8 [K'/128, N'/64, tile_bytes(format)], K' and N' padded with zeros.
-    row_scale: float32 [N']: what a row of the product is multiplied by, beside its group scales if it has any.
+    row_scale: float32 [N'], multiplies a row of the product, on top of group scales if any.
     row_zero: uint8 [N'] for asym whole rows, else None.
     permutation: int32 [K'], the input channel of each column, -1 for padding; None: columns are in order.
     shape: (N, K) of the layer.
@@ -160,9 +159,9 @@ class PackedWeight:
 
 
 def why_not(format: WeightFormat, quantized: bool = False) -> str | None:
-    """Why no kernel over tiles multiplies weights in ``format``, in a sentence; None if one may.
+    """Why no kernel over tiles takes weights in ``format``, in a sentence; None if one might.
 
-    quantized: with activations of 8 bits.
+    quantized: whether activations have 8 bits.
     """
     if format.code in CODES and format.group != 16:
         return None
@@ -175,12 +174,12 @@ def why_not(format: WeightFormat, quantized: bool = False) -> str | None:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple that is no less."""
+    """Round up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 def checked_default(problem: _P, choose: Callable[[_P], _C], why_not: Callable[[_P, _C | None], str | None]) -> _C:
-    """What ``choose`` takes, known to be legal. Raises KernelError with the reason where it is not, or nothing is."""
+    """The choice of ``choose``, checked. Raises KernelError with the reason if it is not legal, or nothing is."""
     if (reason := why_not(problem, None)) is not None:
         raise KernelError(reason)
     found = choose(problem)
@@ -192,7 +191,7 @@ def checked_default(problem: _P, choose: Callable[[_P], _C], why_not: Callable[[
 def checked_config(
     problem: _P, config: _C | None, default: Callable[[_P], _C], why_not: Callable[[_P, _C | None], str | None]
 ) -> _C:
-    """The config that a launch was given, known to be legal, or the default. Raises KernelError with the reason."""
+    """A launch's config, checked, or the default for None. Raises KernelError with the reason if it is not legal."""
     if config is None:
         return default(problem)
     if (reason := _reason(problem, config, why_not)) is not None:
@@ -202,12 +201,12 @@ def checked_config(
 
 @lru_cache(maxsize=4096)
 def _reason(problem: Any, config: Any, why_not: Callable[[Any, Any], str | None]) -> str | None:
-    """What ``why_not`` says; every call of a layer asks the same, and the answer takes a third of its host time."""
+    """``why_not``, memoized: every call of a layer asks the same, at a third of its host time."""
     return why_not(problem, config)
 
 
 def in_order(weight: PackedWeight, x: Tensor) -> Tensor:
-    """X [m, k] with the tiles' order of columns, and rows that start on 16 bytes; a copy where it must be one."""
+    """X [m, k] in the tiles' column order, with 16-byte aligned rows; a copy only if needed."""
     if weight.permutation is not None:
         index = weight.permutation.long()
         x = torch.where(index >= 0, x[:, index.clamp(min=0)], x.new_zeros(()))
@@ -227,10 +226,10 @@ def check_operands(
     outputs: int = 0,
     ordered: bool = False,
 ) -> None:
-    """Raise KernelError unless y[m, n] = x[m, k] W^T + bias[n] (x_scale [m] for x of bytes) is what the operands allow.
+    """Raise KernelError unless the operands fit y[m, n] = x[m, k] W^T + bias[n] (with x_scale [m] for 8-bit x).
 
-    Rows of x may be further apart than k; y must be contiguous; bias has y's type. outputs: y's columns, where the
-    kernel makes something else of the n outputs; these are whole units of 16 then. ordered: x comes from ``in_order``.
+    Rows of x may be strided; y must be contiguous; bias has y's dtype. outputs: y's columns, if an epilogue changes
+    their number; n must then be a multiple of 16. ordered: x comes from ``in_order``.
     """
     n, k = weight.shape
     if ordered and weight.permutation is not None:

@@ -1,4 +1,4 @@
-"""What the kernels over packed weights share on the host: problems, what configs repeat of them, rings, arguments."""
+"""Host code shared by the kernels over packed weights: checks, config fields from the problem, pipelines, arguments."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -25,7 +25,7 @@ _C = TypeVar("_C")
 
 @dataclass(frozen=True)
 class Facts:
-    """What every config repeats of its problem."""
+    """The config fields that follow from the problem."""
 
     operand: Operand
     output: Output
@@ -35,20 +35,20 @@ class Facts:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit of 16 rows and 128 columns, its scales included."""
+        """Bytes of a unit of 16 rows by 128 columns, scales included."""
         return packed_layout.unit_bytes_of(self.bits, self.group, self.code.name, getattr(self, "sparse", False))
 
 
 @dataclass(frozen=True)
 class FewFacts(Facts):
-    """What configs for few tokens repeat: also whether x is gathered, and whether K is not made of 128s (ragged)."""
+    """``Facts`` of kernels for few tokens. gather: x is gathered.  ragged: K is not a multiple of 128."""
 
     gather: bool
     ragged: bool
 
 
 def facts(p: LinearProblem, config: type) -> dict[str, Any]:
-    """What the problem decides of a kernel's configs, by field."""
+    """The fields of a kernel's ``Config`` that follow from the problem."""
     known = {
         "operand": p.operand,
         "output": p.output,
@@ -64,7 +64,7 @@ def facts(p: LinearProblem, config: type) -> dict[str, Any]:
 
 
 def why_not(problem: LinearProblem) -> str | None:
-    """Why no kernel over tiles takes these operands, in a sentence; None if one may."""
+    """Why no kernel over tiles takes these operands, in a sentence; None if one might."""
     p, x = problem, problem.activations
     if min(p.m, p.n, p.k) < 1:
         return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
@@ -80,7 +80,7 @@ def why_not(problem: LinearProblem) -> str | None:
 
 
 def why_not_integers(problem: LinearProblem) -> str | None:
-    """``why_not`` of kernels that multiply bytes as integers alone."""
+    """``why_not`` for kernels without 8-bit float products."""
     reason = why_not(problem)
     if reason is None and problem.operand is Operand.e4m3:
         return "it multiplies integers or 16-bit floats, and the activations are 8-bit floats"
@@ -90,9 +90,9 @@ def why_not_integers(problem: LinearProblem) -> str | None:
 def why_not_few(
     problem: LinearProblem, most_tokens: int, otherwise: str, int8: bool = False, sparse: bool = False
 ) -> str | None:
-    """What a kernel for few tokens refuses, in a sentence; ``otherwise``: who takes more of them.
+    """Why a kernel for few tokens cannot take a problem, in a sentence; None if it might.
 
-    int8: it multiplies 8-bit activations, too. sparse: it takes 2:4 sparse weights.
+    otherwise: the kernel that takes more tokens.  int8, sparse: whether it takes int8 activations, 2:4 sparse weights.
     """
     if problem.device.capability < 90:
         return f"{problem.device.arch} has no bulk copies (sm_90 and later do): see sm80_packed_gemm.py"
@@ -106,7 +106,7 @@ def why_not_few(
 
 
 def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> str | None:
-    """What no config for few tokens may be, in a sentence: another problem's, too small, or too large for a block."""
+    """Why a config for few tokens is illegal (wrong problem, too small or large), in a sentence; None if it is not."""
     c = config
     if any(getattr(c, name) != value for name, value in facts(problem, type(c)).items()):
         return "the config was made for another problem"
@@ -120,16 +120,16 @@ def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> st
 
 
 def ring(size: int, stage: int, most: int, ahead: int = 0) -> tuple[int, int]:
-    """The stages of ``stage`` bytes that about ``size`` hold, at most ``most``, and how many of them start at once.
+    """(stages, prologue_stages): as many stages of ``stage`` bytes as ``size`` bytes hold, at most ``most``.
 
-    ahead: so many; 0: enough in flight to keep memory busy, and little enough not to hold up the activations.
+    ahead: prologue_stages; 0: enough in flight to saturate memory, but few enough not to delay the activations.
     """
     stages = max(1, min(most, size // stage))
     return stages, max(1, min(stages, ahead or ((20 << 10) if stages >= most else (36 << 10)) // stage))
 
 
 def legal(first: _C, candidates: Iterable[_C], why_not: Callable[[_C], str | None]) -> Iterator[_C]:
-    """The first config, then every other one that is legal, each once."""
+    """The first config, then every other legal one, without duplicates."""
     yield first
     seen = {first}
     for found in candidates:
@@ -178,7 +178,7 @@ _CODED = {torch.int8: ActivationFormat(8, "sym"), torch.float8_e4m3fn: Activatio
 
 
 def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> LinearProblem:
-    """The problem of m tokens for a weight; dtype: of x, ``output``'s or of 8-bit codes."""
+    """The problem of m tokens for a weight; dtype: of x, ``output`` or that of 8-bit codes."""
     coded, ordered = _CODED.get(dtype, ActivationFormat()), weight.permutation is not None
     return LinearProblem(m, *weight.shape, weight.format, coded, output, device, ordered, weight.padded[1])
 
@@ -186,7 +186,7 @@ def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.d
 def checked_problem(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
 ) -> LinearProblem:
-    """The problem that these operands pose, after `packed_layout.check_operands`."""
+    """The problem for these operands, after ``packed_layout.check_operands``."""
     packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
     problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
     return problem if rows_aligned(x) else replace(problem, aligned=False)
@@ -198,11 +198,11 @@ def launch_few(
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias by a kernel for few tokens: sm90_packed_gemv, sm90_packed_skinny or sm90_packed_skinny_f16.
 
-    x [m, k] float16, bfloat16, or (skinny alone) int8 with x_scale float32 [m]; y [m, n] and bias [n] in one 16-bit
-    type. Rows of x may be further apart than k. config: the kernel's default if None. pdl: start before the kernel
-    ahead has ended; safe in any stream, since nothing that another kernel writes is touched before that kernel's end.
-    silu (skinny alone): y [m, n / 2] as ``sm90_packed_gemm.kernel`` says.
-    Raises KernelError where it cannot be done.
+    x [m, k] float16, bfloat16, or (skinny only) int8 with x_scale float32 [m]; y [m, n] and bias [n] in one 16-bit
+    type. Rows of x may be strided. config: the kernel's default if None. pdl: programmatic dependent launch; always
+    safe, since the kernel touches nothing that the previous one writes before that one has ended.
+    silu (skinny only): y [m, n / 2] as in ``sm90_packed_gemm.kernel``.
+    Raises KernelError for operands or a config that do not fit.
     """
     problem = checked_problem(weight, x, y, x_scale, bias, weight.shape[0] // 2 if silu else 0)
     config = packed_layout.checked_config(problem, config, kernel.default, kernel.why_not)

@@ -1,4 +1,4 @@
-"""Rows of packed tiles as 16-bit floats, which is what an embedding gives. Host side of packed_rows.cuh."""
+"""Dequantize rows of packed tiles to 16-bit floats, as an embedding does. Host side of packed_rows.cuh."""
 
 import functools
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _THREADS = 128
 
 @dataclass(frozen=True)
 class Config:
-    """Codes of tiles, and the type of what they become."""
+    """The tiles' format, and the output type."""
 
     bits: int
     group: int
@@ -44,7 +44,7 @@ class Params:
 
 
 def why_not(format: WeightFormat, dtype: torch.dtype) -> str | None:
-    """Why no kernel gives rows of a format in a type, in a sentence; None if one does."""
+    """Why no kernel dequantizes rows of a format to a dtype, in a sentence; None if one does."""
     if format.sparse:
         return "rows of 2:4 sparse weights are not read one by one"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -53,7 +53,7 @@ def why_not(format: WeightFormat, dtype: torch.dtype) -> str | None:
 
 
 def config_of(format: WeightFormat, dtype: torch.dtype) -> Config:
-    """The config of a format. Raises KernelError where ``why_not`` refuses it."""
+    """The config of a format. Raises KernelError with the reason of ``why_not``."""
     if reason := why_not(format, dtype):
         raise KernelError(reason)
     return Config(format.bits, packed_layout.tile_group(format), Code[format.code], Output(dtype_name(dtype)))
@@ -66,7 +66,7 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def grid(weight: PackedWeight, count: int) -> tuple[int, int, int]:
-    """A warp for 128 columns of each row."""
+    """A warp per 128 columns of each row."""
     return count, -(-weight.tiles.shape[0] * 32 // _THREADS), 1
 
 
@@ -78,7 +78,7 @@ def arguments(weight: PackedWeight, ids: Tensor, y: Tensor) -> Params:
 
 
 def launch(weight: PackedWeight, ids: Tensor, y: Tensor) -> None:
-    """y[i] = row ids[i] of the weights; NaN where there is no such row. Tiles of order "a16"."""
+    """y[i] = row ids[i] of the weights; NaN if there is no such row. Tiles in order "a16"."""
     if weight.order != "a16":
         raise KernelError(f"rows are read from tiles of order a16, not {weight.order}: use a16 activations")
     config = config_of(weight.format, y.dtype)

@@ -1,4 +1,4 @@
-"""Layers as tiles of packed weights, and back: where `packed_layout` says, in one launch on a GPU (`repack`)."""
+"""Convert layers to tiles of packed weights (``packed_layout``) and back; on a GPU in one launch (``repack``)."""
 
 from dataclasses import replace
 
@@ -27,12 +27,12 @@ from anybit.kernels.gemm.packed_layout import (
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import WeightFormat
 
-# Rows whose codes are unpacked at a time: bounds the scratch memory of `prepare`.
+# Elements unpacked at a time: bounds the scratch memory of ``prepare``.
 _CHUNK_ELEMENTS = 1 << 25
 
 
 def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
-    """Lay a layer out as tiles, on the device where its words are. Raises KernelError where ``why_not`` refuses it."""
+    """Convert a layer to tiles, on its own device. Raises KernelError with the reason of ``why_not``."""
     if order not in ("a16", "a8"):
         raise KernelError(f"order must be 'a16' (16-bit activations) or 'a8' (8-bit ones), not {order!r}")
     if refusal := why_not(weight.format, order == "a8"):
@@ -63,7 +63,7 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
 
 
 def _in_groups(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same layer with the scale and the minimum of a whole row for every tile of it."""
+    """The same layer, with a whole row's scale and minimum repeated for each of its tiles."""
     groups = -(-weight.shape[1] // TILE_COLUMNS)
     repeated = {name: getattr(weight, name).expand(-1, groups) for name in ("scale", "minimum")}
     return replace(weight, **repeated, format=replace(weight.format, group=TILE_COLUMNS), group_index=None)
@@ -72,7 +72,7 @@ def _in_groups(weight: QuantizedWeight) -> QuantizedWeight:
 def _place_on_gpu(
     tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, column_group: Tensor | None, order: Order
 ) -> Tensor:
-    """Fill tiles, in one launch and without memory of its own; the factors of rows."""
+    """Fill tiles in one launch without scratch memory; returns ``row_scale``."""
     (n, k), group = weight.shape, weight.format.group
     padded_n, groups = tiles.shape[1] * TILE_ROWS, None
     if group is None:
@@ -92,7 +92,7 @@ def _place_on_gpu(
 def _place(
     tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, column_group: Tensor | None, order: Order
 ) -> Tensor:
-    """The same in torch, on any device."""
+    """``_place_on_gpu`` in torch, on any device."""
     padded_n = tiles.shape[1] * TILE_ROWS
     _place_codes(tiles, weight, permutation, order)
     if weight.format.group is None:
@@ -124,7 +124,7 @@ def _units(tiles: Tensor, format: WeightFormat) -> Tensor:
 
 
 def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
-    """For an activation order: the channel of each column (-1: padding), and the group of each `group` columns."""
+    """For an activation order: the channel of each column (-1: padding), and the group of each ``group`` columns."""
     index, group = weight.group_index, weight.format.group
     if index is None or group is None:
         return None, None
@@ -135,7 +135,7 @@ def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
     order = torch.argsort(index.long(), stable=True)
     groups = weight.scale.shape[1]
     counts = torch.bincount(index.long(), minlength=groups)
-    spans = (counts + group - 1) // group  # a group holds `group` channels, but nothing forces a checkpoint to
+    spans = (counts + group - 1) // group  # usually 1, but a checkpoint's groups may have any size
     begins = (torch.cumsum(spans, 0) - spans) * group
     sorted_group = index.long()[order]
     within = torch.arange(k, device=index.device) - (torch.cumsum(counts, 0) - counts)[sorted_group]
@@ -145,22 +145,22 @@ def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _padded_scale(weight: QuantizedWeight, padded_n: int) -> Tensor:
-    """Scales of whole rows, float32 [N']."""
+    """Scales of whole rows, padded, float32 [N']."""
     scale = weight.scale.float()
     return pad(scale[:, 0], (0, padded_n - scale.shape[0]))
 
 
 def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Group scales and minima with a power of two taken out of each row, so that fp16 holds them; and these factors.
+    """Group scales and minima divided by a power of two per row, so that they fit float16; and these factors [N'].
 
-    It leaves the largest scale below 2^8, where codes times scales fit, and the largest minimum below 2^15.
+    The largest scale ends up below 2^8, so that codes times scales fit, and the largest minimum below 2^15.
     """
     scale = weight.scale.float()
     minimum = None if weight.minimum is None else weight.minimum.float()
     exponent = _exponent(scale, 8)
     if minimum is not None:
         exponent = torch.maximum(exponent, _exponent(minimum, 15))
-    exponent = torch.where(exponent == _NO_EXPONENT, -7, exponent).clamp(min=-126)  # normal numbers of 32 bits
+    exponent = torch.where(exponent == _NO_EXPONENT, -7, exponent).clamp(min=-126)  # normal float32
     inverse = _power_of_two(-exponent)
     factor = pad(_power_of_two(exponent)[:, 0], (0, padded_n - scale.shape[0]))
     return scale * inverse, None if minimum is None else minimum * inverse, factor
@@ -170,7 +170,7 @@ _NO_EXPONENT = -1 << 10
 
 
 def _exponent(values: Tensor, most: int) -> Tensor:
-    """The power of two that leaves a row's values below 2^most, int32 [N, 1]; _NO_EXPONENT where there is none."""
+    """The exponent to divide a row by to get below 2^most, int32 [N, 1]; _NO_EXPONENT for rows of 0 or infinity."""
     largest = values.abs().amax(1, keepdim=True)
     usual = (largest > 0) & (largest < torch.inf)
     found = torch.frexp(torch.where(usual, largest, torch.ones_like(largest))).exponent - most
@@ -178,7 +178,7 @@ def _exponent(values: Tensor, most: int) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2 to int32 exponents from -126 to 127; torch.ldexp (torch 2.11) ran on the current GPU, wherever x is."""
+    """2 to int32 exponents from -126 to 127; torch 2.11's ldexp runs on the current GPU, wherever its operand is."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
@@ -263,7 +263,7 @@ def _signed32(value: int) -> int:
 
 
 def codes(packed: PackedWeight) -> Tensor:
-    """The codes that tiles hold, uint8 [N, K], channels in their own order: what ``prepare`` was given, bit for bit."""
+    """The codes of tiles, uint8 [N, K], channels in original order: exactly those given to ``prepare``."""
     n, k = packed.shape
     found = _tile_codes(packed)[:n]
     if packed.permutation is None:
@@ -275,7 +275,7 @@ def codes(packed: PackedWeight) -> Tensor:
 
 
 def _tile_codes(packed: PackedWeight) -> Tensor:
-    """Codes by row and column of the tiles, uint8 [N', K']: reads the placement back."""
+    """Codes by row and column of the tiles, uint8 [N', K']: inverts the placement."""
     bits = packed.format.bits
     blocks, tile_count, _ = packed.tiles.shape
     raw = _units(packed.tiles, packed.format)[..., : 256 * bits].contiguous().view(torch.int32)

@@ -1,4 +1,4 @@
-"""Dense codes of a checkpoint, scales, zeros and minima -> packed tiles, on the GPU. Host side of repack.cuh."""
+"""Repack a checkpoint's codes, scales, zeros and minima into packed tiles, on the GPU. Host side of repack.cuh."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from anybit.scheme import WeightFormat
 
 _THREADS = 128
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
-"""Types of scales, in the order of the device's ScaleType."""
+"""Dtypes of scales, in the order of the device's ScaleType."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Config:
 
 
 def config_of(format: WeightFormat, order: Order) -> Config:
-    """The config that lays codes of ``format`` out in an order."""
+    """The config for codes of ``format`` in an order."""
     return Config(format.bits, order == "a8", format.code == "e2m1")
 
 
@@ -55,12 +55,12 @@ class Params:
 
 @dataclass(frozen=True)
 class Groups:
-    """Scales and zeros or minima of groups, and where they go.
+    """Scales and zeros or minima of groups.
 
     size: columns of a group.  scale: float32, float16 or bfloat16 [n, groups].  zero: uint8 [n, groups] or None.
-    minimum: [n, groups] in the type of the scales, or None.
-    columns: int32, the group of each `size` columns where these come in another order, else None.  row_scale: float32
-    [rows of the tiles], which the kernel writes.
+    minimum: [n, groups] in the scales' dtype, or None.
+    columns: int32, the group of each ``size`` columns if they are out of order, else None.  row_scale: float32 [N'],
+    written by the kernel.
     """
 
     size: int
@@ -94,7 +94,7 @@ def arguments(
 def launch(
     words: Tensor, permutation: Tensor | None, tiles: Tensor, n: int, k: int, groups: Groups | None, config: Config
 ) -> None:
-    """Write ``tiles``; and of groups, if there are any, ``row_scale``."""
+    """Write ``tiles`` and, for grouped weights, ``groups.row_scale``."""
     grid = (tiles.shape[1], tiles.shape[0], 1)
     params = arguments(words, permutation, tiles, n, k, groups)
     jit.launch(kernel(config), params, grid, device=words.get_device())

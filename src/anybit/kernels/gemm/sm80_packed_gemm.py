@@ -1,7 +1,7 @@
-"""y = x W^T on mma.sync and cp.async, for sm_80, sm_86 and sm_89 (and later): the host side of sm80_packed_gemm.cuh.
+"""y = x W^T with mma.sync and cp.async, for sm_80, sm_86 and sm_89 (and later): the host side of sm80_packed_gemm.cuh.
 
 The MARLIN paper's design (section 3.4) over the tiles of ``packed_layout``, and ADAngel's split strategy for int8
-activations on int4 tensor cores, which exist on sm_80 to sm_89 alone (sm_90 emulates them, forty times slower).
+activations on int4 tensor cores, which only sm_80 to sm_89 have (sm_90 emulates them, forty times slower).
 """
 
 import functools
@@ -25,15 +25,15 @@ _TOKENS = (8, 16, 32, 64)
 """Columns of a token tile."""
 _MOST_TOKENS, _MOST_ROWS = _TOKENS[-1], 256
 _STEPS, _SUMS = 2**24 - 1024, 2**28
-"""Of a launch: the kernel divides by floats, and keeps the sums of all tiles apart."""
+"""Most tile steps (the kernel divides in float32) and partial sums (a slot per tile) of a launch."""
 
 
 @dataclass(frozen=True)
 class Config(Facts):
-    """How. Warps: row_warps side by side, ``units`` of 16 rows each, times split_k_warps that share a block of columns.
+    """A kernel config. Warps: row_warps along N, ``units`` of 16 rows each, times split_k_warps along K.
 
-    tile_m: columns of a token tile.  stages: depth of the cp.async pipeline.
-    nibbles: the split strategy, weights of up to 4 bits and activations as two nibbles on int4 tensor cores.
+    tile_m: tokens per tile.  stages: depth of the cp.async pipeline.
+    nibbles: the split strategy: weights of up to 4 bits, and activations as two nibbles, on int4 tensor cores.
     sparse: the weights are 2:4 sparse.
     """
 
@@ -73,15 +73,15 @@ class Params:
 
 
 def at_once(problem: LinearProblem) -> LinearProblem:
-    """The same with as many tokens as one launch takes: its steps are counted in 24 bits, its sums take a gibibyte."""
-    steps = max(1, problem.weight_tiles * problem.column_blocks)  # of the narrowest row tiles
+    """The problem with at most as many tokens as one launch takes: fewer than 2^24 steps, 1 GiB of partial sums."""
+    steps = max(1, problem.weight_tiles * problem.column_blocks)  # with the narrowest row tiles
     sums = max(1, packed_layout.round_up(problem.n, _MOST_ROWS)) * _MOST_TOKENS
     tiles = min(_STEPS // steps, _SUMS // sums)
     return replace(problem, m=min(problem.m, max(1, tiles) * _MOST_TOKENS))
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     p = at_once(problem)
     if p.device.capability < 80:
         return f"{p.device.arch} has no cp.async: sm_80 and later do"
@@ -110,7 +110,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: the pipeline, and where warps that share columns meet."""
+    """Dynamic shared memory: the pipeline, and the exchange of partial sums between split-K warps."""
     c = config
     x = c.tile_m * (128 * (1 if c.operand is Operand.s8 else 2) + 16)
     exchange = (c.split_k_warps - 1) * c.row_warps * 32 * c.units * (c.tile_m // 8) * 16
@@ -131,23 +131,23 @@ def _line(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A block an SM, or a block a step of the line where there are fewer: they wait for each other, so all must run."""
+    """A block per SM, or per step if there are fewer. Blocks wait for each other, so all must be resident."""
     tokens, rows, columns = _line(problem, config)
     return min(problem.device.sms, tokens * rows * columns), 1, 1
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
-    """Every config worth trying, legal ones alone; the default first."""
+    """Every legal config worth trying; the default first."""
     shapes = itertools.product(_TOKENS, ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)), (2, 3, 4, 6), (False, True))
     candidates = (_config(problem, tokens, *warps, stages, nibbles) for tokens, warps, stages, nibbles in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
 def default(problem: LinearProblem) -> Config:
-    """The config to use where nothing was measured. Raises KernelError where there is none.
+    """The config for problems that were not tuned. Raises KernelError if there is none.
 
-    Wide row tiles read activations less often; narrow ones are enough for few tokens (the paper's equation 1), and are
-    all that registers hold of sums in integers and in floats, of 64 tokens or of 32 with the scales of small groups.
+    Wide row tiles read activations less often. Narrow ones suffice for few tokens (MARLIN, equation 1), and are all
+    that fits registers if sums are kept in int32 and float32: for 64 tokens, or groups of 32.
     """
     if (reason := why_not(problem)) is not None:
         raise KernelError(reason)
@@ -178,19 +178,19 @@ def _config(
 
 
 def room_for_all(problem: LinearProblem, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A ``scratch`` that is large enough for every config of a problem."""
+    """A ``scratch`` large enough for every config of a problem."""
     problem = at_once(problem)
     sums, locks = zip(*(_sizes(problem, config) for config in configs(problem)), strict=True)
     return _room(max(sums), max(locks), device)
 
 
 def scratch(problem: LinearProblem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for unfinished sums, float32, and locks, int32 and zero: as they were again when the kernel has ended."""
+    """Buffers of a launch: partial sums, float32, and locks, int32; locks are zero before and after the kernel."""
     return _room(*_sizes(problem, config), device)
 
 
 def _sizes(problem: LinearProblem, config: Config) -> tuple[int, int]:
-    """How many unfinished sums and locks a launch needs."""
+    """Number of partial sums and locks of a launch."""
     tokens, rows, _ = _line(problem, config)
     return tokens * rows * config.rows * config.tile_m, tokens * rows
 
@@ -206,8 +206,8 @@ def launch(
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
 
-    More tokens than ``at_once`` takes are several launches. Activation order costs a gather of x first. room: a
-    ``scratch`` that is large enough, for launches one after another. KernelError where it cannot be done.
+    More tokens than ``at_once`` allows take several launches; an activation order costs a gather of x first.
+    room: a large enough ``scratch``, for launches in stream order. Raises KernelError for operands that do not fit.
     """
     problem = replace(packed_problem.checked_problem(weight, x, y, x_scale, bias), act_order=False)
     most = at_once(problem).m

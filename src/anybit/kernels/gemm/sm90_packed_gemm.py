@@ -1,7 +1,7 @@
-"""Y = X W^T for packed weights and many tokens, on wgmma: the host side of sm90_packed_gemm.cuh.
+"""Y = X W^T for packed weights and many tokens, with wgmma: the host side of sm90_packed_gemm.cuh.
 
-The product is computed as Y^T = W X^T: weights, dequantized in registers, are the first operand of wgmma its 64 rows;
-tokens are its columns. See docs/notes/2026-11-24-packed.md for the figures behind the choices here.
+It computes Y^T = W X^T: weights, dequantized in registers, are wgmma's A operand (M = 64 rows), tokens its N dimension.
+docs/notes/2026-11-24-packed.md has the measurements behind the choices here.
 """
 
 from collections.abc import Iterator
@@ -55,19 +55,19 @@ __all__ = [
 
 _EARLY_BYTES = 32 << 10
 _RESIDENT = ((2, 2), (2, 1), (1, 2))
-"""split_k_warpgroups and cluster_k where two blocks share a multiprocessor: what `configs` offers."""
+"""(split_k_warpgroups, cluster_k) that ``configs`` offers for two blocks per SM."""
 _MOST_STAGES = 24
 _SPARSE_STAGES = 4
-"""Of two steps, a warpgroup along K, of 2:4 sparse weights and int8: down at 16 tokens 7.3 us, with seven 7.6."""
+"""Two-step stages per split-K warpgroup, for 2:4 sparse weights and int8: down at 16 tokens 7.3 us, with seven 7.6."""
 _STAGES_OF_THREE, _SHORT = 5, 32
-"""Of two steps, of three row tiles by 64 tokens, are too few to so many steps: qkv at 128 tokens 7.2 us, with the
-quantization before it 10.3, in eleven of one step 7.0 and 8.7. 10240 x 8192 at 64 10.8, and 11.5."""
+"""With three row tiles by 64 tokens, 5 two-step stages are too few for up to 32 steps of K: qkv at 128 tokens 7.2 us
+(10.3 with quantization), with eleven one-step stages 7.0 (8.7). But 10240 x 8192 at 64 tokens: 10.8, and 11.5."""
 _MANY = 64
-"""Tokens beyond which the same configs are legal for any number of them, but those that halve row tiles."""
+"""Beyond so many tokens the legal configs do not depend on their number, except those with ``halves``."""
 _STAGGER = 250
-"""Cycles between the warpgroups' starts in tiles of many tokens: 1 to 2 % of what a product takes."""
+"""Cycles between the warpgroups' starts in large token tiles; saves 1 to 2 %."""
 _MOST_WAVES = 4
-"""To so many waves of blocks one range of row tiles a block, as even as it goes, is worth a look."""
+"""Up to so many waves, giving each block one even range of row tiles is worth trying."""
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 
@@ -97,7 +97,7 @@ class Params:
 
 @dataclass(frozen=True)
 class StoreParams(Params):
-    """The arguments of one launch whose outputs leave by a tensor map."""
+    """The arguments of a launch that stores y by TMA."""
 
     y_map: TensorMap
 
@@ -117,7 +117,7 @@ def config_for(
     block_tiles: int = 0,
     tensor_store: bool = False,
 ) -> Config:
-    """A config of these tiles; as many stages as fit, at most 24, if none are asked for, and `batch` for `direct`."""
+    """A config with these tiles. stages: None for as many as fit, at most 24.  direct: None for ``batch``."""
     weights = problem.weights
     config = Config(
         problem.operand, weights.bits, weights.group or packed_layout.tile_group(weights), Code[weights.code],
@@ -146,11 +146,11 @@ def config_for(
 
 @lru_cache(maxsize=1 << 14)
 def _fitted(config: Config, most: int, shared: int) -> Config:
-    """The config with registers and shared memory handed out; as many stages as fit, up to `most` if that is not 0.
+    """The config with registers and shared memory allocated; stages: as many as fit, up to ``most`` unless that is 0.
 
-    Kept, since searches and built-in choices ask for the same few hundred tiles for every layer.
+    Memoized, since searches and built-in choices ask for the same few hundred tiles for every layer.
     """
-    # Registers first: give the warpgroups the producer's, then one set of dequantized weights must do.
+    # Registers: first reallocate the producer's, then make do with one set of dequantized weights.
     ways = ((1, False), (1, True)) if passes_codes_through(config) else ((2, False), (2, True), (1, True))
     for sets, reallocates in ways:
         if (sets, reallocates) != (2, False):
@@ -163,15 +163,15 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
             break
     if most:
         stages, staged, places = _staging(config, most, shared)
-        whole = 2 * config.direct * config.split_k_warpgroups  # whole rounds of batches: each stage has code of its own
+        whole = 2 * config.direct * config.split_k_warpgroups  # whole rounds of batches: stages are unrolled
         stages = min(stages, 12) // whole * whole or stages if whole else stages
         config = replace(config, stages=stages, epilogue_tile=staged, epilogue_stages=places)
     if config.direct:
         return config
-    # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
+    # X queues behind the weights requested before it: prefetch only enough to keep memory busy until x is available.
     early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
     if config.tensor_store and config.tile_m >= 128:
-        early = 0  # 1 to 2 % of w4a8, and of w4a16 at 256 and 4,096 tokens
+        early = 0  # saves 1 to 2 % in w4a8, and in w4a16 at 256 and 4,096 tokens
     if config.span > 1:
         if config.x_bytes == 1 and config.sparse:
             early = _early_sparse(config)
@@ -195,7 +195,7 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
 
 
 def _early_sparse(c: Config) -> int:
-    """The same of 2:4 sparse weights and int8, in stages of two steps (us, with others for comparison)."""
+    """prologue_stages for 2:4 sparse weights and int8, in two-step stages (comments: us, and with other values)."""
     if c.min_blocks_per_sm > 1:
         return c.stages  # o at 16 tokens 3.42, with half of them 3.63
     if c.tile_m <= 32 and c.cluster_k == 1 and c.split_k_warpgroups > 2:
@@ -206,10 +206,10 @@ def _early_sparse(c: Config) -> int:
 
 
 def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
-    """stages, staged, places: the most stages that shared memory holds, then the most room for results on their way."""
+    """(stages, epilogue_tile, epilogue_stages): as many stages as fit shared memory, then as much epilogue staging."""
     rooms = ((32, 2), (16, 2), (16, 1))
     least = 2 * config.split_k_warpgroups
-    # Bytes are linear in stages where the ring is what needs them, so two sizes tell how many fit.
+    # Where the pipeline dominates, bytes are linear in stages, so two sizes tell how many fit.
     tight = replace(config, stages=64, epilogue_tile=rooms[-1][0], epilogue_stages=rooms[-1][1])
     size = shared_bytes(tight)
     step = size - shared_bytes(replace(tight, stages=63))
@@ -222,9 +222,9 @@ def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
-    """Every legal config of the widths that fit `m`, for a search."""
+    """Every legal config with token tiles that suit m, for a search."""
     for tile_m in TOKENS:
-        # Narrow tiles side by side read the weights more than once (o at 64 tokens: 9.2 us, and 7.0 in one tile).
+        # Several narrow token tiles read the weights more than once (o at 64 tokens: 9.2 us, and 7.0 in one tile).
         if (tile_m > 16 and tile_m >= 2 * problem.m) or (tile_m < 48 and tile_m < problem.m):
             continue
         for row_warpgroups in (1, 2, 3, 4):
@@ -244,7 +244,7 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
 
 @lru_cache(maxsize=1 << 12)
 def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple[Config, ...]:
-    """Those of these tiles whose blocks may share K or x. Kept, since a server's layers ask for every token count."""
+    """Legal configs of these tiles, over all ways to share K or x. Memoized: servers ask for every token count."""
     found = [
         config_for(problem, tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n)
         for split_k_warpgroups in (1, 2, 3, 4)
@@ -255,7 +255,7 @@ def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple
 
 
 def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> Iterator[Config]:
-    """2:4 sparse weights: outputs by a tensor map, x shared or not; of four row tiles also a range of rows a block."""
+    """Configs for 2:4 sparse weights with TMA stores, x shared or not; with four row tiles also ``block_tiles``."""
     tried = [config_for(problem, tile_m, row_warpgroups, cluster_n=n, tensor_store=True) for n in (1, 2)]
     if row_warpgroups == 4:
         token_tiles, sms = -(-problem.m // tile_m), problem.device.sms
@@ -268,7 +268,7 @@ def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> It
 
 @lru_cache(maxsize=4096)
 def default(problem: LinearProblem, most_blocks_per_sm: int = 2) -> Config:
-    """The legal config that `estimate` likes best. Raises KernelError where there is none."""
+    """The legal config with the lowest ``estimate``. Raises KernelError if there is none."""
     found = (config for config in configs(problem) if config.min_blocks_per_sm <= most_blocks_per_sm)
     best = min(found, key=lambda config: estimate(problem, config), default=None)
     if best is None:
@@ -280,8 +280,8 @@ def default(problem: LinearProblem, most_blocks_per_sm: int = 2) -> Config:
 def kernel(config: Config, silu: bool = False) -> Kernel:
     """The kernel of a config, for jit.
 
-    silu: y[m, n / 2] is silu(gate) * up of outputs that are eight of gate and eight of up in turn, bit for bit what
-    ``ops.elementwise.silu_mul`` makes of them; n in sixteens, and no tensor_store.
+    silu: y[m, n / 2] is silu(gate) * up, for outputs that alternate eight of gate and eight of up; bitwise equal to
+    ``ops.elementwise.silu_mul``. n must be a multiple of 16, and tensor_store False.
     """
     return Kernel(
         header="gemm/sm90_packed_gemm.cuh",
@@ -306,8 +306,8 @@ def params(
 ) -> Params:
     """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
 
-    x_sum: int32 [m], the sums of integer codes, needed where weights have whole rows.
-    Without an x the map is left empty, for the emulation to fill.
+    x_sum: int32 [m], the sums of integer codes, needed for whole-row weights.
+    If x is None, tensor maps are left empty, for the emulator to fill.
     """
     row_tiles, token_tiles = tile_counts(problem, config)
     x_map, x_tail = (b"", b"") if x is None else (encode(x, *box) for box in boxes(config, x.element_size()))
@@ -335,7 +335,7 @@ def params(
 
 
 def boxes(config: Config, element_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Columns and rows of the boxes in which x is read: those of whole tiles, and of the last one."""
+    """(columns, rows) of the TMA boxes of x: for whole token tiles, and for a partial one."""
     columns = 128 // element_bytes
     return (columns, config.tile_m // config.cluster_n), (columns, config.tail_rows or 8)
 
@@ -350,11 +350,11 @@ def multiply(
     silu: bool = False,
     pdl: bool = True,
 ) -> None:
-    """Write y[m, n] = x[m, k] W^T (+ bias), or of it silu(gate) * up [m, n / 2]: one launch on the current stream.
+    """Write y[m, n] = x[m, k] W^T (+ bias), or silu(gate) * up of it [m, n / 2], in one launch on the current stream.
 
-    x: y's dtype, contiguous along k (in the order of the tiles' columns), its rows a multiple of 16 bytes apart, or the
-    bytes of ``pack`` with their scales. y: contiguous. bias: [n]. config: legal for this (``why_not``), and not asked
-    again. pdl: the launch may begin before the one ahead of it ends. Raises KernelError for operands that do not fit.
+    x: y's dtype, contiguous along k (in the tiles' column order), with rows a multiple of 16 bytes apart, or
+    ``Packed`` codes with their scales. y: contiguous. bias: [n]. config: must be legal; not checked again.
+    pdl: programmatic dependent launch. Raises KernelError for operands that do not fit.
     """
     x_scale = x_sum = None
     activations = ActivationFormat()

@@ -1,4 +1,4 @@
-"""What a config of sm90_packed_gemm is, which ones can do a problem (`why_not`), and what they need of a GPU."""
+"""The config of sm90_packed_gemm, which configs are legal for a problem (``why_not``), and their resources."""
 
 import math
 from dataclasses import dataclass
@@ -9,32 +9,31 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
 
 _LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
-"""Shared memory of a block of which so many fit a multiprocessor, and one more does not."""
+"""Least shared memory per block such that no more than so many blocks fit an SM."""
 MOST_BESIDE = 113 << 10
-"""The most shared memory of a block beside which another fits."""
+"""Most shared memory per block such that two fit an SM."""
 CLUSTERS = {1: 132, 2: 66, 3: 36, 4: 30}
-"""Clusters of so many blocks that an H200 runs at a time: those of four do not fill it."""
+"""How many clusters of each size an H200 runs at a time: clusters of four do not fill it."""
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Widths of a token tile that wgmma and the epilogue take."""
+"""Token tile widths that wgmma and the epilogue support."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a block works; every field is a constant of the device code.
+    """A kernel config; every field is a compile-time constant of the device code.
 
-    tile_m: tokens of a tile. row_warpgroups: warpgroups side by side, 64 rows each. split_k_warpgroups: warpgroups that
-    share the inputs of one row tile. cluster_k: blocks of a cluster that share the inputs; cluster_n: neighbours in a
-    cluster that load x for each other. stages: steps of 128 inputs in flight; prologue_stages: of how many the weights
-    are asked for before x. epilogue_tile: tokens that a warpgroup turns over at a time on their way to y, in one of
-    epilogue_stages places of shared memory. register_sets: of dequantized weights; with 2 one dequantizes while it
-    multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its registers to the
-    others. halves: two blocks share one of their row tiles, half of its inputs each. min_blocks_per_sm: blocks that fit
-    a multiprocessor, of this launch and of the next; then each of these gets one at least. span: steps of a stage, 1 or
-    2. direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those
-    before; 0: weights come through the ring. unrolled: each stage of the ring has code of its own. sparse: the weights
-    are 2:4 sparse; of these alone: block_tiles: row tiles that a block has to itself, row_warpgroups at a time (0: it
-    walks over all of them); tensor_store: outputs leave by a tensor map, a tile of a warpgroup at a time; stagger:
-    cycles between its warpgroups' starts.
+    tile_m: tokens per tile. row_warpgroups: warpgroups along N, 64 rows each. split_k_warpgroups: warpgroups that split
+    K within a block. cluster_k: blocks of a cluster that split K; cluster_n: neighbours in a cluster that multicast x
+    to each other. stages: depth of the pipeline; prologue_stages: stages whose weights are requested before x.
+    epilogue_tile: tokens that a warpgroup transposes at a time on the way to y, in one of epilogue_stages buffers in
+    shared memory. register_sets: of dequantized weights; with 2 a warpgroup dequantizes while it multiplies, with 1 it
+    relies on the others to overlap. reallocates: the producer is a warpgroup that gives up its registers (setmaxnreg).
+    halves: pairs of blocks share one row tile, half of K each. min_blocks_per_sm: blocks that fit an SM, from this
+    launch and the next; with 2 the grid has at least one block per SM. span: steps of 128 inputs per stage, 1 or 2.
+    direct: steps of weights per direct load to registers, past shared memory, overlapped with the previous products; 0:
+    weights go through the pipeline. unrolled: the loop over stages is unrolled. sparse: the weights are 2:4 sparse;
+    only then: block_tiles: row tiles per block, row_warpgroups at a time (0: blocks are persistent over all tiles);
+    tensor_store: y is stored by TMA, a warpgroup's tile at a time; stagger: cycles between the warpgroups' starts.
     """
 
     operand: Operand
@@ -66,27 +65,27 @@ class Config:
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of an element of x."""
+        """Bytes per element of x."""
         return 1 if self.operand in (Operand.s8, Operand.e4m3) else 2
 
     @property
     def promotes(self) -> bool:
-        """Whether products are added to float totals after every group."""
+        """Whether products are promoted to float32 accumulators after every group."""
         return self.operand == Operand.e4m3 or (self.operand == Operand.s8 and self.group != 0)
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that multiply."""
+        """Consumer warpgroups."""
         return self.row_warpgroups * self.split_k_warpgroups
 
     @property
     def threads(self) -> int:
-        """Threads of a block, its producer warp among them, or four of these."""
+        """Threads of a block, including its one or four producer warps."""
         return 128 * self.warpgroups + (128 if self.reallocates or self.row_warpgroups * self.tile_m < 256 else 32)
 
     @property
     def tail_rows(self) -> int:
-        """Rows of the boxes that a tile is loaded in if it lacks many of its tokens; 0: such tiles are loaded whole."""
+        """Rows of the TMA boxes for partial token tiles; 0: partial tiles are loaded whole."""
         return 0 if self.cluster_n > 1 or self.tile_m < 48 else 16 if self.tile_m <= 64 else 32
 
     @property
@@ -96,7 +95,7 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Rows of W that a cluster works on at a time."""
+        """Rows of W per cluster."""
         if self.block_tiles:
             return TILE_ROWS * self.block_tiles
         if self.halves:
@@ -105,31 +104,31 @@ class Config:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: ring, partial sums or staging, barriers. The device code asserts the same."""
+    """Dynamic shared memory per block: pipeline, partial sums or staging, barriers. The device code asserts it."""
     x_bytes = config.tile_m * 128 * config.x_bytes
     weights = 0 if config.direct else -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
     stage = config.span * (x_bytes + weights)
     ring = config.stages * stage
     reduces = config.split_k_warpgroups * config.cluster_k > 1
     share = _share_bytes(config) if reduces else 0
-    # Outputs take half of a sum's bytes, for one of the warpgroups along K.
+    # Outputs are half as wide as sums, and staged by one of the split-K warpgroups.
     outputs = share // (2 * config.split_k_warpgroups) if config.split_k_warpgroups > 1 else 0
     body = max(ring, share + outputs) + (config.cluster_k - 1) * share
     if config.halves:
         body += config.tile_m // 2 * 256
     staged = config.tile_m if config.tensor_store else config.epilogue_stages * config.epilogue_tile
     body += 0 if reduces else config.warpgroups * staged * 128
-    # More than half of a multiprocessor's: two blocks would share one while others stand idle.
+    # Pad beyond half of an SM's: otherwise two blocks could share one while others are idle.
     return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.min_blocks_per_sm])
 
 
 def _share_bytes(config: Config) -> int:
-    """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
+    """Bytes of partial sums that each block of a cluster reduces."""
     return config.warpgroups * -(-config.tile_m // 8 // config.cluster_k) * 2048
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why a problem, or a config for it, cannot be taken; None if it can."""
+    """Why the kernel cannot take a problem, or a config for it, in a sentence; None if it can."""
     if problem.device.arch != "sm_90a":
         return f"wgmma needs sm_90a, and the device is {problem.device.arch}"
     reason = packed_problem.why_not(problem) or (_why_not_bytes(problem) if problem.activations.quantized else None)
@@ -139,7 +138,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return f"a token tile has one of {TOKENS} tokens, not {config.tile_m}"
     if config.warpgroups > 4 or config.warpgroups < 1:
         return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
-    if config.tile_m // 2 + 24 > _at_launch(config):  # one instruction's operands, which the assembler never splits
+    if config.tile_m // 2 + 24 > _at_launch(config):  # one wgmma's operands, which ptxas cannot split
         return f"sums of {config.tile_m} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
     if passes_codes_through(config) and config.register_sets != 1:
         return "int8 products read 8-bit codes from the registers that the next load writes: use 1 register set"
@@ -181,7 +180,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 
 def _why_not_sparse(problem: LinearProblem, config: Config) -> str | None:
-    """Why a config is not one of the problem's weights, or of dense ones."""
+    """Why a config does not fit dense or 2:4 sparse weights; None if it does."""
     if config.sparse != problem.weights.sparse:
         return "the config was made for weights that are 2:4 sparse" if config.sparse else "the weights are 2:4 sparse"
     whole = config.split_k_warpgroups * config.cluster == (1 if config.block_tiles else config.cluster_n)
@@ -196,7 +195,7 @@ def _why_not_sparse(problem: LinearProblem, config: Config) -> str | None:
 
 
 def _why_not_halves(problem: LinearProblem, config: Config) -> str | None:
-    """Why two blocks cannot halve a row tile of theirs."""
+    """Why pairs of blocks cannot halve a row tile; None if they can."""
     if (
         config.warpgroups != config.row_warpgroups
         or config.row_warpgroups < 2
@@ -211,13 +210,13 @@ def _why_not_halves(problem: LinearProblem, config: Config) -> str | None:
 
 
 def _why_not_bytes(problem: LinearProblem) -> str | None:
-    """Which weights do not dequantize to bytes exactly."""
+    """Why weights cannot be dequantized to 8-bit operands exactly; None if they can."""
     weights, activations = problem.weights, problem.activations
     if problem.operand == Operand.s8:
         if weights.bits == 8 and weights.code != "sym":
             return f"8-bit {weights.code} weights less their zeros do not fit a signed byte: use sym, or 7 bits"
         largest = 2 ** (weights.bits + (weights.code == "bipolar")) * 2 ** (activations.bits - 1)
-        if weights.sparse:  # half of the inputs, codes as large as bytes are
+        if weights.sparse:  # half of the inputs, but codes use the full range of a byte
             largest = max(largest // 2, 2 ** (6 + activations.bits - 1))
         if weights.group is None and problem.k * largest >= 2**31:
             return (
@@ -236,33 +235,33 @@ def _why_not_bytes(problem: LinearProblem) -> str | None:
 
 
 def passes_codes_through(config: Config) -> bool:
-    """Whether registers go from shared memory to the products untouched.
+    """Whether codes go from shared memory to wgmma unchanged.
 
-    Then the next unit is loaded into registers of products that are on their way, where two sets let them be: the
-    assembler does not keep them apart; w8a8 was wrong from 128 tokens on an H200.
+    With two register sets the next unit would be loaded into registers that a wgmma in flight still reads, which ptxas
+    does not prevent: w8a8 was wrong from 128 tokens on, on an H200.
     """
     return config.operand is Operand.s8 and config.bits == 8 and config.group == 0 and not config.sparse
 
 
 def registers(config: Config) -> int:
-    """What a thread that multiplies needs: accumulators, sets of dequantized weights, codes, scales, addresses."""
+    """Registers per consumer thread: accumulators, sets of dequantized weights, codes, scales, addresses."""
     accumulators = config.tile_m if config.promotes else config.tile_m // 2
     dequantized = 8 * config.x_bytes * (2 if config.promotes else config.register_sets) // (1 + config.sparse)
-    # Scales and biases of all its row tiles, where a thread adds up what others send.
+    # Scales and biases of all row tiles, if a thread reduces other blocks' partial sums.
     summing = 4 * config.row_warpgroups if config.cluster_k > 1 else 0
-    groups = {16: 16, 32: 8}.get(config.group, 0)  # so many scales and zeros of two rows at a time
+    groups = {16: 16, 32: 8}.get(config.group, 0)  # scales and zeros of two rows
     return (
         accumulators + dequantized + words_at_hand(config) + 24 + summing + groups - 4 * (config.min_blocks_per_sm > 1)
     )
 
 
 def _at_launch(config: Config) -> int:
-    """Registers of a thread at launch, with a producer beside the warpgroups, on a quarter of a multiprocessor."""
+    """Registers per thread at launch, with a producer beside the consumer warpgroups, one warp each per SM quadrant."""
     return min(512 // config.min_blocks_per_sm // (config.warpgroups + 1) // 8 * 8, 255)
 
 
 def most_registers(config: Config) -> int:
-    """Registers of a thread that multiplies after the producer has given up all but 32."""
+    """Registers per consumer thread, after the producer has given up all but 32 of its own."""
     if not config.reallocates:
         return _at_launch(config)
     return ((config.warpgroups + 1) * _at_launch(config) - 32) // config.warpgroups // 8 * 8
@@ -274,10 +273,10 @@ def tile_counts(problem: LinearProblem, config: Config) -> tuple[int, int]:
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """Blocks of a launch: at most one a multiprocessor; clusters walk over several tiles if there are more."""
+    """Blocks of a launch: persistent, at most one per SM, except where a block takes just one tile."""
     row_tiles, token_tiles = tile_counts(problem, config)
     tiles = row_tiles * token_tiles
-    if config.min_blocks_per_sm > 1:  # one a multiprocessor, some of them idle
+    if config.min_blocks_per_sm > 1:  # at least one per SM, even if idle
         return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
     if config.split_k_warpgroups * config.cluster_k > 1 or config.halves or config.block_tiles:
         return tiles * config.cluster, 1, 1
@@ -285,7 +284,7 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 
 
 def refusal_of_loop(config: Config) -> str | None:
-    """Why a config's loop cannot be; None if it can."""
+    """Why a config's main loop is not supported; None if it is."""
     if config.direct and not may_batch(config):
         return (
             "direct loads of weights need 16-bit activations, span=1, prologue_stages=0, register_sets=2, at most 3 "
@@ -300,25 +299,25 @@ def refusal_of_loop(config: Config) -> str | None:
 
 
 def may_batch(config: Config) -> bool:
-    """Whether weights can go past shared memory, in batches."""
+    """Whether weights can be loaded directly to registers, in batches."""
     alone = config.span == config.min_blocks_per_sm == 1
     plain = alone and not (config.halves or config.prologue_stages or config.sparse)
-    plain = plain and config.group != 16  # whose scales take the registers
+    plain = plain and config.group != 16  # whose scales take too many registers
     return plain and config.x_bytes == 2 and config.split_k_warpgroups < 4 and config.register_sets == 2
 
 
 def may_unroll(config: Config) -> bool:
-    """A block has one tile, so that the ring begins with it."""
+    """Whether stages can be unrolled: a block must have one tile, so that it starts at stage 0."""
     shared = config.split_k_warpgroups * config.cluster_k > 1 and config.split_k_warpgroups < 4
     if config.min_blocks_per_sm == 2 and config.tile_m > 16 and config.code in (Code.asym, Code.min):
-        return False  # with zeros of groups the 80 registers do not do
+        return False  # group zeros do not fit 80 registers
     return shared and not (config.promotes or config.direct) and config.register_sets == 2
 
 
 def words_at_hand(config: Config) -> int:
-    """Registers of codes, scales and zeros that are not in use yet."""
+    """Registers of prefetched codes, scales and zeros."""
     if config.sparse:
-        return config.bits + 2  # and the metadata of two halves
+        return config.bits + 2  # plus metadata of two halves
     if not config.direct:
         return 2 * config.bits
     parts = 128 // config.group if 0 < config.group < 128 else int(config.group > 0)

@@ -1,7 +1,7 @@
-"""What sm90_packed_gemm's built-in choice goes by for 2:4 sparse weights and int8 activations: an estimate of its own.
+"""The cost model of sm90_packed_gemm's built-in choice for 2:4 sparse weights and int8 activations.
 
-Half of the products, and all of x: other limits than those of dense weights decide. Sixteen numbers, fitted to 700
-configs that an H200 timed (four layers, 1 to 4,096 tokens): docs/notes/2026-11-24-sparse.md.
+Half of the products but all of x: other limits than with dense weights dominate. The constants were fitted to 700
+configs timed on an H200 (four layers, 1 to 4,096 tokens): docs/notes/2026-11-24-sparse.md.
 """
 
 import math
@@ -12,26 +12,27 @@ from anybit.kernels.gemm.packed_layout import TILE_ROWS
 from anybit.kernels.gemm.sm90_packed_gemm_rules import CLUSTERS, Config
 
 _CYCLES = 1800
-"""Of a microsecond."""
+"""Per microsecond."""
 _SHARPNESS = 6.2
-"""How nearly the longest of what a step does at once is all of it."""
+"""The p of the p-norm that combines a step's overlapping limits: infinity would be their maximum."""
 
 _STAGES_SHARED = 4
-"""The fewest that neighbours were timed with: each waits for what both have read."""
+"""The fewest stages that neighbours (cluster_n) were timed with: each stage waits for both to have read it."""
 
 
 class _Costs(NamedTuple):
-    """Cycles of a step of 128 inputs, and microseconds.
+    """Costs in cycles per step of 128 inputs, then in microseconds, then factors.
 
-    product: a token and row tile.  issue: a row tile, and its part more a token.  intake: bytes a cycle.  chain, and
-    chain_token: of one warpgroup's waits, dequantizing and products; unspanned: of it, where a stage holds one step.
-    launch: of a kernel.  around, around_tokens: a tile, and 64 tokens of each of its row tiles.  meeting: of
-    warpgroups along K, 64 tokens.  cluster, sending: of blocks along K, and 64 tokens.  neighbour: of one that shares
-    x.  halving.  store: the part that a tensor map saves of tiles of two or three row tiles, for 64 tokens beyond four
-    times as many; both: where neighbours load x for each other, too; few: of four row tiles and up to 64 tokens, us a
-    row tile; late: what it costs where a block has a range of rows.  alone: of one warpgroup, which nobody covers.
-    beside: what two blocks a multiprocessor save: a product's weights are read while the one ahead is at work.
-    three: of three row tiles by 64 tokens, which nothing shares, in one wave.
+    product: per token and row tile.  issue: per row tile; issue_token: its relative growth per token.  intake: bytes
+    per cycle.  chain, chain_token: latency of one warpgroup's waits, dequantization and products; unspanned: its factor
+    in one-step stages.
+    launch: per kernel.  around, around_tokens: per tile, and per 64 tokens of each of its row tiles.  meeting: per
+    split-K warpgroup and 64 tokens.  cluster, sending: of split-K clusters, and per 64 tokens.  neighbour: of
+    cluster_n = 2.  halving: of ``halves``.  few: saved by TMA stores with four row tiles and up to 64 tokens, per row
+    tile.  beside: saved by two blocks per SM, which prefetch weights while the previous kernel runs.
+    store: saved by TMA stores with two or three row tiles, per 64 tokens of a row tile beyond four of these; both:
+    saved further if neighbours also share x; late: of TMA stores with ``block_tiles``.  alone: of a single warpgroup,
+    whose latency nothing hides.  three: of three row tiles by 64 tokens without sharing, in one wave.
     """
 
     product: float = 1.74
@@ -62,12 +63,12 @@ _S8 = _Costs()
 
 
 def estimate(problem: LinearProblem, config: Config) -> float:
-    """About how many microseconds a config takes on an H200, between others in a chain."""
+    """Estimated microseconds of a config on an H200, in a chain of launches."""
     c, costs, tokens = config, _S8, config.tile_m
     rows = c.row_warpgroups - 0.5 * c.halves  # row tiles of a block
     tiles = -(-problem.weight_tiles * TILE_ROWS // c.rows) * -(-problem.m // tokens)
     waves = float(-(-tiles // CLUSTERS.get(c.cluster, 15)))
-    if c.block_tiles:  # a range of row tiles, some at a time: of the last ones others wait for a part
+    if c.block_tiles:  # a range of row tiles, row_warpgroups at a time; the last round may be partial
         waves *= (c.block_tiles / c.row_warpgroups + -(-c.block_tiles // c.row_warpgroups)) / 2
     limits = (
         costs.product * tokens * rows,

@@ -1,14 +1,14 @@
-"""Tiles of 2:4 sparse weights: kept codes and metadata, in the order in which sparse products take them.
+"""Tiles of 2:4 sparse weights: kept codes and metadata, in the order of sparse MMA fragments.
 
-Tiles, units, scales and zeros are those of packed_layout.py, but for the first bytes of a unit (16 rows by 128 columns,
-64 of each row kept): b words a lane of codes, then two planes of 32 words of metadata. Lane 4g + t of a warp has
+Tiles, units, scales and zeros are those of packed_layout.py, except for the first bytes of a unit (16 rows by 128
+columns, 64 per row kept): b words of codes per lane, then two planes of 32 metadata words. Lane 4g + t of a warp has
 
     order "a16"   16 registers j = 4s + 2u + h of two 16-bit fields e: row g + 8h, kept column 16s + 8u + 2t + e
     order "a8"    8 registers j = 4s + 2u + h of four 8-bit fields e: row g + 8h, kept column 32s + 16u + 4t + e
 
-A byte of each of b words holds eight registers' codes: in "a16" the low bytes of fields are u = 0, the high ones u = 1,
-so that 8-bit products find the codes of four kept columns in two lanes' bytes. Metadata is a nibble for each four
-columns, the place of the first kept one in its low bits: the words of plane p are, by lane (g, t),
+The same byte of all b words holds eight registers' codes: in "a16" low bytes of fields are u = 0, high ones u = 1, so
+that 8-bit products find the codes of four kept columns in two lanes' bytes. Metadata is a nibble per four columns, with
+the index of the first kept one in its low bits: the words of plane p are, by lane (g, t),
 
     order "a16"   row g in the low half, row g + 8 in the high one; fours 8(2p + t / 2) + 4(t % 2) to + 3
     order "a8"    row g + 8(t % 2); fours 16p + 8(t / 2) to + 7
@@ -23,15 +23,15 @@ from torch.nn.functional import pad as padded
 from anybit.packing import QuantizedWeight, pack_words, unpack_words
 
 ORDERED = "no kernel runs 2:4 sparse weights in an activation order: quantize with natural order"
-"""The refusal of an activation order: metadata counts neighbours in fours, and an order would tear them apart."""
+"""2:4 metadata indexes four neighbouring columns, which an activation order would separate."""
 DENSE_ALONE = "it takes dense weights, and these are 2:4 sparse: sm90_packed_gemv and the packed gemms take them"
-"""The refusal of the kernels that do not know metadata."""
+"""The reason of kernels without sparse MMA."""
 METADATA_BYTES = 256
-"""Of a unit."""
+"""Per unit."""
 SECTOR = 32
-"""Bytes that memory hands out at a time: units are whole ones."""
+"""Bytes of a memory sector: units are multiples of it."""
 _PADDING = 0b0100
-"""The nibble of columns or rows that there are not: places 0 and 1."""
+"""The nibble of padding: indices 0 and 1."""
 _REGISTERS = 8
 
 
@@ -41,13 +41,13 @@ def code_bytes(bits: int) -> int:
 
 
 def unit_bytes(bits: int) -> int:
-    """The same, and its metadata."""
+    """Bytes of a unit's kept codes and metadata."""
     return code_bytes(bits) + METADATA_BYTES
 
 
 @cache
 def pieces(bits: int, register: int) -> tuple[tuple[int, int, int, int], ...]:
-    """(word, bit, first, count): `count` bits of a byte's code from bit `first` up, at `bit` of a byte of a word.
+    """(word, bit, first, count): ``count`` bits of a code from bit ``first`` up, at ``bit`` of a byte of a word.
 
     register: 2 * step + row half in order "a16", j in order "a8".
     """
@@ -65,7 +65,7 @@ def pieces(bits: int, register: int) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def place(units: Tensor, weight: QuantizedWeight, order: str, rows: int) -> None:
-    """Fill the codes and the metadata of units, uint8 [K'/128, N'/64, 4, unit bytes]; so many rows at a time."""
+    """Fill codes and metadata of units, uint8 [K'/128, N'/64, 4, unit bytes], ``rows`` rows at a time."""
     (n, k), bits = weight.shape, weight.format.bits
     padded_n, padded_k = units.shape[1] * 64, units.shape[0] * 128
     assert weight.indices is not None
@@ -148,7 +148,7 @@ def _from_metadata(raw: Tensor, order: str) -> Tensor:
 
 
 def read(units: Tensor, bits: int, order: str, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Kept codes and their places that units hold, uint8 [N, K/2] each: what ``place`` was given."""
+    """Kept codes and their indices, uint8 [N, K/2] each: the inverse of ``place``."""
     blocks, tiles = units.shape[:2]
     at, words = 0, []
     for width in _widths(bits):
@@ -165,13 +165,13 @@ def read(units: Tensor, bits: int, order: str, n: int, k: int) -> tuple[Tensor, 
 
 
 def words_of(tiles: Tensor, bits: int, order: str, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """The words and the indices of a layer [n, k] in tiles, as its QuantizedWeight had them, bit for bit."""
+    """``words`` and ``indices`` of a layer [n, k] in tiles, exactly as its QuantizedWeight had them."""
     codes, places = read(tiles.view(*tiles.shape[:2], 4, -1), bits, order, n, k)
     return pack_words(codes, bits), pack_words(places, 2)
 
 
 def dense_codes(units: Tensor, bits: int, order: str) -> Tensor:
-    """Codes by row and column, float64 [N', K']: NaN where nothing is kept."""
+    """Codes by row and column, float64 [N', K']: NaN where pruned."""
     n, k = units.shape[1] * 64, units.shape[0] * 128
     codes, places = read(units, bits, order, n, k)
     found = torch.full((n, k // 4, 4), torch.nan, dtype=torch.float64, device=codes.device)
