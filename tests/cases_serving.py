@@ -134,7 +134,7 @@ def check_odd_prompts(server: Running) -> None:
     before = server.text("still here")
     for prompt in ("", "q" * (4 * CONTEXT)):
         answer = server.complete(prompt)
-        assert answer.status_code in (200, 400, 422, 500), answer.text
+        assert answer.status_code in (200, 400, 422), answer.text
     assert server.text("still here") == before
 
 

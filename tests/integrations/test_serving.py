@@ -75,6 +75,25 @@ def test_strangers_get_answers_of_the_one_model(server: cases.Running) -> None:
 
 
 @has_server
+def test_openai_s_client_is_told_why_and_gets_samples(server: cases.Running) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+    def ask(**fields: Any) -> Any:
+        return client.completions.create(model=server.model, prompt="abc", max_tokens=16, **fields).choices[0].text
+
+    with pytest.raises(openai.BadRequestError, match="n=2 is not supported by the transformers server"):
+        ask(n=2)
+    with pytest.raises(openai.BadRequestError, match="Server is pinned to"):  # transformers' own words
+        client.completions.create(model="gpt-4", prompt="abc")
+    drawn = [ask(temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and ask(temperature=0) not in drawn
+    answer = client.responses.create(model=server.model, input="abc", max_output_tokens=16)
+    assert answer.status == "completed"
+
+
+@has_server
 def test_metrics_count_what_was_answered(server: cases.Running) -> None:
     import httpx
 

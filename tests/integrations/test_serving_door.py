@@ -13,7 +13,8 @@ import torch
 from anybit.integrations import serving_door, template
 from anybit.integrations.serving_door import BODY, STOPS, Door
 
-CHAT = "/v1/chat/completions"
+CHAT, TEXT, ANSWERS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+WHOLE = b'{"messages": [{"role": "user", "content": "Hi"}]}'
 
 
 class Asked:
@@ -32,7 +33,7 @@ class Asked:
 
 
 def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **headers: str) -> tuple[int, str]:
-    """(status, detail) of one request that comes in parts; 0 where there is no answer."""
+    """(status, what an error says) of one request that comes in parts; 0 where there is no answer."""
     head = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     rest = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     rest.append({"type": "http.request", "body": b""})
@@ -44,10 +45,12 @@ def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **heade
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(app({"type": "http", "method": method, "path": path, "headers": head}, receive, send))
+    asyncio.run(
+        app({"type": "http", "method": method, "path": path, "headers": head, "query_string": b""}, receive, send)
+    )
     if not sent:
         return 0, ""
-    return sent[0]["status"], json.loads(sent[1]["body"] or b"{}").get("detail", "")
+    return sent[0]["status"], json.loads(sent[1]["body"] or b"{}").get("error", {}).get("message", "")
 
 
 @pytest.mark.parametrize(
@@ -75,12 +78,82 @@ def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **heade
         ({"stop": ["x"] * (STOPS + 1)}, "stop must be a string or up to 16"),
         ({"stop": "x" * 5000}, "stop must be a string or up to 16"),
         ({"stop": [3]}, "stop must be a string or up to 16"),
+        ({"stop": ""}, "each of 1 to 256 characters"),
+        ({"n": 2}, "n=2 is not supported by the transformers server: leave it out, or serve with vLLM"),
+        ({"best_of": 3}, "best_of=3 is not supported"),
+        ({"logprobs": True}, "logprobs=true is not supported"),
+        ({"top_logprobs": 5}, "top_logprobs=5 is not supported"),
+        ({"echo": True}, "echo=true is not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
+        ({"tool_choice": "required"}, 'tool_choice="required" is not supported'),
+        ({"functions": []}, "functions=[] is not supported"),
+        ({"response_format": {"type": "json_object"}}, 'response_format {"type": "json_object"} is not supported'),
+        ({"text": {"format": {"type": "json_schema"}}}, 'text.format {"type": "json_schema"} is not supported'),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            'a message part of type "image_url" is not',
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            'a message part of type "input_image" is not',
+        ),
+        ({"input": 3}, "input must be str or list"),
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], detail: str) -> None:
     app = Asked()
     status, said = ask(Door(app), json.dumps(fields).encode())
     assert status == 400 and detail in said and said.isprintable() and not app.bodies
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt"), (ANSWERS, "input")])
+def test_a_request_that_asks_nothing_is_told_what_is_missing(path: str, field: str) -> None:
+    app = Asked()
+    for fields in ({}, {field: None}, {field: [] if field == "messages" else ""}):
+        status, said = ask(Door(app), json.dumps(fields).encode(), path=path)
+        assert (status, said) == (400, f"{path} needs {field}, which is missing or empty") and not app.bodies
+
+
+def test_fields_that_ask_for_nothing_more_get_through() -> None:
+    fields = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}, "user": "me"}
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}
+    text = json.dumps({**fields, **parts, "tool_choice": "auto", "stop": None}).encode()
+    assert ask(Door(Asked()), text) == (200, "")
+
+
+def test_answers_are_streamed_only_where_that_is_asked_for() -> None:
+    app = Asked()
+    for fields in ({}, {"stream": True}, {"stream": False}):
+        assert ask(Door(app), json.dumps({"input": "Hi", **fields}).encode(), path=ANSWERS)[0] == 200
+    assert [json.loads(body)["stream"] for body in app.bodies] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "samples"),
+    [({}, False), ({"temperature": 0, "top_p": 0.5}, False), ({"temperature": 0.7}, True), ({"top_p": 0.5}, True)],
+)
+def test_requests_with_a_temperature_are_sampled(fields: dict[str, Any], samples: bool) -> None:
+    build = serving_door.sampling(lambda handler, body, settings: settings)
+    assert build(None, fields, SimpleNamespace(do_sample=False)).do_sample is samples
+
+
+def test_errors_have_the_form_that_openai_s_clients_read() -> None:
+    fastapi = pytest.importorskip("fastapi")
+    served = serving_door.tell_as_openai(fastapi.FastAPI())
+
+    @served.post(CHAT)
+    async def answer(body: dict[str, Any]) -> None:
+        if body["messages"][0]["content"] == "Hi":
+            raise fastapi.HTTPException(400, "the prompt is too long")
+        raise KeyError("secret")
+
+    app, kind = Door(served), {"content_type": "application/json"}
+    assert ask(app, WHOLE, **kind) == (400, "the prompt is too long")
+    assert (
+        ask(app, WHOLE.replace(b"Hi", b"Ho"), **kind)[1] == "the request failed: KeyError; the server's log says more"
+    )
+    assert "send it as Content-Type: application/json" in ask(app, WHOLE, content_type="text/plain")[1]
+    assert ask(app, b"{")[1] == "the body is not valid JSON"
 
 
 @pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"[]", b"3", b'{"a": ' + b"9" * 6000 + b"}", b"\xff"])
@@ -115,7 +188,7 @@ def test_routes_that_load_read_or_unload_are_not_there(path: str) -> None:
 
 def test_whole_numbers_of_a_bias_are_passed_on_as_transformers_takes_them() -> None:
     app = Asked()
-    assert ask(Door(app), b'{"logit_bias": {"5": -100}, "prompt": "x"}')[0] == 200
+    assert ask(Door(app), b'{"logit_bias": {"5": -100}, "prompt": "x"}', path=TEXT)[0] == 200
     assert json.loads(app.bodies[0]) == {"logit_bias": {"5": -100.0}, "prompt": "x"} and b"-100.0" in app.bodies[0]
 
 
@@ -125,13 +198,13 @@ def test_a_key_is_asked_for() -> None:
     for given in ({}, {"authorization": "Bearer "}, {"authorization": "Bearer secret2"}, {"authorization": "\xff"}):
         status, said = ask(door, b"{}", **given)
         assert status == 401 and "secret" not in said
-    assert ask(door, b"{}", authorization="Bearer secret")[0] == 200
+    assert ask(door, WHOLE, authorization="Bearer secret")[0] == 200
     assert ask(door, path="/health", method="GET")[0] == 200
 
 
 def test_what_fails_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert ask(Door(Asked(KeyError("\x1b[31m\nINFO: all is well"))), b"{}") == (0, "")
+        assert ask(Door(Asked(KeyError("\x1b[31m\nINFO: all is well"))), WHOLE) == (0, "")
     (record,) = caplog.records
     assert record.getMessage().isprintable() and "KeyError" in record.getMessage() and record.exc_info is None
 

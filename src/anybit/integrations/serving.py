@@ -309,9 +309,10 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
     from transformers.cli.serving import server as building
+    from transformers.cli.serving.utils import BaseHandler
 
     from anybit.integrations.loading import load_model
-    from anybit.integrations.serving_door import CONTEXT, Door, bound
+    from anybit.integrations.serving_door import CONTEXT, Door, bound, sampling, tell_as_openai
     from anybit.integrations.serving_metrics import Metrics
 
     dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
@@ -331,15 +332,17 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
 
     before, model_manager.ModelManager = model_manager.ModelManager, OneModel
     server_of: Any = uvicorn
-    build, configure = building.build_server, server_of.Config
+    build, configure, settle = building.build_server, server_of.Config, BaseHandler._build_generation_config
     key = os.environ.get("VLLM_API_KEY")  # the same variable that vLLM's server reads
-    building.build_server = lambda *args, **words: Metrics(Door(build(*args, **words), key))
+    building.build_server = lambda *args, **words: Metrics(Door(tell_as_openai(build(*args, **words)), key))
     server_of.Config = partial(configure, timeout_keep_alive=KEEP_ALIVE)  # Serve has no argument for it
+    BaseHandler._build_generation_config = sampling(settle)
     watch.start()
     try:
         Serve(force_model=server.model, host=server.host, port=server.port, device=str(loaded.model.device))
     finally:
         model_manager.ModelManager, building.build_server, server_of.Config = before, build, configure
+        BaseHandler._build_generation_config = settle
     return 0
 
 
