@@ -99,8 +99,8 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
     assert code == 0
     assert json.loads(out)["bits_per_weight"] == 2 + 18 / 64
     assert json.loads(out)["kv_cache"] is None
-    assert "kv4g128: 4.28 bits an element" in run("info", "w4a16-kv4g128")[1]
-    assert "3.52 times the tokens of 16 bits at 8,192 a request; pays from" in run("info", "w4a16-kv4g128")[1]
+    assert "kv4g128: 4.28 bits per element" in run("info", "w4a16-kv4g128")[1]
+    assert "3.52 times the tokens of 16 bits in requests of 8,192; pays from" in run("info", "w4a16-kv4g128")[1]
     code, out, _ = run("info", model, "--json")
     assert code == 0
     result = json.loads(out)
@@ -146,7 +146,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["convert", "", "--to", "anybit"], "error: the model's name is empty"),
         (["info", "w2"], "error: scheme 'w2' is not understood"),
         (["info", "w9a16"], "weight bits must be 1 to 8, not 9; and there is no file or folder 'w9a16'"),
-        (["info", "model.gguf"], "it is no scheme such as w4a16g128, and there is no file or folder 'model.gguf'"),
+        (["info", "model.gguf"], "it is not a scheme such as w4a16g128, and there is no file or folder 'model.gguf'"),
         (["info", ""], "error: the model's name is empty"),
         (["explain", "", "-s", "w4a8"], "error: the model's name is empty"),
         (["explain", "4096,", "-s", "w4a8"], "4096, is not the shape of a layer: write N,K"),

@@ -1,8 +1,8 @@
 """The command line: quantize, generate, chat, serve, bench, eval, tune, explain, convert, info.
 
-What comes from files or libraries is shown with control characters escaped (``anybit.cli.common``).
+Text from files and libraries is printed with control characters escaped (``anybit.cli.common``).
 
-Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 129 hung up; 130 interrupted; 143 terminated.
+Exit codes: 0 success; 1 an error, reported in one line; 2 wrong usage; 129 hung up; 130 interrupted; 143 terminated.
 """
 
 import contextlib
@@ -60,22 +60,22 @@ app.command()(checkpoints.convert)
 app.command()(checkpoints.info)
 
 
-# What ends a command from outside; a terminal that closes sends SIGHUP, which Windows does not have.
+# Signals that end a command; SIGHUP comes from a closing terminal, and does not exist on Windows.
 _ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class _Terminated(BaseException):
-    """A signal of ``_ENDS``, as an exception: what is half written is cleaned up on the way out."""
+    """A signal of ``_ENDS``, as an exception, so that half-written files are cleaned up."""
 
 
 def main() -> None:
     """Run the command line."""
     sys.excepthook = _show_traceback
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # A terminal or a file whose encoding lacks a character of an answer gets an escape, as standard error does.
+        # Escape characters that stdout's encoding lacks, as stderr does.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Where cores are shared, torch's threads wait for each other longer than they work: after every small operation
-    # they spin for a millisecond before they sleep. A few microseconds do: 16 times as fast then, and as fast alone.
+    # On shared cores, torch's OpenMP threads waste time spinning: a millisecond after every small op before they sleep.
+    # Spinning for microseconds is 16 times as fast there, and as fast on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for number in _ENDS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -97,13 +97,13 @@ def main() -> None:
     except OSError as error:
         _fail(_of_system(error))
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be loaded to look for it
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, by name, so that torch need not be imported
             raise
         _fail(f"{str(error).partition('. ')[0]}; a shorter text, fewer bits or another --device may fit")
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An error of anybit's own: all of it, but nothing of a file's that would steer the terminal."""
+    """Print the traceback of an unexpected error, with control characters (from files) escaped."""
     errors.print("".join(traceback.format_exception(kind, error, trace)), markup=False, soft_wrap=True)
 
 
@@ -113,11 +113,11 @@ def _fail(message: str) -> NoReturn:
 
 
 def _of_system(error: OSError) -> str:
-    """What the system refused, as FILE: reason."""
+    """An OSError as "FILE: reason"."""
     try:
         sys.stdout.flush()
     except OSError:
-        # What could not be written would be tried once more at the end, and fail with words of the interpreter's own.
+        # Python would flush the rest again at exit and print an error of its own: send it to /dev/null.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = error.strerror or str(error) or type(error).__name__
@@ -125,13 +125,13 @@ def _of_system(error: OSError) -> str:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    for other in _ENDS:  # a terminal that closes may send more than one: cleaning up is not cut short
+    for other in _ENDS:  # a closing terminal may send several signals: do not interrupt the cleanup
         signal.signal(other, signal.SIG_IGN)
     raise _Terminated(number)
 
 
 def _note(message: Warning | str, *where: Any, **more: Any) -> None:
-    """A warning as a user reads it: one line, without the line of code that gave it."""
+    """Print a warning as one line, without its source line."""
     errors.print(f"[bold yellow]note:[/] {_plain(str(message))}", highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""What ``anybit generate`` and ``anybit chat`` do: load a model, answer a prompt while it is made, keep the time."""
+"""Behind ``anybit generate`` and ``anybit chat``: load a model, stream the answer to a prompt, and time it."""
 
 import contextlib
 import signal
@@ -20,16 +20,16 @@ from anybit.integrations.loading import Loaded, load_model
 from anybit.quantization.pipeline.modules import check_tokens
 from anybit.scheme import Scheme
 
-# A model may write what would steer a terminal; a file gets it as it is.
+# Control characters are escaped on a terminal only; files get the model's text unchanged.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class _Stopped(Exception):  # noqa: N818  control flow, not an error
-    """The user has seen enough of an answer."""
+    """The user stopped an answer."""
 
 
 class _Printer(TextStreamer):  # type: ignore[misc]
-    """Prints text as its tokens come, and keeps the time and their number."""
+    """Prints text as its tokens arrive, and records their number and the time of the first."""
 
     def __init__(self, tokenizer: Any, silent: bool) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -41,7 +41,7 @@ class _Printer(TextStreamer):  # type: ignore[misc]
         self._prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then one token after another."""
+        """Receive the prompt, then the tokens one by one. Raises _Stopped after Ctrl-C."""
         if not self._prompt:
             self.first = self.first or time.perf_counter()
             self.count += value.numel()
@@ -51,7 +51,7 @@ class _Printer(TextStreamer):  # type: ignore[misc]
             raise _Stopped
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Text whose words are complete."""
+        """Receive text up to the last complete word."""
         self.text += text
         if not self.silent:
             shown = text.translate(_CONTROLS) if stdout.isatty() else text
@@ -61,7 +61,7 @@ class _Printer(TextStreamer):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _stopping(printer: _Printer) -> Iterator[None]:
-    """Ctrl-C ends the answer after its next token; pressed once more, the program."""
+    """Let Ctrl-C end the answer after its next token, and a second one the program."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if printer.stop:
@@ -86,7 +86,7 @@ def load(
     dequantize: bool = False,
     overrides: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """A model that is ready to answer, as fast as it can be where it is."""
+    """Load a model for generation, accelerated on a GPU."""
     with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
         loaded = load_model(
             model,
@@ -112,9 +112,9 @@ def answer(
     silent: bool,
     stoppable: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """The text, with its figures: tokens of prompt and answer, seconds, tokens a second after the first.
+    """(text, figures): tokens of prompt and answer, seconds, seconds to the first token, tokens per second after it.
 
-    stoppable: Ctrl-C ends the answer, and not the program.
+    stoppable: Ctrl-C ends the answer instead of the program.  Raises TextError for a prompt that is empty or too long.
     """
     tokenizer, model = loaded.tokenizer, loaded.model
     if isinstance(prompt, list) and not tokenizer.chat_template:
@@ -161,9 +161,9 @@ def answer(
 
 
 def _fitting(loaded: Loaded, prompt: int, new: int) -> int:
-    """How many tokens to make of those asked for; warns where they may be more than the model was made for.
+    """How many of ``new`` tokens to generate; warns if they exceed the model's context length.
 
-    Raises TextError where a model without further positions has none left for an answer.
+    Raises TextError if the prompt alone fills a context that cannot be exceeded.
     """
     positions = loaded.positions
     if positions is None or prompt + new <= positions:
@@ -180,7 +180,7 @@ def _fitting(loaded: Loaded, prompt: int, new: int) -> int:
 
 
 def scheme_of(loaded: Loaded) -> str | None:
-    """The scheme of a model in words, None where it has none."""
+    """The scheme of a model as text, or None."""
     return None if loaded.scheme is None else str(loaded.scheme)
 
 

@@ -12,7 +12,7 @@ from anybit.errors import ConversionError, LayerError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
 
 _REQUEST = 8192
-"""Tokens of a request, where it is said how many fit."""
+"""Request length (tokens) assumed when saying how many tokens fit."""
 
 
 def convert(
@@ -57,7 +57,7 @@ def convert(
     if out is None:
         sweep(Path(model))
         quantization = convert_folder(model, to, trust_remote_code)
-        told = f"{Path(model) / 'config.json'} now describes the model for {to}; no tensor was touched"
+        told = f"{Path(model) / 'config.json'} now describes the model for {to}; no tensor was changed"
     else:
         with status(f"Writing {out}"):
             quantization = convert_into(model, to, out, overwrite, trust_remote_code)
@@ -73,7 +73,7 @@ def info(
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a scheme means, or what a model is made of.
+    """Explain a scheme, or show what a model consists of.
 
     [bold]Examples[/bold]
 
@@ -87,7 +87,7 @@ def info(
             scheme = Scheme.parse(what)
         except SchemeError as error:
             if "/" not in what:
-                meant = f"{error}; and" if re.match(r"\s*w\d", what) else "it is no scheme such as w4a16g128, and"
+                meant = f"{error}; and" if re.match(r"\s*w\d", what) else "it is not a scheme such as w4a16g128, and"
                 raise SchemeError(f"{meant} there is no file or folder {what!r}") from None
     if scheme is not None:
         figures = _scheme(scheme)
@@ -108,18 +108,18 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
     from anybit.checkpoints.convert import why_not
 
     w, x = scheme.weights, scheme.activations
-    zero = {"sym": f"{w.zero}", "bipolar": f"{w.zero}"}.get(w.code, "one a group, stored")
-    group = "one scale a row" if w.group is None else f"one scale for {w.group} inputs"
+    zero = {"sym": f"{w.zero}", "bipolar": f"{w.zero}"}.get(w.code, "stored per group")
+    group = "one scale per row" if w.group is None else f"one scale per {w.group} inputs"
     stored = 16 + {"asym": w.bits, "min": 16}.get(w.code, 0)
     value = {"min": "scale * u + minimum"}.get(w.code, f"scale * {w.code}[u]" if w.tabled else "scale * (u - zero)")
-    zero = f", zero {zero}" if w.code in CODES else ", a minimum a group" if w.code == "min" else ""
+    zero = f", zero {zero}" if w.code in CODES else ", one minimum per group" if w.code == "min" else ""
     kept = (w.bits + 2) / 2 if w.sparse else w.bits
     return {
         "scheme": str(scheme),
         "weights": f"{w.bits} bits, {w.code}: {value}, u in 0..{2**w.bits - 1}{zero}",
         "scales": group,
         "sparsity": "2:4" if w.sparse else None,
-        "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, as they are",
+        "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, not quantized",
         "kv_cache": _cache_words(scheme.kv) if scheme.kv else None,
         "kv_cache_in_vllm": _served_words(scheme.kv) if scheme.kv else None,
         "bits_per_weight": kept if w.group is None else kept + stored / w.group,
@@ -128,28 +128,28 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
 
 
 def _cache_words(kv: KVFormat) -> str:
-    """A KV format, and what an element of it costs in heads of 128 channels."""
+    """A KV format, and its bits per element for heads of 128 channels."""
     from anybit.kernels.attention.kv_page import PageLayout
 
-    return f"{kv}: {PageLayout(kv, 128).bits_per_element:.2f} bits an element (heads of 128 channels, scales included)"
+    return f"{kv}: {PageLayout(kv, 128).bits_per_element:.2f} bits per element (heads of 128 channels, scales included)"
 
 
 def _served_words(kv: KVFormat, head_dim: int = 128) -> str:
-    """What a request of 8,192 tokens takes inside vLLM, and from which length on that is less than in 16 bits."""
+    """Capacity in vLLM relative to 16 bits for requests of 8,192 tokens, and the length from which it pays."""
     from anybit.ops.kv_rows import layout
 
     try:
         rows = layout(kv, head_dim)
     except LayerError as error:
-        return f"not there: {error}"
+        return f"not supported: {error}"
     ratio = 4 * head_dim * _REQUEST / rows.bytes_of(_REQUEST)
-    return f"{ratio:.2f} times the tokens of 16 bits at 8,192 a request; pays from {rows.pays_from} tokens a request on"
+    return f"{ratio:.2f} times the tokens of 16 bits in requests of 8,192; pays from {rows.pays_from} per request"
 
 
 def _cache_room(model: Any) -> list[str] | None:
-    """Tokens that a GiB holds inside vLLM in requests of 8,192, by format; None where a format cannot serve a model.
+    """Tokens per GiB in vLLM for requests of 8,192 tokens, by format; None if a format cannot serve the model.
 
-    Counts layers that keep all tokens: those with a sliding window, or a state, are as they are without anybit.
+    Counts full-attention layers only: anybit does not change layers with a sliding window or a state.
     """
     from anybit.kvcache import why_not
     from anybit.ops.kv_rows import layout
@@ -168,10 +168,10 @@ def _cache_room(model: Any) -> list[str] | None:
     for kv in formats:
         try:
             rows = layout(kv, dim)
-        except LayerError:  # heads whose pages hold no tokens in 16 bits
+        except LayerError:  # head sizes whose pages are too small for 16-bit tokens
             return None
         fit = 2**30 * _REQUEST // (each * rows.bytes_of(_REQUEST))
-        found.append(f"{fit} in {kv} (pays from {rows.pays_from} tokens a request on)")
+        found.append(f"{fit} in {kv} (pays from {rows.pays_from} tokens per request)")
     return found
 
 
@@ -234,7 +234,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _gguf(file: Path) -> dict[str, Any]:
-    """A GGUF file by its header alone, in less than a second: torch and transformers are not loaded."""
+    """Figures of a GGUF file from its header alone, without importing torch or transformers: under a second."""
     from anybit.checkpoints.gguf_summary import summary
 
     found = summary(file)

@@ -1,7 +1,7 @@
 """Shared by the commands: consoles, options, progress bars, sizes as text.
 
-The modules of the commands load torch and transformers inside the functions that need them, so that help, wrong usage
-and mistyped schemes are answered at once.
+Command modules import torch and transformers inside the functions that need them, so that help and usage errors are
+immediate.
 """
 
 import json
@@ -20,15 +20,15 @@ from anybit.errors import KernelError, SchemeError, printable
 
 
 class _StandardOutput:
-    """The current sys.stdout; its errors, which name no file, are made to say whose they are."""
+    """The current sys.stdout, with "standard output" as the file name of its OSErrors."""
 
     def write(self, text: str) -> int:
-        """Write a text."""
+        """Write text."""
         with _named():
             return sys.stdout.write(text)
 
     def flush(self) -> None:
-        """Hand on what has been written."""
+        """Flush sys.stdout."""
         with _named():
             sys.stdout.flush()
 
@@ -46,16 +46,16 @@ def _named() -> Iterator[None]:
 
 
 class _Console(Console):
-    """A console that names from files cannot steer: of control characters only lines and tabs are kept."""
+    """A console that escapes control characters (of names from files, for example) except newlines and tabs."""
 
     def print(self, *objects: Any, **more: Any) -> None:
-        """Print texts and other objects."""
+        """Print strings and other objects."""
         super().print(*(printable(o, "\n\t") if isinstance(o, str) else o for o in objects), **more)
 
 
 stdout = cast(IO[str], _StandardOutput())
 # Results go to stdout; progress, notes and errors go to stderr, so that stdout can be piped.
-# No emoji: rich would print one for words such as :cat: in paths, in texts of models and in JSON.
+# No emoji: rich would replace text such as :cat: in paths, model output and JSON.
 output = _Console(file=stdout, soft_wrap=True, highlight=False, emoji=False)
 errors = _Console(stderr=True, highlight=False, emoji=False)
 
@@ -96,7 +96,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; 
 
 
 def _allow(words: list[str] | None) -> list[str]:
-    """Tell the dispatcher what the user has allowed, before a model is prepared."""
+    """Pass the user's allowances to the dispatcher, before a model is prepared."""
     if words:
         from anybit.tune import dispatch
 
@@ -105,7 +105,7 @@ def _allow(words: list[str] | None) -> list[str]:
 
 
 def known(words: list[str] | None) -> tuple[str, ...]:
-    """The allowances, checked; KernelError, with those that exist, for an unknown one."""
+    """The allowances, validated. Raises KernelError, listing the known ones, for an unknown one."""
     if not words:
         return ()
     from anybit.tune.space import ALLOWANCES
@@ -128,7 +128,7 @@ AllowOption = Annotated[
 
 
 def overrides_of(words: list[str] | None) -> dict[str, str]:
-    """What ``--override`` says, layer by layer; SchemeError for what is not LAYER=SCHEME."""
+    """Schemes by layer from ``--override`` options. Raises SchemeError for anything but LAYER=SCHEME."""
     if not words:
         return {}
     from anybit.checkpoints.configuration import parse_overrides
@@ -138,7 +138,7 @@ def overrides_of(words: list[str] | None) -> dict[str, str]:
         layer, equals, scheme = (part.strip() for part in word.rpartition("="))
         if not layer or not equals:
             raise SchemeError(f"--override {word!r} is not understood: write LAYER=SCHEME, such as lm_head=w8a16")
-        found.pop(layer, None)  # the last one counts, and has its place
+        found.pop(layer, None)  # the last one wins, at its own position
         found[layer] = scheme
     try:
         return {layer: str(scheme) for layer, scheme in parse_overrides(found).items()}
@@ -147,7 +147,7 @@ def overrides_of(words: list[str] | None) -> dict[str, str]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print an object on stdout; infinities and NaN as null, since JSON has none."""
+    """Print an object on stdout as JSON; infinities and NaN become null."""
     output.print(json.dumps(_finite(value), indent=2, allow_nan=False), markup=False)
 
 
@@ -160,13 +160,13 @@ def _finite(value: Any) -> Any:
 
 
 def megabytes(count: float) -> str:
-    """A number of bytes in words."""
+    """A number of bytes as text, in MB or GB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 @contextmanager
 def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr; yields what is to be called with (text, done, total)."""
+    """Show a progress bar on stderr; yields an update function (text, done, total)."""
     columns = [TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
     if counted:
         columns.insert(2, MofNCompleteColumn())
@@ -181,12 +181,12 @@ def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[str, in
 
 @contextmanager
 def status(what: str) -> Iterator[None]:
-    """Show what is being done while it is done, and silence the libraries below."""
+    """Show a status line while the context is active, and silence transformers' logs and progress bars."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if not errors.is_terminal:  # there it would be an empty line
+    if not errors.is_terminal:  # a file or pipe would get an empty line
         yield
         return
     with errors.status(Text(printable(what))):

@@ -95,7 +95,7 @@ def evaluate(
     }
     if baseline is not None:
         with status(f"Loading {baseline}"):
-            # The backend is that of quantized layers, which a baseline need not have.
+            # A backend only applies to quantized layers, which the baseline may not have.
             theirs = None if backend is None or stored_scheme(baseline) is None else backend
             other = load_model(baseline, backend=theirs, device=device, trust_remote_code=trust_remote_code)
         _refuse_beyond(other, context)
@@ -123,7 +123,7 @@ def evaluate(
 
 
 def _refuse_beyond(loaded: "Loaded", context: int) -> None:
-    """Raise TextError for windows longer than a model was made for: their perplexity would say nothing of the text."""
+    """Raise TextError for windows beyond the model's context length, where perplexity is meaningless."""
     if loaded.positions is not None and context > loaded.positions:
         raise TextError(
             f"--context {context} is more than the {loaded.positions} positions that {loaded.name} was made for "
@@ -132,7 +132,7 @@ def _refuse_beyond(loaded: "Loaded", context: int) -> None:
 
 
 def _cache(loaded: "Loaded", context: int) -> "Callable[[], AnyBitCache] | None":
-    """What makes the KV cache of a window, where the model's scheme has one; LayerError where it cannot serve it."""
+    """A factory for a window's KV cache, if the scheme has a KV format. Raises LayerError if it is unusable."""
     from anybit.integrations.cache import AnyBitCache
     from anybit.integrations.graph import why_not
 
@@ -145,7 +145,7 @@ def _cache(loaded: "Loaded", context: int) -> "Callable[[], AnyBitCache] | None"
 
 
 def _bos(tokenizer: Any, wanted: bool | None) -> int | None:
-    """The token that windows begin with: asked for, or as the tokenizer itself does it."""
+    """The BOS token that windows begin with, or None; by default as the tokenizer does."""
     token: int | None = tokenizer.bos_token_id
     if wanted is None:
         ids = tokenizer("a")["input_ids"]

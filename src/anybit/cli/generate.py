@@ -133,18 +133,18 @@ def chat(
 def _refuse_without_effect(top_p: float | None, temperature: float) -> None:
     if 0 < temperature < 1e-4:
         raise typer.BadParameter(
-            "scores divided by less than 0.0001 may be infinite: write 0, which always takes the most likely token",
+            "below 0.0001 scores may overflow: use 0, which always takes the most likely token",
             param_hint="--temperature",
         )
     if top_p is not None and temperature == 0:
         raise typer.BadParameter(
-            "a temperature of 0 always takes the most likely token: give a --temperature, or leave this out",
+            "it has no effect at a temperature of 0: set --temperature, or leave it out",
             param_hint="--top-p",
         )
 
 
 def _refuse_broken(what: str, text: str) -> None:
-    """Raise TextError for bytes that were no UTF-8: Python hands them on as characters that no tokenizer takes."""
+    """Raise TextError for input that is not UTF-8: Python decodes it to surrogates, which tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -132,15 +132,15 @@ def quantize(
     )
     if saved.experts:
         output.print(
-            f"{saved.experts / 1e6:.1f} million weights of experts stay as they are, and count in the bits per weight",
+            f"{saved.experts / 1e6:.1f} million expert weights are not quantized, and count in the bits per weight",
             markup=False,
         )
     if saved.beside:
-        output.print(f"only the text part is quantized: {', '.join(saved.beside)} stay as they are", markup=False)
+        output.print(f"only the language model is quantized, not {', '.join(saved.beside)}", markup=False)
 
 
 def _say_if_nothing_runs(scheme: Scheme) -> None:
-    """Warn now, and not after an hour, of a scheme that has no kernel."""
+    """Warn before quantizing, rather than after an hour, if no kernel runs a scheme."""
     import torch
 
     from anybit.device import Device
@@ -160,7 +160,7 @@ def _say_if_nothing_runs(scheme: Scheme) -> None:
 
 
 def _bytes(text: str) -> float:
-    """A size such as 3GiB, 900MB or 5e8 in bytes; OptionError for anything else."""
+    """The bytes of a size such as 3GiB, 900MB or 5e8. Raises OptionError for anything else."""
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
     try:
         count = float(match[1]) if match else 0.0
@@ -173,7 +173,7 @@ def _bytes(text: str) -> float:
 
 
 def _options(method: str, text: Path | None, tokens: int | None, settings: list[str]) -> dict[str, Any]:
-    """The options of a job: ``text`` (a path), ``tokens``, and the settings of the method, numbers as numbers."""
+    """Options of a job: ``text`` (a path), ``tokens``, and the method's settings, parsed as JSON where possible."""
     method = ALIASES.get(method, method)
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")

@@ -12,7 +12,7 @@ from anybit.scheme import Scheme
 
 
 class EngineName(StrEnum):
-    """A server of OpenAI's endpoints."""
+    """A server for OpenAI-compatible endpoints."""
 
     vllm = "vllm"
     transformers = "transformers"
@@ -21,22 +21,22 @@ class EngineName(StrEnum):
 def serve(
     model: Model,
     others: Annotated[
-        list[str] | None, typer.Argument(help="After --: arguments for vLLM's server, as they are.")
+        list[str] | None, typer.Argument(help="After --: arguments passed to vLLM's server unchanged.")
     ] = None,
     scheme: SchemeOption = None,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen at.")] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8000,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer (vLLM).")] = 1,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens of a prompt and its answer; by default the model's.")
+        int | None, typer.Option(min=1, help="Most tokens of a prompt and its answer; by default the model's.")
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option(min=0.05, max=1.0, help="Part of the GPU's memory to take (vLLM); by default 0.9."),
+        typer.Option(min=0.05, max=1.0, help="Fraction of the GPU's memory to use (vLLM); by default 0.9."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of activations: float16, bfloat16, or auto, the model's.")] = "auto",
     engine: Annotated[
-        EngineName | None, typer.Option(help="The server to run; by default vLLM where it is installed and has a GPU.")
+        EngineName | None, typer.Option(help="The server to run; by default vLLM if it is installed and has a GPU.")
     ] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -70,15 +70,15 @@ def serve(
     try:
         code = run(server, chosen, ready)
     except KernelError:
-        errors.print()  # what the server wrote last may not have ended its line
+        errors.print()  # the server's last line may be unfinished
         raise
     if code:
         raise typer.Exit(code if code > 0 else 1)
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="The model as the server calls it: what `anybit serve` was given.")],
-    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Argument(help="The model's name on the server: what `anybit serve` was given.")],
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
     rates: Annotated[
         list[float] | None, typer.Option("--rate", "-r", help="Requests a second; may be repeated.")
     ] = None,

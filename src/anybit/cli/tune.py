@@ -97,7 +97,7 @@ def tune(
         for m in STEPS
         if m <= most
     ]
-    # First the counts of the coarser grid, of all layers, then those between: where time is up a whole map is there.
+    # All layers on the coarse grid first, then the counts between, so that a map is complete even if time runs out.
     coarse = [product for product in products if product.m in GRID]
     fine = [product for product in products if product.m not in GRID]
     if seconds is None:
@@ -110,7 +110,7 @@ def tune(
             nonlocal said
             left = "" if math.isnan(progress.seconds_left) else f", {_minutes(progress.seconds_left)} left"
             update(f"{progress.product}{left}", progress.done, progress.total)
-            if not errors.is_terminal and time.perf_counter() - said > _SAY_SECONDS:  # a log shows no bar
+            if not errors.is_terminal and time.perf_counter() - said > _SAY_SECONDS:  # logs show no progress bar
                 said = time.perf_counter()
                 errors.print(f"{progress.done} of {progress.total}: {progress.product}{left}", markup=False)
 
@@ -127,8 +127,8 @@ def tune(
     ]
     mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0
     errors.print(
-        f"{len(gains)} of {len(products)} products known, {mean:.3f} times as fast as built-in choices in the "
-        f"geometric mean; {time.perf_counter() - began:.0f} s; {to or policies.own_file(policy.origin.gpu)}",
+        f"{len(gains)} of {len(products)} products measured, {mean:.3f} times as fast as built-in choices (geometric "
+        f"mean); {time.perf_counter() - began:.0f} s; {to or policies.own_file(policy.origin.gpu)}",
         markup=False,
     )
     if time.perf_counter() - began > seconds and len(gains) < len(products):
@@ -192,7 +192,7 @@ def explain(
         return
     output.print("\n\n".join(one.text() for one in found), markup=False)
     for hint in by.hints:
-        if hint.origin.gpu != device.name:  # of one of this GPU's own a note has been given
+        if hint.origin.gpu != device.name:  # for this GPU's maps there was a warning already
             errors.print(_origin(hint), markup=False, soft_wrap=True)
 
 
@@ -209,7 +209,7 @@ def _gpu_of(hint: "Policy") -> str:
 
 
 def _map(to: Path | None, gpu: str) -> Path:
-    """The map to write. Raises KernelError where it is of another GPU, which what is measured would replace."""
+    """The map to write. Raises KernelError if it belongs to another GPU, as its points would be replaced."""
     from anybit.tune import policy as policies
 
     if to is None:
@@ -221,7 +221,7 @@ def _map(to: Path | None, gpu: str) -> Path:
 
 
 def _alike(count: int) -> list[str]:
-    """The first GPUs of the first one's kind, as CUDA_VISIBLE_DEVICES names them. Raises KernelError for too few."""
+    """The first ``count`` GPUs of the first one's model, for CUDA_VISIBLE_DEVICES. KernelError for too few."""
     import torch
 
     if count == 1:
@@ -246,7 +246,7 @@ def _minutes(seconds: float) -> str:
 
 def _shape(text: str) -> tuple[int, int] | None:
     """N,K (or NxK); None if these are not numbers. Raises SchemeError for numbers that are not a shape."""
-    # Digits and what stands around them, or a number and a comma: meant as a shape, be it a wrong one.
+    # Digits and separators, or a number and a comma: meant as a shape, if perhaps a wrong one.
     meant = re.fullmatch(r"[\d\s.,x-]*\d[\d\s.,x-]*", text) or re.match(r"\s*\d+\s*,", text)
     if Path(text).expanduser().exists() or not meant:
         return None
@@ -261,14 +261,14 @@ def _shape(text: str) -> tuple[int, int] | None:
 
 
 def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[list[tuple[Scheme, int, int]], str]:
-    """(scheme, outputs, inputs) of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
+    """([(scheme, outputs, inputs)], dtype) of a model's linear layers: first as ``fuse`` joins them, then single."""
     from anybit.checkpoints import Folder, is_gguf, local_folder
     from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
     from anybit.checkpoints.formats.translate import FolderTranslation
     from anybit.quantization.pipeline.modules import kept_modules, linear_layers, skeleton
 
     if scheme is None and is_gguf(model):
-        with contextlib.suppress(NotNative):  # its layers will be floats
+        with contextlib.suppress(NotNative):  # then its layers are dequantized
             source, _, empty = open_gguf(Path(model).expanduser())
             return _products(empty, source.layers), "float16"
     with local_folder(model, trust_remote_code) as path:
@@ -290,7 +290,7 @@ def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[li
 
 
 def _products(model: "nn.Module", schemes: dict[str, Scheme]) -> list[tuple[Scheme, int, int]]:
-    """What layers multiply: neighbours that share an input and a format as one product, then each layer alone."""
+    """([(scheme, outputs, inputs)], dtype) of a model: its linear layers as ``fuse`` joins them, then single ones."""
     from anybit.quantization.pipeline.modules import linear_layers
 
     layers = {
