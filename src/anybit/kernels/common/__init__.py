@@ -1,1 +1,1 @@
-"""What several kernels share."""
+"""Code shared by several kernels."""

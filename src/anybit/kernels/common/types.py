@@ -6,9 +6,8 @@ import torch
 
 
 class Code(Enum):
-    """How codes stand for values: value = scale * (code - zero), only the zero differs; or 8-bit floats.
-
-    Weights have more of them (``anybit.scheme``): scale * code + minimum, and tables of 16 values.
+    """How codes are decoded: scale * (code - zero) with different zeros, or 8-bit floats; for weights also
+    scale * code + minimum, and tables of 16 values (``anybit.scheme``).
     """
 
     sym = "sym"
@@ -22,7 +21,7 @@ class Code(Enum):
 
 
 class Operand(Enum):
-    """The type that the tensor cores multiply."""
+    """The type of tensor-core operands."""
 
     f16 = "float16"
     bf16 = "bfloat16"

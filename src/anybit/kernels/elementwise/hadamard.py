@@ -76,7 +76,7 @@ def default(problem: Problem) -> Config:
 
 @cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     return jit.Kernel(
         "elementwise/hadamard.cuh",
         "transform",

@@ -54,7 +54,7 @@ class Params:
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return sixteen_bits("rows are", problem.dtype)
     if problem.m < 1 or problem.k < 1:

@@ -161,7 +161,7 @@ def _offsets(m: int, k: int, format: ActivationFormat, target: Target) -> tuple[
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     form = problem.format
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"activations must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
@@ -241,7 +241,7 @@ def default(problem: Problem) -> Config:
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     return jit.Kernel(
         "elementwise/quantize_activations.cuh", "quantize", config, Params, config.threads, shared_bytes(config)
     )

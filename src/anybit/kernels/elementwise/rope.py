@@ -153,7 +153,7 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 @cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     return jit.Kernel("elementwise/rope.cuh", "rotate", config, Params, config.threads, 0)
 
 

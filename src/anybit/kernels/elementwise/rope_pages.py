@@ -116,7 +116,7 @@ def _threads(problem: Problem) -> int:
 
 @cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     return jit.Kernel("elementwise/rope_pages.cuh", "rotate_pages", config, Params, config.threads, 0)
 
 

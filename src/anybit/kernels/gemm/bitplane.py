@@ -1,4 +1,4 @@
-"""The bit-plane kernels together: which one a problem gets, and products on the current stream."""
+"""All bit-plane kernels: the choice for a problem, and launches on the current stream."""
 
 import functools
 from types import ModuleType
@@ -33,7 +33,7 @@ _FAMILY_OF: dict[type, ModuleType] = {
     )
 }
 
-_SKINNY = (  # tokens at most, K at least, products of planes at least, share of the multiprocessors
+_SKINNY = (  # most tokens, least K, least plane products, share of the SMs
     (32, 1, 1, float("inf")),
     (64, 1024, 8, 0.55),
     (64, 1024, 1, 0.40),
@@ -42,8 +42,8 @@ _SKINNY = (  # tokens at most, K at least, products of planes at least, share of
     (128, 4096, 1, 0.25),
     (128, 1, 1, 0.10),
 )
-"""Where tiles for few tokens are faster: while tiles of 128 weights x 64 tokens would use less than such a share of the
-multiprocessors. The first row that applies."""
+"""When tiles for few tokens are faster: while tiles of 128 weights x 64 tokens would occupy less than such a share of
+the SMs. The first matching row decides."""
 
 
 def _skinny(problem: LinearProblem) -> bool:
@@ -55,7 +55,7 @@ def _skinny(problem: LinearProblem) -> bool:
 
 @functools.cache
 def family(problem: LinearProblem) -> ModuleType | None:
-    """What runs a problem where nothing was measured: wgmma on sm_90a, else mma.sync; None if no kernel can."""
+    """The kernel for a problem that was not tuned: wgmma on sm_90a, else mma.sync; None if no kernel can run it."""
     order = [sm80_bitplane_gemm]
     if why_not(problem) is None:
         skinny = _skinny(problem)
@@ -70,7 +70,7 @@ def family(problem: LinearProblem) -> ModuleType | None:
 
 @functools.cache
 def default(problem: LinearProblem) -> Facts:
-    """The config that a problem gets where nothing was measured. Raises KernelError where no kernel can do it."""
+    """The config for a problem that was not tuned. Raises KernelError if no kernel can run it."""
     chosen = family(problem)
     if chosen is None:
         reason = why_not(problem, 80) or f"no tile of its planes fits the shared memory of {problem.device.arch}"
@@ -94,10 +94,10 @@ def multiply(
     config: Facts | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """Y = X W^T + bias on the current stream: coded activations [m, k] in planes times prepared weights -> y [m, n].
+    """Y = X W^T + bias on the current stream: quantized activations [m, k] in bit planes, prepared weights -> y [m, n].
 
-    bias: float32 [n].  y: where to write, of ``output``'s dtype, its last dimension contiguous.  config: of any family,
-    legal for this (``why_not``), and not asked again.  Raises KernelError for operands that do not fit each other.
+    bias: float32 [n].  y: of ``output``'s dtype, contiguous in its last dimension; None allocates it.  config: of any
+    family; must be legal; not checked again.  Raises KernelError for operands that do not fit each other.
     """
     n, y = weight.shape[0], output_of(x, weight, output, bias, y)
     aligned = n % 8 == 0 and rows_aligned(y)

@@ -1,7 +1,7 @@
-"""A few bit-plane configs that stand for a whole space, since these families have no estimate.
+"""Representatives of the space of bit-plane configs, for families without a cost model.
 
-What kind of tile it is decides more than how deep its rings are, and configs that are like the built-in one, ring for
-ring, are the last place to find what is faster (docs/tuning.md).
+The kind of tile matters more than pipeline depth, and configs that differ from the built-in one only in depths are the
+least likely to be faster (docs/tuning.md).
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,24 @@ _KIND: dict[type, tuple[str, ...]] = {
     sm90_bitplane_skinny.Config: ("a_operand", "tile_b", *_SPLIT, "min_blocks_per_sm"),
     sm90_bitplane_resident.Config: ("a_operand", "tile_b", "accumulator_sets", "reserved_bytes"),
 }
-"""What a kind of tile is, for each family; the others have an estimate or few kinds."""
+"""The fields that define a kind of tile, by family; other families have an estimate, or few kinds."""
 _MANY = 64
-"""Above so many tokens tiles for few, which load weights once for each of them, are tried only where tiles for many
-would leave most multiprocessors idle."""
+"""Above so many tokens, tiles for few tokens, which each load the weights again, are tried only if tiles for many would
+leave most SMs idle."""
 _A_STAGES_OF_FEW, _A_STAGES, _A_STAGES_OF_MANY = (2, 3, 4, 6, 8), (2, 4, 6, 8), (4, 12)
-"""Of small tiles' rings, where every pass is tried: to 8 tokens, to ``_MANY``, and above."""
+"""a_stages of small tiles to try with every pass_chunks: up to 8 tokens, up to ``_MANY``, above."""
 _LEAST_OF_MANY = 32
 """The narrowest small tile above ``_MANY`` tokens."""
 _LEAST_WIDE = 16
-"""Tiles of weights so wide are tried for any number of tokens."""
+"""Tiles with A = weights up to this width are tried for any number of tokens."""
 
 
 def representatives(configs: Sequence[Any], problem: LinearProblem, own: Any, idle: bool, rings: bool) -> list[Any]:
-    """What stands for the kinds of tile that suit a problem among a family's ``configs``, those like ``own`` first.
+    """One config for each kind of tile that suits a problem, among a family's ``configs``; kinds like ``own`` first.
 
-    idle: whether tiles for many tokens leave most multiprocessors idle.  Of small tiles the deepest rings that leave
-    room for a second block, and with ``rings`` every pass, in few and in many stages, and of resident ones all; of
-    large ones two and three chunks of either operand, with most room for results.
+    idle: whether tiles for many tokens leave most SMs idle.  Small tiles get the deepest pipelines that leave room for
+    a second block, and with ``rings`` also every pass_chunks with few and many stages (resident tiles: all configs);
+    large tiles get two or three chunks of either operand, with the most room for results.
     """
     kinds: dict[tuple[Any, ...], list[Any]] = {}
     names = _KIND.get(type(own), ())

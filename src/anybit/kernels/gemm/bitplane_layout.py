@@ -1,9 +1,9 @@
-"""Bit planes as the 1-bit tensor cores read them: the layout of bitplane_layout.cuh, and weights prepared in it.
+"""Bit planes as 1-bit tensor cores read them: the layout of bitplane_layout.cuh, and weights prepared in it.
 
 ``planes[chunk][plane][row][128 bytes]``, uint8: a chunk is 1024 columns (k), plane i holds bit i of every code, rows
-are padded to a multiple of 8. Bit ``k % 8`` of a byte is column k. The eight 16-byte pieces of a row are exchanged by
-the row's number, piece ``c`` of row ``r`` lying at ``c ^ (r & 7)``: the 128-byte swizzle of wgmma, so that tiles of
-any number of rows are copied as they are.
+are padded to a multiple of 8. Bit ``k % 8`` of a byte is column k. The eight 16-byte pieces of a row are stored in
+wgmma's 128-byte swizzle, piece ``c`` of row ``r`` at ``c ^ (r & 7)``, so that tiles of any number of rows are plain
+copies.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ CHUNK = 1024
 ROW_BYTES = CHUNK // 8
 _PIECES = 8
 _ROWS_ELEMENTS = 1 << 25
-"""Weights are prepared so many codes at a time: on the way a code takes several bytes, where its planes take bits."""
+"""Codes prepared at a time: unpacked codes take several bytes each, where planes take bits."""
 
 
 def chunks(k: int) -> int:
-    """How many chunks of 1024 columns hold ``k`` of them."""
+    """Number of chunks for ``k`` columns."""
     return -(-k // CHUNK)
 
 
@@ -39,7 +39,7 @@ def size(rows: int, k: int, bits: int) -> int:
 
 
 def _swizzle(rows: int, device: torch.device) -> Tensor:
-    """Where each piece of a row lies, int64 [rows, 8]; its own inverse."""
+    """The position of each 16-byte piece of a row, int64 [rows, 8]; its own inverse."""
     row, piece = torch.arange(rows, device=device)[:, None], torch.arange(_PIECES, device=device)[None]
     return piece ^ (row & 7)
 
@@ -76,11 +76,11 @@ def unpack(planes: Tensor, rows: int, k: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PlaneWeight:
-    """A layer's weights prepared for the 1-bit tensor cores; exactly ``bits`` bits a weight, plus padding.
+    """A layer's weights prepared for 1-bit tensor cores; exactly ``bits`` bits per weight, plus padding.
 
     planes: uint8 [ceil(K/1024), bits, ceil(N/8)*8, 128].  scale: float32 [N].
-    correction: int32 [N], ``K * Z - 2^e * sum u`` where Z = 2^e * zero is an integer (e = 1 for bipolar, else 0):
-    what the zero of the activations multiplies.  zero: int32 [N] for asym, else None.
+    correction: int32 [N], ``K * Z - 2^e * sum u`` where Z = 2^e * zero is an integer (e = 1 for bipolar, else 0): the
+    factor of the activations' zero.  zero: int32 [N], Z for asym, else None.
     """
 
     planes: Tensor
@@ -92,7 +92,7 @@ class PlaneWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.planes.device
 
     def to(self, device: torch.device | str) -> "PlaneWeight":
@@ -103,7 +103,7 @@ class PlaneWeight:
 
 
 def prepare(weight: QuantizedWeight) -> PlaneWeight:
-    """Lay a layer's weights out as planes; whole-row scales only. Raises KernelError for a format without planes."""
+    """Convert a layer's weights to bit planes. Raises KernelError with the reason of ``why_not``."""
     if (reason := why_not(weight.format)) is not None:
         raise KernelError(f"{weight.format} cannot be laid out as planes: {reason}")
     (n, k), bits = weight.shape, weight.format.bits
@@ -128,7 +128,7 @@ def prepare(weight: QuantizedWeight) -> PlaneWeight:
 
 
 def why_not(format: WeightFormat) -> str | None:
-    """Why weights in ``format`` have no planes, in a sentence; None if they have."""
+    """Why weights in ``format`` cannot be bit planes, in a sentence; None if they can."""
     if format.sparse:
         return "2:4 sparse weights have no 1-bit path"
     if format.code not in CODES:
@@ -139,5 +139,5 @@ def why_not(format: WeightFormat) -> str | None:
 
 
 def largest_sum(k: int, weights: WeightFormat, activations: ActivationFormat) -> int:
-    """No sum of k products of codes, nor what the terms of zeros make of it, is larger."""
+    """An upper bound on sums of k products of codes, with and without zero terms."""
     return int(k * (2**weights.bits - 1) * (2**activations.bits - 1))

@@ -1,7 +1,7 @@
-"""What the bit-plane kernels share on the host: problems, what configs repeat of them, and a launch's arguments.
+"""Host code shared by the bit-plane kernels: checks, config fields from the problem, and launch arguments.
 
-Y = X W^T for W and X of 1 to 8 bits, each sym, asym or bipolar: one product of unsigned bit planes and rank-1 terms
-(APT-LLM's arbitrary-precision decomposition; the planes of both sides meet on chip, never in memory).
+Y = X W^T for W and X of 1 to 8 bits, each sym, asym or bipolar: products of unsigned bit planes plus rank-1 terms
+(APT-LLM's arbitrary-precision decomposition; partial products of planes never leave the chip).
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from anybit.kernels.gemm import bitplane_layout
 from anybit.kernels.gemm.linear_problem import LinearProblem
 
 ROWS = 128
-"""Weights of a tile for many tokens: two warpgroups of 64."""
+"""Weights (rows of W) per tile for many tokens: two warpgroups of 64."""
 WARPGROUP_ROWS = 64
-"""Rows of wgmma's A operand; also the weights of a box that leaves by TMA."""
+"""Rows of wgmma's A operand; also of a TMA store box."""
 _WGMMA_N = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 MOST_WGMMA_N = _WGMMA_N[-1]
 _Config = TypeVar("_Config")
 _RUNTIME_BYTES = 1024
-"""What the runtime keeps of a multiprocessor's shared memory for each block."""
+"""Shared memory that the runtime reserves per block."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What every config repeats of its problem. ``short_sums``: no integer result reaches 2^22."""
+    """The config fields that follow from the problem. short_sums: all integer results are below 2^22."""
 
     weight_bits: int
     activation_bits: int
@@ -44,12 +44,12 @@ class Facts:
 
     @property
     def tma_rows(self) -> int:
-        """Tokens of a box of results that leaves by TMA; 0 where threads store them."""
+        """Tokens per TMA store box; 0 if threads store results."""
         return 0
 
     @property
     def needs_aligned_rows(self) -> bool:
-        """Whether rows of Y must start on 16 bytes and hold whole eights."""
+        """Whether rows of Y must be 16-byte aligned, with N a multiple of 8."""
         return self.tma_rows > 0
 
 
@@ -60,7 +60,7 @@ def facts(problem: LinearProblem) -> tuple[int, int, Code, Code, Output, bool]:
 
 
 def why_not(problem: LinearProblem, capability: int = 90) -> str | None:
-    """Why no kernel whose instructions begin with a compute capability can do ``problem``; None if one can."""
+    """Why no kernel for a minimum compute capability can run ``problem``, in a sentence; None if one might."""
     p, arch = problem, problem.device.arch
     if p.device.capability >= 100:
         return (
@@ -89,7 +89,7 @@ def why_not(problem: LinearProblem, capability: int = 90) -> str | None:
 
 
 def why_not_facts(problem: LinearProblem, config: Facts) -> str | None:
-    """Why what a config repeats of its problem is not so, in a sentence; None if it is."""
+    """Why a config's ``Facts`` do not match the problem, in a sentence; None if they do."""
     if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
         return "the config is for other widths"
     if (config.weight_code.value, config.activation_code.value) != (problem.weights.code, problem.activations.code):
@@ -102,21 +102,21 @@ def why_not_facts(problem: LinearProblem, config: Facts) -> str | None:
 
 
 def why_not_config(problem: LinearProblem, config: Facts, shared_bytes: int) -> str | None:
-    """Why a config is another problem's, or too large for a block, in a sentence; None if it is neither."""
+    """Why a config does not match the problem, or needs too much shared memory, in a sentence; None if neither."""
     return why_not_facts(problem, config) or problem.device.why_not_shared(shared_bytes)
 
 
 class LargeFacts(Facts):
-    """What the kernels for many tokens share: two warpgroups that multiply, and one whose threads load and store."""
+    """``Facts`` of kernels for many tokens: two consumer warpgroups, and one that loads and stores."""
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return 384
 
 
 def why_not_epilogue(config: Any, tiles: tuple[int, ...]) -> str | None:
-    """Why results of a kernel for many tokens are not staged so, in a sentence; tiles: of how many tokens at once."""
+    """Why a config's staging of results is illegal, in a sentence; None if not. tiles: allowed epilogue_tile."""
     most = config.tile_m
     if config.epilogue_tile not in tiles or most % config.epilogue_tile:
         return f"{tiles} tokens that divide a tile's {most} are staged at once, not {config.epilogue_tile}"
@@ -126,7 +126,7 @@ def why_not_epilogue(config: Any, tiles: tuple[int, ...]) -> str | None:
 
 
 def why_not_tma(problem: LinearProblem) -> str | None:
-    """Why results cannot leave by TMA, in a sentence; None if they can."""
+    """Why results cannot be stored by TMA, in a sentence; None if they can."""
     if not problem.output.is_16bit:
         return f"TMA stores 16-bit results, and {problem.output.value} is asked for"
     if problem.n % 8 or not problem.y_aligned:
@@ -135,19 +135,19 @@ def why_not_tma(problem: LinearProblem) -> str | None:
 
 
 def epilogue_bytes(config: Any) -> int:
-    """Shared memory of a warpgroup's results: buffers of 16 bits, and the constants of two tiles' tokens."""
+    """Shared memory of a warpgroup's epilogue: 16-bit staging buffers, and per-token constants of two tiles."""
     columns = 2 * config.tile_m * (12 if config.activation_code is Code.asym else 8)
     needed: int = columns + 128 * config.epilogue_tile * config.epilogue_stages * config.output.is_16bit
     return -(-needed // 1024) * 1024
 
 
 def of_any_size(problem: LinearProblem) -> LinearProblem:
-    """A problem that stands for all whose configs are the same: they do not depend on M and N."""
+    """The representative of all problems with the same configs, which do not depend on M and N."""
     return replace(problem, m=1, n=1, aligned=True, y_aligned=True) if min(problem.m, problem.n) >= 1 else problem
 
 
 def legal(problem: LinearProblem, reason: str | None, configs: Sequence[_Config]) -> Sequence[_Config]:
-    """``configs`` of a problem; raises KernelError where a kernel refuses it, for a reason, or none fits."""
+    """Return ``configs``; raises KernelError if a kernel refuses the problem (``reason``), or there are none."""
     if reason is not None:
         raise KernelError(f"the kernel cannot do {problem}: {reason}")
     if not configs:
@@ -156,22 +156,22 @@ def legal(problem: LinearProblem, reason: str | None, configs: Sequence[_Config]
 
 
 def wgmma_n(columns: int) -> int:
-    """The smallest N of wgmma that holds so many columns; 0 if none does."""
+    """The smallest wgmma N of at least ``columns``; 0 if there is none."""
     return next((n for n in _WGMMA_N if n >= columns), 0)
 
 
 def half_bytes(device: Device) -> int:
-    """Shared memory of which a block leaves room for another of as much, as the next kernel's."""
+    """The most shared memory per block such that two fit an SM, such as one of the next kernel."""
     return device.shared_bytes // 2 - _RUNTIME_BYTES
 
 
 def blocks_per_sm(shared_bytes: int, device: Device) -> int:
-    """Blocks of so many bytes that a multiprocessor's shared memory holds at once."""
+    """How many blocks of ``shared_bytes`` fit an SM."""
     return (device.shared_bytes + _RUNTIME_BYTES) // (shared_bytes + _RUNTIME_BYTES)
 
 
 def bytes_to_limit(blocks: int, shared_bytes: int, device: Device) -> int | None:
-    """Bytes to add to a block's so that ``blocks`` fit a multiprocessor and no more; None if fewer fit."""
+    """Bytes to add per block so that exactly ``blocks`` fit an SM; None if fewer fit."""
     if blocks_per_sm(shared_bytes, device) < blocks:
         return None
     most = (device.shared_bytes + _RUNTIME_BYTES) // (blocks + 1) - _RUNTIME_BYTES  # where one more would fit
@@ -204,7 +204,7 @@ class Params:
 def arguments(
     x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bias: Tensor | None = None, y_map: bytes = bytes(128)
 ) -> Params:
-    """The arguments of a launch; ``y_map`` where results leave by TMA."""
+    """The arguments of a launch. y_map: the tensor map of y, if results are stored by TMA."""
     codes, scale, sum, zero = x.addresses
     n, rows = weight.shape[0], bitplane_layout.padded_rows
     terms = (weight.scale, weight.correction, weight.zero, bias, scale, sum, zero)
@@ -216,7 +216,7 @@ def arguments(
 def output_of(
     x: Packed, weight: bitplane_layout.PlaneWeight, output: Output, bias: Tensor | None, y: Tensor | None
 ) -> Tensor:
-    """Where a product of planes goes: ``y``, or a new [m, n]. Raises KernelError for operands that do not fit."""
+    """The output tensor: ``y``, or a new [m, n]. Raises KernelError for operands that do not fit."""
     n, k = weight.shape
     if x.target is not Target.planes or x.k != k:
         raise KernelError(f"x must be {k} columns of codes in planes, and these are {x.k} in {x.target.value}")

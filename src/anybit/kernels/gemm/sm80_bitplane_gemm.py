@@ -1,4 +1,4 @@
-"""Bit-plane GEMM through mma.sync, for sm_80 to sm_90. Host side of sm80_bitplane_gemm.cuh."""
+"""Bit-plane GEMM with mma.sync, for sm_80 to sm_90. Host side of sm80_bitplane_gemm.cuh."""
 
 import functools
 import itertools
@@ -12,9 +12,9 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 
 @dataclass(frozen=True)
 class Config(Facts):
-    """How: a block's tile of weights (n) and tokens (m), its warps along each and along k, and its ring of stages.
+    """A kernel config: a block's tile, its warps along n, m and k, and its pipeline of stages of stage_k columns.
 
-    ``aligned``: rows of Y start on 16 bytes and hold whole eights.
+    aligned: rows of Y are 16-byte aligned, with N a multiple of 8.
     """
 
     aligned: bool
@@ -28,20 +28,20 @@ class Config(Facts):
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return 32 * self.warps_n * self.warps_m * self.warps_k
 
     @property
     def needs_aligned_rows(self) -> bool:
-        """Whether rows of Y must start on 16 bytes and hold whole eights."""
+        """Whether rows of Y must be 16-byte aligned, with N a multiple of 8."""
         return self.aligned
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can.
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can.
 
-    The paper's constraint (section V): the tile is what the warps cover, each with whole 16 x 8 products of 256 bits,
-    and shared memory holds every plane of a stage, ``stages`` times.
+    APT-LLM's constraints (section V): warps cover the tile with whole 16 x 8 x 256 MMAs, and shared memory holds all
+    planes of ``stages`` stages.
     """
     reason = bitplane_problem.why_not(problem, 80)
     if reason is not None or config is None:
@@ -75,13 +75,13 @@ def _aligned(problem: LinearProblem) -> bool:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: every plane of a stage, ``stages`` times; the sums of the tile afterwards."""
+    """Dynamic shared memory: all planes of ``stages`` stages, reused for the tile's sums."""
     stage = (config.weight_bits * config.tile_n + config.activation_bits * config.tile_m) * config.stage_k // 8
     return max(config.stages * stage, 4 * config.tile_m * (config.tile_n + 4))
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A block for each tile of Y, in one row."""
+    """A block per tile of Y, in one dimension."""
     return (-(-problem.n // config.tile_n) * -(-problem.m // config.tile_m), 1, 1)
 
 
@@ -100,7 +100,7 @@ _TILES = (
 
 @functools.cache
 def configs(problem: LinearProblem) -> tuple[Config, ...]:
-    """Every legal config: the tiles above, stages of 256 to 1024 columns, as many as fit (at most 4)."""
+    """Every legal config: the tiles above, stages of 256 to 1024 columns, 2 to 4 of them."""
     candidates = (
         Config(*facts(problem)[:5], False, _aligned(problem), *tile, stage_k, stages)
         for tile, stage_k, stages in itertools.product(_TILES, (1024, 512, 256), (2, 3, 4))
@@ -110,9 +110,9 @@ def configs(problem: LinearProblem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
-    """The largest tile that still gives every multiprocessor a block, then long stages, then many of them.
+    """The tile with the least estimated work over its waves, then two blocks per SM, then the most columns in flight.
 
-    A tile of more tokens than there are reads and multiplies padding, so M bounds it first.
+    Tiles much larger than M are excluded: they would read and multiply padding. Raises KernelError if there is none.
     """
     found = legal(problem, why_not(problem), configs(problem))
     fitting = [c for c in found if c.tile_m < 2 * max(problem.m, 8)] or found
@@ -120,7 +120,7 @@ def default(problem: LinearProblem) -> Config:
     def cost(config: Config) -> tuple[float, int, int]:
         blocks = grid(problem, config)[0]
         waves = -(-blocks // problem.device.sms)
-        work = config.tile_n * config.tile_m + 32 * (config.tile_n + config.tile_m)  # products, and reading operands
+        work = config.tile_n * config.tile_m + 32 * (config.tile_n + config.tile_m)  # products and operand loads
         two_blocks = 2 * shared_bytes(config) <= problem.device.shared_bytes
         return (waves * work, -two_blocks, -config.stage_k * config.stages)
 
@@ -129,6 +129,6 @@ def default(problem: LinearProblem) -> Config:
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     name = "sm80_bitplane_gemm"
     return jit.Kernel(f"gemm/{name}.cuh", f"{name}_kernel", config, Params, config.threads, shared_bytes(config))

@@ -1,4 +1,4 @@
-"""Bit-plane GEMM for many tokens, on wgmma. Host side of sm90_bitplane_gemm.cuh."""
+"""Bit-plane GEMM for many tokens, with wgmma. Host side of sm90_bitplane_gemm.cuh."""
 
 import functools
 import itertools
@@ -33,14 +33,14 @@ class Schedule(Enum):
 
 @dataclass(frozen=True)
 class Config(LargeFacts):
-    """How: tiles of 128 weights x ``tile_m`` tokens, in persistent blocks.
+    """A kernel config: tiles of 128 weights x ``tile_m`` tokens, in persistent blocks.
 
-    weight_chunks, activation_chunks: chunks of k of either operand in shared memory.  schedule: how the two warpgroups
-    share the tensor cores.  epilogue_tile: tokens of results in one of ``epilogue_stages`` buffers.  tma_store: results
-    leave by TMA (16 bits each, rows of Y on 16 bytes).  tail_tile_m: tokens of the tiles into which those are cut that
-    whole waves leave (0: none is cut).  cluster_n: blocks that load their tokens for each other.
-    activation_stationary: a block keeps its tokens while it goes through weights.  first_plane_pieces: in so many
-    pieces a block's first plane of activations arrives and is multiplied.
+    weight_chunks, activation_chunks: pipeline depth in chunks of k, per operand.  schedule: how the two warpgroups
+    share the tensor cores.  epilogue_tile: tokens of results per staging buffer, of which there are
+    ``epilogue_stages``.  tma_store: results are stored by TMA (16-bit, aligned rows of Y).  tail_tile_m: tokens of the
+    smaller tiles into which tiles of the last partial wave are cut (0: not cut).  cluster_n: blocks of a cluster that
+    multicast tokens to each other.  activation_stationary: a block keeps its tokens over all tiles of weights.
+    first_plane_pieces: pieces in which a block's first activation plane is loaded and multiplied.
     """
 
     tile_m: int
@@ -57,12 +57,12 @@ class Config(LargeFacts):
 
     @property
     def tma_rows(self) -> int:
-        """Tokens of a box of results that leaves by TMA; 0 where threads store them."""
+        """Tokens per TMA store box; 0 if threads store results."""
         return self.epilogue_tile if self.tma_store else 0
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
         return reason
@@ -94,7 +94,7 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
 
 
 def _why_not_pieces(c: Config) -> str | None:
-    """Of a first plane in pieces. Elsewhere products of two shapes find too few registers, and wait after each."""
+    """Why a first plane cannot be in pieces. Elsewhere wgmmas of two shapes run out of registers and serialize."""
     if c.first_plane_pieces == 1:
         return None
     rings = c.weight_chunks, c.activation_chunks, c.epilogue_tile, c.epilogue_stages
@@ -110,7 +110,7 @@ def _why_not_pieces(c: Config) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory per block, in bytes."""
     weight_slots = config.weight_chunks * config.weight_bits
     activation_slots = config.activation_chunks * config.activation_bits
     slots = (weight_slots * ROWS + activation_slots * config.tile_m) * bitplane_layout.ROW_BYTES
@@ -120,7 +120,7 @@ def shared_bytes(config: Config) -> int:
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """As many blocks as run at once, each taking tile after tile."""
+    """A persistent block per SM, or per tile if there are fewer."""
     tiles = -(-problem.m // config.tile_m) * -(-problem.n // (ROWS * config.cluster_n))
     pieces = tiles * (config.tile_m // config.tail_tile_m if config.tail_tile_m else 1)
     return (min(pieces, problem.device.sms // config.cluster_n) * config.cluster_n, 1, 1)
@@ -146,7 +146,7 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
 
 def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem."""
-    # They depend little on M and N; problems that agree in what matters share their configs, which take time to find.
+    # Configs are slow to enumerate and depend little on M and N: share them between equivalent problems.
     waves = -(-problem.m // 256) * -(-problem.n // ROWS) / problem.device.sms
     alike = replace(problem, m=256 * problem.device.sms + 1 if waves > 1 else 1, n=problem.n % 8 or 8)
     return _configs(alike if min(problem.m, problem.n) >= 1 else problem)
@@ -159,16 +159,16 @@ def _configs(problem: LinearProblem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
-    """The tiles that fill the GPU best, deep rings (activations first), and as many buffers as they leave room for.
+    """The tiles with the least estimated time, deep pipelines (activations first), and as many buffers as then fit.
 
-    Raises KernelError where there is no config.
+    Raises KernelError if there is no config.
     """
     schedule = Schedule.pingpong if problem.weights.bits == problem.activations.bits == 1 else Schedule.cooperative
     sms = problem.device.sms
 
     def wave(tile_m: int) -> float:
-        """The time of a wave, in tokens' products. A tile's start and its results cost about 24; the products of small
-        tiles wait for shared memory.
+        """The time of a wave, in units of a token's products. Prologue and epilogue cost about 24; products of small
+        tiles are bound by shared memory.
         """
         return (tile_m + 24) * (1.0 if tile_m == 256 else 1.1)
 
@@ -188,7 +188,7 @@ def default(problem: LinearProblem) -> Config:
             config.schedule is Schedule.pingpong,
             config.epilogue_tile,
             -config.epilogue_stages,
-            # Where a block has one tile, nothing hides its start.
+            # With one tile per block, nothing hides its prologue.
             -config.first_plane_pieces if tiles <= sms else config.first_plane_pieces,
         )
 
@@ -197,6 +197,6 @@ def default(problem: LinearProblem) -> Config:
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     name, size = "sm90_bitplane_gemm", shared_bytes(config)
     return jit.Kernel(f"gemm/{name}.cuh", name, config, Params, config.threads, size, cluster=config.cluster_n)

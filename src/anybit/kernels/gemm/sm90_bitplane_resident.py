@@ -1,4 +1,4 @@
-"""Bit-plane GEMM for few tokens, on wgmma: all of a tile in shared memory. Host side of sm90_bitplane_resident.cuh."""
+"""Bit-plane GEMM for few tokens, with wgmma: whole tiles in shared memory. Host side of sm90_bitplane_resident.cuh."""
 
 import functools
 import itertools
@@ -24,12 +24,12 @@ from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_
 
 @dataclass(frozen=True)
 class Config(SkinnyFacts):
-    """How: all ``k_chunks`` chunks of k of a tile in shared memory.
+    """A kernel config: shared memory holds all ``k_chunks`` chunks of k of a tile.
 
-    accumulator_sets: sets of sums; planes so far apart share one.  prologue_stages: chunks whose weights are asked for
-    before the kernel ahead has ended.  reserved_bytes: shared memory that keeps a multiprocessor from taking more
-    blocks.  fill_waves: idle blocks fill the last wave.  cp_async_activations: all threads copy the tokens, 16 bytes
-    each, in place of bulk copies.
+    accumulator_sets: planes i and i + accumulator_sets share accumulators.  prologue_stages: chunks whose weights are
+    prefetched before the previous kernel has ended.  reserved_bytes: extra shared memory that limits blocks per SM.
+    fill_waves: idle blocks fill the last wave.  cp_async_activations: all threads copy the tokens by cp.async, 16 bytes
+    each, instead of bulk copies.
     """
 
     k_chunks: int
@@ -41,12 +41,12 @@ class Config(SkinnyFacts):
 
     @property
     def threads(self) -> int:
-        """Threads a block, of which every warp loads, multiplies and stores."""
+        """Threads per block; every warp loads, multiplies and stores."""
         return 128
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
         return reason
@@ -70,7 +70,7 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory per block, in bytes."""
     rows = config.k_chunks * (config.a_planes * WARPGROUP_ROWS + config.wgmma_n)
     staged = config.a_operand is AOperand.weights and config.output.is_16bit
     staging = 128 * config.tile_b if staged else 0
@@ -78,7 +78,7 @@ def shared_bytes(config: Config) -> int:
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A block a tile, and idle ones that fill the last wave."""
+    """A block per tile, plus idle ones with fill_waves."""
     tiles, sms = -(-problem.n // config.tile_n) * -(-problem.m // config.tile_m), problem.device.sms
     return (-(-tiles // sms) * sms if config.fill_waves else tiles, 1, 1)
 
@@ -91,8 +91,8 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
         n = wgmma_n((q if a_operand is AOperand.weights else p) * tile_b)
         config = Config(*facts(problem), a_operand, tile_b, n, chunks, sets, stages)
         for blocks in (1, 2, 3):
-            # Where a block of each of so many kernels fits, those to come wait with their weights loaded. Where more
-            # fit, some multiprocessors take two blocks of one kernel, and all others wait for them.
+            # If a block of each of so many kernels fits an SM, the next kernels can prefetch weights. If more fit, some
+            # SMs take two blocks of one kernel, and all others wait for them.
             reserved = bytes_to_limit(blocks, shared_bytes(config), problem.device)
             if reserved is not None:
                 limited = replace(config, reserved_bytes=reserved)
@@ -103,7 +103,7 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
 
 
 def configs(problem: LinearProblem) -> tuple[Config, ...]:
-    """Every legal config of a problem; they do not depend on M and N."""
+    """Every legal config of a problem; independent of M and N."""
     return _configs(of_any_size(problem))
 
 
@@ -113,15 +113,15 @@ def _configs(problem: LinearProblem) -> tuple[Config, ...]:
 
 
 _CHUNKS_COPIED = 4
-"""Chunks of k from which the threads copy the tokens."""
+"""From so many chunks of k on, cp_async_activations pays off."""
 
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
-    """A block a multiprocessor: where two fit, some take two of one kernel. Raises KernelError if there is no config.
+    """One block per SM: if two fit, some SMs take two of one kernel. Raises KernelError if there is no config.
 
-    The more arrives, the more of it may wait for the kernel ahead. Tokens of four planes weigh enough to be worth the
-    threads' time; beside as many planes of weights they do not.
+    The more planes, the fewer chunks are prefetched. cp.async pays off for four planes of activations with fewer planes
+    of weights.
     """
     p, q, chunks = problem.weights.bits, problem.activations.bits, problem.chunks
     cp_async = q == 4 and p < 4 and chunks >= _CHUNKS_COPIED
@@ -133,7 +133,7 @@ def default(problem: LinearProblem) -> Config:
             config.a_operand is not AOperand.weights,
             abs(config.tile_b - tile_b),
             blocks_per_sm(shared_bytes(config), problem.device) > 1,
-            config.fill_waves != (config.reserved_bytes > 0),  # alone by its size: idle blocks would be in the way
+            config.fill_waves != (config.reserved_bytes > 0),  # if alone by its size, idle blocks would be in the way
             config.cp_async_activations is not cp_async,
             -config.accumulator_sets,
             abs(config.prologue_stages - prologue),
@@ -143,7 +143,7 @@ def default(problem: LinearProblem) -> Config:
 
 
 def fills_one_wave(problem: LinearProblem) -> bool:
-    """Whether the default's tiles are about one a multiprocessor, which it has to itself: 33 to 64 tokens."""
+    """Whether the default makes about one exclusive tile per SM: only for 33 to 64 tokens."""
     sms = problem.device.sms
     tiles = 2 * -(-problem.n // WARPGROUP_ROWS)
     if not (32 < problem.m <= 64 and 0.75 * sms <= tiles <= sms) or not configs(problem):
@@ -157,6 +157,6 @@ def fills_one_wave(problem: LinearProblem) -> bool:
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     name = "sm90_bitplane_resident"
     return jit.Kernel(f"gemm/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))

@@ -1,4 +1,4 @@
-"""Bit-plane GEMM for few tokens, on wgmma: rings of planes, k shared out. Host side of sm90_bitplane_skinny.cuh."""
+"""Bit-plane GEMM for few tokens, with wgmma: pipelined planes, split-K. Host side of sm90_bitplane_skinny.cuh."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 class AOperand(Enum):
-    """Which operand is wgmma's A: 64 rows, walked plane by plane. The other is B, its planes side by side."""
+    """Which operand is wgmma's A (64 rows, one plane at a time). The other is B, with all planes side by side in N."""
 
     weights = "weights"
     activations = "activations"
@@ -34,10 +34,10 @@ class AOperand(Enum):
 
 @dataclass(frozen=True)
 class SkinnyFacts(Facts):
-    """What the kernels for few tokens share.
+    """Config fields shared by the kernels for few tokens.
 
-    a_operand: wgmma's A, 64 rows of a tile.  tile_b: rows of B in a tile.  wgmma_n: columns of a product, which hold
-    all planes of a warpgroup's rows of B.
+    a_operand: wgmma's A, 64 rows of a tile.  tile_b: rows of B in a tile.  wgmma_n: wgmma's N, which holds all planes
+    of a warpgroup's rows of B.
     """
 
     a_operand: AOperand
@@ -46,30 +46,30 @@ class SkinnyFacts(Facts):
 
     @property
     def a_planes(self) -> int:
-        """Planes of A, which are walked."""
+        """Planes of A, multiplied one at a time."""
         return self.weight_bits if self.a_operand is AOperand.weights else self.activation_bits
 
     @property
     def b_planes(self) -> int:
-        """Planes of B, which stand side by side."""
+        """Planes of B, side by side."""
         return self.activation_bits if self.a_operand is AOperand.weights else self.weight_bits
 
     @property
     def tile_n(self) -> int:
-        """Weights of a tile."""
+        """Weights per tile."""
         return WARPGROUP_ROWS if self.a_operand is AOperand.weights else self.tile_b
 
     @property
     def tile_m(self) -> int:
-        """Tokens of a tile."""
+        """Tokens per tile."""
         return self.tile_b if self.a_operand is AOperand.weights else WARPGROUP_ROWS
 
 
 @dataclass(frozen=True)
 class Config(SkinnyFacts):
-    """How: planes of A in ``a_stages``, chunks of k of B in ``b_stages``, of which a pass over A's planes takes
-    ``pass_chunks``. The chunks of a tile are shared by ``split_k_warpgroups`` of a block or by ``cluster_k`` blocks,
-    or its rows of B by ``split_b_warpgroups``. ``min_blocks_per_sm`` that registers must allow.
+    """A kernel config: pipelines of ``a_stages`` planes of A and ``b_stages`` chunks of B; a pass over A's planes takes
+    ``pass_chunks`` chunks. K is split over ``split_k_warpgroups`` of a block or ``cluster_k`` blocks, or B's rows over
+    ``split_b_warpgroups``. ``min_blocks_per_sm``: blocks per SM that registers must allow.
     """
 
     a_stages: int
@@ -82,17 +82,17 @@ class Config(SkinnyFacts):
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that multiply."""
+        """Consumer warpgroups."""
         return self.split_k_warpgroups * self.split_b_warpgroups
 
     @property
     def threads(self) -> int:
-        """Threads a block: those that multiply, and a warp that loads."""
+        """Threads per block: consumers, and a producer warp."""
         return 128 * self.warpgroups + 32
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
         return reason
@@ -101,7 +101,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 
 def why_not_columns(config: SkinnyFacts, parts: int = 1) -> str | None:
-    """Why a product of ``wgmma_n`` columns does not hold B's planes, in ``parts``; None if it does."""
+    """Why ``wgmma_n`` columns do not hold B's planes, split over ``parts`` warpgroups; None if they do."""
     if config.tile_b % 8:
         return f"tile_b must be a multiple of 8 rows, not {config.tile_b}"
     needed = config.b_planes * config.tile_b // parts
@@ -117,14 +117,14 @@ def _why_not_stages(problem: LinearProblem, c: Config) -> str | None:
     if not 1 <= c.pass_chunks <= c.b_stages or (c.pass_chunks < chunks and c.b_stages < 2 * c.pass_chunks):
         return f"passes of {c.pass_chunks} of {chunks} chunks need as many stages, or twice as many, not {c.b_stages}"
     if c.split_k_warpgroups > 1 and (c.pass_chunks < chunks or c.a_stages < c.a_planes * chunks):
-        # A warpgroup that skips the others' chunks cannot tell one use of a stage from the next but one: it hung.
+        # A warpgroup that skips others' chunks cannot tell a stage's phase from the next but one: it hung.
         planes = f"{c.a_planes} planes of {chunks} chunks"
         return f"warpgroups that share k need a stage for each of {planes}, not {c.a_stages}"
     return None
 
 
 def _why_not_split(c: Config) -> str | None:
-    sums = c.tile_b // 2  # of a thread
+    sums = c.tile_b // 2  # per thread
     if c.warpgroups not in (1, 2, 4) or (c.split_k_warpgroups > 1) + (c.split_b_warpgroups > 1) + (c.cluster_k > 1) > 1:
         return (
             f"a tile is shared by 1, 2 or 4 warpgroups or by blocks, not by {c.split_k_warpgroups} along k and "
@@ -137,14 +137,14 @@ def _why_not_split(c: Config) -> str | None:
         return f"{c.warpgroups} warpgroups cannot share the {sums} sums of a thread evenly"
     if c.cluster_k not in (1, 2, 4, 8) or sums % c.cluster_k:
         return f"{c.cluster_k} blocks cannot share the {sums} sums of a thread evenly: 1, 2, 4 or 8 can"
-    registers = 65536 // (128 * -(-c.min_blocks_per_sm * c.threads // 128)) // 8 * 8  # warps lie in four partitions
+    registers = 65536 // (128 * -(-c.min_blocks_per_sm * c.threads // 128)) // 8 * 8  # an SM has four partitions
     if c.wgmma_n * 9 // 16 + 36 > registers:
         return f"{c.wgmma_n // 2} sums are too many for the {registers} registers of each of so many threads"
     return None
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory per block, in bytes."""
     received = config.tile_b * 256 if config.cluster_k > 1 else 0
     b_rows = config.b_stages * config.wgmma_n * config.split_b_warpgroups
     stages = (config.a_stages * WARPGROUP_ROWS + b_rows) * bitplane_layout.ROW_BYTES
@@ -152,7 +152,7 @@ def shared_bytes(config: Config) -> int:
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A cluster a tile."""
+    """A cluster per tile."""
     return (-(-problem.n // config.tile_n) * config.cluster_k, -(-problem.m // config.tile_m), 1)
 
 
@@ -160,12 +160,12 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
     half, p, q = half_bytes(problem.device), problem.weights.bits, problem.activations.bits
     tiles = [(AOperand.weights, 8), (AOperand.weights, 16), (AOperand.weights, 32)]
     tiles += [(AOperand.activations, 16), (AOperand.activations, 32), (AOperand.activations, 64)]
-    splits = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1)]  # along k, B, k by blocks
+    splits = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1)]  # k, B, k over a cluster
     for (a_operand, tile_b), (along_k, along_b, cluster_k) in itertools.product(tiles, splits):
         n = wgmma_n((q if a_operand is AOperand.weights else p) * tile_b // along_b)
         chunks = -(-problem.chunks // cluster_k)
         for each in sorted({min(count, chunks) for count in (1, 2, 4, 8, 16)}):
-            # Stages beyond the planes hold nothing, and yet few tokens are slower without them.
+            # Stages beyond the number of planes are never filled, and yet few tokens are slower without them.
             for stages in (2, 3, 4, 6, 8, 12, 16):
                 rings = stages, each if each == chunks else 2 * each, each
                 config = Config(*facts(problem), a_operand, tile_b, n, *rings, along_k, along_b, cluster_k)
@@ -177,7 +177,7 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
 
 
 def configs(problem: LinearProblem) -> tuple[Config, ...]:
-    """Every legal config of a problem; they do not depend on M and N."""
+    """Every legal config of a problem; independent of M and N."""
     return _configs(of_any_size(problem))
 
 
@@ -188,24 +188,24 @@ def _configs(problem: LinearProblem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
-    """Enough blocks for every multiprocessor, and enough planes ahead on each. Raises KernelError if there is none."""
+    """Enough blocks for all SMs, and enough planes in flight on each. Raises KernelError if there is no config."""
     cost = _cost_of_one_eight(problem) if problem.m <= 8 else _cost_of_several_eights(problem)
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
 Cost = Callable[[Config], tuple[float, ...]]
-"""What the built-in choice has least of, in this order."""
+"""The lexicographic cost that the built-in choice minimizes."""
 _PLANES_AHEAD = 16, 24
-"""Planes of 64 weights, 8 KB each, that a multiprocessor's blocks load ahead together: at least, and at most."""
+"""Least and most planes of 64 weights, 8 KB each, in flight per SM."""
 _CLUSTER_K = ((4, 4, math.inf, 3.0), (4, 8, 24, 5.0), (2, 3, 24, 2.5))
-"""Blocks that share k; the chunks for which they do, at least and at most; and the most blocks a multiprocessor. Blocks
-of one or two chunks would wait for each other longer than they read."""
+"""(cluster_k, least chunks, most chunks, most blocks per SM). Blocks of one or two chunks would wait for each other
+longer than they read."""
 _ROOM_OF_CLUSTERS = 0.9
-"""The share of the room for blocks that clusters may take, which do not fill it."""
+"""The share of block slots that clusters can use."""
 
 
 def _cost_of_one_eight(problem: LinearProblem) -> Cost:
-    """To 8 tokens: enough planes ahead on a multiprocessor, in blocks that all run at once where there is room."""
+    """Up to 8 tokens: enough planes in flight per SM, in blocks that all run at once if they fit."""
     device, chunks, tiles = problem.device, problem.chunks, -(-problem.n // WARPGROUP_ROWS)
     fitting = (n for n, low, high, most in _CLUSTER_K if low <= chunks <= high and n * tiles <= most * device.sms)
     cluster_k = next(fitting, 1)
@@ -231,7 +231,7 @@ def _cost_of_one_eight(problem: LinearProblem) -> Cost:
 
 
 def _cost_of_several_eights(problem: LinearProblem) -> Cost:
-    """Few stages where blocks share a multiprocessor, many where a block has it alone."""
+    """Few stages if blocks share an SM, many if a block has it alone."""
     p, q, m, device = problem.weights.bits, problem.activations.bits, problem.m, problem.device
     half = half_bytes(device)
     a_operand = AOperand.activations if m > 32 and p == q == 2 else AOperand.weights
@@ -257,6 +257,6 @@ def _cost_of_several_eights(problem: LinearProblem) -> Cost:
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     name, size = "sm90_bitplane_skinny", shared_bytes(config)
     return jit.Kernel(f"gemm/{name}.cuh", name, config, Params, config.threads, size, cluster=config.cluster_k)

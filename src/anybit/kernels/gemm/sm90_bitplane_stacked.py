@@ -1,4 +1,4 @@
-"""Bit-plane GEMM for many tokens of two planes, which stand side by side. Host side of sm90_bitplane_stacked.cuh."""
+"""Bit-plane GEMM for many tokens of 2-bit activations, planes stacked in N. Host side of sm90_bitplane_stacked.cuh."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 class Stationary(Enum):
-    """What stays in shared memory from one tile of a block to the next."""
+    """Which operand stays in shared memory between a block's tiles."""
 
     none = "none"
     weights = "weights"
@@ -32,11 +32,12 @@ class Stationary(Enum):
 
 @dataclass(frozen=True)
 class Config(LargeFacts):
-    """How: tiles of 128 weights x ``tile_m`` tokens, all planes of these side by side.
+    """A kernel config: tiles of 128 weights x ``tile_m`` tokens, all planes of the tokens side by side in wgmma's N.
 
-    weight_stages, activation_stages: planes of weights, and chunks of k of the tokens' planes, in shared memory.
-    stationary: which of them stay for all tiles of a block that share them.  warpgroup_lag: chunks that the second
-    warpgroup begins behind the first.  epilogue_tile: tokens of results in one of ``epilogue_stages`` buffers.
+    weight_stages: pipeline depth in planes of weights.  activation_stages: in chunks of k of all activation planes.
+    stationary: which operand stays in shared memory while a block's tiles share it.  warpgroup_lag: chunks by which the
+    second warpgroup lags behind the first.  epilogue_tile: tokens of results per staging buffer, of which there are
+    ``epilogue_stages``.
     """
 
     tile_m: int
@@ -49,18 +50,18 @@ class Config(LargeFacts):
 
     @property
     def tma_rows(self) -> int:
-        """Tokens of a box of results that leaves by TMA."""
+        """Tokens per TMA store box."""
         return self.epilogue_tile
 
 
 _PLANES = 2
-"""Planes side by side: with one nothing is added up; four leave only narrow products room in the registers."""
+"""Planes side by side: one would gain nothing; four leave registers only for narrow tiles."""
 _FEW = 64
-"""To so many tokens tiles would be half empty."""
+"""Up to so many tokens tiles would be half empty."""
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     if (reason := bitplane_problem.why_not(problem)) is not None:
         return reason
     if refused := why_not_tma(problem):
@@ -93,14 +94,14 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory per block, in bytes."""
     rows = config.weight_stages * ROWS + config.activation_stages * config.activation_bits * config.tile_m
     barriers = 16 * (config.weight_stages + config.activation_stages + 2 * config.epilogue_stages)
     return rows * bitplane_layout.ROW_BYTES + 2 * epilogue_bytes(config) + barriers
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """As few blocks as end no later: each has as many tiles as the next, or one less."""
+    """The fewest persistent blocks that finish as early: tiles per block differ by at most one."""
     tiles = -(-problem.m // config.tile_m) * -(-problem.n // ROWS)
     return (-(-tiles // -(-tiles // problem.device.sms)), 1, 1)
 
@@ -126,7 +127,7 @@ def configs(problem: LinearProblem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
-    """Tokens that stay where they fit, then deep rings. Raises KernelError where there is no config."""
+    """Stationary activations if they fit, then deep pipelines. Raises KernelError if there is no config."""
 
     def cost(config: Config) -> tuple[int, ...]:
         keeps = (Stationary.activations, Stationary.weights, Stationary.none).index(config.stationary)
@@ -137,17 +138,17 @@ def default(problem: LinearProblem) -> Config:
 
 
 _PREFERRED_CHUNKS = 4
-"""Chunks of k whose tokens stay in shared memory beside their weights."""
+"""Chunks of k whose activations fit shared memory beside the weights."""
 
 
 def preferred(problem: LinearProblem) -> bool:
-    """Whether these tiles are faster than those of sm90_bitplane_gemm: few planes, and two tiles a block or more."""
+    """Whether this kernel is faster than sm90_bitplane_gemm: few weight planes, and more than one tile per SM."""
     tiles = -(-problem.m // ROWS) * -(-problem.n // ROWS)
     return problem.weights.bits <= 2 and problem.chunks == _PREFERRED_CHUNKS and tiles > problem.device.sms
 
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     name = "sm90_bitplane_stacked"
     return jit.Kernel(f"gemm/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))

@@ -1,7 +1,6 @@
-"""y = x W^T for up to 4 tokens of 16-bit activations, in integers where codes are. Host side of sm90_packed_gemv.cuh.
+"""y = x W^T for up to 4 tokens, as int8 products of fixed-point digits of x. Host side of sm90_packed_gemv.cuh.
 
-``launch_norm`` multiplies the RMSNorm of x + residual instead of x: one launch for what would be two, of rows that a
-block has at hand anyway.
+``launch_norm`` fuses RMSNorm(x + residual) into the product: blocks hold whole rows of x anyway.
 """
 
 import functools
@@ -34,18 +33,18 @@ from anybit.kernels.gemm.packed_problem import (
 
 MOST_TOKENS = 4
 _FLOATS = (Code.e2m1, Code.nf4, Code.e4m3)
-"""Tables whose values are no integers."""
+"""Table codes whose values are not integers."""
 
 
 @dataclass(frozen=True)
 class Config(FewFacts):
-    """How.
+    """A kernel config.
 
-    tile_m: at least m. warps of a block: they share the columns of W. stage_units: units of 16 rows of one copy, of
-    which `chunks` are a block's rows. stages: copies in a warp's ring; prologue_stages: how many of them start at once,
-    the others as these land. x_stages: blocks of activations at hand for a warp; x_resident: all of them. trigger: the
-    next kernel may start at once (0), or when trigger - 1 copies of weights are still to be started.
-    min_blocks_per_sm: bound on registers. min_shared_bytes: see ``heuristics.limit_occupancy``. sparse: the weights are
+    tile_m: at least m. warps: of a block, all along K. stage_units: units of 16 rows per copy; a block has ``chunks``
+    times as many. stages: depth of a warp's pipeline of copies; prologue_stages: copies issued at once, the others as
+    these land. x_stages: blocks of activations in a warp's shared memory; x_resident: whether these are all. trigger:
+    when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue.
+    min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``. sparse: the weights are
     2:4 sparse.
     """
 
@@ -65,7 +64,7 @@ class Config(FewFacts):
 
 @dataclass(frozen=True)
 class NormParams(Params):
-    """Arguments of one launch with a norm; see sm90_packed_gemv.cuh."""
+    """Arguments of a launch with a fused norm; see sm90_packed_gemv.cuh."""
 
     residual: Pointer
     residual_sum: Pointer
@@ -77,7 +76,7 @@ class NormParams(Params):
 
 @dataclass(frozen=True)
 class RotaryParams(NormParams):
-    """Arguments of one launch with a norm before it and the rotary embedding after it; see sm90_packed_gemv.cuh."""
+    """Arguments of a launch with fused norm and RoPE, K and V stored to a ring; see sm90_packed_gemv.cuh."""
 
     cosine: Pointer
     sine: Pointer
@@ -93,7 +92,7 @@ class RotaryParams(NormParams):
 
 @dataclass(frozen=True)
 class RotaryPagesParams(NormParams):
-    """The same with a cache of pages; see sm90_packed_gemv_parts.cuh."""
+    """``RotaryParams`` for a paged cache; see sm90_packed_gemv_parts.cuh."""
 
     table: Pointer
     positions: Pointer
@@ -111,7 +110,7 @@ class RotaryPagesParams(NormParams):
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     if (reason := why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)) is not None:
         return reason
     if config is None:
@@ -122,7 +121,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 
 def _columns(c: Config) -> int:
-    """Columns of the product that a token takes: twice as many where codes lie at different bits of their bytes."""
+    """MMA columns per token: 4 if codes are at different bits of their bytes, else 2."""
     if c.sparse:
         return 2
     free = c.group in (0, 128)
@@ -132,7 +131,7 @@ def _columns(c: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: a ring of weights (in the end its sums) and digits a warp; factors; barriers."""
+    """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and digits; factors; barriers."""
     c = config
     rows, columns = c.stage_units * c.chunks * UNIT_ROWS, _columns(c)
     flushes = max(1, packed_layout.subgroups(c.group))
@@ -155,7 +154,7 @@ def _kernel(config: Config, end: str, params: type) -> jit.Kernel:
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
+    """At most a block per SM if that covers the rows, so that the next kernel's blocks fit beside them."""
     units = problem.units
     return max(min(problem.device.sms, units), -(-units // (config.stage_units * config.chunks))), 1, 1
 
@@ -163,7 +162,7 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 def fitted(
     p: LinearProblem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
 ) -> Config:
-    """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
+    """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
     mine = p.block_units
     stage_units = min(stage_units, mine)
     blocks = -(-p.column_blocks // warps)
@@ -178,22 +177,22 @@ def fitted(
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
-    """Every config worth trying, legal ones alone; the default first."""
+    """Every legal config worth trying; the default first."""
     shapes = itertools.product((8, 16), (1, 2, 3, 4), (48, 72, 96), (4,), (1, 2, 4))
     candidates = (fitted(problem, *shape) for shape in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
 def default(problem: LinearProblem) -> Config:
-    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    """The config for problems that were not tuned. Raises KernelError if there is none."""
     return packed_layout.checked_default(problem, _default, why_not)
 
 
 def _sparse(p: LinearProblem) -> Config:
-    """The same of 2:4 sparse weights: half of the codes, so tall copies, all activations at hand where rows are short.
+    """``_default`` for 2:4 sparse weights: half of the codes, so tall copies; activations are resident if K is small.
 
-    Short rings of short rows' blocks leave room for the next kernel's beside them (down 6.9 us, with four stages 7.9).
-    Four copies at once where a layer is long.
+    Blocks of few units get short pipelines, so that the next kernel's fit beside them (down 6.9 us, with four stages
+    7.9). Four copies at once if a layer has many rows.
     """
     units, bits, blocks = p.block_units, p.weights.bits, p.column_blocks
     if units <= 2 or bits == 2:
@@ -207,20 +206,20 @@ def _sparse(p: LinearProblem) -> Config:
 
 @functools.cache
 def _default(p: LinearProblem) -> Config:
-    """What won on an H200 (docs/packed.md).
+    """The fastest on an H200 (docs/packed.md).
 
-    Blocks of few rows take half of an SM's shared memory or less, so that the next kernel's fetch their weights beside
-    them. Blocks of many rows take all of it: the next kernel's then start where these end, and fill their rings while
-    slower SMs are still at work. Copies of 4 KB; the narrowest widths, whose rings hold much of the layer, let the next
-    kernel start when their last copy has been started.
+    Blocks of few rows take at most half of an SM's shared memory, so that the next kernel's can prefetch weights beside
+    them. Blocks of many rows take all of it: the next kernel's start as these end, and fill their pipelines while
+    slower SMs still work. At low bit-widths, whose pipelines hold much of the layer, the next kernel is triggered by
+    the last copy.
     """
     units, bits = p.block_units, p.weights.bits
     blocks, many = p.column_blocks, units > 6
     if p.weights.sparse and (units <= 3 or bits > 2):
         return _sparse(p)
     if units <= 3:
-        # Three units are two copies: such rings stay beside the layer ahead (``heuristics.limit_occupancy``). For one
-        # token three copies of a unit each, five of the six that a warp needs at hand, are faster still.
+        # Three units are two copies: such pipelines fit beside the previous layer's (``heuristics.limit_occupancy``).
+        # For one token three copies of a unit each, with five of a warp's six in flight, are faster still.
         one = units == 3 and p.m == 1
         warps, most, first, half = (16, 1, 88 if bits == 4 else 72, True) if one else (16, 2, 108, True)
     elif p.m > 2:
@@ -230,31 +229,31 @@ def _default(p: LinearProblem) -> Config:
     elif p.m == 2:
         warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
     else:
-        # Codes of 3 bits take longest to take out of their words: more warps for that, 12.0 us of gate_up for 12.6.
+        # 3-bit codes take longest to unpack: more warps for that (gate_up 12.0 us instead of 12.6).
         three = (12, 5, 141, False) if many else (8, 7, 180, False)
         warps, most, first, half = {3: three, 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
     stage_units = -(-units // -(-units // most))
     resident = -(-blocks // warps)
     room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
-    # Activations of the blocks to come become digits between products: the first products begin earlier.
+    # Split activations into digits between products, not up front: the first products begin earlier.
     lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (many and p.m == 1 and bits in (2, 3))
     prefetch = 0 if most > 1 else 1 if bits == 4 else 2
     at_hand = 1 if lean else resident if resident <= 4 and p.m <= 2 else 2
     sizes = [first, *(kibibytes for kibibytes in (96, 72, 48, 24, 8, 1) if kibibytes <= first)]
     rings = (fitted(p, warps, stage_units, kibibytes, at_hand, prefetch) for kibibytes in sizes)
     found = packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= room)
-    # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
+    # Trigger late, but before any block can have ended: an SM that frees up first would get two of the next blocks.
     late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
     late = late or (bits == 3 and p.m == 1 and not half and not many)
     return replace(found, trigger=int(late))
 
 
 NORM_TOKENS = 2
-"""The most tokens of a product that norms its activations itself."""
+"""Up to so many tokens the kernel can normalize its activations."""
 
 
 def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why a product cannot norm its own activations, in a sentence; None if it can."""
+    """Why the kernel cannot normalize its activations, in a sentence; None if it can."""
     if (reason := why_not(problem, config)) is not None:
         return reason
     if problem.m > NORM_TOKENS:
@@ -268,7 +267,7 @@ def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | 
 
 @functools.cache
 def norm_default(problem: LinearProblem) -> Config:
-    """The config of a product with a norm. Raises KernelError where there is none."""
+    """The config with a fused norm. Raises KernelError if there is none."""
     config = default(problem)
     resident = -(-problem.column_blocks // config.warps)
     config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
@@ -279,7 +278,7 @@ def norm_default(problem: LinearProblem) -> Config:
 
 @functools.cache
 def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
-    """The kernel of a config that norms first."""
+    """The kernel of a config, with a fused norm and optionally a SiLU epilogue."""
     return _kernel(config, "_norm_silu" if silu else "_norm", NormParams)
 
 
@@ -300,10 +299,10 @@ def launch_norm(
     residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True,
     silu: bool = False,
 ) -> None:  # fmt: skip
-    """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual; a legal config, operands checked by ops.
+    """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual. config must be legal; ops checks operands.
 
-    x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows on 16 bytes; residual and its sum together
-    or not at all. silu: y[:] = silu(gate) * up of outputs that are eight of gate and eight of up in turn, y [m, n / 2].
+    x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows 16-byte aligned; residual and residual_sum
+    both or neither. silu: y [m, n / 2] = silu(gate) * up, for outputs that alternate eight of gate and eight of up.
     """
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
     params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
@@ -312,7 +311,7 @@ def launch_norm(
 
 @functools.cache
 def rotary_kernel(config: Config, pages: bool = False) -> jit.Kernel:
-    """The kernel of a config that norms first, and turns and stores queries, keys and values in the end."""
+    """The kernel of a config with a fused norm, and an epilogue that applies RoPE and stores K and V."""
     entry, params = ("pages", RotaryPagesParams) if pages else ("rotary", RotaryParams)
     return _kernel(config, f"_norm_{entry}", params)
 
@@ -333,10 +332,10 @@ def launch_rotary(
     residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: RopeStoreArgs | RopePagesArgs,
     pdl: bool = True,
 ) -> None:  # fmt: skip
-    """q[:] = the turned queries of norm(x + residual) W^T + bias; its keys, turned, and values go to the step's cache.
+    """``launch_norm`` of a fused QKV projection with a RoPE epilogue: q[:] = rotated Q; K and V go to step's cache.
 
-    Outputs are queries, keys and values, channels of the first two as ``rope.paired_channels`` says; q [m, query_heads
-    * head_dim]. Else as ``launch_norm``.
+    Outputs of the layer are Q, K and V; channels of Q and K in ``rope.paired_channels`` order. q [m, query_heads *
+    head_dim].
     """
     problem = checked_problem(weight, x, q, None, bias, q.shape[1])
     norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)

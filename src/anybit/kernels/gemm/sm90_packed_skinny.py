@@ -1,4 +1,4 @@
-"""y = x W^T for few tokens and packed weights of 1 to 8 bits, each read once. Host side of sm90_packed_skinny.cuh."""
+"""y = x W^T for up to 16 tokens and packed weights of 1 to 8 bits. Host side of sm90_packed_skinny.cuh."""
 
 import functools
 import itertools
@@ -13,22 +13,22 @@ from anybit.kernels.gemm.packed_layout import round_up
 from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
 
 MOST_TOKENS = 16
-"""Above this many tokens other kernels are faster, and this one's shared memory and registers run out."""
+"""Above so many tokens other kernels are faster, and shared memory and registers run out here."""
 _RESIDENT_BYTES = 56 << 10
-"""Activations of a block are all at hand if they are no larger than this."""
+"""Up to this size all activations of a block stay in shared memory."""
 
 
 @dataclass(frozen=True)
 class Config(FewFacts):
-    """How.
+    """A kernel config.
 
-    split: 16-bit activations become two planes of int8. tile_m: columns of the product, at least m. warps of a block,
-    split_k_warps of which share the columns of W among them. row_units: units of 16 rows that a warp takes at a time,
-    row_chunks times one after another. stages: copies of weights in a warp's ring; prologue_stages: how many of them
-    start at once, the others as these land if paced, else after the activations. x_stages: blocks of activations at
-    hand for a warp; x_resident: all of them. trigger: the next kernel may start at once (0), or when trigger - 1 copies
-    of weights are still to be started. chain: products that may wait for each other. min_blocks_per_sm: bound on
-    registers. min_shared_bytes: shared memory to ask for at least; see ``heuristics.limit_occupancy``.
+    split: 16-bit activations are split into two planes of int8. tile_m: MMA columns, at least m. warps: of a block, of
+    which split_k_warps split K. row_units: units of 16 rows that a warp takes at a time, row_chunks times in sequence.
+    stages: depth of a warp's pipeline of weights; prologue_stages: copies issued at once, the others as these land if
+    paced, else after the activations. x_stages: blocks of activations in a warp's shared memory; x_resident: whether
+    these are all. trigger: when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to
+    issue. chain: length of chains of dependent MMAs. min_blocks_per_sm: bounds registers. min_shared_bytes: at least so
+    much shared memory; see ``heuristics.limit_occupancy``.
     """
 
     split: bool
@@ -49,7 +49,7 @@ class Config(FewFacts):
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     p = problem
     if (reason := why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)) is not None:
         return reason
@@ -81,7 +81,7 @@ def _why_not_split(p: LinearProblem, c: Config) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: a ring of weights (in the end its sums) and activations a warp; factors; barriers."""
+    """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and activations; factors; barriers."""
     c = config
     pitch = 128 if c.split or c.operand is Operand.s8 else 256
     pitch += 16 if c.tile_m > 1 or c.split else 0
@@ -99,19 +99,19 @@ def shared_bytes(config: Config) -> int:
 
 @functools.cache
 def kernel(config: Config, silu: bool = False) -> jit.Kernel:
-    """The kernel of a config. silu: it ends with SiLU; see ``sm90_packed_gemm.kernel``."""
+    """The kernel of a config. silu: with a SiLU epilogue; see ``sm90_packed_gemm.kernel``."""
     entry = "sm90_packed_skinny" + "_silu" * silu
     return jit.Kernel("gemm/sm90_packed_skinny.cuh", entry, config, Params, config.warps * 32, shared_bytes(config))
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
+    """At most a block per SM if that covers the rows, so that the next kernel's blocks fit beside them."""
     most = config.warps // config.split_k_warps * config.row_units * config.row_chunks
     return max(min(problem.device.sms, problem.units), -(-problem.units // most)), 1, 1
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
-    """Every config worth trying, legal ones alone; the default first."""
+    """Every legal config worth trying; the default first."""
     splits = (False, True) if not problem.activations.quantized else (False,)
     shapes = itertools.product((8, 16), (1, 2), (1, 2, 3, 4), (48, 72, 96, 160), (1, 2, 4), splits)
     candidates = (fitted(problem, *shape) for shape in shapes)
@@ -119,29 +119,29 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
 
 
 def default(problem: LinearProblem) -> Config:
-    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    """The config for problems that were not tuned. Raises KernelError if there is none."""
     return packed_layout.checked_default(problem, _default, why_not)
 
 
 @functools.cache
 def _default(p: LinearProblem) -> Config:
-    """What won on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole, before
-    the kernel ahead has ended; others in rings that leave room for the next kernel's, or have more warps instead.
+    """The fastest on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole,
+    before the previous kernel has ended; others get pipelines that leave room for the next kernel's, or more warps.
     """
     units = -(-p.units // p.device.sms)
     whole = units <= 3 and units * (p.column_blocks) * (256 * p.weights.bits + 48) <= 108 << 10
-    # Taking out 1-bit and 2-bit codes for fp16 takes longer than reading them: see docs/packed.md.
+    # Dequantizing 1-bit and 2-bit codes to fp16 takes longer than reading them: see docs/packed.md.
     split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and not p.activations.quantized
     split = split and p.k % 2 == 0 and p.aligned and not p.act_order
-    # Sixteen warps hide latency better, where their rings still have two stages.
+    # Sixteen warps hide latency better, if their pipelines still have two stages.
     more_warps = p.m <= 2 and not whole and (p.weights.bits <= 4 if units <= 3 else p.weights.bits <= 3)
     if p.activations.quantized and p.m == 1 and units > 6 and p.weights.bits == 4:
-        # Copies of seven units, in all of a multiprocessor's shared memory (gate_up 14.1 us; 16.3 in copies of two).
+        # Copies of seven units, in all of an SM's shared memory (gate_up 14.1 us; 16.3 in copies of two).
         alone = fitted(p, 8, 1, 7, 180, 2)
         if shared_bytes(alone) <= p.device.shared_bytes:
             return alone
-    # With more tokens their sums and activations want the room, and the next kernel's blocks fit no more anyway: down
-    # at 3 and 4 tokens of int8 takes 10.4 us with 68 KB, 11.8 with 112; qkv at 6 tokens 5.7 with 80 KB, 7.4 with 68.
+    # More tokens need room for sums and activations, and the next kernel's blocks no longer fit anyway: down at 3 and 4
+    # tokens of int8 takes 10.4 us with 68 KB, 11.8 with 112; qkv at 6 tokens 5.7 with 80 KB, 7.4 with 68.
     few = p.m <= 2 or (p.m <= 4 and (whole or units > 3 or not p.activations.quantized))
     sizes = (112, 64, 32, 16) if few else (80 if units == 3 else 68, 32, 16)
     warps, row_units = 16 if more_warps else 8, units if units <= 3 else 2
@@ -152,7 +152,7 @@ def _default(p: LinearProblem) -> Config:
 def fitted(
     p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
 ) -> Config:
-    """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
+    """A config with these warps, whose pipelines take about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
     mine = -(-p.block_units // row_warps)
     row_units = min(row_units, mine)
     k_warps = warps // row_warps

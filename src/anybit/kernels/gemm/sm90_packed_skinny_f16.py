@@ -12,20 +12,19 @@ from anybit.kernels.gemm.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
 
 MOST_TOKENS = 32
-"""Above this many tokens sums take too many registers, and sm90_packed_gemm is faster."""
+"""Above so many tokens sums take too many registers, and sm90_packed_gemm is faster."""
 
 
 @dataclass(frozen=True)
 class Config(FewFacts):
-    """How. wide_store, which the problem decides: four results are one store.
+    """A kernel config. wide_store (from the problem): four results per store.
 
-    tile_m: columns of the product, a multiple of 8. row_warps x split_k_warps: warps of a block, along its rows and
-    columns. block_units: units of 16 rows of a block at most; stage_units: those of one copy, of which a warp takes
-    `chunks`. stages: copies in a warp's ring, prologue_stages of which start at once, the others as these land if
-    paced, else after the activations. x_stages: blocks of 128 columns of activations at hand for a K warp. cluster_k:
-    blocks that share the columns of their rows. trigger: the next kernel may start at once (0), or when trigger - 1
-    copies of weights are still to be started. min_blocks_per_sm: bound on registers. min_shared_bytes: see
-    ``heuristics.limit_occupancy``.
+    tile_m: MMA columns, a multiple of 8. row_warps x split_k_warps: warps of a block, along N and K. block_units: most
+    units of 16 rows per block; stage_units: per copy, of which a warp takes ``chunks``. stages: depth of a warp's
+    pipeline; prologue_stages: copies issued at once, the others as these land if paced, else after the activations.
+    x_stages: blocks of 128 columns of activations in shared memory per split-K warp. cluster_k: blocks that split K.
+    trigger: when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue.
+    min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``.
     """
 
     wide_store: bool
@@ -51,7 +50,7 @@ class Config(FewFacts):
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_gemm.py")
     if reason is not None or config is None:
         return reason
@@ -71,7 +70,7 @@ def _why_not_tile(c: Config) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: rings of weights and activations (in the end sums); factors; received sums; barriers."""
+    """Dynamic shared memory: weight and activation pipelines (reused for sums); factors; received sums; barriers."""
     c = config
     rows = c.block_units * UNIT_ROWS
     body = (
@@ -91,14 +90,14 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A block an SM if its rows suffice."""
+    """At most a block (or a cluster's share) per SM, if that covers the rows."""
     units = problem.units
     owners = max(min(_owners(problem.device.sms, config.cluster_k), units), -(-units // config.block_units))
     return owners * config.cluster_k, 1, 1
 
 
 def _owners(sms: int, cluster: int) -> int:
-    """Clusters that run at a time: of an H200's 132 SMs 66 pairs, but only 30 fours."""
+    """Clusters that run at a time: on an H200's 132 SMs 66 of two, but only 30 of four."""
     return max(1, sms // cluster - (sms // 40 if cluster == 4 else 0))
 
 
@@ -106,7 +105,7 @@ def fitted(
     p: LinearProblem, row_warps: int, k_warps: int, stage_units: int, kibibytes: int, x_stages: int, cluster: int = 1,
     prefetch: int = 0, **changes: int,
 ) -> Config:  # fmt: skip
-    """A config of these warps, whose rings of weights have about ``kibibytes`` together; prefetch 0 chooses one."""
+    """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
     units = -(-p.units // _owners(p.device.sms, cluster))
     row_warps = min(row_warps, units)
     mine = -(-units // row_warps)
@@ -126,30 +125,30 @@ def fitted(
 
 
 _AHEAD = 24 << 10
-"""Bytes of weights that a block's copies start with."""
+"""Bytes of weights that a block requests in its prologue."""
 _WARPS = ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4))
-"""Warps along rows and along columns."""
+"""(row_warps, split_k_warps)."""
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
-    """Every config worth trying, legal ones alone; the default first."""
+    """Every legal config worth trying; the default first."""
     shapes = itertools.product(_WARPS, (1, 2), (1, 2), (48, 72, 96), (1, 2, 4))
     candidates = (fitted(problem, *warps, units, size, x, cluster) for warps, units, cluster, size, x in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
 def default(problem: LinearProblem) -> Config:
-    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    """The config for problems that were not tuned. Raises KernelError if there is none."""
     return packed_layout.checked_default(problem, _default, why_not)
 
 
 @functools.cache
 def _default(p: LinearProblem) -> Config:
-    """What won on an H200 (docs/packed.md): blocks of few rows share their columns with another, since reading the
-    activations takes longest; sixteen warps hide latency.
+    """The fastest on an H200 (docs/packed.md): blocks of few rows split K with another, since reading activations takes
+    longest; sixteen warps hide latency.
     """
     units = -(-p.units // p.device.sms)
-    if p.m > 16:  # never chosen unasked: sm90_packed_gemm is faster; few warps leave registers for the sums
+    if p.m > 16:  # no built-in choice: sm90_packed_gemm is faster; few warps leave registers for the sums
         (rows, along_k, height), at_hand, cluster = ((4, 2, 2), 2, 1) if units > 4 else ((2, 4, 2), 1, 2)
     elif units > 4:
         (rows, along_k, height), at_hand, cluster = (1, 8, 2) if p.m <= 4 else (4, 4, 2), 2, 1
@@ -157,7 +156,7 @@ def _default(p: LinearProblem) -> Config:
         (rows, along_k, height), at_hand, cluster = (2 if units <= 2 else 1, 8, 2), 2, 2
     else:
         (rows, along_k, height), at_hand, cluster = (2, 4, 2) if units <= 2 else (4, 4, 1), 2, 2
-    # Of small layers the next kernel's block finds registers beside this one, whose warps then have 64 each.
+    # In small layers leave registers for the next kernel's block: 64 per thread.
     beside = units <= 4 and rows * along_k == 16 and p.weights.bits not in (6, 7)
     rings = (
         fitted(p, rows, along_k, height, kibibytes, at_hand, cluster, min_blocks_per_sm=1 + beside)

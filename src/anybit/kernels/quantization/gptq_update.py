@@ -55,7 +55,7 @@ def default(referenced: bool, masked: bool = False, choosing: bool = False) -> C
 
 @cache
 def kernel(config: Config) -> jit.Kernel:
-    """The kernel to compile."""
+    """The kernel of a config."""
     return jit.Kernel("quantization/gptq_update.cuh", "sweep", config, Params, config.threads, 4 * config.channels**2)
 
 
