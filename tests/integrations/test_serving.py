@@ -55,7 +55,7 @@ def free_port() -> int:
 
 @has_server
 def test_answers_streams_and_the_line_to_paste(server: cases.Running) -> None:
-    assert f"transformers serve serves {server.model} in w4a16g64 at {server.url}: it was asked for" in server.said
+    assert f"transformers serve serves {server.model} in w4a16g64 at {server.url}: as requested" in server.said
     cases.check_answers(server)
 
 

@@ -32,9 +32,9 @@ def convert(
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a quantized model in another format, its codes untouched; what does not fit is refused.
+    """Write a quantized model in another format without changing its codes; fails if that format cannot hold them.
 
-    Without --output, between anybit and compressed-tensors, whose tensors are the same, config.json alone is rewritten.
+    Without --output, only config.json is rewritten: anybit and compressed-tensors share their tensors.
 
     [bold]Examples[/bold]
 

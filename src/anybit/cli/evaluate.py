@@ -39,7 +39,7 @@ def evaluate(
     override: OverrideOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 512,
     windows: Annotated[
-        int | None, typer.Option(min=1, help="Number of windows; by default as many as the text has.")
+        int | None, typer.Option(min=1, help="Number of windows; by default as many as the text allows.")
     ] = None,
     bos: Annotated[
         bool | None, typer.Option(help="Begin every window with the BOS token; by default as the tokenizer does.")

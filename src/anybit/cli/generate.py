@@ -32,7 +32,7 @@ TopP = Annotated[
         "--top-p",
         min=0.0,
         max=1.0,
-        help="Sample from the likeliest tokens whose probabilities sum to this; by default as the model says.",
+        help="Sample from the likeliest tokens whose probabilities sum to this; by default the model's setting.",
     ),
 ]
 Seed = Annotated[

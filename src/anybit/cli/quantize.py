@@ -47,7 +47,7 @@ def quantize(
     override: OverrideOption = None,
     bits: Annotated[
         float | None,
-        typer.Option(help="Choose the width of each layer, at most this many bits a weight on average; needs --text."),
+        typer.Option(help="Choose the width of each layer, with at most this many bits per weight; needs --text."),
     ] = None,
     memory: Annotated[
         str | None,
@@ -55,7 +55,7 @@ def quantize(
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(min=1, help="With --memory: leave room for a KV cache of so many tokens, in the scheme's format."),
+        typer.Option(min=1, help="With --memory: reserve a KV cache of this many tokens, in the scheme's format."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")
@@ -65,19 +65,19 @@ def quantize(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method; may be repeated.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output folder if anybit wrote all that it holds.")
+        bool, typer.Option("--overwrite", help="Replace the output folder if it has only files that anybit wrote.")
     ] = False,
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, cuda, cuda:1 ...; by default methods that look at a text take a GPU if there is one, and others "
-            "the CPU."
+            help="cpu, cuda, cuda:1 ...; by default a GPU, if there is one, for methods that calibrate on a text, and "
+            "the CPU for others."
         ),
     ] = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize a model layer by layer and save it. Nothing half-written is left if it fails.
+    """Quantize a model layer by layer and save it. A failed run leaves no partial output.
 
     [bold]Examples[/bold]
 

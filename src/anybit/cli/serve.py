@@ -40,7 +40,7 @@ def serve(
     ] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Serve a model over OpenAI's endpoints, with vLLM if it is installed, else with transformers.
+    """Serve a model over OpenAI-compatible endpoints, with vLLM if it is installed, else with transformers.
 
     [bold]Examples[/bold]
 
@@ -80,7 +80,7 @@ def bench(
     model: Annotated[str, typer.Argument(help="The model's name on the server: what `anybit serve` was given.")],
     url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
     rates: Annotated[
-        list[float] | None, typer.Option("--rate", "-r", help="Requests a second; may be repeated.")
+        list[float] | None, typer.Option("--rate", "-r", help="Requests per second; may be repeated.")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 64,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of each prompt.")] = 100,

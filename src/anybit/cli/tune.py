@@ -58,13 +58,13 @@ def tune(
         typer.Option(min=0, help="Start nothing new after this many seconds; run again to continue. By default 270."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the map already has.")] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="Measure on so many GPUs at once, all of the first one's kind.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="Measure on this many GPUs at once, all of the same model.")] = 1,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure which kernel and config is fastest for every linear layer of a model, at every number of tokens.
 
-    Every measurement is saved at once, so that a search continues after an interruption. Models use what was measured.
+    Measurements are saved as they are made, so an interrupted search continues. Models use the results.
 
     [bold]Examples[/bold]
 
@@ -153,7 +153,7 @@ def explain(
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which kernel and config would run a linear layer, and why. Without a GPU it answers for an H200.
+    """Show which kernel and config would run a linear layer, and why. Without a GPU, answers for an H200.
 
     [bold]Examples[/bold]
 

@@ -97,7 +97,7 @@ async def _at_rate(
         seconds = time.perf_counter() - begin
     good = [answer for answer in answers if not answer.error]
     if not good:
-        raise KernelError(f"no request at {rate:g} a second was answered: {answers[0].error}")
+        raise KernelError(f"no request at {rate:g} per second was answered: {answers[0].error}")
     ttft = sorted(1e3 * answer.first for answer in good)
     tpot = sorted(1e3 * (a.last - a.first) / max(1, a.tokens - 1) for a in good)
 
@@ -120,7 +120,7 @@ def measure(
     rate that is not positive, and certificates that cannot be read.
     """
     if not rate > 0:
-        raise OptionError(f"a rate must be above 0 requests a second, not {rate}")
+        raise OptionError(f"a rate must be above 0 requests per second, not {rate}")
     try:
         import httpx
     except ImportError:
@@ -171,12 +171,12 @@ def picture(path: Path, model: str, figures: list[Figures]) -> None:
     lines = (
         ("time to first token, ms", ("ttft_ms", "ttft_p99_ms")),
         ("time per token, ms", ("tpot_ms", "tpot_p99_ms")),
-        ("tokens a second", ("tokens_per_second",)),
+        ("tokens per second", ("tokens_per_second",)),
     )
     for axis, (title, names) in zip(axes, lines, strict=True):
         for name in names:
             axis.plot(rates, [getattr(one, name) for one in figures], marker="o", label="99 %" if "p99" in name else "")
-        axis.set(xlabel="requests a second", title=title, ylim=(0, None))
+        axis.set(xlabel="requests per second", title=title, ylim=(0, None))
         axis.grid(alpha=0.3)
     figure.suptitle(model)
     figure.tight_layout()

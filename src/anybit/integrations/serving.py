@@ -91,7 +91,7 @@ def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
     if wanted == "vllm":
         if not installed:
             raise KernelError("vLLM is not installed: pip install 'anybit[vllm]'")
-        return "vllm", "it was asked for"
+        return "vllm", "as requested"
     if wanted is None and installed:
         import torch
 
@@ -105,7 +105,7 @@ def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
             f"`transformers serve` needs {', '.join(absent)}: pip install 'anybit[serve]', or 'anybit[vllm]' on a GPU"
         )
     if wanted is not None:
-        return "transformers", "it was asked for"
+        return "transformers", "as requested"
     return "transformers", "vLLM is installed, but has no GPU here" if installed else "vLLM is not installed"
 
 

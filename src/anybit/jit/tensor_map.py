@@ -48,7 +48,7 @@ def encode_at(
     )
     if status:
         raise KernelError(
-            f"a tensor map of {rows} x {columns} elements of {element_bytes} bytes at {address:#x}, a row every "
-            f"{pitch}, was refused ({status.name}): rows must begin at multiples of 16 bytes"
+            f"a tensor map of {rows} x {columns} elements of {element_bytes} bytes at {address:#x}, row pitch {pitch} "
+            f"bytes, is invalid ({status.name}): address and pitch must be multiples of 16 bytes"
         )
     return ctypes.string_at(encoded.getPtr(), 128)

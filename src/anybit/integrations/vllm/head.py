@@ -42,7 +42,7 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
                 raise LayerError(f"output head {self.name}: {error}") from None
             return
         layer.anybit_product, layer.anybit_prepared = Product.of(layer, "anybit", prepared, input_scale), prepared
-        # vLLM holds a drafter's own embedding and head against these: rows of the same size, and none that are equal.
+        # vLLM compares a drafter's embedding and head with this weight: same row size, but no rows, so never equal.
         none = torch.empty(0, weight.shape[1], dtype=layer.params_dtype, device=weight.device)
         layer.register_buffer("weight", none, persistent=False)
         self.ledger.add_head(layer, prepared)
