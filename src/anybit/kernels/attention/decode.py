@@ -1,7 +1,6 @@
 """Decode attention over a paged, quantized KV cache: the host side of ``decode.cuh``.
 
-A ``Problem`` is what is asked, a ``Config`` how it is done, ``Params`` what one launch passes. The grid does not depend
-on lengths, which the kernel reads on the device.
+The grid does not depend on sequence lengths, which the kernel reads on the device.
 """
 
 import math
@@ -15,20 +14,19 @@ from anybit.jit import Float32, Int32, Int64, Kernel, Pointer
 from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 MOST_QUERIES = 16
-_MOST_WARPS = 16  # the merge gives each of a block's 2 * warps segments a lane
+_MOST_WARPS = 16  # the merge has a lane for each of a block's 2 * warps segments
 
 
 @dataclass(frozen=True)
 class Problem:
     """Attention of ``queries`` new tokens of each of ``batch`` sequences with ``heads`` query heads on ``kv_heads``.
 
-    layout: the pages.  ring, window: of the residual (tokens).  capacity: the most tokens of a sequence.
-    bf16: the type of queries, output and residual (else float16).  sliding, softcap, alibi: what the model does to
-    its logits.  split: 0, or the tokens of a piece; then a sequence is cut in pieces of so many tokens whatever else is
-    in the batch, and its result does not depend on the other sequences, bit for bit.  front, slots: where the residual
-    is blocks of the pool in front of a sequence's row of the table, how many, and the tokens of each (``kv_rows``); a
-    sequence then brings up to ``queries`` tokens.  plain: 0, or the tokens of a page, where pages have keys and values
-    of 16 bits as they are (vLLM's for FlashAttention) and there is no residual; the layout is kv16's then.
+    layout: of the pages.  ring, window: of the residual, in tokens.  capacity: the most tokens of a sequence.
+    bf16: queries, output and residual are bfloat16, else float16.  sliding, softcap, alibi: whether the model uses
+    them.  split: 0 for an even split-KV, or the tokens per split; then results are bitwise independent of the batch.
+    front, slots: with the residual in an external pool (``kv_rows``): residual blocks per row, and tokens of each; a
+    sequence then brings up to ``queries`` tokens.  plain: 0, or the page size in tokens of an unquantized cache without
+    a residual (vLLM's for FlashAttention); layout is then kv16's.
     """
 
     layout: PageLayout
@@ -55,21 +53,21 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Queries of one KV head: the rows of its attention matrix."""
+        """Queries per KV head: rows of its attention matrix."""
         return self.group * self.queries
 
     @property
     def parts(self) -> int:
-        """Parts of a sequence that are walked for themselves; see decode_schedule.cuh."""
+        """Parts of a sequence that are scheduled separately; see decode_schedule.cuh."""
         return 2 if self.front and self.queries > 1 else 1
 
 
 @dataclass(frozen=True)
 class Config(BlockConfig):
-    """How: the constants of one compiled kernel. ``decode_block.cuh`` explains them.
+    """A kernel config. ``decode_block.cuh`` explains its constants.
 
-    l2_early, l2_late: packed blocks that a warp prefetches into L2 beyond its ring, once the ring is full and the
-    previous kernel still runs, and when that one has ended.  merge_warps: warps that share a row of the merge.
+    l2_early, l2_late: packed blocks that a warp prefetches into L2 beyond its pipeline, while the previous kernel still
+    runs, and after it has ended.  merge_warps: warps that share a row of the merge.
     """
 
     windowed: bool
@@ -137,7 +135,7 @@ class Params:
 
 
 def residual_tokens(layout: PageLayout) -> int:
-    """Tokens of a chunk of the residual: as many as fit where a half of a block fits, 16 at least."""
+    """Tokens per chunk of the residual: as many as fit a slot of half a block; 16 or 32."""
     room = max(layout.key_bytes, layout.value_bytes)
     tokens = 16
     while tokens < 32 and 2 * tokens * layout.head_dim * 2 <= room:
@@ -146,14 +144,14 @@ def residual_tokens(layout: PageLayout) -> int:
 
 
 def slot_bytes(config: "Config", layout: PageLayout) -> int:
-    """Bytes of one slot of a warp's ring: half a block, or half a chunk of the residual or of plain pages."""
+    """Bytes per pipeline slot of a warp: half a block, or half a chunk of the residual or of plain pages."""
     chunk = config.residual_tokens * (2 * layout.head_dim + (16 if config.plain else 0))
     largest = chunk if config.plain else max(layout.key_bytes, layout.value_bytes, chunk)
     return -(-largest // 128) * 128
 
 
 def shared_bytes(config: Config, layout: PageLayout) -> int:
-    """Dynamic shared memory of a block: rings, first segments, states, owners, barriers, plan."""
+    """Dynamic shared memory per block: pipelines, first segments, states, owners, barriers, plan."""
     segments = config.warps * (config.stages * slot_bytes(config, layout) + config.rows * config.head_dim * 4)
     owners = segments + config.warps * 2 * config.rows * 8
     barriers = -(-(owners + config.warps * 2 * 4) // 8) * 8
@@ -173,16 +171,16 @@ def make(
     bulk: bool = True,
     chunk: int = 0,
 ) -> Config:
-    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses, as ``paired`` None does.
+    """The config of a problem with these warps and stages. query_tiles: 0, paired: None, chunk: 0 for automatic.
 
-    bulk: copy with bulk copies, where the device has them.  chunk: tokens of a chunk, or 0 to choose.
+    bulk: use bulk copies if the device has them.  chunk: tokens per chunk of the residual or of plain pages.
     """
     layout, format = problem.layout, problem.layout.format
     if query_tiles == 0:
-        # Two tiles of queries share the work of unpacking, where the registers suffice.
+        # Two query tiles share the work of dequantization, if registers suffice.
         roomy = layout.block <= 64 and layout.head_dim <= 128
         query_tiles = 2 if problem.rows > 8 and roomy else 1
-    # Up to four queries take two columns each of the tensor cores' eight, and keys go through the integer ones.
+    # Up to four queries take two of the MMA's eight columns each, and keys use integer tensor cores.
     pairs = problem.rows <= 4 and format.key_bits in (2, 4) and layout.head_dim <= 128
     paired = format.float4 or (pairs if paired is None else paired)
     query_tiles = 1 if format.float4 else query_tiles
@@ -216,7 +214,7 @@ def make(
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:
-    """Why this config cannot serve this problem on this device, in a sentence; None if it can."""
+    """Why a config cannot run a problem on a device, in a sentence; None if it can."""
     if device.capability < 80:
         return f"{device.name} is {device.arch}, and decode attention needs sm_80 or later"
     if problem.layout.format.float4 and device.arch != "sm_120a":
@@ -274,19 +272,16 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
 
 @cache
 def default(problem: Problem, device: Device, checked: bool = False) -> Config:
-    """The config to use without measuring, as measured on an H200: warps, slots each, blocks a multiprocessor.
-
-    Raises KernelError with the reason where there is none.
-    """
+    """The built-in config, from measurements on an H200. Raises KernelError with the reason if there is none."""
     layout = problem.layout
     bits = layout.format.key_bits + layout.format.value_bits
     wide = problem.rows > 8 or layout.head_dim > 128 or layout.chunk < 64
     pairs = problem.batch * problem.kv_heads
-    many = pairs > device.sms  # so that a block has several pairs, and merges several
+    many = pairs > device.sms  # a block then processes and merges several pairs
     paired = make(problem, device, 2, 2).paired and not wide
-    first: tuple[tuple[int, int, int], ...] = ()
+    first: tuple[tuple[int, int, int], ...] = ()  # warps, stages, blocks per SM
     if paired and bits == 4:
-        # Pieces of a fixed split are merged within the loop: the registers of two blocks do not suffice for that.
+        # Fixed splits merge within the loop, which takes too many registers for two blocks.
         one = many or not layout.by_channel or problem.split
         first = ((12, 2, 1),) if one else ((8, 2, 2), (12, 2, 1))
     elif paired and bits <= 8:
@@ -295,15 +290,15 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
         first = ((12, 2, 1),)
     rest = ((8, 3, 1), (8, 2, 1), (6, 2, 1), (4, 3, 1), (4, 2, 1), (3, 2, 1), (2, 2, 1))
     reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
-    if reason is not None:  # whatever the warps
+    if reason is not None:  # for any config
         raise KernelError(reason)
     chunks: tuple[int, ...] = (0,)
-    if problem.plain and many:  # small chunks are shared out more evenly, but of a line there is only so much
+    if problem.plain and many:  # small chunks balance better, but are more units of work, which has a limit
         first, chunks = ((12, 3, 1),), (16, 32)
-    bulk = many or not problem.plain  # of what few warps copy, the last arrives sooner piece by piece
+    bulk = many or not problem.plain  # with few warps copying, smaller copies finish sooner
     for chunk, (warps, stages, min_blocks_per_sm) in product(chunks, (*first, *rest)):
         asks = int(not wide and bits <= 8 and not layout.format.float4 and min_blocks_per_sm == 1)
-        # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
+        # With few pairs in many splits, prefetch more only after the previous kernel has ended.
         early = int(asks and bits > 4 and 4 * pairs > device.sms)
         config = make(
             problem, device, warps, stages,
@@ -319,14 +314,14 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
 
 
 def _merge_warps(problem: Problem, config: Config, device: Device) -> int:
-    """Warps that merge a row: two where a pair has so many parts that one would need more than one round of loads."""
+    """Warps per row of the merge: two if a pair has so many parts that one warp would need two rounds of loads."""
     pairs, round_of_loads = problem.batch * problem.kv_heads * config.query_chunks, 18  # see decode_merge.cuh
     many = device.sms * config.min_blocks_per_sm > round_of_loads * pairs and not problem.split
     return 2 if many and 2 * config.rows <= config.warps and problem.layout.head_dim % 64 == 0 else 1
 
 
 def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
-    """Blocks: one wave, whatever the lengths."""
+    """Blocks: one wave, independent of lengths."""
     return (device.sms * config.min_blocks_per_sm, 1, 1)
 
 
@@ -346,12 +341,12 @@ def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, in
 
 @cache
 def kernel(config: Config, layout: PageLayout) -> Kernel:
-    """The kernel of a config, made once."""
+    """The kernel of a config."""
     return Kernel(
         "attention/decode.cuh", "decode::kernel", config, Params, 32 * config.warps, shared_bytes(config, layout)
     )
 
 
 def log2_scale(scale: float) -> float:
-    """A factor of natural logits as one of logits in units of log2."""
+    """Convert a logit scale from base e to base 2."""
     return scale * math.log2(math.e)

@@ -1,27 +1,27 @@
-"""Blocks of 4-bit floats (NVFP4) for a KV cache: e2m1 values with an e4m3 scale for every 16 along the product.
+"""Blocks of 4-bit floats (NVFP4) for a KV cache: e2m1 values with an e4m3 scale per 16 along the MMA's K.
 
-The operand of ``mma.m16n8k64.kind::mxf4nvf4`` as its lanes read it: sixteen rows by 64 of depth are a tile, lane
-4 * g + t holds four words of eight values, (half, h) = 00, 01, 10, 11 for the row 8 * h + g and the depth places
-32 * half + 8 * t + n. Keys have tokens as rows and channels as depth, values channels as rows and tokens as depth. What
-stands at a depth place is chosen so that queries and probabilities need not move between lanes:
+Fragment order of the A operand of ``mma.m16n8k64.kind::mxf4nvf4``: a tile is 16 rows by 64 along K ("depth"); lane
+4 * g + t holds four words of eight values, (half, h) = 00, 01, 10, 11, for row 8 * h + g and depth
+32 * half + 8 * t + n. Keys have tokens as rows and channels as depth, values channels as rows and tokens as depth. The
+element at each depth is chosen so that queries and probabilities need not move between lanes:
 
     keys    channel 64 * step + 32 * half + 16 * (n / 4) + 4 * t + n % 4
     values  token   64 * step + 32 * half + 16 * (n / 4) + 2 * t + n % 2 + 8 * (n % 4 / 2)
 
-Depth places 16 * s .. 16 * s + 15 share a scale. A half of a block is its tiles (depth steps
-outside, row tiles within), then for every tile and row a word of four scales.
-Not run on hardware: emulated, and compiled for sm_120a.
+Depths 16 * s .. 16 * s + 15 share a scale. A half of a block is its tiles (depth steps outer, row tiles inner), then a
+word of four scales for every tile and row.
+Not run on hardware: only emulated, and compiled for sm_120a.
 """
 
 import torch
 from torch import Tensor
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes 0 to 7 stand for; the fourth bit is the sign."""
+"""Values of codes 0 to 7; the fourth bit is the sign."""
 
 
 def _depth_places(keys: bool) -> Tensor:
-    """The element (of 64) at every depth place."""
+    """The element (of 64) at every depth."""
     place = torch.arange(64)
     half, t, n = place // 32, place % 32 // 8, place % 8
     within = 4 * t + n % 4 if keys else 2 * t + n % 2 + 8 * (n % 4 // 2)
@@ -29,17 +29,17 @@ def _depth_places(keys: bool) -> Tensor:
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """The codes 0 .. 15 nearest to x, ties to even, saturating."""
+    """Round x to the nearest e2m1 codes 0 .. 15, ties to even, saturating."""
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device, dtype=x.dtype)
     size = x.abs().unsqueeze(-1)
-    # Ties go to the even code: the middle above an even code belongs to it, that above an odd one to the next.
+    # Ties go to the even code: a midpoint above an even code rounds down, above an odd one up.
     odd = torch.arange(7, device=x.device) % 2 == 1
     codes = torch.where(odd, size >= middles, size > middles).sum(-1)
     return codes + 8 * (x < 0) * (codes > 0)
 
 
 def encode(x: Tensor, keys: bool) -> Tensor:
-    """Tokens [..., tokens, channels] of a block as its half: uint8 [..., bytes]."""
+    """Encode K or V [..., tokens, channels] of a block as its half: uint8 [..., bytes]."""
     lead = x.shape[:-2]
     x = x.float().nan_to_num(0.0) if keys else x.float().nan_to_num(0.0).transpose(-1, -2)
     rows, depth = x.shape[-2:]

@@ -1,27 +1,27 @@
-"""The page of a quantized KV cache: where each code, scale and zero of its tokens lies. The twin of ``kv_page.cuh``.
+"""The page format of a quantized KV cache: the position of every code, scale and zero. The twin of ``kv_page.cuh``.
 
-A page holds ``page`` tokens of one KV head and nothing else does: codes, scales and zeros, so that it can be shared,
+A page is self-contained: it holds codes, scales and zeros of ``page`` tokens of one KV head, so it can be shared,
 copied, freed or moved alone. It is cut into blocks, the pieces that a warp copies and computes on. A block is a key
 half and a value half, each one contiguous copy:
 
     [ key codes | key parameters ] [ value codes | value parameters | limit ] padding to a 128-byte line
 
-Codes lie in the order in which ``mma.m16n8k16`` reads its A operand, so that a lane finds its codes in its own 16-byte
-vectors. Keys are tiles of 16 tokens (rows) by 16 channels (depth), values tiles of 16 channels (rows) by 16 tokens
-(depth). With lane = 4 * g + t, a tile's element is (row = 8 * h + g, depth = the pair 2 * p + odd of t), h, p in 0, 1:
+Codes are in the fragment order of ``mma.m16n8k16``'s A operand, so that a lane finds its codes in its own 16-byte
+vectors. Keys are tiles of 16 tokens (M) by 16 channels (K), values tiles of 16 channels (M) by 16 tokens (K). With
+lane = 4 * g + t, an element of a tile has row 8 * h + g and, along K, the pair 2 * p + odd of t, with h, p in 0, 1:
 
-    key    channel = 16 * tile + 4 * t + 2 * p + odd        (the queries use the same order, so any order is right)
-    value  token   = 16 * tile + 8 * p + 2 * t + odd        (the order in which scores leave the first product)
+    key    channel = 16 * tile + 4 * t + 2 * p + odd        (any order would do, since queries use the same)
+    value  token   = 16 * tile + 8 * p + 2 * t + odd        (the order in which the QK product leaves scores)
 
-``odd`` chooses the half of a 32-bit word. Within a half, from the low bits up:
+``odd`` selects the half of a 32-bit word. Within a half, from the low bits up:
     16 bits: four words a tile, (p, h) = 00, 01, 10, 11        8 bits: two words a tile (p), h in the two bytes
      4 bits: one word a tile, fields (p, h)                    2 bits: one word for two row tiles, fields (p, tile, h)
 
-Parameters are float16 pairs: value = scale * code + zero (zero is the group's minimum).
-    by channel (keys): for each group of tokens, depth tile and t:  z0 z1 s0 s1 z2 z3 s2 s3 of channels 4t .. 4t+3
+Parameters are float16 pairs: value = scale * code + zero (here zero is the group's minimum).
+    by channel (keys): for each group of tokens, tile of 16 channels, t:  z0 z1 s0 s1 z2 z3 s2 s3 of channels 4t .. 4t+3
     by token: for each group of channels, pair of 16-token tiles, g: (s, z) of tokens g, g+8, g+16, g+24
-``limit`` (float32, padded to a 32-byte sector) is the largest probability, at most 1024, that times the block's largest
-value scale still is a float16.
+``limit`` (float32, padded to a 32-byte sector) is the largest probability, at most 1024, whose product with the block's
+largest value scale fits float16.
 """
 
 import os
@@ -40,19 +40,19 @@ PAGES = (64, 128, 256)
 HEAD_DIMS = (64, 96, 128, 256)
 HALF_MAX = 65504.0
 LARGEST = 65408.0
-"""What codes stand for at most: a scale is rounded, and its last code plus the zero is no infinity."""
-_PLAIN_SCALE = 6.2e-5  # above the smallest normal float16: such a scale and its inverse are true to 2^-11
+"""The largest encoded magnitude: even with a rounded scale, the largest code then decodes to a finite float16."""
+_PLAIN_SCALE = 6.2e-5  # above the smallest normal float16: the scale and its inverse are accurate to 2^-11
 LIMIT = 1024.0
 _TAIL = 32
 _LINE = 128
-_HALF_TARGET = 8192  # bytes of codes that one copy of a warp moves: large enough to stream, small enough for a ring
+_HALF_TARGET = 8192  # bytes of codes per copy of a warp: large enough to stream, small enough to pipeline
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Sizes and places inside a page of ``page`` tokens of one KV head of ``head_dim`` channels.
+    """Sizes and offsets in a page of ``page`` tokens of one KV head of ``head_dim`` channels.
 
-    Raises LayerError for what the format cannot express, naming the dimension and what is allowed.
+    Raises LayerError, naming the dimension and what is allowed, for sizes that the format does not support.
     """
 
     format: KVFormat
@@ -74,24 +74,24 @@ class PageLayout:
 
     @property
     def by_channel(self) -> bool:
-        """Whether a group of keys is a run of tokens of one channel (KC) instead of channels of one token (KT)."""
+        """Whether keys are grouped per channel over tokens (KC), not per token over channels (KT)."""
         return self.format.key_axis == "channel"
 
     @property
     def channel_group(self) -> int:
-        """Channels of a token that share a scale: the format's group, or the whole head where that is smaller."""
+        """Channels of a token that share a scale: the format's group, at most the whole head."""
         return min(self.format.group, self.head_dim)
 
     @cached_property
     def block(self) -> int:
-        """Tokens of a block: as many as fill one copy, at least 32 and a whole group, at most 128 and the page."""
+        """Tokens per block: as many as fill one copy, at least 32 and a whole group, at most 128 and the page."""
         widest = max(self.format.key_bits, self.format.value_bits)
         tokens = 128
         while tokens > 32 and tokens * self.head_dim * widest // 8 > _HALF_TARGET:
             tokens //= 2
         if self.format.key_bits != 16 and self.by_channel:
             tokens = max(tokens, self.format.group)
-        if self.head_dim == 96:  # 32 tokens would leave half a vector
+        if self.head_dim == 96:  # 32 tokens would end in half a vector
             tokens = max(tokens, 64)
         return min(tokens, self.page)
 
@@ -145,28 +145,28 @@ class PageLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes from one block to the next: whole 128-byte lines, so that every copy begins with one."""
+        """Stride between blocks: whole 128-byte lines, so that every copy starts at one."""
         return -(-(self.key_bytes + self.value_bytes) // _LINE) * _LINE
 
     @property
     def blocks(self) -> int:
-        """Blocks of a page."""
+        """Blocks per page."""
         return self.page // self.block
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of one head."""
+        """Bytes per page and head."""
         return self.blocks * self.block_bytes
 
     @property
     def bits_per_element(self) -> float:
-        """What one element of K or V costs, scales and zeros included, averaged over both."""
+        """Bits per element of K and V, including scales and zeros, averaged over both."""
         return self.page_bytes * 8 / (2 * self.page * self.head_dim)
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """The constants of a block, which every kernel over pages is compiled with (``kv_page::Format``)."""
+    """Page format constants that every kernel over pages is compiled with (``kv_page::Format``)."""
 
     key_bits: int
     value_bits: int
@@ -201,28 +201,28 @@ WRONG = {
     2: "the page table names a page that is not in the pool for tokens that a sequence has",
     3: "a row of the batch names a sequence that the cache does not have",
 }
-"""What the checked kernels report."""
+"""Error codes of the checked kernels."""
 
 
 def report(error: int, layer: int) -> None:
-    """Raise KernelError for what a checked kernel left; 0 is nothing."""
+    """Raise KernelError for the error code of a checked kernel; 0 is none."""
     if error:
         raise KernelError(f"layer {layer}: {WRONG.get(error, f'error {error}')} (lengths or tables were overwritten)")
 
 
 def debugging() -> bool:
-    """Whether kernels shall check tables and lengths on the device: ANYBIT_DEBUG=1 in the environment."""
+    """Whether kernels should check tables and lengths on the device: ANYBIT_DEBUG=1 in the environment."""
     return os.environ.get("ANYBIT_DEBUG") == "1"
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Asymmetric codes of x with one scale and zero for each run along ``dim``.
+    """Quantize x asymmetrically, with one scale and zero over ``dim``.
 
     x: any float type.  Returns uint8 codes (x's shape) and float16 scale and zero (``dim`` kept with size 1), with
-    x ~ scale * code + zero; the codes are computed with the scale and zero as they are stored. A run that holds a
-    value that is not finite gets NaNs. Codes of float16 values are computed in float16, as the kernel
-    does it two at a time: x - zero is rounded, and so is the inverse of the scale (runs whose scale is subnormal or
-    whose range is no float16 excepted, and those with values beyond ``LARGEST``, which become that).
+    x ~ scale * code + zero; codes are computed with the stored scale and zero. A group with a non-finite value gets NaN
+    scale and zero, and values beyond ``LARGEST`` are clamped to it. Codes of float16 values are computed in float16,
+    like the kernel's half2 arithmetic: x - zero and the inverse of the scale are rounded; except in groups with a
+    subnormal scale, a range beyond float16, or clamped values.
     """
     halves, x = x.dtype == torch.float16, x.float()
     whole = x.isfinite().all(dim, keepdim=True)
@@ -230,7 +230,7 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     x = x.clamp(-LARGEST, LARGEST)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     top = 2**bits - 1
-    step = (high - low) / torch.full_like(low, top)  # by a number a GPU would multiply with its inverse
+    step = (high - low) / torch.full_like(low, top)  # tensor by tensor: torch would multiply by a number's inverse
     scale, zero = (torch.where(whole, p, torch.nan).half() for p in (step, low))
     inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     distance = x - zero.float()
@@ -243,7 +243,7 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_tiles(codes: Tensor, bits: int, keys: bool, chunk: int) -> Tensor:
-    """Codes [..., tokens, channels] -> int32 words in kernel order [..., words]; ``chunk`` tokens of keys go together.
+    """Codes [..., tokens, channels] -> int32 words in kernel order [..., words]; keys in chunks of ``chunk`` tokens.
 
     16-bit "codes" are int16 bit patterns of the values themselves.
     """
@@ -267,7 +267,7 @@ def pack_tiles(codes: Tensor, bits: int, keys: bool, chunk: int) -> Tensor:
         e = e.reshape(n, chunks * depth, rows, 32, bits // 4, 16 // bits, 2)
     fields = torch.arange(16 // bits, device=e.device)[:, None] * bits + torch.tensor([0, 16], device=e.device)
     words = (e << fields).sum((-1, -2))  # [n, depth, row words, lane, words of a lane]
-    words = words.transpose(-1, -2).reshape(n, -1, 4, 32).transpose(-1, -2)  # four words of a lane make a vector
+    words = words.transpose(-1, -2).reshape(n, -1, 4, 32).transpose(-1, -2)  # four words per lane are a vector
     return _as_int32(words.reshape(*lead, -1))
 
 
@@ -297,7 +297,7 @@ def _as_int32(words: Tensor) -> Tensor:
 
 
 def _pack_by_token(scale: Tensor, zero: Tensor) -> Tensor:
-    """Scale and zero [..., tokens, groups] -> float16 [..., groups * tokens * 2] in the order that lanes read."""
+    """Scale and zero [..., tokens, groups] -> float16 [..., groups * tokens * 2] in the lanes' order."""
     *lead, tokens, groups = scale.shape
     pairs = torch.stack((scale, zero), -1).reshape(*lead, tokens // 32, 2, 2, 8, groups, 2)
     front = len(lead)
@@ -337,9 +337,10 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def encode(layout: PageLayout, keys: Tensor, values: Tensor) -> Tensor:
-    """Quantize and pack whole blocks: K and V [..., tokens, head_dim] (tokens a multiple of the block) -> bytes.
+    """Quantize and pack whole blocks: K and V [..., tokens, head_dim], tokens a multiple of ``layout.block``.
 
-    Returns uint8 [..., blocks, block_bytes]; a page is ``layout.blocks`` of them in a row.
+    Returns uint8 [..., blocks, block_bytes]; a page is ``layout.blocks`` consecutive ones. Raises LayerError for other
+    shapes.
     """
     *lead, tokens, channels = keys.shape
     if tokens % layout.block or channels != layout.head_dim or keys.shape != values.shape:
@@ -378,10 +379,10 @@ def _encode_values(layout: PageLayout, v: Tensor) -> list[Tensor]:
     if bits == 16:
         return [pack_tiles(v.contiguous().view(torch.int16), 16, False, 16)]
     codes, scale, zero = quantize(v.reshape(*lead, tokens, -1, layout.channel_group), bits, -1)
-    largest = scale.float().nan_to_num(0.0).flatten(-3).amax(-1, keepdim=True)  # of what is a number
+    largest = scale.float().nan_to_num(0.0).flatten(-3).amax(-1, keepdim=True)  # ignoring NaN
     limit = (torch.full_like(largest, 60000.0) / largest).clamp(
         max=LIMIT
-    )  # 60000: the product is rounded to float16 once more
+    )  # 60000, not 65504: the product is rounded to float16 again
     tail = torch.cat((limit, limit.new_zeros(*lead, _TAIL // 4 - 1)), -1)
     return [
         pack_tiles(codes.reshape(v.shape), bits, False, 16),
@@ -391,7 +392,7 @@ def _encode_values(layout: PageLayout, v: Tensor) -> list[Tensor]:
 
 
 def decode(layout: PageLayout, blocks: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """The K and V that blocks stand for: uint8 [..., blocks, block_bytes] -> two [..., tokens, head_dim] in ``dtype``.
+    """Dequantize blocks: uint8 [..., blocks, block_bytes] -> K and V [..., tokens, head_dim] in ``dtype``.
 
     16-bit keys or values are read as ``dtype`` if that has 16 bits, else as float16.
     """
@@ -444,7 +445,7 @@ def _decode_values(layout: PageLayout, half: Tensor, stored: torch.dtype) -> Ten
 
 
 def ring_places(ring: int, head_dim: int) -> Tensor:
-    """Where slot s, channel c of a ring lies: int64 [2, ring, head_dim] for K and V, in elements.
+    """Element offset of slot s, channel c in the residual ring, int64 [2, ring, head_dim] for K and V.
 
     Sixteen tokens are one contiguous run of 16-bit tiles, as in a page of 16-bit keys or values.
     """

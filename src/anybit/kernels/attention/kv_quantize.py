@@ -1,7 +1,7 @@
 """Storing new K and V: the host side of ``kv_quantize.cuh``.
 
-A step of few tokens is one launch: they go to the residual, and a window that they complete is quantized and packed. A
-prompt is two, because its newest tokens would overwrite residual slots that its first window still needs.
+A decode step is one launch: its tokens go to the residual, and a window that they complete is quantized into pages. A
+prompt takes two, because its newest tokens would overwrite residual slots that its first window still needs.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _THREADS = 256
 class Problem:
     """``tokens`` new tokens for each of ``batch`` sequences.  ring, window: of the residual.  bf16: else float16.
 
-    front, slots: as in ``decode.Problem``.  ragged: of each sequence its own number, ``tokens`` at most.
+    front, slots: as in ``decode.Problem``.  ragged: sequences have different numbers, at most ``tokens``.
     """
 
     layout: PageLayout
@@ -34,16 +34,16 @@ class Problem:
 
     @property
     def step(self) -> bool:
-        """Whether the tokens are so few that no slot of the residual is both read and overwritten."""
+        """Whether the tokens are few enough that no residual slot is both read and overwritten."""
         return self.tokens <= self.ring - self.window + 1
 
 
 @dataclass(frozen=True)
 class Config(BlockConfig):
-    """How: the constants of one compiled kernel.
+    """A kernel config.
 
-    checked: whether it validates what it finds on the device.  single: a step of one token, so that all of a full
-    window but its last token is in the residual; and the kernel trusts the length it finds first until it has loaded.
+    checked: validate lengths and tables on the device.  single: one token per sequence, so that all of a full window
+    but its last token is in the residual; unless checked, the kernel then loads speculatively by the first length read.
     """
 
     threads: int
@@ -87,9 +87,9 @@ class Params:
 
 
 def default(problem: Problem, threads: int = 0, checked: bool = False) -> Config:
-    """The config of a problem; ``threads`` 0 chooses.
+    """The config of a problem. threads: 0 for automatic.
 
-    A block of 64 tokens is four tiles of sixteen, work for four warps; keys by channel have eight tiles of channels.
+    A block of 64 tokens is four tiles of 16, for four warps; keys by channel have eight tiles of channels.
     """
     if threads == 0:
         threads = 128 if problem.layout.block == 64 and not problem.layout.by_channel else _THREADS
@@ -106,14 +106,14 @@ def default(problem: Problem, threads: int = 0, checked: bool = False) -> Config
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: sixteen tokens of values a warp and a scale; or keys by token as words."""
+    """Dynamic shared memory per block: 16 tokens of values per warp and their scales, or packed keys by token."""
     values = config.threads // 32 * (16 * (min(config.head_dim, 128) * 2 + 16) + 16)
     words = config.block * config.head_dim * config.key_bits // 8 * (2 if config.key_bits == 2 else 1)
     return values if config.by_channel or config.key_bits == 16 else max(values, words)
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:
-    """Why this config cannot serve this problem on this device, in a sentence; None if it can."""
+    """Why a config cannot run a problem on a device, in a sentence; None if it can."""
     if device.capability < 80:
         return f"{device.name} is {device.arch}, and the KV cache needs sm_80 or later"
     if config.fp4:
@@ -129,9 +129,9 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
 
 
 def grid(problem: Problem, packs: bool = True) -> tuple[int, int, int]:
-    """Blocks: (heads of K and of V, blocks of tokens that may become full, sequences)."""
+    """Blocks: (heads of K and V, blocks of tokens that may become full, sequences)."""
     block, window = problem.layout.block, problem.window
-    if not packs:  # only what the residual keeps
+    if not packs:  # only the residual
         return (problem.kv_heads * 2, -(-min(problem.tokens, problem.ring) // 32), problem.batch)
     windows = -(-problem.tokens // window) + (0 if problem.tokens == 1 else 1)
     return (problem.kv_heads * 2, windows * (window // block), problem.batch)
@@ -139,7 +139,7 @@ def grid(problem: Problem, packs: bool = True) -> tuple[int, int, int]:
 
 @cache
 def kernel(config: Config) -> Kernel:
-    """The kernel of a config, made once."""
+    """The kernel of a config."""
     return Kernel(
         "attention/kv_quantize.cuh", "kv_quantize::kernel", config, Params, config.threads, shared_bytes(config)
     )

@@ -1,18 +1,17 @@
-"""Rows of a pool that is not ours: a sequence's blocks, those of its 16-bit residual in front, then its pages.
+"""A KV cache in an external block pool: a sequence's row of blocks holds first its 16-bit residual, then its pages.
 
-A manager of blocks, such as vLLM's, hands out blocks of one size and a row of them for every sequence:
+A block manager, such as vLLM's, allocates blocks of one size, and a block table row for each sequence:
 
     [ residual block 0 .. front - 1 | page 0 | page 1 | ... ]
 
-A block is a page of every KV head, [kv_heads, page_bytes] with ``kv_page``'s bytes, or a part of one sequence's
-residual: then each head's bytes begin with the keys of ``slots`` tokens, and the values follow, sixteen tokens a run as
-in ``kv_page.ring_places``. Token p is in slot p % ring, and slot s in residual block s // slots. Pages hold what is
-full: the tokens before the last multiple of 128. A query reads its own page in 16 bits and those before packed, so that
-what it sees depends on its position alone.
+A block is a page of every KV head, [kv_heads, page_bytes] in ``kv_page``'s format, or part of a sequence's residual:
+then each head's bytes are the keys of ``slots`` tokens followed by the values, in runs of sixteen tokens as in
+``kv_page.ring_places``. Token p is in slot p % ring, and slot s in residual block s // slots. Full groups of 128 tokens
+are in pages. A query reads its own page in 16 bits and earlier ones quantized, so that what it sees depends only on its
+position.
 
-Where other layers need larger blocks (the state of a linear attention, in vLLM's pool), a block is several pages one
-after another. A row is then made of them as if each were a block: kernels know no difference, but that the residual
-takes whole blocks.
+If other layers need larger blocks (linear-attention state in vLLM's pool), a block is several consecutive pages.
+Kernels see a row of pages either way; only the residual is rounded up to whole blocks.
 """
 
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ PAGE = 128
 class RowLayout:
     """Sizes of rows.
 
-    slack: how many tokens may be taken back after a step (drafts); a multiple of 32.  together: pages of a block.
-    Raises LayerError where a page has no room for tokens in 16 bits.
+    slack: tokens that may be rolled back after a step (speculative drafts); a multiple of 32.  together: pages per
+    block. Raises LayerError if a page is too small for residual tokens, or for another unsupported size.
     """
 
     layout: PageLayout
@@ -48,30 +47,30 @@ class RowLayout:
 
     @property
     def ring(self) -> int:
-        """Tokens of a residual."""
+        """Tokens of the residual's ring buffer."""
         return PAGE + self.slack
 
     @property
     def slots(self) -> int:
-        """Tokens that a page of the residual holds: whole chunks, as the attention reads them."""
+        """Tokens per page of the residual: a multiple of the chunk that attention reads."""
         chunk = residual_tokens(self.layout)
         return self.layout.page_bytes // (4 * self.layout.head_dim) // chunk * chunk
 
     @property
     def front(self) -> int:
-        """Pages of a row that are its residual."""
+        """Pages of a row that hold its residual."""
         return self._whole(-(-self.ring // self.slots))
 
     def _whole(self, pages: int) -> int:
         return -(-pages // self.together) * self.together
 
     def bytes_of(self, tokens: int) -> int:
-        """Bytes of one KV head of a sequence of so many tokens."""
+        """Bytes per KV head of a sequence of ``tokens`` tokens."""
         residual = self.front if tokens >= PAGE else min(self.front, self._whole(-(-tokens // self.slots)))
         return (residual + self._whole(tokens // PAGE)) * self.layout.page_bytes
 
     @property
     def pays_from(self) -> int:
-        """The length from which on a sequence takes no more than in 16 bits, whatever is added to it."""
+        """The length from which on a sequence never takes more memory than in 16 bits."""
         costs = [n for n in range(1, 32 * PAGE) if self.bytes_of(n) > 4 * self.layout.head_dim * n]
         return max(costs, default=0) + 1

@@ -1,4 +1,4 @@
-"""Packed pages, or a page's worth of 16-bit tokens, as plain keys and values: the host side of ``kv_unpack.cuh``."""
+"""Dequantize pages, or copy a page's worth of residual tokens, to plain K and V: the host side of ``kv_unpack.cuh``."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +14,8 @@ _MOST_JOBS = MOST_BLOCKS[1]
 class Problem:
     """``jobs`` pages of ``kv_heads`` heads each.
 
-    front, slots: pages of a row that are its residual, and tokens of each.  bf16: the type of tokens and of what is
-    written, else float16.
+    front, slots: residual pages per row, and tokens of each.  bf16: 16-bit tokens and the output are bfloat16, else
+    float16.
     """
 
     layout: PageLayout
@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config(BlockConfig):
-    """How: the constants of one compiled kernel."""
+    """A kernel config."""
 
     threads: int
     front: int
@@ -65,7 +65,7 @@ def default(problem: Problem) -> Config:
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:
-    """Why this config cannot serve this problem on this device, in a sentence; None if it can."""
+    """Why a config cannot run a problem on a device, in a sentence; None if it can."""
     if device.capability < 80:
         return f"{device.name} is {device.arch}, and the KV cache needs sm_80 or later"
     if not 1 <= problem.jobs <= _MOST_JOBS:
@@ -74,11 +74,11 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
 
 
 def grid(problem: Problem) -> tuple[int, int, int]:
-    """Blocks: (heads of K and of V, pages)."""
+    """Blocks: (heads of K and V, pages)."""
     return (problem.kv_heads * 2, problem.jobs, 1)
 
 
 @cache
 def kernel(config: Config) -> Kernel:
-    """The kernel of a config, made once."""
+    """The kernel of a config."""
     return Kernel("attention/kv_unpack.cuh", "kv_unpack::kernel", config, Params, config.threads, 0)

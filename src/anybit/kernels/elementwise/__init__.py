@@ -1,1 +1,1 @@
-"""Norms, activations, rotary embedding, rotations, and the quantization of activations."""
+"""Norms, SiLU, RoPE, Hadamard transforms, and quantization of activations."""

@@ -1,4 +1,4 @@
-"""Vectors times a Hadamard matrix, in one launch: the host side of hadamard.cuh."""
+"""The Hadamard transform in one launch: the host side of hadamard.cuh."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,17 +11,17 @@ from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.jit import Float32, Int64, Pointer
 
-# A larger order of the part that has no fast algorithm is better left to a matrix product.
+# Larger orders of the dense factor are better left to a GEMM.
 MOST_ORDER = 64
-# The vector lies in shared memory.
+# A vector must fit shared memory.
 MOST_SIZE = 32768
-# Of the small matrix, whose sums a thread holds: ``rotation::parts_of``.
+# Rows of the dense factor whose sums a thread holds: ``rotation::parts_of``.
 _MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Vectors [rows, k] of a 16-bit type, on a device; None: one whose blocks have room for them."""
+    """Vectors [rows, k] of a 16-bit type. device: None for one with enough shared memory."""
 
     rows: int
     k: int
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """A block a vector; order and power: of the two factors of the matrix (``anybit.hadamard.factor``)."""
+    """A kernel config, a block per vector. order, power: of the matrix's two factors (``anybit.hadamard.factor``)."""
 
     threads: int
     order: int
@@ -51,7 +51,7 @@ class Params:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why there is no kernel for a problem, in a sentence; None if there is."""
+    """Why the kernel cannot run a problem, in a sentence; None if it can."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"vectors must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
     if problem.k > MOST_SIZE:
@@ -66,7 +66,7 @@ def why_not(problem: Problem) -> str | None:
 
 @cache
 def default(problem: Problem) -> Config:
-    """Four values a thread, as far as a block goes. Raises KernelError where no kernel rotates these vectors."""
+    """The config: about four values per thread, up to 1024 threads. Raises KernelError if ``why_not`` refuses."""
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the Hadamard transform: {reason}")
     order, power = hadamard.factor(problem.k)
@@ -88,15 +88,15 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def _parts(order: int) -> int:
-    """In how many parts the rows of a matrix come: ``rotation::parts_of``."""
+    """Number of parts into which a matrix's rows are cut: ``rotation::parts_of``."""
     return next(parts for parts in range(1, order + 1) if order % parts == 0 and order // parts <= _MOST_ROWS)
 
 
 @cache
 def signs(order: int, device: torch.device) -> Tensor | None:
-    """The signs of a matrix A of an order as rotation.cuh reads them, int32 [order, parts]; None for order 1.
+    """The sign bits of the dense factor A as rotation.cuh reads them, int32 [order, parts]; None for order 1.
 
-    Bit r of (b, part) is set where A[part * rows + r, b] is -1.
+    Bit r of (b, part) is set if A[part * rows + r, b] is -1.
     """
     if order == 1:
         return None
@@ -106,19 +106,19 @@ def signs(order: int, device: torch.device) -> Tensor | None:
 
 
 def shared_bytes(order: int, power: int) -> int:
-    """Shared memory of a vector, whose runs of 64 begin in other banks, and of the signs as factors; 0 for order 0."""
+    """Shared memory of a vector, with runs of 64 padded against bank conflicts, and of A's entries; 0 for order 0."""
     k = order * power
     rows = 0 if order < 2 else -(-order // _parts(order) // 4) * 4
     return 4 * (k + k // 64 * 8 + (order * _parts(order) * rows if order > 1 else 0))
 
 
 def arguments(x: Tensor, y: Tensor, config: Config) -> Params:
-    """Parameters of a launch: x [rows, k] of a 16-bit type, rows contiguous; y dense."""
+    """The Params of a launch: x [rows, k] of a 16-bit type, rows contiguous; y dense."""
     return Params(x, signs(config.order, x.device), y, x.stride(0), float(x.shape[1]) ** -0.5)
 
 
 def transform(x: Tensor) -> Tensor:
-    """X [..., k] of a 16-bit type -> H x, on a GPU. Launches one kernel on the current stream."""
+    """H x for x [..., k] of a 16-bit type on a GPU, in one launch on the current stream."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)

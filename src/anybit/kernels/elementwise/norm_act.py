@@ -1,4 +1,4 @@
-"""Norms with their residual, and SiLU(gate) * up, of 16-bit rows: the host side of elementwise.cuh."""
+"""RMSNorm with residual, and SiLU(gate) * up, of 16-bit rows: the host side of norm_act.cuh."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ _REDUCTION_BYTES = 128
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows [m, k] in ``dtype``.  aligned: rows begin on 16 bytes and K is in eights."""
+    """Rows [m, k] in ``dtype``.  aligned: rows are 16-byte aligned, and k is a multiple of 8."""
 
     m: int
     k: int
@@ -29,7 +29,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """``threads`` a block, each with ``vectors`` of 8 values. paired: gate and up in turns of 8 (see ``silu_mul``)."""
+    """A kernel config. threads: per block, each with ``vectors`` of 8 values. paired: see ``silu_mul``."""
 
     threads: int
     vectors: int
@@ -40,7 +40,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Params:
-    """Arguments of one launch; see elementwise.cuh."""
+    """Arguments of one launch; see norm_act.cuh."""
 
     x: Pointer
     residual: Pointer
@@ -72,7 +72,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 
 @cache
 def norm_config(problem: Problem) -> Config:
-    """One vector a thread where a block can hold the row so: for few rows, the shortest way to the sum of squares."""
+    """The norm's config: as few vectors per thread as a block can hold the row with, for the least latency."""
     _refuse(problem)
     vectors = 1
     while MOST_THREADS * vectors * VECTOR < problem.k:
@@ -82,13 +82,13 @@ def norm_config(problem: Problem) -> Config:
 
 
 def paired_rows(k: int) -> Tensor:
-    """Which of the rows K | K of two halves is where, int64 [2 K], so that 8 of either lie in turn."""
+    """A permutation of two halves of k rows, int64 [2 k], that alternates 8 rows of either."""
     return torch.arange(2 * k).view(2, k // VECTOR, VECTOR).transpose(0, 1).flatten()
 
 
 @cache
 def silu_config(problem: Problem, paired: bool = False) -> Config:
-    """Small blocks, so that one row is spread over many multiprocessors."""
+    """SiLU's config: small blocks, to spread a row over many SMs."""
     _refuse(problem)
     return Config(4 * WARP, 1, problem.dtype == torch.bfloat16, problem.aligned, paired)
 
@@ -105,12 +105,12 @@ def _refuse(problem: Problem) -> None:
 
 @cache
 def kernel(entry: str, config: Config) -> jit.Kernel:
-    """The kernel ``add_rms_norm`` or ``silu_mul``, to compile."""
+    """The kernel of a config. entry: ``add_rms_norm`` or ``silu_mul``."""
     return jit.Kernel("elementwise/norm_act.cuh", entry, config, Params, config.threads, shared_bytes(config))
 
 
 def problem_of(x: Tensor, k: int, *others: Tensor | None) -> Problem:
-    """The problem of rows x [m, >= k]; ``others`` are read or written in the same eights."""
+    """The problem of rows x [m, >= k]; others: further tensors that are accessed in vectors of 8."""
     tensors = [tensor for tensor in (x, *others) if tensor is not None]
     aligned = k % VECTOR == 0 and all(
         t.data_ptr() % 16 == 0 and (t.dim() < 2 or t.stride(0) % VECTOR == 0) for t in tensors
@@ -125,7 +125,7 @@ Launch = tuple[jit.Kernel, Params, tuple[int, int, int]]
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, y: Tensor, total: Tensor | None
 ) -> Launch:
-    """y[:] = gamma * z / rms(z), z = x + residual, total[:] = z where there is one. All [m, k]; y, total dense."""
+    """y[:] = gamma * z / rms(z) with z = x + residual; total[:] = z if given. All [m, k]; y and total dense."""
     problem = problem_of(x, x.shape[1], residual, gamma, y, total)
     config = norm_config(problem)
     stride = 0 if residual is None else residual.stride(0)
@@ -134,9 +134,9 @@ def add_rms_norm(
 
 
 def silu_mul(x: Tensor, y: Tensor, paired: bool = False) -> Launch:
-    """y[:] = silu(gate) * up, x [m, gate k | up k] -> y [m, k] dense; paired: x has 8 of gate and 8 of up in turn.
+    """y[:] = silu(gate) * up: x [m, gate k | up k] -> y [m, k] dense. paired: x alternates 8 of gate and 8 of up.
 
-    Raises KernelError for a dtype or a k that has no kernel.
+    Raises KernelError for an unsupported dtype or k.
     """
     problem = problem_of(x, y.shape[1], y)
     if paired and problem.k % VECTOR:

@@ -1,4 +1,4 @@
-"""Quantize-and-pack: 16-bit activations -> codes, in one kernel that reads its input once."""
+"""Quantize-and-pack: 16-bit activations to codes, in one pass. Host side of quantize_activations.cuh."""
 
 import functools
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ MOST_VECTORS = 16
 MOST_THREADS = 1024
 _REDUCTION_BYTES = 4 * 128
 _SHARED = 128
-"""Tokens: beyond them multiprocessors run two blocks at once, which hide each other's latency."""
+"""Beyond so many tokens SMs run two blocks, which hide each other's latency."""
 
 
 class Source(Enum):
-    """Where the values come from: as they are, from an RMSNorm, or from SiLU(gate) * up."""
+    """The fused prologue: none, RMSNorm, or SiLU(gate) * up."""
 
     plain = "plain"
     rms_norm = "rms_norm"
@@ -36,7 +36,7 @@ class Source(Enum):
 
 
 class Target(Enum):
-    """What is written: bit planes, or a byte a value."""
+    """The output layout: bit planes, or one byte per value."""
 
     planes = "planes"
     bytes = "bytes"
@@ -44,10 +44,10 @@ class Target(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Activations [m, k] in ``dtype`` -> codes in ``format``. ``aligned``: rows start on 16 bytes, K is in eights.
+    """Activations [m, k] in ``dtype`` -> codes in ``format``. aligned: rows are 16-byte aligned, and k % 8 == 0.
 
-    rotated: what the source gives is multiplied by a Hadamard matrix first, as ``kernels.hadamard`` does, in the shared
-    memory of ``device``; None: of one that has room for it.
+    rotated: apply the Hadamard transform (``kernels.elementwise.hadamard``) before quantization, in the shared memory
+    of ``device``; None: of one with enough.
     """
 
     m: int
@@ -63,9 +63,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """How: ``threads`` a token, each with ``vectors`` of 8 values; the rest repeats the problem.
+    """A kernel config. threads: per token, each with ``vectors`` of 8 values; the rest follows from the problem.
 
-    order, power: of a rotation (``anybit.hadamard.factor``), or 0 and 1.
+    order, power: of the Hadamard transform (``anybit.hadamard.factor``); 0 and 1 without one.
     """
 
     threads: int
@@ -104,9 +104,9 @@ class Params:
 
 
 class Packed:
-    """Coded activations, ``x = scale * (u - zero)``, in one allocation: codes, then scale, sum and zero of each token.
+    """Quantized activations, ``x = scale * (u - zero)``, in one allocation: codes, then per token scale, sum and zero.
 
-    Kernels take the addresses; ``codes``, ``scale``, ``sum`` and ``zero`` are the same memory as tensors.
+    Kernels take the addresses; ``codes``, ``scale``, ``sum`` and ``zero`` are tensor views of the same memory.
     """
 
     __slots__ = ("_offsets", "buffer", "format", "k", "m", "target")
@@ -118,7 +118,7 @@ class Packed:
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Addresses of codes, scale, sum and zero; those that the format does not have are 0."""
+        """Addresses of codes, scale, sum and zero; 0 for those that the format does not have."""
         base = self.buffer.data_ptr()
         codes, scale, sum, zero, _ = self._offsets
         has_sum, has_zero = self.format.integer, self.format.code == "asym"
@@ -126,7 +126,7 @@ class Packed:
 
     @property
     def codes(self) -> Tensor:
-        """Planes (see ``planes.pack``), or bytes [m, pitch]: int8, the code less 2^(bits-1), or float8_e4m3fn."""
+        """Bit planes (``bitplane_layout.pack``), or bytes [m, pitch]: int8 code - 2^(bits-1), or float8_e4m3fn."""
         part = self.buffer[: self._offsets[1]]
         if self.target is Target.planes:
             return part.view(bitplane_layout.chunks(self.k), self.format.bits, -1, bitplane_layout.ROW_BYTES)
@@ -140,12 +140,12 @@ class Packed:
 
     @property
     def sum(self) -> Tensor | None:
-        """int32 [m], the sum of what ``codes`` holds; None for e4m3."""
+        """int32 [m], the sum of each token's ``codes``; None for e4m3."""
         return self._words(2, torch.int32) if self.format.integer else None
 
     @property
     def zero(self) -> Tensor | None:
-        """int32 [m] for asym (less 2^(bits-1) for bytes), else None."""
+        """int32 [m] for asym (minus 2^(bits-1) for bytes), else None."""
         return self._words(3, torch.int32) if self.format.code == "asym" else None
 
     def _words(self, part: int, dtype: torch.dtype) -> Tensor:
@@ -192,19 +192,19 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: the partial results of the block's reductions, and a vector that is rotated."""
+    """Dynamic shared memory: partial results of the block's reductions, and the rotated vector."""
     return _REDUCTION_BYTES + hadamard.shared_bytes(config.order, config.power)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """A block for each token."""
+    """A block per token."""
     return (problem.m, 1, 1)
 
 
 def configs(problem: Problem) -> list[Config]:
-    """Every way worth trying: as many threads, a power of two, as the row needs for each number of vectors.
+    """Every config worth trying: for each number of vectors, the threads that the row needs.
 
-    A power of two, so that many widths share one compiled kernel.
+    Threads are a power of two, so that many widths share a compiled kernel.
     """
     found = []
     for vectors in (1, 2, 4, 8, 16):
@@ -217,15 +217,14 @@ def configs(problem: Problem) -> list[Config]:
 
 @functools.cache
 def default(problem: Problem) -> Config:
-    """Measured on an H200: 4 vectors a thread; in longer rows few tokens want more threads, many want more vectors.
-
-    Raises KernelError, with the reason, where no kernel quantizes such rows.
+    """The config, as measured on an H200: 4 vectors per thread; in long rows more threads for few tokens, more vectors
+    for many. Raises KernelError with the reason if no kernel quantizes such rows.
     """
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"no quantize-and-pack kernel: {reason}")
     width, in_bytes = _width(problem), problem.target is Target.bytes
     normed, gated = problem.source is Source.rms_norm, problem.source is Source.silu_mul
-    if problem.rotated:  # shared memory holds the vector: of few tokens, threads hide its latency
+    if problem.rotated:  # with few tokens, more threads hide the latency of shared memory
         few = 1 if problem.m <= 256 else 4 if width <= 8192 else 2
         return min(configs(problem), key=lambda config: (abs(config.vectors - few), config.vectors))
     if problem.m > 256:
@@ -254,7 +253,7 @@ def problem_of(
     source: Source = Source.plain,
     rotated: bool = False,
 ) -> Problem:
-    """The problem of quantizing a matrix: x float16 or bfloat16 [m, k], or [m, 2k] (gate beside up) for silu_mul."""
+    """The problem for x, float16 or bfloat16 [m, k], or [m, 2k] (gate, up) for silu_mul."""
     m, k = x.shape
     k = k // 2 if source is Source.silu_mul else k
     aligned = k % VECTOR == 0 and rows_aligned(x)
@@ -270,10 +269,10 @@ def quantize(
     config: Config | None = None,
     pdl: bool = True,
 ) -> Packed:
-    """Code activations, float16 or bfloat16 [m, k] on a GPU, per token, by one kernel on the current stream.
+    """Quantize activations, float16 or bfloat16 [m, k] on a GPU, per token, in one launch on the current stream.
 
-    Rows may be further apart than k, but their values are adjacent. Raises KernelError for what no kernel codes, and
-    for a config that is not legal for it.
+    Rows may be strided; columns must be adjacent. Raises KernelError for unsupported activations and for a config that
+    is not legal.
     """
     if x.dim() != 2 or x.stride(1) != 1:
         raise KernelError(f"x must be [m, k] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
@@ -289,9 +288,9 @@ def quantize(
 
 
 class Operands(TypedDict, total=False):
-    """What is read and written beside x and its codes, all [m, k] in x's dtype but for gamma [k]: ``Source`` says what.
+    """Further inputs and outputs, depending on ``Source``; all [m, k] in x's dtype, except gamma [k].
 
-    normalized: where the values that are coded go as well.
+    normalized: output for the values before quantization.
     """
 
     gamma: Tensor | None
@@ -304,8 +303,8 @@ class Operands(TypedDict, total=False):
 def launch(
     problem: Problem, config: Config, packed: Packed, x: Tensor, *, pdl: bool = True, **more: Unpack[Operands]
 ) -> None:
-    """Launch on the current stream of x's device, codes to ``packed``. The caller checks shapes and dtypes, as
-    ``anybit.ops`` does.
+    """Launch on the current stream of x's device; codes go to ``packed``. The caller (``anybit.ops``) checks shapes and
+    dtypes.
     """
     params = arguments(problem, config, packed, x, **more)
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
@@ -348,7 +347,7 @@ def _config(problem: Problem, threads: int, vectors: int) -> Config:
 
 
 def _unrotatable(problem: Problem) -> str | None:
-    """Why rows cannot be rotated on their way, in a sentence."""
+    """Why rows cannot be rotated in this kernel, in a sentence; None if they can."""
     reason = hadamard.why_not(hadamard.Problem(problem.m, problem.k, problem.dtype))
     if reason is None and factor(problem.k)[1] % VECTOR:
         return f"a power of two in K = {problem.k} of {factor(problem.k)[1]} is less than the vectors of {VECTOR}"
@@ -358,21 +357,21 @@ def _unrotatable(problem: Problem) -> str | None:
 
 
 def _width(problem: Problem) -> int:
-    """Values that a row is written with: planes are filled up to whole chunks."""
+    """Values per row as written: planes are padded to whole chunks, bytes to the pitch."""
     if problem.target is Target.planes:
         return bitplane_layout.chunks(problem.k) * bitplane_layout.CHUNK
     return pitch(problem.k)
 
 
 _ROW_START = 16
-"""Bytes: where rows start that are loaded by vectors, in bulk or by tensor maps."""
+"""Row alignment in bytes for vector, bulk and TMA loads."""
 
 
 def pitch(columns: int, element_bytes: int = 1) -> int:
-    """How far apart rows of so many values lie, in values, so that each of them starts on 16 bytes."""
+    """Row stride in values for ``columns`` values, such that rows are 16-byte aligned."""
     return -(-columns * element_bytes // _ROW_START) * _ROW_START // element_bytes
 
 
 def rows_aligned(x: Tensor) -> bool:
-    """Whether every row of a matrix starts on 16 bytes."""
-    return not (x.data_ptr() % _ROW_START or x.stride()[0] * x.itemsize % _ROW_START)  # asked at every call
+    """Whether every row of a matrix is 16-byte aligned."""
+    return not (x.data_ptr() % _ROW_START or x.stride()[0] * x.itemsize % _ROW_START)  # hot: asked at every call

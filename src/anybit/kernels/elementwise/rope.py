@@ -1,4 +1,4 @@
-"""Rotary position embedding of a fused projection's queries and keys: the host side of rope.cuh."""
+"""RoPE for Q and K of a fused QKV projection: the host side of rope.cuh."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,15 +14,15 @@ from anybit.kernels.elementwise.norm_act import paired_rows
 WARP = 32
 MAX_HEAD_DIM = 512
 MOST_TOKENS = jit.MOST_BLOCKS[1]
-"""Of a launch: tokens are blocks along y."""
+"""Most tokens per launch: tokens are the grid's y dimension."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries and keys of some tokens, out of a projection that holds them and the values side by side.
+    """RoPE for Q and K in the output of a fused QKV projection.
 
-    paired: channels of queries and keys lie as ``paired_channels`` says.  stores: keys and values go into the 16-bit
-    ring of a KV cache.
+    paired: channels of Q and K are in ``paired_channels`` order.  stores: K and V are stored to the 16-bit residual of
+    a KV cache.
     """
 
     tokens: int
@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """A warp a head, ``threads`` a block."""
+    """A kernel config, a warp per head. threads: per block."""
 
     threads: int
     head_dim: int
@@ -69,17 +69,17 @@ class Params:
 
 
 Norms = tuple[Tensor | None, Tensor | None, float]
-"""Gains [head_dim] of norms of query heads and of key heads, None where there are none, and their epsilon."""
+"""(gain [head_dim] of the norm of query heads or None, the same of key heads, epsilon)."""
 NO_NORMS: Norms = (None, None, 0.0)
 
 
 @dataclass(frozen=True)
 class RopeStoreArgs:
-    """Where queries, keys and values of a step's newest tokens go, and how far they turn.
+    """RoPE's angles for a step's newest tokens, and the residual to store K and V to.
 
-    cosine, sine: [m, head_dim].  ring: a layer's, [sequences, key_heads, 2, ring tokens * head_dim].  lengths:
-    int32 [sequences], the new tokens included.  sequences: int32 [m / tokens], None for 0, 1, 2 ...  tokens: new ones
-    of each.
+    cosine, sine: [m, head_dim].  ring: a layer's residual, [sequences, key_heads, 2, ring tokens * head_dim].  lengths:
+    int32 [sequences], including the new tokens.  sequences: int32 [m / tokens], None for 0, 1, 2 ...  tokens: new
+    tokens per sequence.
     """
 
     cosine: Tensor
@@ -102,13 +102,13 @@ class RopeStoreArgs:
         return self.ring.shape[-1] // self.head_dim
 
     def behind(self, first: int) -> "RopeStoreArgs":
-        """The same for the sequences from the ``first`` on: by name, or counted from there."""
+        """The same for the sequences from the ``first`` on."""
         if self.sequences is not None:
             return replace(self, sequences=self.sequences[first:])
         return replace(self, ring=self.ring[first:], lengths=self.lengths[first:])
 
     def operands(self) -> tuple[Tensor | int | None, ...]:
-        """The fields in their order, as ops take them."""
+        """The fields in order, as ops take them."""
         return (
             self.cosine, self.sine, self.ring, self.lengths, self.sequences, self.query_heads, self.key_heads,
             self.tokens,
@@ -116,10 +116,10 @@ class RopeStoreArgs:
 
 
 def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
-    """Which output of a projection of queries, keys and values is where, int64: channels that turn lie near each other.
+    """A permutation of a QKV projection's outputs, int64, that puts channels rotated together next to each other.
 
-    Of queries and keys eight channels of the first half of a head, and the eight of the second half that turn with
-    them, lie in turn; values as they are.
+    In each head of Q and K, eight channels of the first half alternate with their eight partners of the second half; V
+    is unchanged.
     """
     turned = (torch.arange(query_heads + key_heads)[:, None] * head_dim + paired_rows(head_dim // 2)).flatten()
     start = len(turned)
@@ -127,7 +127,7 @@ def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why there is no kernel for a problem, in a sentence; None if there is."""
+    """Why the kernel cannot run a problem, in a sentence; None if it can."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return sixteen_bits("heads are", problem.dtype)
     step = 16 if problem.paired or problem.stores else 2
@@ -137,7 +137,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def default(problem: Problem, gamma_offset: int = 0) -> Config:
-    """Few heads a block, so that a token's heads spread over many SMs. Raises KernelError for other heads."""
+    """The config: few heads per block, to spread heads over SMs. Raises KernelError if ``why_not`` refuses."""
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the rotary embedding: {reason}")
     return Config(
@@ -146,7 +146,7 @@ def default(problem: Problem, gamma_offset: int = 0) -> Config:
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks over heads, and tokens."""
+    """Blocks: (heads, tokens)."""
     heads = problem.query_heads + problem.key_heads * (2 if config.stores else 1)
     return -(-heads // (config.threads // WARP)), problem.tokens, 1
 
@@ -161,10 +161,8 @@ def launch(
     problem: Problem, qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | None, norms: Norms,
     step: RopeStoreArgs | None = None,
 ) -> None:  # fmt: skip
-    """Launch on the current stream, once for every ``MOST_TOKENS``. Shapes and dtypes are the caller's to check
-    (``anybit.ops`` does).
-
-    step: whose ring keys and values go to instead of ``k``.
+    """Launch on the current stream, once per ``MOST_TOKENS`` tokens. The caller (``anybit.ops``) checks shapes and
+    dtypes. step: if given, K and V go to its residual instead of ``k``.
     """
     each = 1 if step is None else step.tokens
     if each > MOST_TOKENS:

@@ -1,4 +1,4 @@
-"""Rotary position embedding whose keys and values go into a paged 16-bit cache: the host side of rope_pages.cuh."""
+"""RoPE that stores K and V into a paged 16-bit cache: the host side of rope_pages.cuh."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +15,12 @@ from anybit.kernels.elementwise.rope import Problem as Problem
 
 HEAD_DIMS = (64, 128, 256)
 _CHANNELS = 16
-"""Of a thread."""
+"""Per thread."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Threads of a block; the rest repeats the problem."""
+    """A kernel config. threads: per block; the rest follows from the problem."""
 
     threads: int
     head_dim: int
@@ -55,11 +55,11 @@ class Params:
 
 @dataclass(frozen=True)
 class RopePagesArgs:
-    """How far the heads of a step's tokens turn, and the pages that their keys and values go to.
+    """RoPE's table and positions for a step's tokens, and the pages to store K and V to.
 
-    table: [positions, head_dim], cosines of half a head and then sines.  positions: int64 [m].  keys, values: [pages,
-    page tokens, key heads, head_dim], of equal strides; None where nothing is stored.  slots: int64 [up to m], page *
-    page tokens + the token in it; below 0 for nowhere.
+    table: [positions, head_dim], cosines for half a head, then sines.  positions: int64 [m].  keys, values: [pages,
+    page tokens, key heads, head_dim], with equal strides; None to store nothing.  slots: int64 [up to m], page * page
+    tokens + token in the page; negative: not stored.
     """
 
     table: Tensor
@@ -76,7 +76,7 @@ class RopePagesArgs:
         return self.table.shape[1]
 
     def params(self) -> dict[str, Any]:
-        """What kernels' parameters share, by name."""
+        """The fields that kernels' Params share, by name."""
         keys = self.keys
         page_stride, token_stride, head_stride = (0, 0, 0) if keys is None else keys.stride()[:3]
         return {
@@ -88,7 +88,7 @@ class RopePagesArgs:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why there is no kernel for a problem, in a sentence; None if there is."""
+    """Why the kernel cannot run a problem, in a sentence; None if it can."""
     if problem.head_dim not in HEAD_DIMS:
         return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
     if _threads(problem) >= 2**31 - 256:
@@ -97,7 +97,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def default(problem: Problem) -> Config:
-    """Small blocks for few tokens, so that a token's heads spread over SMs. Raises KernelError for other heads."""
+    """The config: small blocks for few tokens, to spread heads over SMs. Raises KernelError if ``why_not`` refuses."""
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the rotary embedding into pages: {reason}")
     threads = 32 if problem.tokens <= 16 else 256
@@ -105,7 +105,7 @@ def default(problem: Problem) -> Config:
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """A thread for each 16 channels of all heads of all tokens."""
+    """A thread per 16 channels of all heads of all tokens."""
     return -(-_threads(problem) // config.threads), 1, 1
 
 

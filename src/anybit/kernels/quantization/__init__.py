@@ -1,1 +1,1 @@
-"""Kernels that quantizers run."""
+"""Kernels of the quantization methods."""

@@ -1,4 +1,4 @@
-"""Channels rounded one after the other with error feedback: the host side of gptq_update.cuh."""
+"""GPTQ's sequential rounding of channels with error feedback: the host side of gptq_update.cuh."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,15 +9,15 @@ from anybit import jit
 from anybit.jit import Float32, Int32, Int64, Pointer
 
 CHANNELS = 32
-"""The most channels of one launch: what a thread holds in registers."""
+"""The most channels per launch, which a thread holds in registers."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A thread a column of the values, that is, a row of the weight.
+    """A kernel config. A thread takes a column of the values, that is, a row of the weight.
 
-    channels: the most that a launch walks, a multiple of 4.  referenced: errors are measured from ``reference``.
-    masked: codes are zeros where a mask says so; choosing: and the mask is found, two of every four channels.
+    channels: the most per launch, a multiple of 4.  referenced: errors are relative to ``reference``.
+    masked: a given 2:4 mask zeroes codes; choosing: the kernel chooses the mask.
     """
 
     threads: int
@@ -49,7 +49,7 @@ class Params:
 
 
 def default(referenced: bool, masked: bool = False, choosing: bool = False) -> Config:
-    """Small blocks: a small layer has too few rows to fill a GPU otherwise."""
+    """The config. Small blocks, so that small layers fill a GPU."""
     return Config(64, CHANNELS, referenced, masked, choosing)
 
 
@@ -71,9 +71,9 @@ def arguments(
     mask: Tensor | None = None,
     diagonal: Tensor | None = None,
 ) -> Params:
-    """Parameters of a launch: float32 all, values and reference [channels, columns], channels at most CHANNELS.
+    """The Params of a launch: all float32, values and reference [channels, columns], at most CHANNELS channels.
 
-    mask: bool [channels, columns], dense.  diagonal: [channels], dense, if the mask is to be found.
+    mask: bool [channels, columns], dense.  diagonal: [channels], dense, if the kernel chooses the mask.
     """
     channels, columns = values.shape
     return Params(
@@ -84,7 +84,7 @@ def arguments(
 
 
 def launch(params: Params, device: int) -> None:
-    """Launch on the current stream. Shapes and strides are the caller's to check."""
+    """Launch on the current stream. The caller checks shapes and strides."""
     choosing = params.diagonal is not None
     config = default(params.reference is not None, params.mask is not None and not choosing, choosing)
     grid = (-(-int(params.columns) // config.threads), 1, 1)
