@@ -87,6 +87,31 @@ def test_explains_every_layer_of_a_model(
     } == shapes
 
 
+@pytest.mark.parametrize(
+    ("ranks", "qkv", "o", "gate_up", "down"),
+    [
+        (2, "w4a16g128 1 x 256 x 256", "w4a16g128 1 x 256 x 128", "w4a16g128 1 x 512 x 256", "w4a16g128 1 x 256 x 256"),
+        (4, "w4a16g128 1 x 192 x 256", "w4a16g64 1 x 256 x 64", "w4a16g128 1 x 256 x 256", "w4a16g128 1 x 256 x 128"),
+    ],
+)
+def test_explains_the_parts_of_tensor_parallel_ranks(
+    ranks: int, qkv: str, o: str, gate_up: str, down: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Four ranks have one of two heads of keys each, and cut a group of o's, which becomes two."""
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    words = "explain", str(tmp_path), "-s", "w4a16g128", "-m", "1", "--tensor-parallel"
+    code, out, _ = run(monkeypatch, capsys, *words, str(ranks))
+    said = {line.split(" on ")[0] for line in out.splitlines() if " on NVIDIA H200" in line}
+    assert code == 0 and {qkv, o, gate_up, down} <= said
+    code, _, err = run(monkeypatch, capsys, *words, "3")
+    assert code == 1 and "--tensor-parallel 3: so many ranks cannot share the 256 outputs of model.layers.0" in err
+
+
 def test_explains_each_layer_in_its_own_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +134,7 @@ def test_explains_each_layer_in_its_own_scheme(
     [
         (("explain", "4096,4096"), "the shape 4096,4096 needs a scheme"),
         (("explain", "4096,4096", "-s", "w9a8"), "w9a8"),
+        (("explain", "64,64", "-s", "w4a8", "--tensor-parallel", "2"), "name a model, or the shape of a part"),
         (("explain", "4096,4096", "-s", "w4a8", "--allow", "a4"), "--allow a4 is unknown"),
         (("explain", "nothing here", "-s", "w4a8"), "neither a folder"),
         (("explain", "64,64", "-s", "w4a8fps24"), "2:4 sparse weights are multiplied by integers"),

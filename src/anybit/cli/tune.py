@@ -1,6 +1,7 @@
 """anybit tune, anybit explain."""
 
 import contextlib
+import fnmatch
 import itertools
 import math
 import os
@@ -9,7 +10,7 @@ import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +34,14 @@ Dtype = Annotated[
 ]
 SchemeOption = Annotated[
     str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own scheme.")
+]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        min=1,
+        help="Use the shard of each layer that one of this many GPUs holds, as vLLM splits it.",
+    ),
 ]
 _DTYPES = ("float16", "bfloat16")
 _USUAL_SECONDS = 270.0
@@ -59,6 +68,7 @@ def tune(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the map already has.")] = False,
     gpus: Annotated[int, typer.Option(min=1, help="Measure on this many GPUs at once, all of the same model.")] = 1,
+    ranks: Ranks = 1,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -71,6 +81,7 @@ def tune(
     \b
     anybit tune ./llama-3-8b-w4a8
     anybit tune ./llama-3-8b --scheme w4a16g128 --allow a8
+    anybit tune ./llama-3-70b-w4a8 --tensor-parallel 4
     """
     allowed, wanted = known(allow), _checked(dtype)
     import torch
@@ -90,7 +101,7 @@ def tune(
     if to is not None:
         policies.check_target(to)
     with status(f"Reading {model}"):
-        layers, own = _layers(model, scheme, trust_remote_code)
+        layers, own = _layers(model, scheme, trust_remote_code, ranks)
     products = [
         LinearProblem(m, n, k, parsed.weights, parsed.activations, getattr(torch, wanted or own))
         for parsed, n, k in layers
@@ -147,6 +158,7 @@ def explain(
     ] = None,
     allow: Allow = None,
     dtype: Dtype = None,
+    ranks: Ranks = 1,
     policy: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Use this map instead of this GPU's.")
     ] = None,
@@ -164,6 +176,8 @@ def explain(
     allowed, shape, kind = known(allow), _shape(what), _checked(dtype) or _DTYPES[0]
     if shape is not None and scheme is None:
         raise SchemeError(f"the shape {what} needs a scheme: --scheme w4a8")
+    if shape is not None and ranks > 1:
+        raise KernelError(f"--tensor-parallel {ranks} splits a model's layers: name a model, or the shape of a part")
     wanted = None if scheme is None else Scheme.parse(scheme)
     import torch
 
@@ -176,7 +190,7 @@ def explain(
         if shape is not None and wanted is not None:
             layers = [(wanted, *shape)]
         else:
-            layers, own = _layers(what, scheme, trust_remote_code)
+            layers, own = _layers(what, scheme, trust_remote_code, ranks)
             kind = dtype or own
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
         if policy is not None:
@@ -260,8 +274,13 @@ def _shape(text: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[list[tuple[Scheme, int, int]], str]:
-    """([(scheme, outputs, inputs)], dtype) of a model's linear layers: first as ``fuse`` joins them, then single."""
+def _layers(
+    model: str, scheme: str | None, trust_remote_code: bool, ranks: int = 1
+) -> tuple[list[tuple[Scheme, int, int]], str]:
+    """(scheme, outputs, inputs) of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in.
+
+    ranks: of one tensor-parallel rank's parts.
+    """
     from anybit.checkpoints import Folder, is_gguf, local_folder
     from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
     from anybit.checkpoints.formats.translate import FolderTranslation
@@ -270,7 +289,7 @@ def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[li
     if scheme is None and is_gguf(model):
         with contextlib.suppress(NotNative):  # then its layers are dequantized
             source, _, empty = open_gguf(Path(model).expanduser())
-            return _products(empty, source.layers), "float16"
+            return _products(empty, source.layers, ranks), "float16"
     with local_folder(model, trust_remote_code) as path:
         folder = Folder(path)
         saved, empty = folder.quantization, skeleton(path, trust_remote_code)
@@ -286,10 +305,10 @@ def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[li
             schemes = foreign.layers
         else:
             raise SchemeError(f"{model} is not quantized by anybit: name a scheme, for example --scheme w4a16g128")
-        return _products(empty, schemes), dtype_name(folder.kernel_dtype)
+        return _products(empty, schemes, ranks), dtype_name(folder.kernel_dtype)
 
 
-def _products(model: "nn.Module", schemes: dict[str, Scheme]) -> list[tuple[Scheme, int, int]]:
+def _products(model: "nn.Module", schemes: dict[str, Scheme], ranks: int = 1) -> list[tuple[Scheme, int, int]]:
     """([(scheme, outputs, inputs)], dtype) of a model: its linear layers as ``fuse`` joins them, then single ones."""
     from anybit.quantization.pipeline.modules import linear_layers
 
@@ -298,6 +317,8 @@ def _products(model: "nn.Module", schemes: dict[str, Scheme]) -> list[tuple[Sche
         for layer in linear_layers(model, [])
         if (scheme := schemes.get(layer.name))
     }
+    if ranks > 1:
+        layers = {name: _part(model, name, layer, ranks) for name, layer in layers.items()}
     joined = []
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
@@ -309,3 +330,33 @@ def _products(model: "nn.Module", schemes: dict[str, Scheme]) -> list[tuple[Sche
             for scheme, run in itertools.groupby(members, key=lambda member: member[0]):
                 joined.append((scheme, sum(n for _, n, _ in run), layer[2]))
     return list(dict.fromkeys([*joined, *layers.values()]))
+
+
+def _part(model: "nn.Module", name: str, layer: tuple[Scheme, int, int], ranks: int) -> tuple[Scheme, int, int]:
+    """A layer's part on a tensor-parallel rank, by the model's plan in transformers; whole where the plan says nothing.
+
+    Raises KernelError for a layer that so many ranks cannot share.
+    """
+    from anybit.sharding import shard_format
+
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise KernelError(f"--tensor-parallel: transformers has no plan that splits a {type(model).__name__}")
+    how = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), "")
+    scheme, n, k = layer
+    if how.startswith("rowwise") and k % ranks == 0:
+        cut = k // ranks
+        return replace(scheme, weights=shard_format(scheme.weights, cut, cut)), n, cut
+    if how.startswith("colwise"):
+        if name.rpartition(".")[2] == "lm_head":  # vLLM pads the vocabulary
+            n = -(-n // 64) * 64
+        config: Any = model.config
+        heads = getattr(config, "num_key_value_heads", 0) if name.endswith((".k_proj", ".v_proj")) else 0
+        if heads and ranks % heads == 0:  # ranks share heads
+            return scheme, n // heads, k
+        if n % ranks == 0:
+            return scheme, n // ranks, k
+    if not how:
+        return layer
+    side = f"{k} inputs" if how.startswith("rowwise") else f"{n} outputs"
+    raise KernelError(f"--tensor-parallel {ranks}: so many ranks cannot share the {side} of {name}")
