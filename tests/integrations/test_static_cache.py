@@ -204,6 +204,14 @@ def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):
     assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
 
 
+@pytest.mark.skipif(not hasattr(hf.GenerationConfig(), "use_mtp"), reason="of newer transformers")
+def test_layers_that_draft_are_not_passed_over(llama):
+    """They were asked for, and this model has none: a static cache left them out without a word."""
+    call = {"cache_implementation": "static", "use_mtp": True, **GREEDY}
+    with pytest.raises(ValueError, match="num_mtp_layers"):
+        quantized(llama, "w4a16g64-kv16").generate(prompt(1), **call)
+
+
 def test_a_cache_without_packed_attention_is_never_captured(tmp_path, monkeypatch):
     """Its shapes change from step to step: a graph of one step would be wrong for the next."""
     config = hf.BloomConfig(vocab_size=128, hidden_size=128, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)

@@ -17,6 +17,10 @@ from anybit.integrations.cache_name import CACHE, cache_of
 
 TOGETHER = 8
 _KNOWN_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
+_OTHERS = (
+    "return_dict_in_generate", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",
+)  # fmt: skip
+"""Settings that ask for more than tokens, or for another way to them."""
 _KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep")
 
 
@@ -32,7 +36,7 @@ def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a ``generate`` call is greedy, over a static cache, and returns only tokens."""
     value = functools.partial(setting, model, kwargs)
     plain = not value("do_sample") and (value("num_beams") or 1) == 1 and (value("num_return_sequences") or 1) == 1
-    extra = value("return_dict_in_generate") or value("prompt_lookup_num_tokens") or value("penalty_alpha")
+    extra = any(map(value, _OTHERS))
     given = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
     given = given or cache_of(kwargs) is not None
     return value("cache_implementation") == "static" and plain and not extra and not given
