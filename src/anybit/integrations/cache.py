@@ -465,7 +465,7 @@ def mask(
     mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask for "anybit": the padding mask, or None without padding; the kernel applies causality and windows."""
+    """The mask for "anybit": the padding mask, or None without padding; attention itself is causal and windowed."""
     if not torch.compiler.is_compiling() and not _is_causal(mask_function):
         raise NotCausalError(
             f"attention {NAME!r} is causal, with or without a sliding window, and this model's mask is of another kind "

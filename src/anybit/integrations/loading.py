@@ -71,7 +71,7 @@ def load_model(
         quantized model stored in float32 is loaded onto a GPU as bfloat16, as kernels take 16-bit floats; this warns.
     overrides: per-layer schemes, on top of ``scheme`` (see ``AnyBitConfig``).
     trust_remote_code: run a model's own Python files; without it nothing in a folder is executed.
-    dequantize: turn quantized layers into bfloat16 (float32 on a CPU), for codes that no kernel on the device supports.
+    dequantize: turn quantized layers into floats, by default bfloat16 (float32 on a CPU), for codes without a kernel.
     Raises CheckpointError, naming file and tensor, for a corrupt, incomplete or non-finite checkpoint; LayerError for a
     layer that the scheme does not fit; KernelError for a backend that is unknown, cannot run the layers, or is given
     for an unquantized model; SchemeError for an invalid scheme, or overrides without one.

@@ -35,7 +35,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "chat_template_kwargs": (dict,),
 }
 _BOUNDS = {"temperature": (1e-4, 100.0), "top_p": (0.0, 1.0), "frequency_penalty": (-0.99, 100.0)}
-"""Beyond these, scores become inf or NaN; sampling from those triggers a device-side assert that kills the process."""
+"""Beyond these, scores become inf or NaN; sampling from those makes the CUDA context unusable (device-side assert)."""
 _NEEDED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),

@@ -53,7 +53,7 @@ class Explanation:
             f"  because    {self.why}",
             f"  runner-up  {self.runner_up}",
             f"  built in   {self.builtin}{own}",
-            f"  roofline   {self.floor_us:.2f} us: operands read once, MMAs issued at the tensor cores' peak rate",
+            f"  roofline   {self.floor_us:.2f} us: operands read once, MMAs issued at the tensor cores' rate",
             f"  space      {self.candidates} legal candidates: {families}",
         ]
         for other in self.others:

@@ -148,7 +148,7 @@ def why_not(config: Any, impls: list[Any]) -> str | None:
     if config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
         return "full CUDA graphs of mixed batches (--compilation-config) do not tell decode steps apart"
     if any(impl.alibi_slopes is not None for impl in impls):
-        return "anybit's kernel does not add ALiBi slopes"
+        return "layers with ALiBi slopes are left to FlashAttention"
     return None
 
 

@@ -130,7 +130,7 @@ def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
     if arguments["kv_sharing_target_layer_name"] is not None:
         reason = f"{prefix} shares the keys and values of {arguments['kv_sharing_target_layer_name']}"
     elif arguments["alibi_slopes"] is not None:
-        reason = f"{prefix} has ALiBi slopes, which the prefill kernel does not support"
+        reason = f"{prefix} has ALiBi slopes, which its prefill does not support"
     elif arguments["attn_type"] != "decoder" or arguments["attn_backend"] is not None:
         reason = f"{prefix} is not decoder self-attention, or brings its own backend ({arguments['attn_type']})"
     elif (arguments["head_size_v"] or arguments["head_size"]) != arguments["head_size"]:
