@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.cases_damage import save_gguf
 from tests.cases_models import save_byte_tokenizer, save_tiny, tokens_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.quantizers.base import HfQuantizer
 
 from anybit import AnyBitConfig
@@ -284,6 +284,33 @@ def test_errors_show_no_control_characters(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         load_model(folder, device="cpu")
     assert str(error.value).isprintable()
+
+
+def test_a_folder_of_gguf_files_and_a_missing_tokenizer_say_what_to_do(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"not a model folder: give one of its GGUF files instead, such as .*f$"):
+        load_model(tmp_path / "files", device="cpu")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / "files"))
+    with pytest.raises(CheckpointError, match=r"^a/b has no config.json on the hub: .*hf download a/b FILE.gguf"):
+        load_model("a/b", device="cpu")
+    bare = linked(llama, tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"save it there: AutoTokenizer.from_pretrained\(ORIGINAL\).save_pretrained"
+    ):
+        load_model(bare, device="cpu")
+
+
+def test_a_model_of_another_kind_is_named(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "q", "w4a16g32")
+    says = "which LlamaForSequenceClassification needs: its config.json says LlamaForCausalLM, so load it as that"
+    for folder, how in ((llama, {"quantization_config": AnyBitConfig("w4a16g32")}), (tmp_path / "q", {})):
+        with pytest.raises(CheckpointError, match=says):
+            AutoModelForSequenceClassification.from_pretrained(folder, **how)
 
 
 def test_a_good_folder_is_not_refused(llama: Path) -> None:

@@ -50,6 +50,8 @@ def test_fused_says_the_same(config_class, scheme, tmp_path):
     assert torch.equal(model.generate(ids, **generate, cache_implementation="static"), tokens)
     with pytest.raises(LayerError, match="unfuse"):
         model.state_dict()
+    with pytest.raises(LayerError, match="unfuse"):
+        model.load_state_dict(state)
     assert anybit.fuse(model) is model  # a second time changes nothing
     for records in ("output_hidden_states", "output_attentions"):
         with pytest.raises(LayerError, match=f"{records.removeprefix('output_')} to record: call anybit.unfuse"):

@@ -13,7 +13,7 @@ from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_header, read_tensor
 from anybit.checkpoints.sidecars import FILES, with_quantization
 from anybit.checkpoints.verify import check_config, check_layers
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, one_line
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -142,6 +142,14 @@ def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
         )
 
 
+def without_tokenizer(folder: Path, error: Exception) -> CheckpointError:
+    """The error to raise where no tokenizer can be read from a folder, and what to do if it has none."""
+    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    saved = any((folder / name).exists() for name in known)
+    do = "" if saved else f" (save it there: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({str(folder)!r}))"
+    return CheckpointError(f"{folder} has no tokenizer that can be read{do}: {one_line(error)}")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError, saying what is wrong with the file."""
     try:
@@ -151,7 +159,9 @@ def read_json(file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, and {_LARGEST_JSON} at most are read")
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} has no {file.name}, so it is not a model folder") from None
+        models = sorted(file.parent.glob("*.gguf"))  # each is a model by itself
+        instead = f": give one of its GGUF files instead, such as {models[0]}" if models else ""
+        raise CheckpointError(f"{file.parent} has no {file.name}, so it is not a model folder{instead}") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     except RecursionError:

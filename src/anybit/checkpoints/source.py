@@ -165,7 +165,13 @@ def from_hub(name: str, trust_remote_code: bool = False, revision: str | None = 
 
     try:
         patterns = [*_FETCHED, "*.py"] if trust_remote_code else _FETCHED
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=patterns))
+        path = Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name} is not a local folder, and the hub does not serve it: {reason}") from error
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{name} has no config.json on the hub: if it holds GGUF files, download one "
+            f"(hf download {name} FILE.gguf --local-dir .) and give that file"
+        )
+    return path

@@ -283,7 +283,9 @@ def _refuse(model: Any, names: list[str], where: object, missing: bool) -> None:
     count = f" and {len(names) - 1} more" if len(names) > 1 else ""
     kind = type(model).__name__
     if names and missing:
-        raise CheckpointError(f"{where} has no tensor {names[0]}{count}, which {kind} needs")
+        saved = (getattr(model.config, "architectures", None) or [kind])[0]
+        other = "" if saved == kind else f": its config.json says {saved}, so load it as that"
+        raise CheckpointError(f"{where} has no tensor {names[0]}{count}, which {kind} needs{other}")
     if names:
         raise CheckpointError(
             f"{where} has tensor {names[0]}{count}, which {kind} has no place for: its config.json is another model's"

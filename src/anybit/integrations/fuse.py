@@ -239,6 +239,7 @@ def fuse(model: nn.Module) -> nn.Module:
     graph.install(model, layers[0].qkv.scheme.kv)
     model.__dict__["_anybit_refusals"] = (
         model.register_state_dict_pre_hook(_refuse_state_dict),
+        model.register_load_state_dict_pre_hook(_refuse_state_dict),
         body.register_forward_pre_hook(_refuse_records, with_kwargs=True),
     )
     return model
@@ -414,7 +415,7 @@ def _epsilon(norm: Any) -> float:
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
-    raise LayerError("a fused model is for inference: call anybit.unfuse(model) before saving it")
+    raise LayerError("a fused model is for inference: call anybit.unfuse(model) before saving or loading its state")
 
 
 def _refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from anybit.checkpoints import Folder, is_gguf, local_folder
 from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
+from anybit.checkpoints.folder import without_tokenizer
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.checkpoints.verify import check_model
@@ -161,7 +162,7 @@ def load_model(
         except MemoryError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{path} has no tokenizer that can be read: {one_line(error)}") from error
+            raise without_tokenizer(path, error) from error
     parsed = stored if scheme is None else Scheme.parse(scheme)
     if parsed is not None and not parsed.activations.quantized and "a8" in allowed():
         _say_without_effect(model)

@@ -316,7 +316,7 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
     from anybit.integrations.serving_metrics import Metrics
 
     dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
-    if server.dtype != "auto" and not isinstance(dtype, torch.dtype):
+    if server.dtype != "auto" and dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise OptionError(f"--dtype {server.dtype} is unknown; write auto, float16, bfloat16 or float32")
     loaded = load_model(server.model, server.scheme, dtype=dtype, trust_remote_code=server.trust_remote_code)
     bound(loaded.model, loaded.tokenizer, server.model, server.max_length or loaded.positions or CONTEXT)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
+from anybit.checkpoints.folder import without_tokenizer
 from anybit.errors import CheckpointError, LayerError, OptionError, TextError, one_line
 from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.kl_gradient import fast_in_half
@@ -442,7 +443,7 @@ def _tokens_of_text(job: Job, file: Path, length: int, tokens: int) -> list[Tens
     except MemoryError:
         raise
     except Exception as error:  # a damaged tokenizer can fail in any way
-        raise CheckpointError(f"{job.source.path} has no tokenizer that can be read: {one_line(error)}") from error
+        raise without_tokenizer(job.source.path, error) from error
     for sequence in found:
         check_tokens(job.model, sequence, job.source.path)
     return found
