@@ -1,8 +1,8 @@
-// Split-KV decode attention over packed pages and the 16-bit residual, merge included, in one launch.
+// Split-KV decode attention over packed KV pages and the 16-bit residual, split-KV merge included, in one launch.
 //
-// Every warp works alone: it owns a stretch of units (see decode_schedule.cuh), keeps a ring of copies of key and value
-// halves in flight, and carries a softmax state from unit to unit. What remains is merged twice: the warps' states in
-// shared memory, then those of several blocks by the one that arrives last.
+// The grid is one wave. Warps are independent: each owns a contiguous range of units (decode_schedule.cuh), pipelines key
+// and value halves through a private shared-memory ring, and carries one online-softmax state from unit to unit. Partial
+// states merge per CTA in shared memory, then across CTAs in the one that arrives last.
 #ifndef ANYBIT_DECODE_CUH
 #define ANYBIT_DECODE_CUH
 
@@ -13,19 +13,19 @@
 
 namespace decode {
 
-// A warp's ring of copies: a unit is two of them, its keys and its values.
+// A warp's load pipeline. Each unit takes two stages, keys then values ("halves").
 template <class Config> struct Pipeline {
     using S = Shape<Config>;
     static constexpr int page_blocks = Config::page / Config::block;
     const Params& p;
-    Cursor<Config> ahead;   // the unit whose half is copied next
-    int left;               // steps of which not all is asked for
-    bool values;            // whether that half is the values
-    int page, slot, filled;  // page of that unit; slot to wait for, to fill
+    Cursor<Config> ahead;   // unit of the next half to load
+    int left;               // steps not yet issued in full
+    bool values;            // the next half is the values
+    int page, slot, filled;  // its page; stage to consume next, stage to fill next
     uint32_t parity, stage, barrier;
     uint64_t policy;
-    const uint8_t* pages;    // of this KV head: page 0
-    const int32_t* entries;  // of this sequence: the table entry of its first page
+    const uint8_t* pages;    // page 0, offset to this KV head
+    const int32_t* entries;  // this sequence's row of the page table
 
     PTX Pipeline(const Params& params, const Cursor<Config>& start, int units, uint32_t stages, uint32_t barriers)
         : p(params), ahead(start), left(units), values(false), page(0), slot(0), filled(0), parity(0),
@@ -43,8 +43,8 @@ template <class Config> struct Pipeline {
             find_page();
         }
     }
-    // Whether the next half may be read while the previous kernel is still at work. In a pool that is not ours a sequence
-    // whose first step this is may hit pages that this very step packs; then its own page has but this step's tokens.
+    // Whether the next half may be loaded before griddepcontrol.wait. In an external pool, the first step of a sequence may
+    // hit pages that this very step packs; its own last page then holds this step's tokens only.
     PTX bool next_is_old() const {
         if constexpr (Config::plain)
             return ahead.position() + Config::residual_tokens <= ahead.extent.length - Config::queries && ahead.extent.length % Config::page != 1;
@@ -56,9 +56,9 @@ template <class Config> struct Pipeline {
             pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
         entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
     }
-    // The table entry of the unit ahead, asked for one unit early so that nobody waits for it.
+    // Loads the table entry of the unit ahead, one unit early to hide its latency.
     PTX void find_page() {
-        if constexpr (Config::plain) {  // a lane's own: that of its token
+        if constexpr (Config::plain) {  // per lane: the page of its token
             const int token = min(ahead.position() + static_cast<int>(threadIdx.x % 32), ahead.extent.length - 1);
             page = entry_of(max(token, 0) / Config::page);
         } else if constexpr (Config::front > 0) {
@@ -73,13 +73,13 @@ template <class Config> struct Pipeline {
                 }
         }
     }
-    // A table entry of a row that may be padding: whatever it says, a page that is there.
+    // Table entries of padding rows are arbitrary: clamp to a valid page.
     PTX int entry_of(int index) const { return min(max(entries[index], 0), p.pages_count - 1); }
     PTX int64_t page_stride() const {
         if constexpr (Config::front > 0) return p.page_stride;
         else return p.kv_heads * (page_blocks * S::block_bytes);
     }
-    // Asks for the next half, if there is one.
+    // Issues the load of the next half, if any.
     PTX void fill() {
         if (left > 0) {
             if constexpr (Config::plain) copy_tokens();
@@ -92,10 +92,10 @@ template <class Config> struct Pipeline {
             values = !values;
             if (++filled == Config::stages) filled = 0;
         } else if constexpr (!Config::bulk) {
-            ptx::cp_async_commit_group();  // empty, so that the count of groups stays that of the halves
+            ptx::cp_async_commit_group();  // empty: keeps one commit group per half for wait_group
         }
     }
-    // Of a packed block, or of a chunk of the residual: in blocks of the pool, or apart.
+    // Loads half a packed block, or half a residual chunk: from the pool's blocks (Config::front) or its own buffer.
     PTX void copy_half() {
         const uint8_t* source;
         int bytes;
@@ -128,7 +128,7 @@ template <class Config> struct Pipeline {
             ptx::cp_async_commit_group();
         }
     }
-    // Of plain pages: every lane asks for its own token's row, or sixteen bytes of several; rows beyond the last stay as they are.
+    // Plain pages: with bulk copies a lane loads its token's row, else 16 bytes of several; rows past the end stay stale.
     PTX void copy_tokens() {
         constexpr int tokens = Config::residual_tokens, lanes = S::element_bytes / 16;
         const uint32_t shared = stage + filled * S::slot_bytes;
@@ -150,7 +150,7 @@ template <class Config> struct Pipeline {
             ptx::cp_async_commit_group();
         }
     }
-    // Waits for the next half and returns where it lies.
+    // Waits for the next half; returns its shared address.
     PTX uint32_t take() {
         const uint32_t at = stage + slot * S::slot_bytes;
         if constexpr (Config::bulk) {
@@ -162,7 +162,7 @@ template <class Config> struct Pipeline {
         if (++slot == Config::stages) { slot = 0; parity ^= 1; }
         return at;
     }
-    // Where the packed block lies that is `further` units after the unit ahead, if it is one of this row and of this warp.
+    // Address of the packed block `further` units past `ahead`, or null if it isn't this row's or this warp's.
     PTX const uint8_t* beyond(int further) const {
         int unit = ahead.unit + further, head = ahead.head;
         if (unit >= ahead.extent.units) { unit -= ahead.extent.units; ++head; }
@@ -175,8 +175,8 @@ template <class Config> struct Pipeline {
         if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
         return p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
     }
-    // Where this lane's of `units` packed blocks of this row lies that L2 is to be asked for, if there is one; `further`
-    // is the first one's distance from the unit ahead. Half of that one may have been copied.
+    // L2 prefetch of `units` packed blocks, one per lane, from `further` units past `ahead` on: this lane's address, or
+    // null. The unit ahead itself may have its keys loaded already; ask_ahead skips those.
     PTX const uint8_t* place_ahead(int further, int units) const {
         const int lane = threadIdx.x % 32;
         return lane < units ? beyond(further + lane) : nullptr;
@@ -185,7 +185,7 @@ template <class Config> struct Pipeline {
         const int skip = further == 0 && threadIdx.x % 32 == 0 && values ? S::key_bytes : 0;
         if (at != nullptr) ptx::cp_async_bulk_prefetch_L2(at + skip, S::key_bytes + S::value_bytes - skip);
     }
-    // The oldest half has been read by the whole warp: its slot may be filled again.
+    // The whole warp has consumed the oldest half: refills its stage.
     PTX void release() {
         __syncwarp();
         fill();
@@ -194,17 +194,17 @@ template <class Config> struct Pipeline {
 
 template <class Config> struct Queries {
     static constexpr int depth = Shape<Config>::depth, columns = Config::query_tiles, width = Shape<Config>::width;
-    static constexpr bool constant_bytes = Config::paired && !Config::by_channel && !Config::fp4;  // else made for a block
+    static constexpr bool constant_bytes = Config::paired && !Config::by_channel && !Config::fp4;  // else made per block
     uint32_t q[columns][depth][2];
     Fp4Query<Config> fp4;
     Bytes<Config> bytes[constant_bytes ? columns : 1];
 
-    // Row r of a chunk is query token r / group, head r % group. `raw`: as they are, not scaled and in float16.
+    // Row r of a query chunk is query token r / group, head r % group. raw: load as stored, unscaled.
     PTX void load(const Params& p, const Cursor<Config>& at, bool raw) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < columns; ++n) {
-            const int column = 4 * width * n + g * width / 2;  // paired: both columns of a query hold it
+            const int column = 4 * width * n + g * width / 2;  // paired: two columns hold the same query
             const int row = at.head % Config::query_chunks * Config::rows + column;
             const int token = row / Config::group, head = at.head / Config::query_chunks * Config::group + row % Config::group;
             const bool there = column < Config::rows && at.extent.template has<Config>(token);
@@ -276,7 +276,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     const int warp = ptx::warp_id();
     const Layout<Config> shared{};
     ptx::griddepcontrol_launch_dependents();
-    // Pages, tables and lengths were written before the previous kernel began; queries and the residual by it.
+    // PDL: pages, tables and lengths predate the previous kernel; queries and the residual are its output.
     Line<Config> line(p);
     const int total = line.total, shares = min(static_cast<int>(gridDim.x), total);
     const int share = blockIdx.x;
@@ -290,18 +290,18 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     for (; asked < early && pipeline.left > 0 && pipeline.next_is_old(); ++asked) pipeline.fill();
     if constexpr (Config::split == 0) {
         shared.clear_segments(warp);
-        plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way
+        plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // overlaps the first loads
     }
-    // What comes after the ring goes to L2: once the ring is there, so that others' last copies are not kept waiting, or
-    // as soon as the previous kernel has ended and memory has nothing else to do until a slot is free. Short stretches
-    // gain nothing from it.
+    // L2 prefetch past the ring, in two parts: l2_early blocks once this warp's ring has landed, so as not to delay other
+    // warps' ring loads, and l2_late blocks once the previous kernel has ended, when memory would idle until a stage
+    // frees up. Short ranges gain nothing from it.
     constexpr int enough = 6;  // steps left
     if constexpr (Config::bulk && Config::l2_early > 0)
         if (asked == early && pipeline.left >= enough) {
             ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
             pipeline.ask_ahead(pipeline.place_ahead(0, Config::l2_early), 0);
         }
-    const uint8_t* next = nullptr;  // looked up now, so that queries need not wait for it
+    const uint8_t* next = nullptr;  // looked up before the wait, off the queries' critical path
     if constexpr (Config::bulk && Config::l2_late > 0)
         if (asked == early && pipeline.left >= enough) next = pipeline.place_ahead(Config::l2_early, Config::l2_late);
     ptx::griddepcontrol_wait();

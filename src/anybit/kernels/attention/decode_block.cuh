@@ -1,9 +1,8 @@
-// What one warp does with one block of keys and values: scores, probabilities, weighted values.
+// One warp, one block of keys and values: S = K Q^T, online softmax, O^T += V^T P^T.
 //
-// A block of packed tokens and a chunk of the 16-bit residual go through the same code; `Part` says which it is.
-// Scores come out with tokens as rows and queries as columns, and the output is accumulated transposed (channels as
-// rows), so that keys and values are both the A operand, which is read from shared memory without any shuffle, and so
-// that one movmatrix turns a score tile into the B operand of the second product.
+// Packed blocks and chunks of the 16-bit residual share this code; `Part` selects. Both products are transposed (tokens,
+// then channels are M; queries are N), so that keys and values are both the A operand, whose fragments come from shared
+// memory without shuffles, and one movmatrix turns a score tile into the B operand of the second product.
 #ifndef ANYBIT_DECODE_BLOCK_CUH
 #define ANYBIT_DECODE_BLOCK_CUH
 
@@ -28,18 +27,18 @@ template <class Config, class Part> struct Block {
     static constexpr bool value_bf16 = Config::bf16 && Part::value_bits == 16;
     static constexpr int width = S::width;
     static constexpr bool integer = Config::paired && Part::key_bits <= 4;
-    // Eight bits tell what a float16 product of query and scale rounds off: a second product adds it.
+    // 8-bit codes resolve the float16 rounding error of query * scale: a second MMA adds that error back.
     static constexpr bool split = Part::key_bits == 8 && Part::by_channel;
-    // Channel-wise keys without masks keep raw scores: their scale is one number a row of a chunk, and so are their zeros.
+    // Unmasked per-channel keys keep raw scores: unit() and the zero-point term `base` go into the FMA before ex2.
     static constexpr bool folded = Part::key_bits != 16 && Part::by_channel && !Part::general;
 
     float score[columns][tiles][2 * width];
-    float base[columns][chunks][width];     // folded: what the zeros of the keys add
-    float factor[integer ? columns : 1][chunks];  // integer: what a unit of the scores is worth
-    uint32_t probability[columns][tiles][width];  // of rows g and g + 8 of one query (paired), or of two queries of a row
+    float base[columns][chunks][width];     // folded: the keys' zero-point term
+    float factor[integer ? columns : 1][chunks];  // integer: scale of the int32 scores
+    uint32_t probability[columns][tiles][width];  // paired: rows g and g + 8 of one query; else two queries of one row
     float lane_sum[columns][width], lane_zero[columns][value_groups][width];
 
-    // What the scores of tile i, rows g + 8 * h, are multiplied by.
+    // Scale of the scores of tile i, rows g + 8 * h.
     PTX float unit(int n, int i, int h) const {
         if constexpr (integer) return factor[n][i / chunk_tiles] * (1.0f / (Part::key_bits == 4 ? (h ? 16.0f : 1.0f) : (i & 1 ? (h ? 64.0f : 16.0f) : (h ? 4.0f : 1.0f))));
         else return kv_page::unscale<Part::key_bits>(i, h);
@@ -81,7 +80,7 @@ template <class Config, class Part> struct Block {
                 uint32_t b[columns][2], rest[split ? columns : 1][2];
                 if constexpr (Part::key_bits != 16 && Part::by_channel) {
                     const uint4 p = ptx::ld_shared_v4(keys + S::key_codes + ((c * depth + j) * 4 + t) * 16);
-                    const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, not needed
+                    const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, result unused
 #pragma unroll
                     for (int n = 0; n < columns; ++n) {
                         b[n][0] = ptx::mul_f16x2(q[n][j][0], p.y);
@@ -153,7 +152,7 @@ template <class Config, class Part> struct Block {
             }
         }
     }
-    // The same on the integer tensor cores; the scales of channels are multiplied into the queries before these are bytes.
+    // The same on integer MMA. Per-channel key scales are multiplied into the queries before they are split into bytes.
     PTX void integer_scores(uint32_t keys, const Queries<Config>& queries) {
         constexpr int units = chunk_tiles / kv_page::Unit<Part::key_bits>::tiles, steps = depth / 2 / key_groups;
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -168,7 +167,7 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                 for (int j = 0; j < depth; ++j) {
                     const uint4 p = ptx::ld_shared_v4(keys + S::key_codes + ((c * depth + j) * 4 + t) * 16);
-                    const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, not needed
+                    const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, result unused
 #pragma unroll
                     for (int n = 0; n < columns; ++n) {
                         scaled[n][j][0] = ptx::mul_f16x2(queries.q[n][j][0], p.y);
@@ -234,10 +233,10 @@ template <class Config, class Part> struct Block {
             }
         }
     }
-    static constexpr int32_t magic_bits = 0x4b400000;  // as a float 1.5 * 2^23: integers below 2^22 are added to it exactly
+    static constexpr int32_t magic_bits = 0x4b400000;  // 1.5 * 2^23 as a float: int sums below 2^22 on top need no I2F
     static constexpr float magic = 12582912.0f;
 
-    // Adds one group's scores, scaled by its tokens' scales, and its zeros times the sum of the queries' channels.
+    // Adds one channel group: scores times the tokens' scales, plus their zeros times the query's sum over the group.
     PTX void by_token(uint32_t keys, int group, int g, float (&to)[tiles][4], float (&from)[tiles][4], float (&ones)[4]) {
         const bool first = key_groups == 1 || group == 0;
 #pragma unroll
@@ -258,7 +257,7 @@ template <class Config, class Part> struct Block {
         }
     }
 
-    // ---- what a model does to its logits; `position` is that of the block's first token
+    // ---- softcap, ALiBi and mask; `position` is that of the block's first token
     PTX void mask(int position, const Logits& logits, const Column (&column)[columns][width]) {
         if constexpr (Part::general) {
             const int g = threadIdx.x % 32 / 4;
@@ -280,7 +279,7 @@ template <class Config, class Part> struct Block {
         }
     }
 
-    // ---- probabilities against the references at hand; sums are kept apart, in case these were too low
+    // ---- P = exp2(S - reference); sums stay in lane_sum and lane_zero, since a raised reference redoes them
     PTX void exponentials(uint32_t values, const State<Config>& state) {
         const int g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -337,14 +336,14 @@ template <class Config, class Part> struct Block {
         return ptx::ld_shared_u32(parameters + ((v * (tiles / 2) + i / 2) * 8 + g) * 16 + (i % 2 * 2 + h) * 4);
     }
 
-    // The references only move when a lane's sum says that they must: most blocks need no maximum and no rescaling.
+    // Lazy rescaling: references rise only when a lane's sum exceeds the limit, so most blocks skip the max and rescale.
     PTX void probabilities(uint32_t values, State<Config>& state) {
         float limit = 1024.0f;
         if constexpr (Part::value_bits != 16) limit = ptx::ld_shared_f32(values + S::value_codes + S::value_parameters);
-        // Half of the room is left above the maximum, in powers of two: a small probability times the scale of 8-bit values
-        // would be a subnormal float16 otherwise (2.1e-3 instead of 1e-3 on a real model's layers).
+        // The reference sits below the maximum by half of the headroom (log2): otherwise small probabilities times the scale
+        // of 8-bit values would be float16 subnormals (2.1e-3 instead of 1e-3 on a real model's layers).
         const float room = 0.5f * ptx::lg2_approx(fmaxf(limit, 1.0f));
-        if (state.fresh) {  // nothing to rescale yet
+        if (state.fresh) {  // nothing to rescale
 #pragma unroll
             for (int n = 0; n < columns; ++n)
 #pragma unroll
@@ -399,7 +398,7 @@ template <class Config, class Part> struct Block {
         }
     }
 
-    // ---- weighted values: O^T += V^T P^T; of the residual, tokens at or after `end` (from its first) are not there
+    // ---- O^T += V^T P^T; residual tokens from `end` on (counted from the chunk's first) are masked
     PTX void weigh(uint32_t values, State<Config>& state, int end) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         using U = kv_page::Unit<Part::value_bits>;
@@ -437,7 +436,7 @@ template <class Config, class Part> struct Block {
                     if constexpr (Config::plain)
                         ptx::ldmatrix_x4_trans(a, values + (16 * i + lane % 8 + lane / 16 * 8) * S::row_bytes + (2 * (u * U::tiles + x) + lane / 8 % 2) * 16);
                     else kv_page::fragment<Part::value_bits>(a, w, x);
-                    if constexpr (Part::residual) {  // a slot not written yet may hold anything, even a NaN
+                    if constexpr (Part::residual) {  // an unwritten slot may hold NaN, and 0 * NaN is NaN
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {
                             const int left = end - (16 * i + 8 * k + 2 * t);

@@ -1,8 +1,8 @@
-// A block of 4-bit floats on the block-scaled tensor cores of sm_120: codes and scales go there as they lie in memory.
+// An fp4 (e2m1) KV block on sm_120's block-scaled MMA: codes and scales are operands as stored, with no dequantization.
 //
-// Queries and probabilities become 4-bit floats too, each as the sum of two: the even columns of a product hold what
-// fits (high), the odd ones what that leaves (low), with scales of their own. Their products are added at last.
-// Emulated, and compiled for sm_120a; not run on hardware. See kv_fp4.py for the order of codes and scales.
+// Queries and probabilities are each split into a sum of two e2m1 values with their own scales: even columns hold the
+// high part, odd columns the remainder (low); the two products are added at the end.
+// Emulated, and compiled for sm_120a; not run on hardware. kv_fp4.py gives the order of codes and scales.
 #ifndef ANYBIT_DECODE_FP4_CUH
 #define ANYBIT_DECODE_FP4_CUH
 
@@ -10,7 +10,7 @@
 
 namespace decode {
 
-// The B operand of one step of 64: eight values for each half of it, as float16 pairs.
+// Makes the B operand of one k = 64 step from eight values per half, given as float16 pairs.
 template <class Config> PTX void fp4_operand(uint32_t (&b)[2], uint32_t& scales, const uint32_t (&x)[2][4]) {
     const bool low = threadIdx.x / 4 % 2;
     uint32_t own = 0;
@@ -42,14 +42,14 @@ template <class Config> PTX void fp4_operand(uint32_t (&b)[2], uint32_t& scales,
             }
         }
     }
-    // The first lane of four gives all scales: its own of either half, and those of the lanes two further.
+    // The first lane of each quad supplies the scales: its own of both halves and those of the lane two on.
     scales = own | __shfl_xor_sync(0xffffffffu, own, 2) << 8;
 }
 
 template <class Config> struct Fp4Query {
     static constexpr int steps = Config::head_dim / 64;
     uint32_t b[steps][2], scales[steps];
-    float inverse;  // of the factor that query t was multiplied by
+    float inverse;  // 1 / the factor query t was multiplied by
 
     PTX void make(const uint32_t (&q)[Config::head_dim / 16][2]) {
         uint32_t most = ptx::abs_f16x2(q[0][0]);
@@ -75,7 +75,7 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
     using Base = Block<Config, Packed<Config>>;
     using S = Shape<Config>;
     static constexpr int tiles = Base::tiles, depth = S::depth;
-    static constexpr float factor_of_p = 256.0f;  // of the probabilities, so that small ones keep their bits
+    static constexpr float factor_of_p = 256.0f;  // scales probabilities up so that small ones keep precision
     static_assert(!Config::fp4 || (Config::paired && Config::query_tiles == 1), "4-bit floats come in pairs of columns");
 
     PTX static void tile(uint32_t (&a)[4], uint32_t& scales, uint32_t codes, uint32_t parameters, int index) {
@@ -124,7 +124,7 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
         for (int s = 0; s < tiles / 4; ++s) {
             uint32_t x[2][4], b[2], scales;
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {  // tile k / 2 of the step, tokens 0-7 or 8-15, to every column of their query
+            for (int k = 0; k < 8; ++k) {  // tile k / 2 of the step, tokens 0-7 or 8-15, to both columns of their query
                 const uint32_t p = this->probability[0][4 * s + k / 2][0];
                 x[k / 4][k % 4] = ptx::movmatrix_trans(ptx::prmt(p, p, k % 2 ? 0x3232u : 0x1010u));
             }

@@ -1,4 +1,4 @@
-// From the warps' softmax states to the output: in shared memory, then between blocks by the one that arrives last.
+// The split-KV merge: warps' softmax states to the output, in shared memory, then across CTAs in the last to arrive.
 #ifndef ANYBIT_DECODE_MERGE_CUH
 #define ANYBIT_DECODE_MERGE_CUH
 
@@ -7,17 +7,17 @@
 
 namespace decode {
 
-// What a block has to merge, planned while its first copies are on their way. The pairs between the first and the last
-// of its stretch are whole and lie in it alone; these two may be shared with other blocks.
+// A CTA's merge plan, made while its first loads are in flight. Only the first and the last pair of its range can be
+// shared with other CTAs; the pairs between lie in it whole.
 struct Plan {
     int pair[2];     // the first and the last
-    int shared[2];   // whether other blocks have parts of it too; of the last only if it is not the first
-    int first[2];    // the first block that has a part
-    int count[2];    // how many have
-    int second[2];   // whether the pair is the second that this first block touches
+    int shared[2];   // whether other CTAs hold parts of it; for the last, only if it isn't the first too
+    int first[2];    // first CTA that holds a part
+    int count[2];    // CTAs that hold one
+    int second[2];   // whether it is the second pair of that first CTA's two
 };
 
-// Shared memory: rings, first segments of the warps, states, owners, barriers, the plan.
+// Shared-memory layout: rings, the warps' first segments, states, owners, mbarriers, plan.
 template <class Config> struct Layout {
     using S = Shape<Config>;
     static constexpr int ring_bytes = Config::stages * S::slot_bytes;
@@ -35,7 +35,7 @@ template <class Config> struct Layout {
     PTX uint32_t barriers(int warp) const {
         return ptx::shared_address(ptx::dynamic_shared()) + barrier_area + warp * Config::stages * 8;
     }
-    // A warp has at most two segments that are not a whole pair: the end of one pair (0), the beginning of another (1).
+    // A warp has at most two partial pairs ("segments"): the end of one (0) and the beginning of another (1).
     PTX float* segment(int index) const {
         return reinterpret_cast<float*>(ptx::dynamic_shared() + (index % 2 ? index / 2 * ring_bytes : segments + index / 2 * segment_bytes));
     }
@@ -53,7 +53,7 @@ template <bool bf16> PTX uint16_t narrow(float v) {
     return bf16 ? ptx::cvt_bf16_f32(v) : ptx::cvt_f16_f32(v);
 }
 
-// One row of a pair: where it goes, and its last step (sink, division, log-sum-exp).
+// Finalizes one query row of a pair: output address, sink, normalizer, log-sum-exp.
 template <class Config> struct Row {
     uint16_t* out;
     float normalizer;
@@ -74,7 +74,7 @@ template <class Config> struct Row {
     }
 };
 
-// The rows of a state go to their places in the output.
+// Writes a complete state to the output.
 template <class Config> PTX void write_whole(const Params& p, int pair, const State<Config>& state) {
     constexpr int width = Shape<Config>::width;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -92,7 +92,7 @@ template <class Config> PTX void write_whole(const Params& p, int pair, const St
         }
 }
 
-// The rows of a state, [rows, head_dim], and their references and sums, [rows, 2].
+// Writes a partial state: unnormalized rows [rows, head_dim], and references and sums [rows, 2].
 template <class Config> PTX void write_part(float* part, float* part_state, const State<Config>& state) {
     constexpr int width = Shape<Config>::width;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -121,7 +121,7 @@ template <class Config> PTX void sum_lanes(State<Config>& state) {
         for (int x = 0; x < Shape<Config>::width; ++x) State<Config>::sum_rows(state.sum[n][x]);
 }
 
-// A pair ends here, or this warp's stretch does: write the result, or keep the segment for the merge.
+// A pair or this warp's range ends here: writes the output, or keeps the segment for the merge.
 template <class Config>
 PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp, const Cursor<Config>& at,
                         State<Config>& state, bool whole, bool end) {
@@ -133,7 +133,7 @@ PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp,
     if (threadIdx.x % 32 == 0) *shared.owner(index) = at.pair(p);
 }
 
-// What a warp sums of a row, or of a piece of one: `width` channels a lane, one after another.
+// A warp's weighted sum of one row, or of a piece of one (merge_warps): `width` contiguous channels per lane.
 template <class Config> struct RowSum {
     static constexpr int width = Config::head_dim / 32 / Config::merge_warps;
     int first;  // channel
@@ -146,7 +146,7 @@ template <class Config> struct RowSum {
 #pragma unroll
         for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[k], v[k]);
     }
-    // This lane's channels of a row in shared memory, or of one that other blocks wrote.
+    // This lane's channels of a row in shared memory, or in global memory (other CTAs': ld.cg).
     PTX void from_shared(float (&row)[width], const float* at) const {
         const uint32_t shared = ptx::shared_address(at + first);
 #pragma unroll
@@ -212,7 +212,7 @@ PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Lin
     plan.second[warp] = share_begin(line.total, shares, plan.first[warp]) < from;
 }
 
-// Asks for parts `base + at` and on, as many as there are of them.
+// Issues the loads of parts `base + at` on, as many as exist.
 template <class Config, int batches, int batch, int width>
 PTX void load_parts(float (&rows)[batches][batch][width], const float* parts, int base, int at, int count, int offset) {
     constexpr int step = Config::split ? 1 : 2, stride = step * Config::rows * Config::head_dim;
@@ -226,16 +226,16 @@ PTX void load_parts(float (&rows)[batches][batch][width], const float* parts, in
                 if (base + at + b * batch + i < count) RowSum<Config>::from_global(rows[b][i], b + i ? from + (b * batch + i) * stride : first);
 }
 
-// All parts of one piece of a row of a pair, once they are there; the whole warp calls this. They lie at `begin`,
-// `begin + step` ..., the first one `offset` further. All that registers hold is asked for before anything is waited for:
-// every access that waits for another one costs more than half a microsecond here.
+// Merges all parts of a row (or piece of one) once they have arrived. Warp-collective. Parts lie at `begin`,
+// `begin + step`, ..., the first one `offset` further. Loads are issued as far ahead as registers allow, since every
+// dependent access costs more than half a microsecond here.
 template <class Config> PTX void merge_parts(const Params& p, int pair, int row, int piece, int begin, int count, int offset) {
     using Sum = RowSum<Config>;
     constexpr int step = Config::split ? 1 : 2;
-    // A fixed split merges within the loop, with what registers are left there.
+    // A fixed split merges inside the main loop, with the registers left over there.
     constexpr bool tight = Config::split > 0 && (!Config::paired || Config::threads * Config::min_blocks_per_sm > 256);
     constexpr int batch = tight && Config::threads * Config::min_blocks_per_sm > 384 ? 2 : 6, batches = tight || Sum::width > 4 ? 1 : Sum::width > 2 ? 3 : 6;
-    constexpr int together = batch * batches, few = 4;  // so few parts beyond 32 are not worth another round
+    constexpr int together = batch * batches, few = 4;  // this few parts beyond 32 join the round before
     constexpr int state_stride = step * Config::rows * Config::merge_warps * 2;
     const int lane = threadIdx.x % 32;
     softmax::State total;
@@ -253,14 +253,14 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
             state.reference = __uint_as_float(found.x);
             state.sum = __uint_as_float(found.y);
         }
-        softmax::State extra;  // of those few
+        softmax::State extra;  // of those few parts
         const int more = max(min(count - base - here, few), 0);
         if (lane < more) {
             const uint2 found = ptx::ld_global_cg_v2(states + static_cast<int64_t>(base + 32 + lane) * state_stride);
             extra.reference = __uint_as_float(found.x);
             extra.sum = __uint_as_float(found.y);
         }
-        // What was summed so far takes part in the merge as one more.
+        // The running total merges as one more part.
         float most = fmaxf(fmaxf(total.reference, state.reference), extra.reference);
 #pragma unroll
         for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
@@ -291,7 +291,7 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
     sum.write(p, pair, row, total);
 }
 
-// A piece ends here, the `place`-th of the line: write the result, or keep it; who brings the last of a pair merges them.
+// Piece `place` of the line ends: writes the output, or the partial state; the last of a pair to arrive merges it.
 template <class Config> PTX void finish_piece(const Params& p, const Cursor<Config>& at, State<Config>& state, int place) {
     const int pieces = at.extent.template steps<Config>(), pair = at.pair(p);
     sum_lanes(state);
@@ -312,9 +312,9 @@ template <class Config> PTX void finish_piece(const Params& p, const Cursor<Conf
     for (int r = 0; r < Config::rows; ++r) merge_parts<Config>(p, pair, r, 0, first, pieces, 0);
 }
 
-// A warp a row, or a piece of one: the segments of this block's warps become one. If other blocks have parts of it too,
-// the one that arrives last merges these. Rows do not wait for one another, and what a warp shares of both pairs is
-// counted at once.
+// Merges this CTA's segments, one row (or piece of one) per warp at a time. Where other CTAs hold parts of the row, the
+// last to arrive merges them. Rows are counted separately, so none waits for another, and a warp counts all its rows with
+// one atomic instruction.
 template <class Config> PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
     constexpr int tasks = Config::rows * Config::merge_warps;  // of a pair
     const int lane = threadIdx.x % 32;
@@ -322,7 +322,7 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
     const Plan& plan = *shared.plan();
     const int first = plan.pair[0], last = plan.pair[1];
     const int mine = lane < 2 * Config::warps ? *shared.owner(lane) : -1;
-    int left = 0, counted = 0;  // parts that are left for other blocks, and the one of them that this lane counts
+    int left = 0, counted = 0;  // tasks shared with other CTAs; the one this lane counts
     for (int task = warp; task < (last - first + 1) * tasks; task += Config::warps) {
         const int index = task / tasks, row = task / Config::merge_warps % Config::rows, piece = task % Config::merge_warps;
         const int pair = index == 0 ? first : index == 1 ? last : first + index - 1;
@@ -335,7 +335,7 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
         }
         const float weight = softmax::merge_lanes(state);
         RowSum<Config> sum(piece);
-        while (parts) {  // two at a time; an odd one goes with itself, once without weight
+        while (parts) {  // two per iteration; an odd last one is loaded twice and added once
             const int one = __ffs(parts) - 1;
             parts &= parts - 1;
             const int two = parts ? __ffs(parts) - 1 : one;
@@ -371,7 +371,7 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
         if (arrived) *arrivals = 0;  // for the next launch
     }
     uint32_t complete = __ballot_sync(0xffffffffu, arrived);
-    __syncwarp();  // what one lane has seen to be complete is read by all
+    __syncwarp();  // extends the counting lane's acquire to the warp, which reads the parts
     for (; complete; complete &= complete - 1) {
         const int task = __shfl_sync(0xffffffffu, counted, __ffs(complete) - 1), which = task / tasks;
         merge_parts<Config>(p, plan.pair[which], task / Config::merge_warps % Config::rows, task % Config::merge_warps, 2 * plan.first[which], plan.count[which], plan.second[which]);

@@ -1,11 +1,11 @@
-// Which part of which sequence is whose: the split of decode attention, computed on the device from the lengths.
+// The split-KV schedule of decode attention, computed on the device from the sequence lengths.
 //
-// The work is a line of units, a unit being a block of packed tokens or a chunk of a residual, sequence after sequence,
-// KV head after KV head. Blocks of threads take equal stretches of the line, warps equal stretches of these. Lengths
-// are read where they lie, so a CUDA graph stays right while they grow.
+// All work is laid out on one line of units (a block of packed tokens or a chunk of the residual), ordered by sequence,
+// then KV head. CTAs take equal ranges of the line, warps equal subranges. Lengths are read on the device, so that a
+// captured CUDA graph stays valid as they grow.
 //
-// Plain pages (Config::plain) are those of vLLM's FlashAttention: every token of a page has its keys and its values of 16
-// bits, head after head. All units then are chunks, and what belongs to a residual below belongs to these pages.
+// Plain pages (Config::plain) are vLLM's FlashAttention cache: 16-bit keys and values, token by token, head by head. All
+// units are then chunks, and "residual" below means these pages.
 #ifndef ANYBIT_DECODE_SCHEDULE_CUH
 #define ANYBIT_DECODE_SCHEDULE_CUH
 
@@ -16,18 +16,18 @@ namespace decode {
 struct Params {
     const uint8_t* pages;       // of this layer: [pages, kv_heads, page_bytes]
     const uint16_t* residual;   // of this layer: [sequences, kv_heads, 2, ring * head_dim]
-    const int32_t* table;       // [sequences, table_width]: pages; in front of them `front` blocks that are the residual
-    const int32_t* lengths;     // [sequences], the new tokens included
+    const int32_t* table;       // [sequences, table_width]: `front` residual blocks, then pages
+    const int32_t* lengths;     // [sequences], new tokens included
     const int32_t* sequences;   // [batch], or null for 0, 1, 2 ...
-    const uint16_t* q;          // [batch, queries, heads, head_dim] with these strides, in elements; with starts: [tokens, ...]
-    uint16_t* out;              // as q, dense
+    const uint16_t* q;          // [batch, queries, heads, head_dim], strides below in elements; with starts: [tokens, ...]
+    uint16_t* out;              // as q, contiguous
     float* lse;                 // [batch, queries, heads], or null
     const float* sinks;         // [heads], in units of log2, or null
     const float* slopes;        // [heads], in units of log2, or null
-    float* partial;             // [2 * blocks, or pieces, rows, head_dim]
-    float* partial_state;       // [2 * blocks, or pieces, rows, 2]
-    uint32_t* arrivals;         // [batch * kv_heads * query chunks * rows], zero before and after
-    uint32_t* errors;           // checked kernels: what was wrong, or 0
+    float* partial;             // [2 * CTAs, or pieces, rows, head_dim]
+    float* partial_state;       // [2 * CTAs, or pieces, rows, merge_warps, 2]
+    uint32_t* arrivals;         // [pairs * rows * merge_warps] counters, zero before and after
+    uint32_t* errors;           // checked kernels: error code, or 0
     int64_t q_batch_stride;
     int32_t q_token_stride;
     int32_t q_head_stride;
@@ -35,33 +35,33 @@ struct Params {
     int32_t kv_heads;
     int32_t table_width;
     int32_t ring;
-    int32_t window;             // tokens that are packed at a time: a power of two
-    int32_t sliding;            // tokens a query sees, or 0 for all
+    int32_t window;             // tokens packed at a time: a power of two
+    int32_t sliding;            // sliding-window size in tokens, or 0
     int32_t pages_count;
     int32_t sequences_count;
     float scale;                // of q.k, in units of log2
     float cap;
     float uncap;
     int64_t page_stride;        // rows (Config::front): bytes from one page of the pool to the next
-    const int32_t* starts;      // rows of several queries: [batch + 1], where those of each sequence begin in q and out
-    const uint8_t* values;      // plain pages: as `pages`, which then are the keys
-    int64_t token_stride;       // plain pages: bytes from one token of a page to the next, and from one head to the next
-    int64_t head_stride;
+    const int32_t* starts;      // rows of several queries: [batch + 1], first query of each sequence in q and out
+    const uint8_t* values;      // plain pages: the values (`pages` holds the keys)
+    int64_t token_stride;       // plain pages: bytes between tokens of a page
+    int64_t head_stride;        // plain pages: bytes between heads
 };
 
-// Rows of several queries: each sequence brings up to `queries`, and these may lie in two pages. A query reads its own
-// page in 16 bits and all before packed, so the queries of each page are a part of the batch; the second is mostly empty.
+// Rows of several queries: a sequence has up to `queries` of them, which may straddle two pages. A query reads its own page
+// in 16 bits and earlier ones packed, so a sequence is two batch rows ("parts"), one a page; the second is mostly empty.
 template <class Config> constexpr int parts = Config::front > 0 && Config::queries > 1 ? 2 : 1;
 template <class Config> PTX int rows_of(const Params& p) { return p.batch * parts<Config>; }
 
-// What of one sequence is to be read.
+// The range of one batch row's tokens to read.
 struct Extent {
-    int length, packed;    // tokens, and those read from pages
+    int length, packed;    // tokens; those read from packed pages
     int first_block, blocks;  // visible blocks: first_block .. first_block + blocks - 1
-    int first_chunk, units;   // visible chunks of the residual begin here; units in all, at least 1, or 0 of an empty part
-    int before, start, first, count;  // parts: tokens before the step; where queries begin; the first here, how many
+    int first_chunk, units;   // first visible residual chunk; units in total, at least 1, or 0 for an empty part
+    int before, start, first, count;  // parts: tokens before this step; first query in q; this part's first query, count
 
-    // Whether query `token` of the sequence is computed here, and its place among the queries of a launch.
+    // Whether this row computes query `token` of the sequence, and that query's index in the launch.
     template <class Config> PTX bool has(int token) const {
         return parts<Config> > 1 ? token >= first && token < first + count : token < Config::queries;
     }
@@ -69,9 +69,9 @@ struct Extent {
         return parts<Config> > 1 ? start + token : static_cast<int64_t>(row) * Config::queries + token;
     }
 
-    // What a stretch of the line is measured in: units, or pieces of `split` units where these are asked for. A piece
-    // begins with a fresh state and ends in one that is kept for itself, so that nothing depends on where the line is
-    // cut, and so on the other sequences.
+    // The schedule counts steps: units, or with a fixed split (Config::split) pieces of `split` units. Each piece starts a
+    // fresh state and keeps its own partial result, so that outputs don't depend on where the line is cut, and thus not
+    // on the other sequences.
     template <class Config> PTX int steps() const { return Config::split ? (units + Config::split - 1) / Config::split : units; }
 };
 
@@ -93,7 +93,7 @@ template <class Config> PTX Extent extent_of(const Params& p, int row, int lengt
     e.length = length;
     e.packed = Config::plain ? 0 : before & ~(p.window - 1);
     if constexpr (parts<Config> > 1) {
-        const int border = e.packed + p.window, near = min(queries, border - before);  // the first query's page ends there
+        const int border = e.packed + p.window, near = min(queries, border - before);  // end of the first query's page
         const bool second = row % 2;
         e.before = before;
         e.first = second ? near : 0;
@@ -124,7 +124,7 @@ template <class Config> PTX int sequence_of(const Params& p, int row) {
     return sequence;
 }
 
-// A unit of the line: chunk `head` (KV head and query chunk) of batch row `row`, unit `unit` of it.
+// A position on the line: batch row `row`, KV head and query chunk `head` (together: a pair), its unit `unit`.
 template <class Config> struct Cursor {
     int row, head, unit, sequence;
     Extent extent;
@@ -141,7 +141,7 @@ template <class Config> struct Cursor {
     // Whether a step ends with this unit.
     PTX bool ends() const { return Config::split == 0 || last() || (unit + 1) % max(Config::split, 1) == 0; }
     PTX bool packed() const { return !Config::plain && unit < extent.blocks; }
-    // Returns whether the next unit belongs to another pair.
+    // Moves to the next unit; returns whether it belongs to another pair.
     PTX bool advance(const Params& p) {
         if (!last()) { ++unit; return false; }
         unit = 0;
@@ -162,11 +162,11 @@ template <class Config> struct Cursor {
     }
 };
 
-// The line: each lane knows the steps of some rows that follow one another, of one up to 32 sequences.
+// The line: each lane counts the steps of a contiguous range of batch rows, and a warp scan adds them up.
 template <class Config> struct Line {
     static constexpr int pairs = Config::query_chunks;  // of a KV head
-    int total, units, through;  // steps of all rows; of this lane's rows; of all rows up to these
-    int rows, sequence, length;  // rows a lane; of its last row
+    int total, units, through;  // steps of all rows; of this lane's rows; inclusive prefix sum over lanes
+    int rows, sequence, length;  // rows per lane; sequence and length of its last row
 
     PTX explicit Line(const Params& p) : total(0), units(0), rows((rows_of<Config>(p) + 31) / 32), sequence(0), length(0) {
         const int first = threadIdx.x % 32 * rows, end = min(first + rows, rows_of<Config>(p));
@@ -188,11 +188,11 @@ template <class Config> struct Line {
         }
         return v;
     }
-    // The cursor at place `at` (below the total); the whole warp calls this.
+    // Cursor at step `at` (below the total). Warp-collective.
     PTX Cursor<Config> locate(const Params& p, int at) {
         int lane = __ffs(__ballot_sync(0xffffffffu, through > at)) - 1;
         int begin = __shfl_sync(0xffffffffu, through - units, lane), row = lane;
-        if (rows > 1)  // which of that lane's rows
+        if (rows > 1)  // find the row among that lane's
             for (int first = lane * rows;; first += 32) {
                 const int mine = first + static_cast<int>(threadIdx.x % 32);
                 const int steps = mine < rows_of<Config>(p) ? of_row(p, mine) : 0, end = sum_below(steps);
@@ -214,7 +214,7 @@ template <class Config> struct Line {
     }
 };
 
-// Equal stretches: share `i` of `shares` of `total` begins here; `owner` is its inverse.
+// Equal ranges: where share i of `shares` of `total` begins. `owner` is the inverse.
 PTX int share_begin(int total, int shares, int i) {
     return static_cast<int>(static_cast<uint32_t>(i) * static_cast<uint32_t>(total) / static_cast<uint32_t>(shares));
 }

@@ -1,5 +1,5 @@
-// What a warp carries from block to block of one row of work: the shape of it, the softmax state with the output, and
-// the queries as bytes.
+// Per-warp state of decode attention, carried from unit to unit: online softmax, output accumulators, and queries as
+// int8 pairs. Also the shapes and the two kinds of block (packed, residual) that decode_block.cuh is instantiated with.
 #ifndef ANYBIT_DECODE_STATE_CUH
 #define ANYBIT_DECODE_STATE_CUH
 
@@ -11,11 +11,11 @@ namespace decode {
 template <class Config> struct Shape : kv_page::Format<Config> {
     using F = kv_page::Format<Config>;
     static constexpr int columns = Config::query_tiles;                              // tiles of 8 queries, or 4 if paired
-    static constexpr int width = Config::paired ? 1 : 2;                             // queries of a lane in a tile
-    static constexpr bool raw_queries = Config::key_bits == 16;                      // not scaled in advance
-    static constexpr int element_bytes = 2 * Config::head_dim;                       // of a token in 16 bits
-    static constexpr int row_bytes = element_bytes + (Config::plain ? 16 : 0);       // in shared memory: rows in other banks
-    static constexpr int residual_bytes = Config::residual_tokens * row_bytes;       // of one half
+    static constexpr int width = Config::paired ? 1 : 2;                             // queries per lane per tile
+    static constexpr bool raw_queries = Config::key_bits == 16;                      // scale the scores, not the queries
+    static constexpr int element_bytes = 2 * Config::head_dim;                       // one 16-bit token, keys or values
+    static constexpr int row_bytes = element_bytes + (Config::plain ? 16 : 0);       // padded against bank conflicts
+    static constexpr int residual_bytes = Config::residual_tokens * row_bytes;       // one half of a chunk
     static constexpr int largest = Config::plain ? 0 : F::key_bytes > F::value_bytes ? F::key_bytes : F::value_bytes;
     static constexpr int slot_bytes = ((largest > residual_bytes ? largest : residual_bytes) + 127) / 128 * 128;
 };
@@ -30,32 +30,32 @@ template <class Config> struct Packed {
 template <class Config> struct Residual {
     static constexpr bool residual = true;
     static constexpr int tokens = Config::residual_tokens, key_bits = 16, value_bits = 16;
-    static constexpr int chunk = 16;  // sixteen tokens are one run of memory
+    static constexpr int chunk = 16;  // 16 tokens are contiguous
     static constexpr bool by_channel = false, general = true;
 };
 
-// What the logits of a block go through, besides the scale.
+// Softmax scale and softcap. All logits are in units of log2.
 struct Logits {
-    float scale;       // of q.k, in units of log2
-    float cap, uncap;  // softcap: cap * tanh(uncap * x), in units of log2
+    float scale;       // of q.k
+    float cap, uncap;  // softcap: cap * tanh(uncap * x)
 };
 
-// One column (a query) as a lane sees it: keys from `first` to `last` are visible; `slope` in units of log2.
+// Mask terms of one column (a query): keys `first` to `last` are visible; `slope` is ALiBi's, in units of log2.
 struct Column {
     int first, last, position;
     float slope;
 };
 
-// A tile of the products has eight columns, two of them a lane's, 2t and 2t + 1. As a rule each is a query. `paired`, of
-// up to four queries: both belong to query t. In the scores these are the products with a high and with a low byte of
-// the query, in the outputs those with the tokens 0-7 and with the tokens 8-15 of every sixteen; they are added at last.
+// An accumulator tile has eight columns; a lane holds columns 2t and 2t + 1, normally one query each. `paired` (up to
+// four queries) gives both to query t: in the scores they are the products with the query's high and low byte, in the
+// outputs with tokens 0-7 and 8-15 of every 16, which are summed at the end.
 template <class Config> struct State {
     static constexpr int columns = Config::query_tiles, width = Shape<Config>::width;
     float out[columns][Shape<Config>::depth][4];
-    float reference[columns][width], sum[columns][width];      // sums of this lane's rows only
-    float zero[columns][Shape<Config>::value_groups][width];  // what the values' zeros add to every channel of a group
+    float reference[columns][width], sum[columns][width];      // softmax reference; sum over this lane's rows only
+    float zero[columns][Shape<Config>::value_groups][width];  // zero-point term, common to all channels of a group
     bool settled;
-    bool fresh;  // no block yet: there is no reference to take exponentials against
+    bool fresh;  // no block seen: no reference yet
 
     PTX void clear() {
 #pragma unroll
@@ -74,12 +74,12 @@ template <class Config> struct State {
         settled = false;
         fresh = true;
     }
-    // The output of row half h of channel tile c, for the lane's query x.
+    // Output of channel tile c, row g + 8 * h, for this lane's query x.
     PTX float output(int n, int c, int h, int x) const {
         return Config::paired ? out[n][c][2 * h] + out[n][c][2 * h + 1] : out[n][c][2 * h + x];
     }
-    // Adds what the zeros contributed so far. Unsigned codes sum to far more than the values they stand for, and tensor
-    // cores round every accumulation towards zero: without this, long sums lose the small difference that is left.
+    // Folds the zero-point term into the accumulators. Sums of unsigned codes dwarf the values they encode and tensor cores
+    // truncate every accumulation: left alone, long sums would lose the small difference.
     PTX void fold() {
         if constexpr (Config::value_bits != 16 && !Config::fp4) {
 #pragma unroll
@@ -94,7 +94,7 @@ template <class Config> struct State {
             }
         }
     }
-    // From code units to values: the powers of two of the rows, and the zeros.
+    // Converts the accumulators from code units to values: per-row powers of two, zero-point term.
     PTX void settle() {
         if (settled) return;
         settled = true;
@@ -140,16 +140,16 @@ template <class Config> struct State {
     }
 };
 
-// Queries in bytes, for keys of 2 and 4 bits on the integer tensor cores: one AND takes four codes out of a word, and
-// integer sums are exact. Even columns hold the high bytes of a query, odd ones the low bytes:
+// Queries split into two int8 values, for 2- and 4-bit keys on integer MMA: one AND extracts four codes of a word, and
+// int32 sums are exact. Even columns hold a query's high bytes, odd columns its low bytes:
 // value = (high + low / 254) / factor, with `factor` such that the largest value of a query is 127.
 template <class Config> struct Bytes {
     static constexpr int depth = Shape<Config>::depth;
     static constexpr float low_unit = 254.0f;
     uint32_t b[depth / 2][2];
-    float inverse;  // of query t: of its factor, over 254, for sums that count low bytes as one
+    float inverse;  // query t's 1 / (factor * 254): sums are in units of the low byte
 
-    // v: float16 pairs of channels (4t, 4t + 1) and (4t + 2, 4t + 3) of every depth tile, of the query of column g.
+    // v: column g's query, float16 pairs of channels (4t, 4t + 1) and (4t + 2, 4t + 3) of every depth tile.
     PTX void make(const uint32_t (&v)[depth][2]) {
         const bool low = threadIdx.x / 4 % 2;
         uint32_t most = ptx::abs_f16x2(v[0][0]);
@@ -159,10 +159,10 @@ template <class Config> struct Bytes {
         most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 2));
         const uint16_t factor = ptx::cvt_f16_f32(fminf(127.0f * ptx::rcp_approx(kv_page::low_f16(most)), 32768.0f));
-        // Scores come out with another query in this lane: that of the columns 2t and 2t + 1.
+        // In the accumulator this lane holds another query, that of columns 2t and 2t + 1: fetch its factor.
         inverse = ptx::rcp_approx(ptx::cvt_f32_f16(static_cast<uint16_t>(__shfl_sync(0xffffffffu, static_cast<uint32_t>(factor), threadIdx.x % 4 * 8)))) * (1.0f / low_unit);
         const uint32_t times = factor | static_cast<uint32_t>(factor) << 16, times_low = low ? times : 0u;
-        // 1536 + an integer: float16 rounds to integers there, and the low byte is the integer's.
+        // 1536 + x rounds x to an integer in float16 (ulp 1), and the low byte of the encoding is that integer's.
         const uint32_t magic = 0x66006600u, sign = low ? 0xbc00bc00u : 0x3c003c00u, back = low ? 0x66006600u : 0xe600e600u;
         const uint32_t unit = low ? 0x5bf05bf0u : 0x3c003c00u;
 #pragma unroll
@@ -172,10 +172,10 @@ template <class Config> struct Bytes {
             for (int p = 0; p < 2; ++p) {
                 const uint32_t high = ptx::fma_f16x2(v[j][p], times, magic);
                 const uint32_t whole = ptx::fma_f16x2(high, sign, back);        // low columns: minus the integer
-                const uint32_t rest = ptx::fma_f16x2(v[j][p], times_low, whole);  // low columns: what is left
+                const uint32_t rest = ptx::fma_f16x2(v[j][p], times_low, whole);  // low columns: the remainder
                 f[p] = ptx::fma_f16x2(rest, unit, magic);
             }
-            b[j / 2][j % 2] = ptx::prmt(f[0], f[1], 0x6240u);  // as the codes lie in their words
+            b[j / 2][j % 2] = ptx::prmt(f[0], f[1], 0x6240u);  // in the byte order of the packed codes
         }
     }
 };

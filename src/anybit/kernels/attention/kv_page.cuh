@@ -1,4 +1,4 @@
-// Where the codes of a KV block lie, and how a lane turns its words into an A fragment. The twin of kv_page.py.
+// Layout of a packed KV block, and unpacking of a lane's words into MMA A fragments. Twin: kv_page.py.
 #ifndef ANYBIT_KV_PAGE_CUH
 #define ANYBIT_KV_PAGE_CUH
 
@@ -6,10 +6,10 @@
 
 namespace kv_page {
 
-// Where the parts of a block lie; the twin of kv_page.PageLayout.
+// Sizes and offsets of a block's parts. Twin: kv_page.PageLayout.
 template <class Config> struct Format {
     static constexpr int depth = Config::head_dim / 16;                              // channel tiles
-    static constexpr int groups = Config::head_dim / Config::channel_group;          // of a token's channels
+    static constexpr int groups = Config::head_dim / Config::channel_group;          // channel groups per token
     static constexpr int value_groups = Config::value_bits == 16 ? 1 : groups;
     static constexpr int key_codes = Config::block * Config::head_dim * Config::key_bits / 8;
     static constexpr int key_parameters =
@@ -25,17 +25,17 @@ template <class Config> struct Format {
     static constexpr int block_bytes = (key_bytes + value_bytes + 127) / 128 * 128;
 };
 
-// What checked kernels find wrong; the twin of kv_page.WRONG.
+// Error codes of checked kernels. Twin: kv_page.WRONG.
 constexpr uint32_t bad_length = 1, bad_page = 2, bad_sequence = 3;
 
-// The words that one lane needs at least: `words` of them make `tiles` row tiles of A.
+// The smallest whole unit of a lane's words: `words` of them unpack to `tiles` row tiles of A.
 template <int bits> struct Unit {
     static constexpr int words = bits <= 4 ? 1 : bits / 4;
     static constexpr int tiles = bits == 2 ? 2 : 1;
 };
 
-// Codes stand in the low mantissa bits of a float16 with a zero exponent, and so are worth code * 2^-24 exactly; those
-// that were not shifted down are worth a power of two more. `scale` undoes both, for rows g (half 0) or g + 8 (half 1).
+// Codes are used as float16 subnormals, worth exactly code * 2^-24, times a power of two for codes masked in place rather
+// than shifted down. unscale undoes both, for rows g (half 0) or g + 8 (half 1).
 template <int bits> PTX constexpr float unscale(int tile, int half) {
     return bits == 16 ? 1.0f
          : bits == 8  ? 16777216.0f
@@ -58,8 +58,8 @@ template <int bits> PTX void fragment(uint32_t (&a)[4], const uint32_t* w, int t
     }
 }
 
-// The A fragment of mma.m16n8k32 with unsigned bytes, of row tile `tile`: the words of two depth tiles side by side, each
-// of all the row tiles. Codes stay where they are in their bytes: rows are worth powers of two.
+// The u8 A fragment of mma.m16n8k32 for row tile `tile`, from the words of two adjacent depth tiles. Codes are masked in
+// place within their bytes, which scales rows by powers of two.
 template <int bits, int words> PTX void byte_fragment(uint32_t (&a)[4], const uint32_t (&even)[words], const uint32_t (&odd)[words], int tile) {
     const uint32_t v = even[tile / Unit<bits>::tiles], w = odd[tile / Unit<bits>::tiles];
     const uint32_t low = bits == 4 ? 0x0f0f0f0fu : tile & 1 ? 0x30303030u : 0x03030303u;
@@ -67,7 +67,7 @@ template <int bits, int words> PTX void byte_fragment(uint32_t (&a)[4], const ui
     a[0] = v & low; a[1] = v & high; a[2] = w & low; a[3] = w & high;
 }
 
-// A lane's words in order, sixteen bytes at a time; every index is a constant once the loops are unrolled.
+// Streams a lane's words with 16-byte loads; indices are compile-time constants once the loops are unrolled.
 struct Words {
     uint32_t base;  // shared address of the codes plus 16 * lane
     uint32_t v[4];

@@ -1,4 +1,4 @@
-// Where a token lies in the ring of 16-bit tokens of a KV cache. Twin: kv_page.ring_places.
+// Element order of the ring of 16-bit tokens (the residual) of a KV cache. Twin: kv_page.ring_places.
 #ifndef ANYBIT_KV_RING_CUH
 #define ANYBIT_KV_RING_CUH
 
@@ -6,7 +6,7 @@
 
 namespace kv_ring {
 
-// Slot s, channel c of the keys or of the values.
+// Element offset of slot s, channel c, for the keys or the values: 16 x 16 tiles in MMA fragment order.
 PTX int place(bool values, int s, int c, int head_dim) {
     const int tile = s / 16 * (head_dim / 16) + c / 16;
     return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
