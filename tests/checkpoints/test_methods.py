@@ -299,7 +299,7 @@ def test_no_sequence_is_longer_than_a_table_of_positions(method: str, tmp_path: 
             OptionError,
             "option length must be at most 64, the positions of this model, not 65",
         ),
-        ({"text": long}, TextError, "sequence 0 has 300 tokens, and this model has 64 positions"),
+        ({"text": long}, TextError, "sequence 0 has 300 tokens, but this model has only 64 positions"),
         ({"sequences": [[], [2] * 65]}, TextError, "sequence 1 has 65 tokens"),
     ):
         with pytest.raises(error, match=match):

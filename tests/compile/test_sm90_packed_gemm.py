@@ -137,8 +137,10 @@ def test_refusals_are_sentences() -> None:
     problem = LinearProblem(16, 4096, 14336, WeightFormat(4, "sym", 128))
     config = sm90_packed_gemm.default(problem)
     assert config.span == 2 and config.split_k_warpgroups == 3 and config.stages % 3 == 0
-    assert "dealt evenly" in str(sm90_packed_gemm.why_not(problem, replace(config, stages=config.stages - 1)))
-    assert "1 step of inputs, or 2" in str(sm90_packed_gemm.why_not(replace(problem, k=128 * 111), config))
+    assert "stages must be a multiple of split_k_warpgroups" in str(
+        sm90_packed_gemm.why_not(problem, replace(config, stages=config.stages - 1))
+    )
+    assert "span must be 1, or 2" in str(sm90_packed_gemm.why_not(replace(problem, k=128 * 111), config))
     assert "sm_80" in str(
         sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80")))
     )

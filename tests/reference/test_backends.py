@@ -66,7 +66,7 @@ def test_where_planes_run(scheme: str, arch: str, words: str | None) -> None:
         ("w8a8", "sm_120a", None),
         ("w4a8fp", "sm_90a", None),
         ("w4a8fp", "sm_89", "it multiplies integers or 16-bit floats, and the activations are 8-bit floats"),
-        ("w4a4-xasym", "sm_120a", "bytes hold symmetric activations of 2 bits or more"),
+        ("w4a4-xasym", "sm_120a", "int8 products take symmetric activations of 2 bits or more"),
     ],
 )
 def test_where_tiles_run(scheme: str, arch: str, words: str | None) -> None:

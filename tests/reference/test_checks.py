@@ -285,5 +285,5 @@ def test_what_no_kernel_turns_or_norms_says_what_to_do() -> None:
     )
     assert all(reasons)
     many = rope_pages.Problem(1 << 22, 48, 8, 128)
-    assert "4194304 tokens are more threads" in (rope_pages.why_not(many) or "")
+    assert "4194304 tokens need more threads" in (rope_pages.why_not(many) or "")
     assert rope_pages.why_not(replace(many, tokens=1 << 21)) is None

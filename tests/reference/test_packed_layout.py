@@ -60,7 +60,7 @@ def test_round_trip_of_formats_of_other_tools(format):
         assert torch.equal(codes(packed), weight.codes())
         # A minimum may leave scales fewer bits.
         assert torch.allclose(unpack(packed), weight.dequantize(torch.float64), rtol=1e-6, atol=1e-6)
-        with pytest.raises(KernelError, match="16-bit activations alone"):
+        with pytest.raises(KernelError, match="only with 16-bit activations"):
             prepare(weight, "a8")
 
 

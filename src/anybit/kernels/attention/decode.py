@@ -226,9 +226,9 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     if problem.plain:
         format = problem.layout.format
         if problem.split or problem.front or format.key_bits + format.value_bits != 32:
-            return "plain pages are those of kv16, without a residual and without a fixed split"
+            return "unquantized pages need the layout of kv16, no residual and no fixed split"
         if config.residual_tokens not in (16, 32):
-            return f"a chunk of plain pages is 16 or 32 tokens, not {config.residual_tokens}"
+            return f"a chunk of unquantized pages has 16 or 32 tokens, not {config.residual_tokens}"
     elif problem.ring < problem.window - 1 + problem.queries:
         return (
             f"{problem.queries} new tokens need a residual ring of {problem.window - 1 + problem.queries} tokens, and "
@@ -241,8 +241,8 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         )
     if problem.front and (problem.slots % config.residual_tokens or problem.split):
         return (
-            f"rows with their residual in front take blocks of whole chunks of {config.residual_tokens} tokens (not "
-            f"{problem.slots}), and no fixed split"
+            f"with the residual in an external pool, residual blocks must hold a multiple of {config.residual_tokens} "
+            f"tokens (not {problem.slots}), and splits cannot be fixed"
         )
     if problem.split % config.block or config.split != problem.split // config.block:
         return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"
@@ -252,20 +252,20 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         where = "a fixed split merges within its loop" if config.split else f"heads have {config.head_dim} channels"
         return f"{config.merge_warps} warps cannot share a row of the merge, since {where}: use merge_warps = 1"
     if config.stages < 2:
-        return f"a ring needs 2 slots, one for keys and one for values, not {config.stages}"
+        return f"the pipeline needs at least 2 stages, one for keys and one for values, not {config.stages}"
     if config.bulk and device.capability < 90:
         return f"bulk copies need sm_90 or later, and {device.name} is {device.arch}"
     needed = shared_bytes(config, problem.layout)
     available = device.shared_bytes // config.min_blocks_per_sm - (1024 if config.min_blocks_per_sm > 1 else 0)
     if needed > available:
-        return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
+        return f"{config.warps} warps with {config.stages} stages need {needed} bytes of shared memory of {available}"
     units = problem.batch * problem.parts * problem.kv_heads * config.query_chunks
     packed = 0 if problem.plain else problem.capacity // config.block
     units *= packed + (problem.capacity if problem.plain else problem.ring) // config.residual_tokens + 1
     if units * device.sms * config.min_blocks_per_sm >= 1 << 32:
         return (
-            f"{problem.batch} sequences of up to {problem.capacity} tokens are {units} units of work, more than the "
-            "32-bit split of the line can count: let fewer of them run at a time, or shorter ones"
+            f"{problem.batch} sequences of up to {problem.capacity} tokens are {units} units of work, too many for the "
+            "32-bit scheduler: run fewer sequences at a time, or shorter ones"
         )
     return None
 

@@ -58,9 +58,7 @@ def why_not(problem: Problem) -> str | None:
         return f"{problem.k} values are more than a block holds ({MOST_SIZE})"
     order, power = hadamard.factor(problem.k)
     if order > MOST_ORDER:
-        return (
-            f"this kernel takes factors up to order {MOST_ORDER}, and this size has one of {order}: torch multiplies it"
-        )
+        return f"the kernel takes dense factors up to order {MOST_ORDER}, and this size has one of {order}: use torch"
     return None if problem.device is None else problem.device.why_not_shared(shared_bytes(order, power))
 
 

@@ -66,7 +66,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if config.threads % WARP or not WARP <= config.threads <= MOST_THREADS:
         return f"a block has 32 to {MOST_THREADS} threads in whole warps, not {config.threads}"
     if config.aligned and not problem.aligned:
-        return "rows do not begin on 16 bytes or K is not a multiple of 8, and this config loads 16 bytes at a time"
+        return "this config loads 16 bytes at a time, and rows are not 16-byte aligned or K is not a multiple of 8"
     return None
 
 

@@ -178,16 +178,16 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if config is None:
         return None
     if config.threads % LEAST_THREADS or not LEAST_THREADS <= config.threads <= MOST_THREADS:
-        return f"{config.threads} threads do not fill whole chunks of planes: 128 to {MOST_THREADS}, in 128s"
+        return f"threads must be a multiple of 128, from 128 to {MOST_THREADS}, not {config.threads}"
     if config.threads * config.vectors * VECTOR < _width(problem):
         return (
             f"{config.threads} threads of {config.vectors} vectors hold {config.threads * config.vectors * VECTOR} "
             f"values, and a row has {_width(problem)}"
         )
     if config.vectors > MOST_VECTORS:
-        return f"{config.vectors} vectors a thread are more than the registers hold ({MOST_VECTORS})"
+        return f"{config.vectors} vectors per thread are more than registers hold ({MOST_VECTORS})"
     if config.aligned and not problem.aligned:
-        return "rows do not begin on 16 bytes or K is not a multiple of 8, and this config loads 16 bytes at a time"
+        return "this config loads 16 bytes at a time, and rows are not 16-byte aligned or K is not a multiple of 8"
     return None
 
 
@@ -350,7 +350,7 @@ def _unrotatable(problem: Problem) -> str | None:
     """Why rows cannot be rotated in this kernel, in a sentence; None if they can."""
     reason = hadamard.why_not(hadamard.Problem(problem.m, problem.k, problem.dtype))
     if reason is None and factor(problem.k)[1] % VECTOR:
-        return f"a power of two in K = {problem.k} of {factor(problem.k)[1]} is less than the vectors of {VECTOR}"
+        return f"the power-of-two factor of K = {problem.k} is {factor(problem.k)[1]}, less than a vector of {VECTOR}"
     if reason is None and problem.device is not None:
         return problem.device.why_not_shared(_REDUCTION_BYTES + hadamard.shared_bytes(*factor(problem.k)))
     return reason

@@ -92,7 +92,7 @@ def why_not(problem: Problem) -> str | None:
     if problem.head_dim not in HEAD_DIMS:
         return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
     if _threads(problem) >= 2**31 - 256:
-        return f"{problem.tokens} tokens are more threads than a launch counts (2^31): turn fewer at a time"
+        return f"{problem.tokens} tokens need more threads than a launch can have (2^31): pass fewer at a time"
     return rope.why_not(problem)
 
 

@@ -132,7 +132,7 @@ def why_not(format: WeightFormat) -> str | None:
     if format.sparse:
         return "2:4 sparse weights have no 1-bit path"
     if format.code not in CODES:
-        return f"{format.code} codes are no integers, and bit planes are sums of integers"
+        return f"{format.code} codes are not integers, which bit planes need"
     if format.group is not None:
         return f"bit planes need one scale a row, and these weights have groups of {format.group}"
     return None

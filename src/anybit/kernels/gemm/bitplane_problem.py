@@ -69,8 +69,8 @@ def why_not(problem: LinearProblem, capability: int = 90) -> str | None:
         )
     if p.device.capability < capability:
         if capability == 90:
-            return f"{arch} has no warpgroup products (wgmma): they exist on sm_90a alone"
-        return f"{arch} has no AND-popcount tensor cores: they begin with sm_{capability}"
+            return f"{arch} has no wgmma, which only sm_90a has"
+        return f"{arch} has no 1-bit AND-popcount MMA, which needs sm_{capability}"
     if not p.activations.quantized:
         return "bit planes need quantized activations, and these have 16 bits"
     if p.act_order:
@@ -91,13 +91,13 @@ def why_not(problem: LinearProblem, capability: int = 90) -> str | None:
 def why_not_facts(problem: LinearProblem, config: Facts) -> str | None:
     """Why a config's ``Facts`` do not match the problem, in a sentence; None if they do."""
     if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
-        return "the config is for other widths"
+        return "the config is for other bit-widths"
     if (config.weight_code.value, config.activation_code.value) != (problem.weights.code, problem.activations.code):
         return "the config is for other codes"
     if config.output is not problem.output:
-        return f"the config writes {config.output.value}, and {problem.output.value} is asked for"
+        return f"the config writes {config.output.value}, and the problem needs {problem.output.value}"
     if config.short_sums and not problem.short_sums:
-        return f"sums of K = {problem.k} may reach 2^22, and the config's are shorter"
+        return f"the config has short_sums, but sums over K = {problem.k} may reach 2^22"
     return None
 
 
@@ -119,18 +119,18 @@ def why_not_epilogue(config: Any, tiles: tuple[int, ...]) -> str | None:
     """Why a config's staging of results is illegal, in a sentence; None if not. tiles: allowed epilogue_tile."""
     most = config.tile_m
     if config.epilogue_tile not in tiles or most % config.epilogue_tile:
-        return f"{tiles} tokens that divide a tile's {most} are staged at once, not {config.epilogue_tile}"
+        return f"epilogue_tile must be one of {tiles} and divide tile_m = {most}, not {config.epilogue_tile}"
     if not 2 <= config.epilogue_stages <= 8:
-        return f"results are staged in 2 to 8 buffers, not {config.epilogue_stages}"
+        return f"epilogue_stages must be 2 to 8, not {config.epilogue_stages}"
     return None
 
 
 def why_not_tma(problem: LinearProblem) -> str | None:
     """Why results cannot be stored by TMA, in a sentence; None if they can."""
     if not problem.output.is_16bit:
-        return f"TMA stores 16-bit results, and {problem.output.value} is asked for"
+        return f"TMA stores need 16-bit results, not {problem.output.value}"
     if problem.n % 8 or not problem.y_aligned:
-        return f"TMA stores whole sixteen bytes, and rows of {problem.n} results begin or end within them"
+        return f"TMA stores need 16-byte aligned rows of Y with N % 8 == 0, and N is {problem.n}"
     return None
 
 

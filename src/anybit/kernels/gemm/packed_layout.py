@@ -169,7 +169,7 @@ def why_not(format: WeightFormat, quantized: bool = False) -> str | None:
     if format.sparse:
         return f"2:4 sparse weights run in sym or asym codes with groups of 32 or more, not in {what}"
     if quantized:
-        return f"weights in {what} run with 16-bit activations alone: use a16"
+        return f"weights in {what} run only with 16-bit activations: use a16"
     return None
 
 

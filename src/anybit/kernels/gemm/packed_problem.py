@@ -73,7 +73,7 @@ def why_not(problem: LinearProblem) -> str | None:
     if refusal := packed_layout.why_not(p.weights, x.quantized):
         return refusal
     if x.quantized and x.integer and (x.code != "sym" or x.bits == 1):
-        return f"bytes hold symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
+        return f"int8 products take symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
     if p.dtype not in _SIXTEEN_BITS:
         return f"the output must be float16 or bfloat16, not {dtype_name(p.dtype)}"
     return None
@@ -111,7 +111,7 @@ def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> st
     if any(getattr(c, name) != value for name, value in facts(problem, type(c)).items()):
         return "the config was made for another problem"
     if c.tile_m < problem.m:
-        return f"the config holds {c.tile_m} tokens, and there are {problem.m}"
+        return f"the config is for up to {c.tile_m} tokens, and there are {problem.m}"
     if not 1 <= c.warps <= 32:
         return f"a block has 1 to 32 warps, not {c.warps}"
     if not 1 <= c.prologue_stages <= c.stages:

@@ -46,7 +46,7 @@ class Params:
 def why_not(format: WeightFormat, dtype: torch.dtype) -> str | None:
     """Why no kernel dequantizes rows of a format to a dtype, in a sentence; None if one does."""
     if format.sparse:
-        return "rows of 2:4 sparse weights are not read one by one"
+        return "rows of 2:4 sparse weights cannot be dequantized one by one"
     if dtype not in (torch.float16, torch.bfloat16):
         return sixteen_bits("rows become", dtype)
     return None

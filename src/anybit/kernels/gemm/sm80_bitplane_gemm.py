@@ -55,17 +55,20 @@ def _why_not_tile(problem: LinearProblem, config: Config) -> str | None:
     if config.tile_m % (8 * config.warps_m):
         return f"tile_m must be a multiple of 8 for each of {config.warps_m} warps, not {config.tile_m}"
     if bitplane_layout.CHUNK % config.stage_k or config.stage_k % (256 * config.warps_k):
-        return f"a stage of {config.stage_k} columns does not divide 1024, or not into 256s for {config.warps_k} warps"
+        return (
+            f"stage_k must divide 1024 and be a multiple of 256 for each of {config.warps_k} warps, not "
+            f"{config.stage_k}"
+        )
     if config.threads > 1024 or config.threads * 128 // config.stage_k % 8:
-        return f"{config.threads} threads do not copy rows of {config.stage_k} bits in eights"
+        return f"{config.threads} threads do not copy whole groups of 8 rows of {config.stage_k} bits"
     if config.stages < 2:
-        return "copying ahead needs at least 2 stages"
+        return f"the pipeline needs at least 2 stages, not {config.stages}"
     accumulators = config.tile_n * config.tile_m // (32 * config.warps_n * config.warps_m)
     if accumulators > 128:
-        return f"a thread would hold {accumulators} sums, and its registers have room for 128"
+        return f"a thread would hold {accumulators} accumulators, and at most 128 fit its registers"
     if config.aligned and not _aligned(problem):
         return (
-            "rows of Y do not start on 16 bytes or N is not a multiple of 8, and this config writes 16 bytes at a time"
+            "this config stores 16 bytes at a time, and rows of Y are not 16-byte aligned or N is not a multiple of 8"
         )
     return None
 

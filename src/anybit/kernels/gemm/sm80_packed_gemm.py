@@ -103,9 +103,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
             return f"{p.device.arch} emulates int4 tensor cores, forty times slower than int8"
     tokens, rows, columns = _line(p, c)
     if tokens * rows * columns >= 2**24:
-        return (
-            f"M = {p.m}, N = {p.n}, K = {p.k} are more steps of {c.tile_m} x {c.rows} x 128 than 2^24: use larger tiles"
-        )
+        return f"M = {p.m}, N = {p.n}, K = {p.k} need over 2^24 steps of {c.tile_m} x {c.rows} x 128: use larger tiles"
     return p.device.why_not_shared(shared_bytes(c))
 
 

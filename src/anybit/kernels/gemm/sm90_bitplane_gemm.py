@@ -77,17 +77,20 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     if refused := why_not_epilogue(c, (32, 64, 128)) or (why_not_tma(problem) if c.tma_store else None):
         return refused
     if c.cluster_n not in (1, 2, 4):
-        return f"1, 2 or 4 blocks load tokens for each other, not {c.cluster_n}"
+        return f"cluster_n must be 1, 2 or 4, not {c.cluster_n}"
     if c.activation_stationary and c.cluster_n > 1:
-        return "blocks that keep their tokens do not load them for each other"
+        return "activation_stationary needs cluster_n=1"
     if c.tail_tile_m and (c.activation_stationary or c.tail_tile_m not in (64, 128) or c.tail_tile_m >= c.tile_m):
-        return f"blocks that keep no tokens cut their last tiles of {c.tile_m} into 64 or 128, not {c.tail_tile_m}"
+        return (
+            f"tail_tile_m must be 0, 64 or 128, less than tile_m = {c.tile_m}, and 0 if activation_stationary, not "
+            f"{c.tail_tile_m}"
+        )
     sides = ("weight", c.weight_bits, c.weight_chunks), ("activation", c.activation_bits, c.activation_chunks)
     for side, bits, held in sides:
         if held < 1 or held * bits < 2:
-            return f"loading ahead needs room for two planes, and {held} chunks of {bits} {side} planes are fewer"
+            return f"the pipeline needs room for two planes, and {held} chunks of {bits} {side} planes are fewer"
     if c.activation_stationary and c.activation_chunks != chunks:
-        return f"activations that stay are all {chunks} chunks of k, and the config holds {c.activation_chunks}"
+        return f"activation_stationary needs activation_chunks = {chunks}, all chunks of k, not {c.activation_chunks}"
     if c.schedule is Schedule.pingpong and min(c.weight_chunks, c.activation_chunks) < chunks:
         return f"pingpong needs all {chunks} chunks of k of weights and of activations in shared memory"
     return None
@@ -100,12 +103,18 @@ def _why_not_pieces(c: Config) -> str | None:
     rings = c.weight_chunks, c.activation_chunks, c.epilogue_tile, c.epilogue_stages
     codes = c.weight_code, c.activation_code
     if (c.weight_bits, c.activation_bits, c.tile_m) != (2, 2, 256) or codes != (Code.sym, Code.sym):
-        return "only tiles of 256 tokens of signed 2-bit codes begin in pieces"
+        return "first_plane_pieces needs 2-bit sym weights and activations and tile_m = 256"
     if c.first_plane_pieces != 2 or rings != (2, 2, 32, 3) or not c.tma_store:
         pieces = c.first_plane_pieces
-        return f"tiles begin in 2 pieces with rings of 2 chunks and 3 buffers of 32, not {pieces} with {rings}"
+        return (
+            "first_plane_pieces = 2 needs tma_store and (weight_chunks, activation_chunks, epilogue_tile, "
+            f"epilogue_stages) = (2, 2, 32, 3), not {pieces} pieces with {rings}"
+        )
     if c.activation_stationary or c.cluster_n > 1 or c.tail_tile_m or c.schedule is not Schedule.cooperative:
-        return "a first plane in pieces needs the cooperative schedule, cluster_n=1, and no tail tiles or kept tokens"
+        return (
+            "first_plane_pieces needs the cooperative schedule, cluster_n=1, tail_tile_m=0 and "
+            "activation_stationary=False"
+        )
     return None
 
 

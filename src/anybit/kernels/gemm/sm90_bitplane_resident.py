@@ -60,12 +60,12 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     if c.k_chunks != problem.chunks or not 0 <= c.prologue_stages <= c.k_chunks:
         return f"shared memory must hold all {problem.chunks} chunks of k, and the config is for {c.k_chunks}"
     if c.cp_async_activations and c.a_operand is AOperand.weights and c.tile_b % 16:
-        return f"128 threads copy 16 tokens of a plane at a time, so tile_b must be a multiple, not {c.tile_b}"
+        return f"128 threads copy 16 tokens of a plane at a time, so tile_b must be a multiple of 16, not {c.tile_b}"
     if not 1 <= c.accumulator_sets <= c.a_planes:
-        return f"sets of sums are for 1 to {c.a_planes} planes, not {c.accumulator_sets}"
+        return f"accumulator_sets must be 1 to {c.a_planes}, the planes of A, not {c.accumulator_sets}"
     sums = c.accumulator_sets * c.wgmma_n // 2
     if sums + c.tile_b // 2 + 36 > 255:
-        return f"{sums} sums are too many for the 255 registers of a thread"
+        return f"{sums} accumulators are too many for the 255 registers of a thread"
     return None
 
 

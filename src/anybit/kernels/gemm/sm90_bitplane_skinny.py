@@ -112,14 +112,17 @@ def why_not_columns(config: SkinnyFacts, parts: int = 1) -> str | None:
 
 def _why_not_stages(problem: LinearProblem, c: Config) -> str | None:
     if not 2 <= c.a_stages <= 32:
-        return f"loading ahead needs stages for two planes, and a lane of the loading warp for each, not {c.a_stages}"
+        return f"a_stages must be 2 to 32, a lane of the producer warp for each, not {c.a_stages}"
     chunks = -(-problem.chunks // c.cluster_k)
     if not 1 <= c.pass_chunks <= c.b_stages or (c.pass_chunks < chunks and c.b_stages < 2 * c.pass_chunks):
-        return f"passes of {c.pass_chunks} of {chunks} chunks need as many stages, or twice as many, not {c.b_stages}"
+        return (
+            f"b_stages must be at least pass_chunks = {c.pass_chunks}, and twice that if a tile has more chunks (here "
+            f"{chunks}), not {c.b_stages}"
+        )
     if c.split_k_warpgroups > 1 and (c.pass_chunks < chunks or c.a_stages < c.a_planes * chunks):
         # A warpgroup that skips others' chunks cannot tell a stage's phase from the next but one: it hung.
         planes = f"{c.a_planes} planes of {chunks} chunks"
-        return f"warpgroups that share k need a stage for each of {planes}, not {c.a_stages}"
+        return f"split_k_warpgroups needs a single pass and a stage for each of {planes}, not {c.a_stages}"
     return None
 
 
@@ -127,8 +130,8 @@ def _why_not_split(c: Config) -> str | None:
     sums = c.tile_b // 2  # per thread
     if c.warpgroups not in (1, 2, 4) or (c.split_k_warpgroups > 1) + (c.split_b_warpgroups > 1) + (c.cluster_k > 1) > 1:
         return (
-            f"a tile is shared by 1, 2 or 4 warpgroups or by blocks, not by {c.split_k_warpgroups} along k and "
-            f"{c.split_b_warpgroups} along B of each of {c.cluster_k}"
+            "a tile is split over 1, 2 or 4 warpgroups along k or B, or over a cluster, not over split_k_warpgroups = "
+            f"{c.split_k_warpgroups}, split_b_warpgroups = {c.split_b_warpgroups} and cluster_k = {c.cluster_k}"
         )
     room = (c.a_stages * WARPGROUP_ROWS + c.b_stages * c.wgmma_n) * bitplane_layout.ROW_BYTES
     if c.split_k_warpgroups > 1 and c.split_k_warpgroups * c.tile_b * 256 > room:
@@ -139,7 +142,7 @@ def _why_not_split(c: Config) -> str | None:
         return f"{c.cluster_k} blocks cannot share the {sums} sums of a thread evenly: 1, 2, 4 or 8 can"
     registers = 65536 // (128 * -(-c.min_blocks_per_sm * c.threads // 128)) // 8 * 8  # an SM has four partitions
     if c.wgmma_n * 9 // 16 + 36 > registers:
-        return f"{c.wgmma_n // 2} sums are too many for the {registers} registers of each of so many threads"
+        return f"{c.wgmma_n // 2} accumulators are too many for {registers} registers per thread"
     return None
 
 

@@ -69,7 +69,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     if problem.m <= _FEW:
         return f"its tiles are for more than {_FEW} tokens, and {problem.m} would leave them half empty"
     if problem.activations.bits != _PLANES:
-        return f"planes of {_PLANES}-bit activations stand side by side, not of {problem.activations.bits}-bit ones"
+        return f"it takes {_PLANES}-bit activations, not {problem.activations.bits}-bit ones"
     if config is None:
         return None
     return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
@@ -80,16 +80,16 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     if refused := why_not_epilogue(c, (32, 64)):
         return refused
     if c.tile_m not in (64, 128):
-        return f"two planes of 64 or 128 tokens are the columns of a product, not of {c.tile_m}"
+        return f"tile_m must be 64 or 128, not {c.tile_m}"
     if c.weight_stages < 2 or c.activation_stages < 2:
-        return "loading ahead needs two stages of weights and of activations"
+        return "the pipeline needs at least 2 stages of weights and of activations"
     if c.warpgroup_lag < 0 or c.warpgroup_lag >= c.activation_stages or c.warpgroup_lag * p >= c.weight_stages:
         stages = f"{c.weight_stages} stages of weights and {c.activation_stages} of activations"
-        return f"a warpgroup {c.warpgroup_lag} chunks behind holds all {stages}"
+        return f"warpgroup_lag = {c.warpgroup_lag} chunks would block all {stages}"
     if c.stationary is Stationary.weights and c.weight_stages != chunks * p:
-        return f"weights that stay are {chunks * p} planes, and the config holds {c.weight_stages}"
+        return f"stationary weights need weight_stages = {chunks * p}, all planes, not {c.weight_stages}"
     if c.stationary is Stationary.activations and c.activation_stages != chunks:
-        return f"activations that stay are all {chunks} chunks of k, and the config holds {c.activation_stages}"
+        return f"stationary activations need activation_stages = {chunks}, all chunks of k, not {c.activation_stages}"
     return None
 
 

@@ -137,9 +137,9 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     if config.tile_m not in TOKENS:
         return f"a token tile has one of {TOKENS} tokens, not {config.tile_m}"
     if config.warpgroups > 4 or config.warpgroups < 1:
-        return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
+        return f"a block has 1 to 4 consumer warpgroups, not {config.warpgroups}"
     if config.tile_m // 2 + 24 > _at_launch(config):  # one wgmma's operands, which ptxas cannot split
-        return f"sums of {config.tile_m} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
+        return f"accumulators for {config.tile_m} tokens do not fit the registers of {config.warpgroups} warpgroups"
     if passes_codes_through(config) and config.register_sets != 1:
         return "int8 products read 8-bit codes from the registers that the next load writes: use 1 register set"
     needed, most = registers(config), most_registers(config)
@@ -147,24 +147,24 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return f"{config.tile_m} tokens need about {needed} registers, and {config.warpgroups} warpgroups have {most}"
     if config.stages < max(config.split_k_warpgroups + 1, config.prologue_stages):
         return (
-            f"{config.stages} stages are too few for {config.split_k_warpgroups} warpgroups along the inputs and "
-            f"{config.prologue_stages} early stages"
+            f"{config.stages} stages are too few for split_k_warpgroups = {config.split_k_warpgroups} and "
+            f"prologue_stages = {config.prologue_stages}"
         )
     if config.stages % config.split_k_warpgroups:
         return (
-            f"{config.stages} stages are not dealt evenly to {config.split_k_warpgroups} warpgroups along the inputs: "
-            "one of them would wait for a use of a stage without having seen the one before"
+            f"stages must be a multiple of split_k_warpgroups = {config.split_k_warpgroups}, not {config.stages}: a "
+            "warpgroup would miss a phase of a stage's barrier"
         )
     if config.cluster > 8:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
     if config.cluster_n not in (1, 2):
-        return f"1 or 2 neighbours share their loads of x, not {config.cluster_n}"
+        return f"cluster_n must be 1 or 2, not {config.cluster_n}"
     if config.tile_m % (8 * config.cluster_n):
-        return f"{config.tile_m} tokens do not divide among {config.cluster_n} blocks in eights"
+        return f"tile_m must be a multiple of {8 * config.cluster_n} (8 per block of cluster_n), not {config.tile_m}"
     if config.halves and (refusal := _why_not_halves(problem, config)):
         return refusal
     if config.span not in (1, 2) or (config.span == 2 and (problem.column_blocks % 2 or config.promotes)):
-        return f"a stage has 1 step of inputs, or 2 of an even number (no promotion), not {config.span}"
+        return f"span must be 1, or 2 with an even number of steps and without promotion, not {config.span}"
     if refusal := _why_not_sparse(problem, config):
         return refusal
     if refusal := refusal_of_loop(config):
@@ -173,9 +173,9 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         steps = f"{problem.column_blocks} steps of inputs"
         return f"{steps} do not divide among {config.cluster_k} blocks, {config.span} at a time"
     if config.min_blocks_per_sm not in _LEAST_SHARED:
-        return f"1 or 2 blocks share a multiprocessor, not {config.min_blocks_per_sm}"
+        return f"min_blocks_per_sm must be 1 or 2, not {config.min_blocks_per_sm}"
     if config.min_blocks_per_sm > 1 and (config.halves or shared_bytes(config) > MOST_BESIDE):
-        return "two such blocks do not fit a multiprocessor"
+        return "two such blocks do not fit an SM"
     return problem.device.why_not_shared(shared_bytes(config))
 
 
@@ -186,11 +186,11 @@ def _why_not_sparse(problem: LinearProblem, config: Config) -> str | None:
     whole = config.split_k_warpgroups * config.cluster == (1 if config.block_tiles else config.cluster_n)
     if (config.block_tiles or config.tensor_store or config.stagger) and not (config.sparse and whole):
         return (
-            "ranges of row tiles, stores by tensor maps and staggered warpgroups are for 2:4 sparse weights whose "
-            "inputs no warpgroups or blocks share, and ranges for blocks that load x for themselves, too (cluster_n=1)"
+            "block_tiles, tensor_store and stagger need 2:4 sparse weights and no split of K (split_k_warpgroups=1, "
+            "cluster_k=1, halves=False); block_tiles also needs cluster_n=1"
         )
     if config.tensor_store and (problem.n % 8 or config.tile_m % 16):
-        return f"a tensor map stores outputs in eights and tokens in sixteens, not {problem.n} and {config.tile_m}"
+        return f"tensor_store needs N % 8 == 0 and tile_m % 16 == 0, not {problem.n} and {config.tile_m}"
     return None
 
 
@@ -201,11 +201,11 @@ def _why_not_halves(problem: LinearProblem, config: Config) -> str | None:
         or config.row_warpgroups < 2
         or config.cluster_k * config.cluster_n > 1
     ):
-        return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
+        return "halves needs 2 or more row_warpgroups, and excludes split_k_warpgroups, cluster_k and cluster_n"
     if config.promotes or config.tile_m % 16 or problem.column_blocks < 2:
-        return "a row tile is halved in 2 steps of inputs or more, 16 tokens at a time, of products without promotion"
+        return "halves needs at least 2 steps of K, tile_m % 16 == 0, and products without promotion"
     if math.prod(tile_counts(problem, config)) > problem.device.sms // 2:
-        return "a pair of blocks that halve a row tile has one range of rows, and there are more of these than pairs"
+        return "halves needs all tiles in one wave of pairs of blocks, and there are more tiles than pairs"
     return None
 
 
@@ -214,7 +214,7 @@ def _why_not_bytes(problem: LinearProblem) -> str | None:
     weights, activations = problem.weights, problem.activations
     if problem.operand == Operand.s8:
         if weights.bits == 8 and weights.code != "sym":
-            return f"8-bit {weights.code} weights less their zeros do not fit a signed byte: use sym, or 7 bits"
+            return f"8-bit {weights.code} weights minus their zeros do not fit a signed byte: use sym, or 7 bits"
         largest = 2 ** (weights.bits + (weights.code == "bipolar")) * 2 ** (activations.bits - 1)
         if weights.sparse:  # half of the inputs, but codes use the full range of a byte
             largest = max(largest // 2, 2 ** (6 + activations.bits - 1))
@@ -292,8 +292,8 @@ def refusal_of_loop(config: Config) -> str | None:
         )
     if config.unrolled and not may_unroll(config):
         return (
-            "unrolled stages need inputs shared by 2 or 3 warpgroups or by blocks, register_sets=2, direct=0, products "
-            "without promotion, and symmetric codes where tiles of more than 16 tokens have min_blocks_per_sm=2"
+            "unrolled stages need K split over 2 or 3 warpgroups or over blocks, register_sets=2, direct=0, products "
+            "without promotion, and, for tile_m above 16 with min_blocks_per_sm=2, codes without zeros or minima"
         )
     return None
 

@@ -257,9 +257,9 @@ def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | 
     if (reason := why_not(problem, config)) is not None:
         return reason
     if problem.m > NORM_TOKENS:
-        return f"rows are normed by the product for up to {NORM_TOKENS} tokens, and there are {problem.m}"
+        return f"the fused norm takes up to {NORM_TOKENS} tokens, not {problem.m}"
     if problem.act_order or not problem.aligned or problem.k % 4:
-        return "the fused norm reads aligned rows in the order of their columns, in fours; others are normed first"
+        return "the fused norm needs 16-byte aligned rows, K % 4 == 0 and no activation order"
     if config is not None and not config.x_resident:
         return "the config does not hold whole rows of activations"
     return None

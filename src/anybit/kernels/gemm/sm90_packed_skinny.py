@@ -68,13 +68,13 @@ def _why_not_split(p: LinearProblem, c: Config) -> str | None:
     if not c.split:
         return None
     if c.gather:
-        return "activations in another order are not split into planes"
+        return "split activations must be aligned and in natural order"
     if c.group == 16 or p.weights.tabled:
-        return "split activations meet codes of integers in groups of 32 or more"
+        return "split activations need weights in integer codes, in groups of 32 or more"
     if c.bits not in (1, 2, 4, 8):
-        return f"split activations meet widths of 1, 2, 4 or 8 bits, not {c.bits}"
+        return f"split activations need weights of 1, 2, 4 or 8 bits, not {c.bits}"
     if not c.x_resident:
-        return "split activations must all be in shared memory at once: give more x_stages"
+        return "split activations must all be in shared memory: use more x_stages"
     if p.k % 2:
         return f"split activations need an even K, not {p.k}"
     return None

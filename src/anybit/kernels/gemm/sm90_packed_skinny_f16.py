@@ -61,7 +61,7 @@ def _why_not_tile(c: Config) -> str | None:
     if c.tile_m % 8 or c.tile_m % c.cluster_k:
         return f"tile_m must be a multiple of 8 that {c.cluster_k} blocks can share evenly, not {c.tile_m}"
     if c.split_k_warps > 15:
-        return f"up to 15 warps share columns, not {c.split_k_warps}"
+        return f"split_k_warps must be at most 15, not {c.split_k_warps}"
     if c.cluster_k not in (1, 2, 4):
         return f"a cluster has 1, 2 or 4 blocks, not {c.cluster_k}"
     if -(-c.block_units // c.row_warps) > c.stage_units * c.chunks:
