@@ -1,7 +1,6 @@
-// Stores new tokens of K and V: the newest in the 16-bit residual, and every block that became full as codes in its page.
-//
-// One block of threads does the keys or the values of one block of tokens of one KV head. The arithmetic is that of
-// kv_page.quantize, so that pages are the same bit for bit wherever they are made.
+// Stores new K and V tokens: the newest go to the 16-bit residual ring, and each block of a full window is quantized into
+// its page. One CTA takes the keys or the values of one block of tokens of one KV head. Arithmetic is that of
+// kv_page.quantize, bit for bit, so that pages don't depend on where they are made.
 #ifndef ANYBIT_KV_QUANTIZE_CUH
 #define ANYBIT_KV_QUANTIZE_CUH
 
@@ -9,7 +8,7 @@
 
 namespace kv_quantize {
 
-// Packs the tokens that Loader reads.
+// Quantizes and packs the tokens that Loader reads. A "run" is the elements that share a scale and a zero.
 template <class Config> struct Packer : Loader<Config> {
     using L = Loader<Config>;
     using S = typename L::S;
@@ -17,11 +16,11 @@ template <class Config> struct Packer : Loader<Config> {
     using L::warps, L::depth, L::span, L::pitch, L::bytes;
     using L::load_keys, L::load_tokens, L::load_values;
 
-    // Threads that a multiprocessor holds at once, as many as the registers allow.
+    // Threads per SM that the register file allows, for __launch_bounds__.
     static constexpr int together = S::groups == 1 && !Config::bf16 ? 1024 : S::groups <= 2 && Config::head_dim <= 128 ? 768 : 512;
     static_assert(bytes <= Config::shared_bytes, "kv_quantize.py gives the kernel less shared memory than it lays out");
 
-    // ---- ranges, two channels at a time; a value that is not finite makes one end NaN or infinite
+    // ---- ranges, two channels at a time; a non-finite value makes one end NaN or infinite
     PTX static uint32_t least(uint32_t a, uint32_t b) {
         if constexpr (Config::bf16) return ptx::min_nan_bf16x2(a, b);
         else return ptx::min_nan_f16x2(a, b);
@@ -34,23 +33,23 @@ template <class Config> struct Packer : Loader<Config> {
         if constexpr (Config::bf16) return ptx::cvt_f32_bf16(static_cast<uint16_t>(v));
         else return ptx::cvt_f32_f16(static_cast<uint16_t>(v));
     }
-    // Codes of float16 elements are computed in float16, two at a time: (x - zero) is rounded once, and its product with
-    // the inverse scale not before it is rounded to an integer. Runs that are not `plain` take float32.
+    // Float16 elements are coded two at a time in float16: (x - zero) is rounded once, and one FMA multiplies by the
+    // inverse scale and rounds to an integer. Runs that are not `plain` use float32.
     static constexpr bool halves = !Config::bf16;
     struct Run {
-        float inverse;    // of the scale; its sign says that codes of this run can leave their range: it is not plain
+        float inverse;    // 1 / scale; negative: codes can leave their range and need clamping (not plain)
         uint32_t stored;  // scale and zero, float16
         PTX bool plain() const { return __float_as_int(inverse) >= 0; }
         PTX float zero() const { return kv_page::high_f16(stored); }
     };
-    // Zeros and inverse scales of the runs of two elements that share a word.
+    // Zeros and inverse scales for the two elements of a word.
     struct Pair {
         uint32_t zero, inverse;
     };
     PTX static Pair pair_of(const Run& even, const Run& odd) {
         return {ptx::prmt(even.stored, odd.stored, 0x7632u), ptx::cvt_f16x2_f32(even.inverse, odd.inverse)};
     }
-    // x / top, rounded correctly (Markstein): what the reference computes, without the cases that cannot occur here.
+    // x / top, correctly rounded (Markstein) as in the reference, minus the special cases that cannot occur here.
     template <int top> PTX static float over(float x) {
         constexpr float inverse = 1.0f / top;
         const float near = ptx::mul_rn_f32(x, inverse);
@@ -65,7 +64,7 @@ template <class Config> struct Packer : Loader<Config> {
         uint16_t scale = ptx::cvt_f16_f32(over<(1 << bits) - 1>(high - low)), zero = ptx::cvt_f16_f32(low);
         if (broken) scale = zero = 0x7e00;
         const float s = ptx::cvt_f32_f16(scale);
-        // The scale of a normal float16 is true to 2^-11: rounding cannot pass the last code.
+        // A normal float16 scale is accurate to 2^-11, so no code rounds past the last one.
         const bool plain = inside && !broken && (s == 0.0f || s >= 6.2e-5f) && (!halves || high - low <= 65504.0f);
         const float near = ptx::rcp_approx(s), inverse = s > 0.0f ? fmaf(near, fmaf(-s, near, 1.0f), near) : 0.0f;  // 1 / s, rounded correctly
         return {plain ? inverse : -inverse, scale | static_cast<uint32_t>(zero) << 16};
@@ -75,21 +74,21 @@ template <class Config> struct Packer : Loader<Config> {
         return {__shfl_sync(0xffffffffu, own.inverse, lane), __shfl_sync(0xffffffffu, own.stored, lane)};
     }
 
-    // ---- codes. Rounding by a number so large that only integers are left: the bits of x + 1.5 * 2^23 are those of the
-    // constant plus the rounded x, so a word is a sum, and its constant part is taken off at the end.
+    // ---- codes. Rounding by magic number: the bits of x + 1.5 * 2^23 are the constant's plus round(x), so a word is a sum
+    // of shifted encodings, and the constants' total is subtracted once at the end.
     template <int bits, bool plain> PTX static uint32_t code(uint32_t v, const Run& run) {
         constexpr float top = static_cast<float>((1 << bits) - 1);
         float x = widen(v) - run.zero(), inverse = fabsf(run.inverse);
         if constexpr (halves)
-            if (run.plain()) {  // as its neighbours would be coded if all were plain
+            if (run.plain()) {  // same rounding as the all-plain path: codes don't depend on the neighbours
                 x = ptx::cvt_f32_f16(ptx::cvt_f16_f32(x));
                 inverse = ptx::cvt_f32_f16(ptx::cvt_f16_f32(inverse));
             }
-        x = ptx::mul_rn_f32(x, inverse);  // rounded, before the sum rounds again
+        x = ptx::mul_rn_f32(x, inverse);  // no FMA contraction: the product is rounded first
         if constexpr (!plain) x = fminf(fmaxf(x, 0.0f), top);
         return __float_as_uint(x + 12582912.0f);
     }
-    // What the number that rounds adds to a word: float16 pairs (1024, in whose last bit an integer begins) or floats.
+    // Total that the magic numbers add to a word: float16 pairs (1024, ulp 1) or floats.
     template <int bits, bool pairs> PTX static constexpr uint32_t constant() {
         uint32_t sum = 0;
         for (int f = 0; f < 32 / bits; ++f)
@@ -97,16 +96,16 @@ template <class Config> struct Packer : Loader<Config> {
             else if (f < 16 / bits) sum += 0x64006400u << f * bits;
         return sum;
     }
-    // The codes of a word's two elements, shifted to their places and with what rounding added to them.
+    // The codes of a word's two elements, shifted into place, magic numbers included.
     template <int bits, bool plain> PTX static uint32_t two_codes(uint32_t v, const Run& even, const Run& odd, const Pair& pair, int places) {
         if constexpr (plain && halves) return ptx::fma_f16x2(ptx::sub_f16x2(v, pair.zero), pair.inverse, 0x64006400u) << places;
         else return (code<bits, plain>(v, even) << places) + (code<bits, plain>(v >> 16, odd) << (16 + places));
     }
-    // The place of two elements in their word: row half h, row tile `sub` of the word's, depth pair p.
+    // Bit position of an element pair in its word: row half h, the word's row tile `sub`, depth pair p.
     template <int bits> PTX static constexpr int shift(int sub, int h, int p) {
         return bits * (bits == 2 ? 4 * p + 2 * sub + h : bits == 4 ? 2 * p + h : h);
     }
-    // `count` words from index `index` of a lane's words in kernel order; see kv_page.pack_tiles.
+    // Stores `count` of a lane's words from `index` on, in kernel order (kv_page.pack_tiles).
     template <int count> PTX static void store(uint8_t* to, int index, const uint32_t* w) {
         const int lane = threadIdx.x % 32;
         if constexpr (count % 4 == 0) {
@@ -124,7 +123,7 @@ template <class Config> struct Packer : Loader<Config> {
         }
     }
 
-    // ---- keys by channel: a warp takes sixteen channels of a group of tokens
+    // ---- per-channel keys: a warp takes 16 channels of a chunk of tokens
     template <int bits> PTX static void keys_by_channel(const From& from, uint8_t* to) {
         constexpr int tiles = Config::chunk / 16, chunks = Config::block / Config::chunk;
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -151,7 +150,7 @@ template <class Config> struct Packer : Loader<Config> {
                 ends[p][0] = low;
                 ends[p][1] = high;
             }
-            // Four channels, known to the lanes of eight tokens: each lane settles one of them.
+            // Four channels whose ranges all eight lanes of a column hold: each lane computes one channel's run.
             const Run own = settle<bits>(widen((g & 2 ? ends[1][0] : ends[0][0]) >> 16 * (g & 1)), widen((g & 2 ? ends[1][1] : ends[0][1]) >> 16 * (g & 1)));
 #pragma unroll
             for (int k = 0; k < 4; ++k) runs[k / 2][k % 2] = of_lane(own, 4 * k + t);
@@ -184,8 +183,8 @@ template <class Config> struct Packer : Loader<Config> {
         store<count>(to, task * count, w);
     }
 
-    // ---- keys by token: a warp takes a group of channels of sixteen tokens. Their words (of 2 bits: a half of each) meet
-    // those of other tokens in shared memory, so that sixteen bytes of a lane are written at a time.
+    // ---- per-token keys: a warp takes a channel group of 16 tokens. Its words (2 bits: half of each) are combined with
+    // other tokens' in shared memory, so that global stores are 16 bytes per lane.
     template <int bits> PTX static void keys_by_token(const From& from, uint8_t* to) {
         using U = kv_page::Unit<bits>;
         constexpr int deep = Config::channel_group / 16, row_tiles = Config::block / 16, units = row_tiles / U::tiles, count = S::key_codes / 128;
@@ -210,7 +209,7 @@ template <class Config> struct Packer : Loader<Config> {
             }
             Run runs[2];
             const bool plain = of_tokens<bits>(ends, runs);
-            const int row = 2 * d + t;  // of eight tokens
+            const int row = 2 * d + t;  // row of eight tokens
             if (t < 2)
                 *reinterpret_cast<uint32_t*>(to + S::key_codes + (((v * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
                     t ? runs[1].stored : runs[0].stored;
@@ -231,7 +230,7 @@ template <class Config> struct Packer : Loader<Config> {
             *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
-    // `more`: how much further a row tile's codes stand in words that it shares with another.
+    // more: extra shift of this row tile's codes where two row tiles share a word.
     template <int bits, bool plain, int deep>
     PTX static void codes_by_token(const uint32_t (&x)[deep][2][2], const Run (&runs)[2], uint32_t* at, int more) {
         using U = kv_page::Unit<bits>;
@@ -252,9 +251,9 @@ template <class Config> struct Packer : Loader<Config> {
                 at[(j * units * U::words + part) * 32] = (sum - rounding) << more;
             }
     }
-    // The runs of two tokens, g and g + 8, from the least and most of two channels of each lane; whether all is plain.
+    // Runs of tokens g and g + 8 from each lane's packed (two-channel) minima and maxima; returns whether own is plain.
     template <int bits> PTX static bool of_tokens(const uint32_t (&ends)[2][2], Run (&runs)[2]) {
-        // Lanes with an even t go on with the first token, odd ones with the second.
+        // Even lanes go on with token g, odd lanes with token g + 8.
         const bool second = threadIdx.x % 2;
         uint32_t low = least(second ? ends[1][0] : ends[0][0], __shfl_xor_sync(0xffffffffu, second ? ends[0][0] : ends[1][0], 1));
         uint32_t high = most(second ? ends[1][1] : ends[0][1], __shfl_xor_sync(0xffffffffu, second ? ends[0][1] : ends[1][1], 1));
@@ -268,7 +267,7 @@ template <class Config> struct Packer : Loader<Config> {
         return own.plain();
     }
 
-    // ---- values: a warp takes up to 128 channels of sixteen tokens
+    // ---- values: a warp takes up to 128 channels of 16 tokens
     template <int bits> PTX static void pack_values(const From& from, uint8_t* to) {
         constexpr int group = bits == 16 ? span : Config::channel_group, groups = span / group, spans = Config::head_dim / span;
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -305,7 +304,7 @@ template <class Config> struct Packer : Loader<Config> {
                     largest = fmaxf(largest, fmaxf(kv_page::low_f16(pair[0].stored), kv_page::low_f16(pair[1].stored)));
                     runs[0][v] = pair[0];
                     runs[1][v] = pair[1];
-                    const int row = 2 * d + t;  // of eight tokens
+                    const int row = 2 * d + t;  // row of eight tokens
                     if (t < 2)
                         *reinterpret_cast<uint32_t*>(to + S::value_codes + ((((s * groups + v) * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
                             t ? pair[1].stored : pair[0].stored;
@@ -372,11 +371,11 @@ template <class Config> PTX void found(const Params& p, uint32_t what) {
     if (threadIdx.x == 0) atomicMax(p.errors, what);
 }
 
-// Stores what `tokens` says; returns false, with nothing stored, where the length has turned out to be another one.
+// Stores what `tokens` says; returns false, with nothing stored, if it was planned from a stale length.
 template <class Config> PTX bool store_tokens(const Params& p, Tokens<Config>& tokens) {
     using S = kv_page::Format<Config>;
     using P = Packer<Config>;
-    // The newest tokens go to the ring: what this thread loads first is stored last, behind the packing.
+    // The newest tokens go to the ring: a thread's first load issues here and is stored after packing, which hides it.
     int i = blockIdx.y * Config::threads + threadIdx.x;
     uint16_t kept = 0;
     if (i < tokens.count) kept = *tokens.of_fresh(tokens.first + i / Config::head_dim, i % Config::head_dim);
@@ -408,24 +407,24 @@ template <class Config> PTX bool store_tokens(const Params& p, Tokens<Config>& t
     }
     return true;
 }
-// The same with the length as it is now. Hardly ever needed, so it has registers of its own.
+// The same from the up-to-date length. Rarely taken, so noinline: its registers stay out of the kernel's main path.
 template <class Config> __device__ __noinline__ void store_again(const Params& p, int sequence, int length) {
     Tokens<Config> tokens;
     tokens.set(p, sequence, length);
     store_tokens<Config>(p, tokens);
 }
 
-// grid: (kv_heads * 2, blocks of tokens, batch): the heads of a token are read at the same time
+// Grid: (kv_heads * 2, blocks of tokens, batch). Heads vary fastest, so that a token's heads are read together.
 template <class Config> __global__ void __launch_bounds__(Config::threads, Packer<Config>::together / Config::threads) kernel(const __grid_constant__ Params p) {
-    // What is to be done is worked out from the lengths as they are while the previous kernel is still at work. When that
-    // has ended, tokens are asked for at once, and lengths and pages beside them: each wait for one of the three costs
-    // half a microsecond.
+    // PDL: the work is planned from the lengths as they are before griddepcontrol.wait. After it, tokens, lengths and page
+    // entries are loaded side by side, since each dependent wait costs half a microsecond; a plan that proves stale is
+    // redone by store_again.
     const int likely = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
     Tokens<Config> tokens;
     tokens.set(p, likely, likely >= 0 && likely < p.sequences_count ? p.lengths[likely] : 0);
     if (likely >= 0 && likely < p.sequences_count) prefetch<Config>(p, tokens);
     ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();  // only now: what follows may read pages that earlier kernels wrote
+    ptx::griddepcontrol_launch_dependents();  // not earlier: the next kernel may read pages that kernels before this one wrote
     const int sequence = p.sequences ? static_cast<int>(ptx::ld_global_cg_u32(p.sequences + blockIdx.z)) : static_cast<int>(blockIdx.z);
     if constexpr (Config::checked)
         if (sequence < 0 || sequence >= p.sequences_count) return found<Config>(p, kv_page::bad_sequence);

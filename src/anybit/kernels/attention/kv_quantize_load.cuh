@@ -1,4 +1,4 @@
-// How kv_quantize reads sixteen tokens at a time into the registers of a warp: from memory, or from the 16-bit ring.
+// kv_quantize: loads 16 tokens at a time into a warp's registers, from the new tokens (k, v) or the 16-bit ring.
 #ifndef ANYBIT_KV_QUANTIZE_LOAD_CUH
 #define ANYBIT_KV_QUANTIZE_LOAD_CUH
 
@@ -6,20 +6,20 @@
 
 namespace kv_quantize {
 
-// Sixteen tokens as they lie in the registers of a warp, lane = 4 * g + t: a word is two channels of one token.
+// Register layout of 16 tokens, lane = 4 * g + t; a word is two channels of one token.
 //   keys    x[h][j][p]: token g + 8 * h, channels 16 * j + 4 * t + 2 * p and the next
-//   values  x[p][m]:    token g + 8 * p, channels 8 * m + 2 * t and the next; movmatrix makes tokens of it
-// A warp reads each element once, from memory or from the ring, finds the ranges in its registers, and writes words.
+//   values  x[p][m]:    token g + 8 * p, channels 8 * m + 2 * t and the next; movmatrix transposes it to the page's order
+// A warp reads each element once; ranges and codes are computed in registers.
 template <class Config> struct Loader {
     using S = kv_page::Format<Config>;
     using From = Tokens<Config>;
     static constexpr int warps = Config::threads / 32, depth = Config::head_dim / 16;
-    static constexpr int span = Config::head_dim > 128 ? 128 : Config::head_dim;  // channels of values that go together
-    static constexpr int pitch = span * 2 + 16;          // bytes of a token that passes through shared memory
+    static constexpr int span = Config::head_dim > 128 ? 128 : Config::head_dim;  // channels of values per warp task
+    static constexpr int pitch = span * 2 + 16;          // bytes per token in shared memory, padded
     static constexpr int bytes = warps * (16 * pitch + 16);
 
-    // ---- where the tokens are; `token` counts from the block's first
-    PTX static const uint16_t* row(const From& from, int token) {  // not in the ring any more
+    // ---- addresses; `token` counts from the block's first
+    PTX static const uint16_t* row(const From& from, int token) {  // a new token: in k or v
         return from.fresh + static_cast<int64_t>(from.begin - from.old + token) * from.token_stride;
     }
     PTX static void ring_tile(uint32_t (&w)[4], const From& from, int token, int j) {  // token: the tile's first
@@ -28,13 +28,13 @@ template <class Config> struct Loader {
         const uint4 v = ptx::ld_global_cg_v4(from.tile(slot) + (j * 32 + threadIdx.x % 32) * 8);
         w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
     }
-    // A step of one token: whether it is the last of those before `end`. All others are in the ring.
+    // Single-token steps: whether the new token is among those before `end` (as their last). All others are in the ring.
     PTX static bool newest_here(const From& from, int end) { return from.old - from.begin < end; }
-    // `tiles` times sixteen tokens from `token` on, sixteen channels.
+    // Loads 16 * tiles tokens from `token` on, 16 channels.
     template <int tiles> PTX static void load_keys(uint32_t (&x)[tiles][2][2], const From& from, int token, int j) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if constexpr (Config::single) {
-            // Tiles lie one after another; from the ring's end they go on at its beginning.
+            // Tiles are contiguous and wrap at the ring's end.
             if constexpr (Config::front > 0) {
 #pragma unroll
                 for (int i = 0; i < tiles; ++i) {
@@ -69,7 +69,7 @@ template <class Config> struct Loader {
             }
             return;
         }
-        // All that the ring holds is asked for before anything waits; a tile that is new in part gets its new rows then.
+        // All ring loads issue before anything waits; tiles that are partly new get their new rows afterwards.
 #pragma unroll
         for (int i = 0; i < tiles; ++i)
             if (from.old - from.begin - token - 16 * i > 0) {
@@ -89,7 +89,7 @@ template <class Config> struct Loader {
                     }
         }
     }
-    // Sixteen tokens from `token` on, `deep` times sixteen channels from tile `first` on.
+    // Loads 16 tokens from `token` on, 16 * deep channels from channel tile `first` on.
     template <int deep> PTX static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, held = from.old - from.begin - token;
         if (Config::single || held > 0)
@@ -120,7 +120,7 @@ template <class Config> struct Loader {
                     }
                 }
     }
-    // Channels `first` to `first + span` - 1 of sixteen tokens, by way of shared memory.
+    // Loads channels first .. first + span - 1 of 16 tokens; new tokens go through shared memory (ldmatrix).
     PTX static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, held = from.old - from.begin - token;
         const uint32_t stage = ptx::shared_address(ptx::dynamic_shared()) + threadIdx.x / 32 * (16 * pitch);
@@ -138,7 +138,7 @@ template <class Config> struct Loader {
             return;
         }
         if (held < 16) {
-            constexpr int pieces = span / 8;  // of a token, sixteen bytes each
+            constexpr int pieces = span / 8;  // 16-byte pieces per token
             __syncwarp();
             if (held <= 0 && 32 % pieces == 0) {  // all new: a prompt
                 const uint16_t* at = row(from, token + lane / pieces) + first + lane % pieces * 8;
@@ -170,7 +170,7 @@ template <class Config> struct Loader {
                 if (8 * p + 8 <= held) continue;
 #pragma unroll
                 for (int m = 0; m < span / 8; m += 4) {
-                    // Rows that the ring holds were not copied: every lane reads a row that was.
+                    // Rows held by the ring were not copied: clamp ldmatrix addresses to rows that were.
                     const int r = max(8 * p + lane % 8, min(held, 15));
                     uint32_t w[4];
                     ptx::ldmatrix_x4(w, stage + r * pitch + 16 * (m + lane / 8));

@@ -1,4 +1,4 @@
-// What a launch of kv_quantize.cuh is given, and where the tokens of one block of threads come from and go to.
+// kv_quantize: launch parameters, and one CTA's work (source and destination of its tokens).
 #ifndef ANYBIT_KV_QUANTIZE_TOKENS_CUH
 #define ANYBIT_KV_QUANTIZE_TOKENS_CUH
 
@@ -12,7 +12,7 @@ struct Params {
     uint8_t* pages;            // of this layer: [pages, kv_heads, page_bytes]
     uint16_t* residual;        // of this layer: [sequences, kv_heads, 2, ring * head_dim]
     const int32_t* table;
-    const int32_t* lengths;    // the new tokens included
+    const int32_t* lengths;    // new tokens included
     const int32_t* sequences;  // [batch], or null for 0, 1, 2 ...
     int64_t k_batch_stride;
     int64_t v_batch_stride;
@@ -20,7 +20,7 @@ struct Params {
     int32_t k_head_stride;
     int32_t v_token_stride;
     int32_t v_head_stride;
-    int32_t tokens;            // new tokens of each sequence
+    int32_t tokens;            // new tokens per sequence
     int32_t kv_heads;
     int32_t table_width;
     int32_t ring;
@@ -29,25 +29,25 @@ struct Params {
     int32_t keeps;             // whether to write the residual
     int32_t pages_count;
     int32_t sequences_count;
-    uint32_t* errors;          // checked kernels: what was wrong, or 0
-    int32_t stored;            // the new tokens are in the residual already, and k and v are not read
+    uint32_t* errors;          // checked kernels: error code, or 0
+    int32_t stored;            // the residual already holds the new tokens; k and v are not read
     int64_t page_stride;       // rows (Config::front): bytes from one page of the pool to the next
-    const int32_t* starts;     // ragged: [batch + 1], where the new tokens of each sequence begin in k and v
+    const int32_t* starts;     // ragged: [batch + 1], first new token of each sequence in k and v
 };
 
-// One half (keys or values) of one sequence and head: where its tokens come from and go to.
+// One CTA's half (keys or values) of one sequence and KV head.
 template <class Config> struct Tokens {
     const uint16_t* fresh;
     uint16_t* ring;
     int token_stride, ring_tokens, old;
-    int begin, slot;  // of the block to pack: its first token, and where that would be in the ring
-    int page;         // looked at only when the tokens are on their way
+    int begin, slot;  // block to pack: its first token, and that token's ring slot
+    int page;         // its page; not waited for before the token loads are issued
     const uint8_t* blocks;  // rows: this half of this head in block 0 of the pool
-    const int32_t* row;     // rows: the sequence's blocks, those of the ring in front
+    const int32_t* row;     // rows: the sequence's table row, ring blocks first
     int64_t page_stride;
     int pages_count;
-    int sequence, length, found;  // the length that the rest was worked out from, and the one that turned out
-    int first, count;  // what goes to the ring: its first token; elements
+    int sequence, length, found;  // length this plan assumes; length read after griddepcontrol.wait
+    int first, count;  // to the ring: first token, elements
     bool values, packs;
 
     PTX void set(const Params& p, int of, int tokens) {
@@ -82,7 +82,7 @@ template <class Config> struct Tokens {
         token_stride = values ? p.v_token_stride : p.k_token_stride;
         if constexpr (Config::ragged) fresh += static_cast<int64_t>(start) * token_stride;
     }
-    // Where sixteen slots begin, of which s is the first.
+    // Address of the 16-slot ring tile whose first slot is s.
     PTX uint16_t* tile(int s) const {
         if constexpr (Config::front == 0) return ring + s * Config::head_dim;
         const int block = min(max(row[s / max(Config::slots, 1)], 0), pages_count - 1);
@@ -94,13 +94,13 @@ template <class Config> struct Tokens {
     PTX const uint16_t* of_fresh(int token, int channel) const {
         return fresh + static_cast<int64_t>(token - old) * token_stride + channel;
     }
-    // The slot of a token that goes to the ring.
+    // Ring slot of a token.
     PTX int slot_of(int token) const {
         if constexpr (!Config::single) return token % ring_tokens;
-        const int at = slot + token - begin;  // of the window that holds it, or next to a block of that
+        const int at = slot + token - begin;  // near the block's first slot: at most one wrap either way
         return at >= ring_tokens ? at - ring_tokens : at < 0 ? at + ring_tokens : at;
     }
-    // Where slot s, channel c of the ring lies; see kv_page.ring_places.
+    // Element offset of slot s, channel c of the ring; see kv_page.ring_places.
     PTX int place(int s, int c) const {
         const int tile = s / 16 * (Config::head_dim / 16) + c / 16;
         return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
@@ -108,8 +108,8 @@ template <class Config> struct Tokens {
     }
 };
 
-// What the ring holds of a window that is full now comes into L2 while the previous kernel is still at work: lengths were
-// written before that one began, as decode.cuh takes them to be, and where bytes are kept is not when they are read.
+// Prefetches into L2 the ring's part of a window that is now full, before griddepcontrol.wait. Lengths predate the previous
+// kernel, as in decode.cuh, and a prefetch reads no values, so the ring may still be written meanwhile.
 template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>& tokens) {
     constexpr int token = Config::head_dim * 2, line = 128;  // bytes
     if (!tokens.packs || tokens.begin >= (p.table_width - Config::front) * Config::page) return;

@@ -1,8 +1,7 @@
-// Pages of a pool, or a page's worth of 16-bit tokens, as plain keys and values: what a prompt's attention reads.
+// Dequantizes KV pages to plain 16-bit keys and values, for prefill attention over a packed cache.
 //
-// A block of threads makes the keys or the values of one page of one KV head. A packed page is read as it lies, sixteen
-// bytes a lane. A page that is not yet full, or whose tokens are asked for in 16 bits, comes from the row's ring and from
-// the new tokens; tokens that are not there become zeros.
+// One CTA produces the keys or the values of one page of one KV head. Packed pages are read in storage order, 16 bytes per
+// lane. A page that isn't full yet, or is wanted in 16 bits, is gathered from the ring and the new tokens, zero-padded.
 #ifndef ANYBIT_KV_UNPACK_CUH
 #define ANYBIT_KV_UNPACK_CUH
 
@@ -13,9 +12,9 @@ namespace kv_unpack {
 struct Params {
     const uint8_t* pages;     // the pool: [pages, kv_heads, page_bytes], pages page_stride bytes apart
     const int32_t* table;     // [sequences, table_width], `front` residual blocks, then pages; see kv_rows.py
-    const int32_t* lengths;   // [sequences], the new tokens included
-    const int32_t* starts;    // [sequences + 1], where the new tokens of each begin in k and v
-    const int32_t* jobs;      // [jobs, 2]: a sequence, and 2 * its page + (1: from its ring and new tokens)
+    const int32_t* lengths;   // [sequences], new tokens included
+    const int32_t* starts;    // [sequences + 1], first new token of each sequence in k and v
+    const int32_t* jobs;      // [jobs, 2]: sequence, 2 * page + (1 to gather from the ring and new tokens)
     const uint16_t* k;        // [tokens, kv_heads, head_dim] with the strides below, in elements
     const uint16_t* v;
     uint16_t* out;            // [jobs, 2, kv_heads, page, head_dim]
@@ -35,7 +34,7 @@ template <class Config> struct Half {
     static constexpr int depth = Config::head_dim / 16, blocks = Config::page / Config::block;
     static constexpr int row_tiles = Config::block / 16, warps = Config::threads / 32;
 
-    // Elements (two of 16 bits) of a tile from its words: x[h][p], lane = 4 * g + t; see kv_page.py.
+    // Unpacks a tile's words to pairs of 16-bit elements x[h][p], lane = 4 * g + t; see kv_page.py.
     template <int bits> PTX static void pairs(uint32_t (&x)[2][2], const uint32_t (&w)[4], int tile) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -51,7 +50,7 @@ template <class Config> struct Half {
         if constexpr (Config::bf16) return ptx::cvt_bf16x2_f32(low, high);
         else return ptx::cvt_f16x2_f32(low, high);
     }
-    // Two codes of a word as values.
+    // Dequantizes the two codes of a word.
     PTX static uint32_t values_of(uint32_t codes, float scale_low, float zero_low, float scale_high, float zero_high) {
         return narrow(fmaf(scale_low, static_cast<float>(codes & 0xffffu), zero_low), fmaf(scale_high, static_cast<float>(codes >> 16), zero_high));
     }
@@ -89,7 +88,7 @@ template <class Config> struct Half {
             }
         }
     }
-    // The first `held` tokens of tile i, channels of tile j.
+    // Stores the first `held` tokens of row tile i, channel tile j.
     PTX static void put_keys(const uint32_t (&x)[2][2], uint16_t* to, int i, int j, int held) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -98,7 +97,7 @@ template <class Config> struct Half {
                 *reinterpret_cast<uint2*>(to + (16 * i + 8 * h + g) * Config::head_dim + 16 * j + 4 * t) = make_uint2(x[h][0], x[h][1]);
     }
 
-    // ---- values: a lane's words are two tokens of channels g and g + 8; movmatrix makes two channels of a token of them
+    // ---- values: a lane's words are two tokens of channels g and g + 8; movmatrix transposes to two channels of a token
     template <int bits> PTX static void values(const uint8_t* from, uint16_t* to) {
         constexpr int tiles = 16 / bits;
         const int lane = threadIdx.x % 32, g = lane / 4;
@@ -141,7 +140,7 @@ template <class Config> struct Half {
     }
 };
 
-// A page whose tokens are in 16 bits: `old` of them in the ring, new ones up to `count`, zeros from there on.
+// Gathers a page in 16 bits: `old` tokens from the ring, new ones up to `count`, then zeros.
 template <class Config> PTX void exact(const Params& p, const int32_t* row, int page, int head, bool values, int before, int length, int start, uint16_t* to) {
     using H = Half<Config>;
     using S = kv_page::Format<Config>;
@@ -162,7 +161,7 @@ template <class Config> PTX void exact(const Params& p, const int32_t* row, int 
             H::put_keys(x, to, i, j, old - 16 * i);
         }
     }
-    constexpr int pieces = Config::head_dim / 8;  // of a token, sixteen bytes each
+    constexpr int pieces = Config::head_dim / 8;  // 16-byte pieces per token
     const int stride = values ? p.v_token_stride : p.k_token_stride;
     const uint16_t* from = values ? p.v + static_cast<int64_t>(head) * p.v_head_stride : p.k + static_cast<int64_t>(head) * p.k_head_stride;
     for (int i = old * pieces + threadIdx.x; i < Config::page * pieces; i += Config::threads) {
@@ -173,7 +172,7 @@ template <class Config> PTX void exact(const Params& p, const int32_t* row, int 
     }
 }
 
-// grid: (kv_heads * 2, jobs)
+// Grid: (kv_heads * 2, jobs).
 template <class Config> __global__ void __launch_bounds__(Config::threads) kernel(const __grid_constant__ Params p) {
     using H = Half<Config>;
     using S = kv_page::Format<Config>;
