@@ -337,3 +337,21 @@ def test_sums_of_integers_never_overflow(text: str) -> None:
             break
         taken = k
     assert taken * largest * most > 2**29, "little of what would fit is taken"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("text", ["w4a16g64s24", "w4a16s24", "w4a8g64s24", "w4a8g64"])
+def test_a_group_index_in_natural_order_is_no_activation_order(text: str, arch: str) -> None:
+    """Layers have one beside others with an activation order: of 2:4 sparse ones it was refused on a GPU."""
+    scheme = Scheme.parse(text)
+    plain = random_weight(64, 256, scheme.weights)
+    weight, device = plain.with_group_index(), Device.named(arch)
+    assert packed.why_not(weight, scheme.activations, device) is None
+    tiles = packed.PackedTiles()
+    spec = LinearSpec("packed", 64, 256, scheme.weights, scheme.activations)
+    tensors = tiles.prepare(weight, scheme.activations)
+    assert torch.equal(tensors[0], tiles.prepare(plain, scheme.activations)[0])
+    assert torch.equal(tiles.restore(tensors, spec).group_index, weight.group_index)
+    if scheme.weights.sparse and scheme.weights.group:
+        order = replace(weight, group_index=weight.group_index.flip(0).contiguous())
+        assert "activation order" in str(packed.why_not(order, scheme.activations, device))

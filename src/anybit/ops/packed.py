@@ -250,7 +250,7 @@ class PackedTiles(Backend):
 def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:
     """Why no kernel on ``device`` runs a weight in tiles at any token count, as a sentence; None if one does."""
     n, k = weight.shape
-    ordered = weight.group_index is not None
+    ordered = packed_tiles.is_ordered(weight)
     problem = LinearProblem(1, n, k, weight.format, activations, device=device, act_order=ordered)
     reason = sm90_packed_gemm.why_not(problem)
     return reason if reason is None or device.arch == "sm_90a" else sm80_packed_gemm.why_not(problem)

@@ -123,15 +123,20 @@ def _units(tiles: Tensor, format: WeightFormat) -> Tensor:
     return tiles.view(*tiles.shape[:2], 4, unit_bytes(format))
 
 
+def is_ordered(weight: QuantizedWeight) -> bool:
+    """Whether a weight has an activation order; a group index that names groups in a row is none."""
+    index, group = weight.group_index, weight.format.group
+    if index is None or group is None:
+        return False
+    return not torch.equal(index.long(), torch.arange(len(index), device=index.device) // group)
+
+
 def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
     """For an activation order: the channel of each column (-1: padding), and the group of each ``group`` columns."""
     index, group = weight.group_index, weight.format.group
-    if index is None or group is None:
+    if index is None or group is None or not is_ordered(weight):
         return None, None
     k = weight.shape[1]
-    plain = torch.arange(k, device=index.device, dtype=torch.int64) // group
-    if torch.equal(index.long(), plain):
-        return None, None
     order = torch.argsort(index.long(), stable=True)
     groups = weight.scale.shape[1]
     counts = torch.bincount(index.long(), minlength=groups)
