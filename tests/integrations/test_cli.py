@@ -108,7 +108,10 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
     assert result["scheme"] is None
     assert "NaN" not in out
     run("quantize", model, "-s", "w4a16g32", "-o", tmp_path / "w4")
-    assert json.loads(run("info", tmp_path / "w4", "--json")[1])["scheme"] == "w4a16g32"
+    result = json.loads(run("info", tmp_path / "w4", "--json")[1])
+    assert (result["scheme"], result["loaded_by"]) == ("w4a16g32", "every program that reads compressed-tensors")
+    run("quantize", model, "-s", "w4a8", "-o", tmp_path / "w4a8")
+    assert "loaded by          programs that import anybit, and vLLM where" in run("info", tmp_path / "w4a8")[1]
 
 
 @pytest.mark.parametrize(

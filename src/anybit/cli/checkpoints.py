@@ -104,6 +104,12 @@ def info(
         output.print(f"{name.replace('_', ' '):<{width}}  {'-' if text in (None, '') else text}", markup=False)
 
 
+_LOADED_BY = {
+    "anybit": "programs that import anybit, and vLLM where anybit is installed",
+    "compressed-tensors": "every program that reads compressed-tensors",
+}
+
+
 def _scheme(scheme: Scheme) -> dict[str, Any]:
     from anybit.checkpoints.convert import why_not
 
@@ -217,6 +223,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "model": what,
             "architecture": type(model).__name__,
             "quantization": method_of(folder.config),
+            "loaded_by": saved and _LOADED_BY.get(folder.config["quantization_config"]["quant_method"]),
             "scheme": str(saved.scheme) if saved else ", ".join(schemes_of(foreign)) if foreign else None,
             "overrides": overrides,
             "bytes": folder.bytes,
