@@ -1,10 +1,10 @@
-// Y = X W^T with packed weights on wgmma, for more than a handful of tokens: the transposed product Y^T = W X^T, so that
-// 64 rows of weights fill M and tokens are N. Weights become 16-bit or 8-bit values in registers, the A operand.
+// Warp-specialized wgmma GEMM with packed weights: Y = X W^T, computed as Y^T = W X^T, so that weights (64 rows) are M and
+// tokens are N. Weights are dequantized in registers to 16-bit or 8-bit values, wgmma's register A operand.
 //
-// A block has row_warpgroups x split_k_warpgroups consumer warpgroups and a producer warp, or four. A stage of the ring
-// holds 128 inputs (a unit): tile_m rows of X, swizzled by tensor-map copies, and the packed tiles of the block's rows, one
-// bulk copy. Blocks of a cluster share K (cluster_k, sums sent through distributed shared memory) and, as neighbours along
-// the rows (cluster_n), each other's loads of X (multicast). Weights may go past the ring (direct).
+// A CTA has row_warpgroups x split_k_warpgroups consumer warpgroups and one to four producer warps. A pipeline stage holds
+// `span` k-slices of 128 ("units"): a tile_m x 128 tile of X, swizzled by TMA, and the packed tiles of the CTA's rows, one
+// bulk copy. A cluster splits K (cluster_k, partial sums through DSMEM) and multicasts X along the rows (cluster_n). Weights
+// may bypass shared memory (direct). Dequantization hides behind wgmma from 128 tokens on; below, it and latency limit.
 #ifndef ANYBIT_SM90_PACKED_GEMM_CUH
 #define ANYBIT_SM90_PACKED_GEMM_CUH
 
@@ -30,7 +30,7 @@ PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], con
         ptx::wgmma_e4m3<Config::tile_m>(sum, a, b, accumulate);
 }
 
-// Issues the products of one half of a unit, and waits until the set of registers that is written next is free.
+// Issues the wgmmas of half a unit, then waits until the A registers to be written next are free.
 template <class Config, int steps>
 PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
                        [[maybe_unused]] uint32_t metadata) {
@@ -44,8 +44,8 @@ PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2]
     ptx::wgmma_wait_group<Config::register_sets - 1>();
 }
 
-// One tile's products over its units, a unit in two halves with a set of registers each: while the tensor cores work on
-// one half the next is dequantized. Returns the stage that is still to be released.
+// Main loop over one tile's units. A unit's two halves use alternate A register sets, so that dequantizing one overlaps the
+// wgmmas of the other. Returns the stage still to be released, or -1.
 template <class Config, class Release>
 PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
                    uint32_t my_unit, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
@@ -61,14 +61,14 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], De
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
 #pragma unroll
         for (int i = 0; i < Config::span; i++) {
-            // Again, though it has long come: without a branch the assembler runs all products one after another.
+            // Redundant wait: without a branch here ptxas serializes all wgmmas.
             if (i > 0) ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
             const uint32_t unit_at = ring + cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes + my_unit;
             dequantize.load(unit_at);
             metadata.template load<0>(unit_at);
             dequantize.template dequantize<0, steps * 4>(a0);
             if (i == 0) ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
-            // Counted from the ring's first: to make one anew takes half a dozen instructions more.
+            // Offset from the ring's first descriptor: building one anew costs half a dozen instructions more.
             const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes);
             const uint64_t b1 = ptx::wgmma_advance(b0, Shape::element_bytes == 2 ? Shape::box_bytes : 64);
             multiply_half<Config>(sum, a0, b0, metadata.half[0]);
@@ -83,8 +83,8 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], De
             }
         }
         if constexpr (Config::split_k_warpgroups == 4) {
-            // Three others keep the tensor cores busy, and two stages for each of four are most of the ring: down at 32
-            // tokens 11.8 us for 12.6 to 12.8.
+            // Release at once: three other warpgroups keep the tensor cores busy, and holding two stages for each of four
+            // would take most of the ring. down at 32 tokens: 11.8 us for 12.6 to 12.8.
             ptx::wgmma_wait_group<0>();
             release(cursor.stage);
         } else
@@ -96,8 +96,8 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], De
     return previous;
 }
 
-// The same of a block that has one tile, with code of its own for every stage: where it lies is known then, which an eighth of
-// the instructions of a unit are for.
+// The same for a CTA with a single tile, unrolled over the stages: stage addresses become constants, which saves an eighth
+// of a unit's instructions.
 template <class Config, class Release>
 PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
                             uint32_t my_unit, const RingBarriers& barriers, int first, int units, const Release& release) {
@@ -138,18 +138,18 @@ PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m
     return -1;
 }
 
-// Stages of which a warpgroup reads nothing.
+// Passes over stages that a warpgroup has no use for, and releases them.
 template <class Config, class Release>
 PTX void pass(const RingBarriers& barriers, int units, RingCursor<Config::stages>& cursor, const Release& release) {
     for (; units > 0; units--, cursor.advance(1)) {
-        // Weights, too: who passes must not come round again while an earlier use's are still on their way.
+        // full_w too: otherwise this warpgroup could lap the ring while an earlier phase's weights are in flight.
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
         release(cursor.stage);
     }
 }
 
-// The same with products promoted after every group; other warpgroups keep the tensor cores busy meanwhile.
+// Main loop that promotes sums to float32 after every group: no overlap within a warpgroup, others keep the MMAs coming.
 template <class Config, class Release>
 PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring, uint32_t my_unit,
                              const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
@@ -235,7 +235,7 @@ PTX void packed_gemm(const P& p) {
         if (produces) producer.begin();
     }
     [[maybe_unused]] typename Choose<(Config::direct > 0), Batches<Config>, int>::type batches;
-    if constexpr (Config::direct > 0) {  // the first weights, too, before the block has met
+    if constexpr (Config::direct > 0) {  // first weights: issued before __syncthreads
         const Walk<Config> walk;
         Part part;
         if (warp < Shape::warpgroups * 4 && walk.at(p, k_rank, part)) {
@@ -244,14 +244,14 @@ PTX void packed_gemm(const P& p) {
         }
     }
     __syncthreads();
-    if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums
+    if (cluster_size > 1) {  // waited for before remote mbarriers are used: here for multicast, later for partial sums
         ptx::barrier_cluster_arrive_relaxed();
         if (Config::cluster_n > 1) ptx::barrier_cluster_wait();
     }
 
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
     if (warp >= Shape::warpgroups * 4) {
-        // Registers move between whole warpgroups only, so the producer is four warps where the others need its share.
+        // setmaxnreg moves registers between whole warpgroups, so the producer is four warps where consumers need its share.
         if constexpr (Config::reallocates) ptx::setmaxnreg_dec<32>();
         if (produces) producer.run();
         __syncwarp();
@@ -260,7 +260,7 @@ PTX void packed_gemm(const P& p) {
             else ptx::barrier_cluster_arrive();
         }
     } else {
-        // What the launch gave the block's warpgroups is all there is: 512 a lane of a quarter, in eights a warp.
+        // Register budget at launch: 512 per lane of an SM quarter, shared by its warps, in multiples of 8.
         constexpr int at_launch = 512 / (Shape::warpgroups + 1) / 8 * 8;
         if constexpr (Config::reallocates)
             ptx::setmaxnreg_inc<((Shape::warpgroups + 1) * at_launch - 32) / Shape::warpgroups / 8 * 8>();
@@ -275,29 +275,29 @@ PTX void packed_gemm(const P& p) {
                     ptx::mbarrier_arrive_cluster(ptx::mapa(barriers.empty + 8 * stage, (1 - row_rank) * Config::cluster_k + k_rank));
             }
         };
-        if constexpr (Config::stagger > 0) {  // so that not all load codes, or store outputs, at once
+        if constexpr (Config::stagger > 0) {  // desynchronizes the warpgroups' loads of codes and their epilogues
             const uint32_t start = ptx::clock32();
             while (ptx::clock32() - start < static_cast<uint32_t>(row_part * Config::stagger)) {}
         }
-        [[maybe_unused]] int turn = 0, ahead = k_part;  // of this warpgroup's next unit, from the next part's first
+        [[maybe_unused]] int turn = 0, ahead = k_part;  // epilogue buffer; this warpgroup's first unit of a part
         Walk<Config> walk;
         for (Part part; walk.at(p, k_rank, part); walk.advance()) {
             const TilePlace place = place_of<Config>(p, part.tile);
             const int own_tile = first_tile<Config>(place, row_rank, half) + row_part;
-            // A tile that is another block's, or none, is none: nothing of it is stored.
+            // Row tiles of another CTA or past the end: an out-of-range row suppresses their stores.
             const int row = (Config::block_tiles > 0 && own_tile >= end_of<Config>(p, place) ? p.weight_tiles : own_tile) * 64;
             const bool halved = Config::halves && row_part == (half == 0 ? Config::row_warpgroups - 1 : 0);
             typename Sums<Config>::Total sum[Config::tile_m / 2];
             int previous = -1;
             TileTerms<Config> terms;
-            // Of a share of the tokens, where blocks divide them.
+            // With split-K over the cluster a CTA finishes only its share of the tokens.
             const int first_token = place.token_tile * Config::tile_m + k_rank * Shape::share + halved * half * (Config::tile_m / 2);
             terms.load(p, row + warp % 4 * 16, first_token);
             Dequantize<Config> dequantize;
             dequantize.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
 #pragma unroll
             for (int i = 0; i < Config::tile_m / 2; i++) sum[i] = 0;
-            if (is_sparse<Config>() && row >= p.weight_tiles * 64)  // stale metadata would be none
+            if (is_sparse<Config>() && row >= p.weight_tiles * 64)  // stale metadata would be invalid
                 pass_own<Config>(barriers, ahead, part.count, cursor, release);
             else if constexpr (Sums<Config>::promotes)
                 previous = accumulate_promoting<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, cursor, release);
@@ -315,7 +315,7 @@ PTX void packed_gemm(const P& p) {
                 previous = -1;
             } else if constexpr (Config::direct > 0) {
                 previous = accumulate_direct<Config>(sum, dequantize, batches, ring, barriers, ahead, part.count, cursor, release);
-                if constexpr (!Shape::reduces) {  // the next tile's come while this one's sums leave
+                if constexpr (!Shape::reduces) {  // the next tile's weights load during this one's epilogue
                     Walk<Config> later = walk;
                     Part next;
                     later.advance();
@@ -343,12 +343,12 @@ PTX void packed_gemm(const P& p) {
         }
     }
     if (Config::tensor_store && warp < Shape::warpgroups * 4 && threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group<0>();
-    // Those of the halved tile have waited.
+    // Warpgroups of the halved tile have waited already.
     if (Config::halves && (warp >= Shape::warpgroups * 4 || row_part != (half == 0 ? Config::row_warpgroups - 1 : 0))) {
         __syncwarp();
         ptx::barrier_cluster_wait();
     }
-    // No block may leave while others send to it or arrive on its barriers: these arrivals come after what it sent itself.
+    // No CTA may exit while others write to its shared memory or arrive on its mbarriers; this arrive follows its own sends.
     if (Config::cluster_n > 1) {
         __syncwarp();
         if (Config::cluster_k == 1) ptx::barrier_cluster_arrive();
@@ -360,13 +360,13 @@ template <class Config>
 __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm(const __grid_constant__ Params p) {
     packed_gemm<Config>(p);
 }
-// silu(gate) * up, [tokens, rows / 2].
+// Epilogue silu(gate) * up: Y is [tokens, rows / 2].
 template <class Config>
 __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm_silu(const __grid_constant__ Params p) {
     static_assert(!Config::tensor_store, "a tensor map stores whole rows");
     packed_gemm<EndingWithSilu<Config>>(p);
 }
-// Outputs leave by a tensor map.
+// Epilogue stores Y by TMA.
 template <class Config>
 __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm_store(const __grid_constant__ StoreParams p) {
     packed_gemm<Config>(p);

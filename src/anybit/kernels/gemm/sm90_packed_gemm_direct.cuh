@@ -1,8 +1,8 @@
-// sm90_packed_gemm: weights that go past shared memory, from L2 to the registers of the lanes that dequantize them.
+// sm90_packed_gemm: weights that bypass shared memory, loaded to the registers of the lanes that dequantize them.
 //
-// A lane's words of a unit lie together (packed_layout.py), so that a unit is a few loads of 16 bytes a lane. The ring holds x
-// alone, and nothing else is waited for. The assembler has one counter for all loads under way in a loop, so that a wait for
-// one is a wait for all: they are asked for in batches of Config::direct units, each once the one before it has come.
+// A lane's words of a unit are contiguous (packed_layout.py): a few 16-byte loads per lane. The shared-memory ring then
+// holds X only. ptxas tracks all loads in flight in a loop with one scoreboard, so that waiting for one waits for all: loads
+// go out in batches of Config::direct units, each issued once the batch before it has arrived.
 #ifndef ANYBIT_SM90_PACKED_GEMM_DIRECT_CUH
 #define ANYBIT_SM90_PACKED_GEMM_DIRECT_CUH
 
@@ -14,7 +14,7 @@ template <class Config, int steps>
 PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
                        uint32_t metadata);
 
-// A lane's words of a unit, and the scales and zeros (or minima) of its rows.
+// A unit in flight: a lane's words, and the scales and zeros (or minima) of its rows.
 template <class Config>
 struct Coming {
     static constexpr int bits = Config::bits, parts = Dequantize<Config>::parts;
@@ -33,19 +33,19 @@ struct Coming {
     }
 };
 
-// The weights of a warp's 16 rows, in two batches: one is dequantized while the other comes.
+// The weights of a warp's 16 rows, double-buffered in registers: one batch is dequantized while the other loads.
 template <class Config>
 struct Batches {
     static constexpr int kw = Config::split_k_warpgroups, count = Config::direct;
     Coming<Config> units[2][count];
     const uint8_t *next, *next_scales;
-    size_t step;  // from one of the warpgroup's units to the next
+    size_t step;  // bytes between consecutive units of this warpgroup
 
-    // Asks for the first batch of a part of the walk, of the units from `first` on.
+    // Issues the first batch of a part, from unit `first` on.
     PTX void begin(const Params& p, const Part& part, int tile, int first) {
         const size_t stride = static_cast<size_t>(p.weight_tiles) * Config::tile_bytes;
         step = kw * stride;
-        // Of rows that there are not the last tile's are read: their sums are never stored.
+        // Rows past the end read the last tile: their sums are never stored.
         next = p.tiles + (part.first + first) * stride + static_cast<size_t>(min(tile, p.weight_tiles - 1)) * Config::tile_bytes +
                threadIdx.x / 32 % 4 * (Config::tile_bytes / 4);
         next_scales = next + 256 * Config::bits + ptx::lane_id() / 4 * 4;
@@ -61,14 +61,14 @@ struct Batches {
     }
 };
 
-// One tile's products over its units, as `accumulate`; the first batch of weights has been asked for.
+// Main loop over one tile's units, as `accumulate`; the first batch of weights is in flight already.
 template <class Config, class Release>
 PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, Batches<Config>& batches,
                           uint32_t ring, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                           const Release& release) {
     using Shape = PackedGemmShape<Config>;
     constexpr int steps = Shape::steps, kw = Config::split_k_warpgroups, count = Config::direct;
-    // Of a block that has one tile, where rounds of the ring are rounds of batches: every stage has code of its own.
+    // Single-tile CTAs whose ring is a whole number of batch rounds: unrolled over the stages.
     constexpr bool fixed = Shape::reduces && Config::stages % (2 * count * kw) == 0;
     constexpr int slots = fixed ? Config::stages / kw : 2 * count;
     uint32_t a0[steps][4], a1[steps][4];
@@ -84,7 +84,7 @@ PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m /
             const int set = slot / count % 2, j = slot % count, stage = fixed ? slot * kw : cursor.stage;
             dequantize.take(batches.units[set][j].words, batches.units[set][j].scales, batches.units[set][j].zeros);
             dequantize.template dequantize<0, steps * 4>(a0);
-            // Widened weights are never this NaN: so the assembler may not ask for the next batch before this one has come.
+            // Dequantized weights are never this NaN: a fake dependence, so that ptxas cannot hoist the next loads.
             if (j == 0) batches.ask(batches.units[1 - set], unit + count * kw, units, a0[steps - 1][3] != 0xffffffffu);
             ptx::mbarrier_wait_parity(full_x + 8 * stage, fixed ? parity : cursor.parity);
             const uint64_t b0 = ptx::wgmma_advance(first_b, stage * Shape::stage_bytes);

@@ -1,4 +1,4 @@
-// sm90_packed_gemm: from sums to Y. Sums of blocks and warpgroups that shared the inputs meet here, in a fixed order.
+// sm90_packed_gemm: the epilogue. Split-K partial sums of warpgroups and of the cluster's CTAs are reduced in a fixed order.
 #ifndef ANYBIT_SM90_PACKED_GEMM_EPILOGUE_CUH
 #define ANYBIT_SM90_PACKED_GEMM_EPILOGUE_CUH
 
@@ -7,8 +7,8 @@
 
 namespace packed {
 
-// Outputs become silu(gate) * up: rows are eight of gate and eight of up in turn, so that a thread, whose sums are of a row
-// and the eighth after it, has both. Y has half of the rows.
+// Fused silu(gate) * up. Weight rows alternate between eight of gate and eight of up, so that a thread, which holds rows g
+// and g + 8, has both. Y has half as many columns as there are weight rows.
 template <class Config> struct EndingWithSilu : Config {};
 template <class Config> constexpr bool ends_with_silu = false;
 template <class Config> constexpr bool ends_with_silu<EndingWithSilu<Config>> = true;
@@ -18,7 +18,7 @@ PTX float bias_of(uint16_t bits) {
     return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
 }
 
-// The sum of products of unsigned codes, less what their zero adds to it: exact in int32, doubled for bipolar codes.
+// Subtracts the zero-point term from a sum of unsigned codes: exact in int32, doubled for bipolar codes.
 template <class Config, class Sum>
 PTX float centered(Sum sum, int twice_zero, int token_sum) {
     if constexpr (!Sums<Config>::raw)
@@ -28,15 +28,15 @@ PTX float centered(Sum sum, int twice_zero, int token_sum) {
     else
         return static_cast<float>(sum - (twice_zero >> 1) * token_sum);
 }
-// Twice the zero of a row's codes, where it is still to be taken away from the sums.
+// Twice the zero of a row's codes; 0 where the weights were centered already.
 template <class Config>
 PTX int twice_zero_of(const Params& p, int row) {
     if (!Sums<Config>::raw) return 0;
     return Config::code == Code::asym ? 2 * p.row_zero[row] : twice_fixed_zero<Config>();
 }
 
-// What turns a tile's sums into outputs, fetched before they are there: scale and bias of rows g and g + 8, and the scales
-// of tokens and the sums of their codes, dealt to the lanes.
+// Epilogue operands, loaded before the main loop: scale and bias of rows g and g + 8; token scales and sums of codes,
+// spread over the lanes and read by shuffle.
 template <class Config>
 struct TileTerms {
     static constexpr bool scaled = PackedGemmShape<Config>::bytes_of_x, raw = Sums<Config>::raw;
@@ -54,7 +54,7 @@ struct TileTerms {
             twice_zero[h] = row < p.rows ? twice_zero_of<Config>(p, row) : 0;
         }
         if constexpr (scaled) {
-            ptx::griddepcontrol_wait();  // the kernel before this one may have made them
+            ptx::griddepcontrol_wait();  // may be the previous kernel's output
 #pragma unroll
             for (int i = 0; i < dealt; i++) {
                 const int token = first_token + i * 32 + lane;
@@ -71,7 +71,7 @@ struct TileTerms {
     }
 };
 
-// Eight rows of one token to Y.
+// Stores eight rows of one token to Y.
 PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
     if (token >= p.tokens || row >= p.rows) return;
     uint16_t* target = p.y + static_cast<size_t>(token) * p.rows + row;
@@ -85,14 +85,14 @@ PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
         if (row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
 }
 
-// Eight channels of one token to Y, where two rows are one.
+// The same with silu: eight channels of one token, each from two rows.
 PTX void store_channels(const Params& p, int channel, int token, const uint4& v) {
     if (token < p.tokens && channel < p.rows / 2) *reinterpret_cast<uint4*>(p.y + static_cast<size_t>(token) * (p.rows / 2) + channel) = v;
 }
-// Where 16 bytes of a token's 64 channels' half, a warpgroup's, lie on their way: tokens are 64 bytes apart.
+// Swizzled staging offset, with silu: a warpgroup's 32 channels of a token are 64 bytes, in 16-byte chunks.
 PTX uint32_t channels_at(int token, int chunk) { return token * 64 + ((chunk ^ (token / 2 & 3)) * 16); }
 
-// Sums of 16 tokens from 8j on as outputs: rows 0-7 and 8-15 of the first eight tokens, then of the next.
+// Converts the sums of 16 tokens, from 8j on, to outputs: rows 0-7 and 8-15 of the first eight tokens, then of the next.
 template <class Config>
 PTX void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
     constexpr int groups = Config::tile_m / 8;
@@ -113,16 +113,16 @@ PTX void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&
     }
 }
 
-// From registers to Y through shared memory, Config::epilogue_tile tokens of the warpgroup's 64 rows at a time, in two places by
-// turns where there is room: 128 bytes of a token lie together there (16-byte chunks swizzled by token % 8), and leave as
-// whole lines.
+// Stores a warpgroup's tile through shared memory, Config::epilogue_tile tokens at a time, double-buffered where it fits:
+// a token's 64 rows are 128 bytes there (16-byte chunks swizzled by token % 8), so that global stores are whole 128-byte
+// lines.
 template <class Config>
 PTX void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                             uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
     constexpr int groups = Config::tile_m / 8, staged = Config::epilogue_tile;
     const int lane = ptx::lane_id(), warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
-    // Lane i gives the address of row i % 8 of matrix i / 8: token (i / 16) * 8 + i % 8, half of 16 rows i / 8 % 2.
+    // stmatrix: lane i addresses row i % 8 of matrix i / 8, i.e. token (i / 16) * 8 + i % 8, row half i / 8 % 2.
     const int my_token = lane / 16 * 8 + lane % 8, my_chunk = 2 * warp + lane / 8 % 2;
     const uint32_t write = my_token * 128 + ((my_chunk ^ (my_token & 7)) * 16);
     const int token = thread / 8, chunk = thread % 8;
@@ -133,14 +133,14 @@ PTX void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config:
         if (Config::epilogue_stages == 2)
             turn ^= 1;
         else
-            ptx::bar_sync(2 + warpgroup, 128);  // all have read what was there
+            ptx::bar_sync(2 + warpgroup, 128);  // the buffer has been read
 #pragma unroll
         for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 2) {
             uint32_t out[4] = {0, 0, 0, 0};
             outputs_of_16<Config>(out, sum, terms, j);
             ptx::stmatrix_x4_trans(place + (j * 8 - first) * 128 + write, out);
         }
-        // All have written this place, and so have read what was in the other one.
+        // This buffer is written, and thus the other one has been read.
         ptx::bar_sync(2 + warpgroup, 128);
 #pragma unroll
         for (int i = 0; i < staged && first + i < Config::tile_m; i += 16)
@@ -149,14 +149,14 @@ PTX void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config:
     }
 }
 
-// The same of outputs that end with SiLU: twice as many tokens at a time, 64 bytes each.
+// The same with silu: twice as many tokens at a time, 64 bytes each.
 template <class Config>
 PTX void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                          uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
     constexpr int groups = Config::tile_m / 8, staged = 2 * Config::epilogue_tile;
     const int warp = threadIdx.x / 32 % 4, token = threadIdx.x % 128 / 4, chunk = threadIdx.x % 4;
-    const uint32_t write = channels_at(ptx::lane_id(), warp);  // lane i: row i % 8 of matrix i / 8, eight tokens each
+    const uint32_t write = channels_at(ptx::lane_id(), warp);  // stmatrix: lane i addresses token i of four 8 x 8 matrices
 #pragma unroll
     for (int first = 0; first < Config::tile_m; first += staged) {
         const uint32_t place = staging + turn * (staged * 64);
@@ -184,8 +184,7 @@ PTX void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)[Co
     }
 }
 
-// The same of a whole tile, by a tensor-map copy that ends while the next tile's products run. What lies outside of Y it
-// leaves out.
+// The same for a whole tile by one TMA store, which overlaps the next tile's main loop and clips what is outside of Y.
 template <class Config>
 PTX void store_tile_by_map(const StoreParams& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                                 uint32_t staging, int warpgroup, int first_row, int first_token) {
@@ -193,7 +192,7 @@ PTX void store_tile_by_map(const StoreParams& p, typename Sums<Config>::Total (&
     if (first_row >= p.rows) return;
     const int lane = ptx::lane_id(), warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
     if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
-    ptx::bar_sync(2 + warpgroup, 128);  // the tile before has left
+    ptx::bar_sync(2 + warpgroup, 128);  // the previous TMA store has read the buffer
     const int my_token = lane / 16 * 8 + lane % 8, my_chunk = 2 * warp + lane / 8 % 2;
     const uint32_t write = my_token * 128 + ((my_chunk ^ (my_token & 7)) * 16);
 #pragma unroll
@@ -215,8 +214,8 @@ PTX uint32_t bits_of(int32_t v) { return static_cast<uint32_t>(v); }
 PTX void add_bits(float& sum, uint32_t bits) { sum += __uint_as_float(bits); }
 PTX void add_bits(int32_t& sum, uint32_t bits) { sum += static_cast<int32_t>(bits); }
 
-// ---- Sums of warpgroups and blocks that shared K ------------------------------------------------------------------------
-// A thread's sums travel as they lie in its registers, four at a time, 128 threads side by side.
+// ---- Split-K reduction over warpgroups and CTAs -------------------------------------------------------------------------
+// Partial sums move in register order, four per thread at a time, a warpgroup's 128 threads side by side.
 
 template <class Sum, int count>
 PTX uint4 four_of(const Sum (&sum)[count], int i) {
@@ -232,9 +231,9 @@ PTX void add_four(Sum (&sum)[count], int i, uint4 v) {
     add_bits(sum[4 * i + 3], v.w);
 }
 
-// Eight tokens of 16 rows to shared memory, as outputs: four sums a lane, of its row and the eighth after it, two tokens each. Lanes
-// of neighbouring rows give each other a token, so that two rows are one word. 128 bytes of a token, 64 rows, lie together
-// (16-byte chunks swizzled by token % 8). i: which of the eights that terms were loaded for.
+// Stages a warp's outputs of eight tokens by 16 rows: four sums per lane, rows g and g + 8, two tokens each. Lanes of
+// adjacent rows swap a token, so that each word holds two rows of one token. Layout as in store_tile: 128 bytes per token,
+// swizzled. i: the group of eight tokens, counted from the first that terms were loaded for.
 template <class Config>
 PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
     const int lane = ptx::lane_id();
@@ -249,14 +248,14 @@ PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total
                                     terms.scale[h], terms.bias[h]);
     }
     const auto pair = [](float a, float b) { return Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b); };
-    if constexpr (ends_with_silu<Config>) {  // a channel of two tokens, and the neighbour's
+    if constexpr (ends_with_silu<Config>) {  // one channel, two tokens; the neighbour lane has the next channel
         const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
         const uint32_t mine = values::silu_mul_pair<Config::bfloat_out>(pair(value[0], value[1]), pair(value[2], value[3]));
         const uint32_t theirs = ptx::shfl_xor(mine, 4), word = odd ? ptx::prmt(theirs, mine, 0x7632) : ptx::prmt(mine, theirs, 0x5410);
         ptx::st_shared_u32(staging + channels_at(token, threadIdx.x / 32 % 4) + (g & ~1) * 2, word);
         return;
     }
-    const uint32_t first = pair(value[0], value[2]), second = pair(value[1], value[3]);  // of a token: rows g and g + 8
+    const uint32_t first = pair(value[0], value[2]), second = pair(value[1], value[3]);  // one token each: rows g, g + 8
     const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
     const uint32_t theirs = ptx::shfl_xor(odd ? first : second, 4), mine = odd ? second : first;
     const uint32_t low = odd ? theirs : mine, high = odd ? mine : theirs;
@@ -267,7 +266,7 @@ PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total
     }
 }
 
-// From there to Y, in whole lines, by so many threads: in pieces of 16 bytes qkv's 256 tokens took a microsecond longer.
+// Stores the staged outputs to Y as whole lines: in 16-byte pieces qkv at 256 tokens took a microsecond longer.
 template <class Config, int most, int threads>
 PTX void store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
     if constexpr (ends_with_silu<Config>) {
@@ -286,8 +285,8 @@ PTX void store_lines(const Params& p, uint32_t staging, int thread, int first_ro
     }
 }
 
-// The sums of a cluster's blocks and of their warpgroups along K, in a fixed order. Each block finishes a share of the
-// tokens, and gets what it lacks straight from the registers of the others.
+// Split-K reduction over a cluster's CTAs and their warpgroups, in a fixed order. Each CTA finishes a share of the tokens;
+// the others st.async their partial sums of it straight from registers.
 template <class Config>
 PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2],
                              TileTerms<Config>& terms, uint32_t ring, const RingBarriers& barriers, int warp, int rank,
@@ -297,7 +296,7 @@ PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[C
     const int k_rank = rank % k_blocks, row_rank = rank / k_blocks, thread = threadIdx.x % 128;
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
     const uint32_t received = ring + Shape::receive_offset + thread * 16;
-    if (k_blocks > 1 && Config::cluster_n == 1) {  // the others have begun, so their barriers are there
+    if (k_blocks > 1 && Config::cluster_n == 1) {  // the other CTAs' mbarriers are initialized
         __syncwarp();
         ptx::barrier_cluster_wait();
     }
@@ -317,7 +316,7 @@ PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[C
         for (int i = 0; i < fours; i++)
             if (owner * fours + i < Shape::groups) ptx::st_async_v4(there + i * 2048, four_of(sum, owner * fours + i), barrier);
     }
-    // Of the block's own, each warpgroup finishes some: the others leave theirs in the ring, once that is read to its end.
+    // Within the CTA each split-K warpgroup finishes some groups; the others put theirs in the drained ring.
     const uint32_t local = ring + row_part * fours * 2048 + thread * 16;
     constexpr uint32_t next = Config::row_warpgroups * fours * 2048;
     if constexpr (k_warpgroups > 1) {
@@ -335,7 +334,7 @@ PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[C
         }
     }
     const int groups = Shape::groups_of(k_rank);
-    // Of warpgroups along K all have left the ring. One alone has read what it received before it writes there.
+    // Staging: with split-K warpgroups, the drained ring; else the warpgroup's receive buffer, once it has been read.
     const uint32_t staging = k_warpgroups > 1 ? ring + Shape::share_bytes + row_part * Shape::share * 128
                                               : ring + Shape::receive_offset + warpgroup * fours * 2048;
 #pragma unroll
@@ -369,7 +368,7 @@ PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[C
     store_lines<Config, Shape::share, k_warpgroups * 128>(p, staging, k_part * 128 + thread, first_row, first_token, groups * 8);
 }
 
-// The sums of the row tile that two blocks halve: each finishes half of the tokens.
+// Reduces the row tile that two CTAs split along K: each finishes half of the tokens.
 template <class Config>
 PTX void finish_halved_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                              uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
@@ -377,7 +376,7 @@ PTX void finish_halved_tile(const Params& p, typename Sums<Config>::Total (&sum)
     constexpr int fours = Config::tile_m / 16;
     const uint32_t received = ring + Shape::receive_offset + threadIdx.x % 128 * 16;
     __syncwarp();
-    ptx::barrier_cluster_wait();  // the other has begun, so its barrier is there
+    ptx::barrier_cluster_wait();  // the other CTA's mbarrier is initialized
     const uint32_t there = ptx::mapa(received, 1 - rank), barrier = ptx::mapa(barriers.received, 1 - rank);
     typename Sums<Config>::Total mine[4 * fours];
 #pragma unroll
@@ -388,8 +387,8 @@ PTX void finish_halved_tile(const Params& p, typename Sums<Config>::Total (&sum)
     }
     ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
 #pragma unroll
-    for (int i = 0; i < fours; i++) add_four(mine, i, ptx::ld_shared_v4(received + i * 2048));  // two summands: in whatever order
-    ptx::bar_sync(2 + threadIdx.x / 128, 128);  // all have read what was there
+    for (int i = 0; i < fours; i++) add_four(mine, i, ptx::ld_shared_v4(received + i * 2048));  // two summands: any order
+    ptx::bar_sync(2 + threadIdx.x / 128, 128);  // the receive buffer has been read
     const uint32_t staging = ring + Shape::receive_offset;
 #pragma unroll
     for (int i = 0; i < fours; i++) {

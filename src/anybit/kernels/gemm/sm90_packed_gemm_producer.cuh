@@ -1,4 +1,4 @@
-// sm90_packed_gemm: the warps that fill the ring's stages, with the weights of a block's rows and the tokens' inputs.
+// sm90_packed_gemm: producer warps, which fill pipeline stages with the CTA's packed weights and X.
 #ifndef ANYBIT_SM90_PACKED_GEMM_PRODUCER_CUH
 #define ANYBIT_SM90_PACKED_GEMM_PRODUCER_CUH
 
@@ -6,8 +6,8 @@
 
 namespace packed {
 
-// A thread of a producer warp. They fill the ring's stages by turns. Weights do not depend on the kernel before this one, so
-// the ring is filled with them first, before the block has even met.
+// One producer thread; producers take stages in turn. Weights don't depend on the previous kernel, so the first stages'
+// weights are loaded before griddepcontrol.wait, and even before the CTA's first __syncthreads.
 template <class Config>
 struct Producer {
     using Shape = PackedGemmShape<Config>;
@@ -15,7 +15,7 @@ struct Producer {
     const uint32_t ring;
     const RingBarriers barriers;
     const int k_rank, row_rank, turn;
-    const int half;  // of two blocks that halve a row tile
+    const int half;  // Config::halves: which of the two CTAs that split a row tile
     uint16_t sharers = 0;
     uint64_t policy;
 
@@ -25,7 +25,7 @@ struct Producer {
         policy = ptx::createpolicy_evict_first();
     }
 
-    // The weights of a tile's rows, of its first unit.
+    // A tile's packed weights: address of unit 0, bytes between units, bytes per unit.
     struct Weights {
         const uint8_t* first;
         size_t stride;
@@ -40,7 +40,7 @@ struct Producer {
     PTX void load_w(const Weights& weights, int unit, int stage) const {
         const uint32_t barrier = barriers.full_w + 8 * stage;
         uint32_t bytes = weights.bytes, skipped = 0;
-        if constexpr (Config::halves) {  // the tile that two blocks halve is the last of the first one's, the first of the other's
+        if constexpr (Config::halves) {  // the shared row tile is the last of the first CTA's, the first of the second's
             if (!Half<Config>(p, half).has(unit)) {
                 if (half == 0) bytes = min(bytes, static_cast<uint32_t>((Config::row_warpgroups - 1) * Config::tile_bytes));
                 else skipped = min(bytes, static_cast<uint32_t>(Config::tile_bytes)), bytes -= skipped;
@@ -62,7 +62,7 @@ struct Producer {
         constexpr int share = Config::tile_m / Config::cluster_n;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         if constexpr (Shape::tail_rows > 0) {
-            // Tokens are columns of the product: what stays in place of those that there are not is never stored.
+            // Tokens are columns of the product: stale columns past the last token are never stored.
             const int first = place.token_tile * Config::tile_m;
             const int rows = (p.tokens - first + Shape::tail_rows - 1) / Shape::tail_rows * Shape::tail_rows;
             if (rows <= Config::tile_m - Shape::tail_rows) {
@@ -90,15 +90,15 @@ struct Producer {
                 ptx::cp_async_bulk_tensor_2d(target, &p.x, x, y, barrier);
         }
     }
-    // The weights of the first units, of the first part of the walk.
+    // Loads the weights of the first prologue_stages units.
     PTX void begin() const {
         Part part;
         if (!Walk<Config>().at(p, k_rank, part)) return;
         const Weights weights = weights_of(place_of<Config>(p, part.tile));
         for (int i = turn; i < min(Config::prologue_stages, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
-    // The first two steps of a tile that has all of its tokens: their halves by four threads side by side, so that they do not
-    // share what a multiprocessor takes in with later ones.
+    // X of the first two units of a full tile: four threads load a half each, so that these loads do not share the SM's
+    // inbound bandwidth with later stages'.
     static constexpr bool halves_first = (Config::direct > 0 || (Config::unrolled && Config::prologue_stages > 1)) && Shape::producers == 4 &&
                                          Shape::reduces && Config::cluster_n == 1 && Config::span == 1 && Shape::element_bytes == 2;
     PTX void load_first(const TilePlace& place, int unit) const {
@@ -123,17 +123,17 @@ struct Producer {
                     cursor.advance(unit = 2);
                 }
             for (; unit < part.count; unit++, cursor.advance(1)) {
-                // A stage is always filled by the same thread, which so has seen all of its uses end.
+                // A stage always has the same producer, which has thus seen every earlier phase complete.
                 if (cursor.stage % Shape::producers != turn) continue;
                 if (unit >= early) {
-                    // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
+                    // The first use doesn't block: a fresh mbarrier counts as having completed parity 1.
                     ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
                     if constexpr (Config::direct == 0) load_w(weights, part.first + unit, cursor.stage);
                 }
                 load_x(place, part.first + unit, cursor.stage);
             }
         }
-        // A block without work keeps its place until those of the next launch have theirs: two of them would share one.
+        // An idle CTA holds its slot until the next launch's CTAs are placed: otherwise two of them would share this SM.
         if (Config::min_blocks_per_sm > 1 && walk.position == 0) __nanosleep(800);
     }
 };

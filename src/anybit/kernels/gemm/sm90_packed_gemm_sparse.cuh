@@ -1,5 +1,5 @@
-// sm90_packed_gemm: products of 2:4 sparse weights. The kept codes of a unit are half of a dense one's, dequantized alike;
-// the tensor cores pick the inputs that belong to them by metadata, a register of each lane, as they lay in the unit.
+// sm90_packed_gemm: 2:4 sparse weights on wgmma.sp. A unit stores half as many codes, dequantized like dense ones, and the
+// metadata that selects their inputs, one register per lane and half unit, stored in the order that wgmma.sp takes.
 #ifndef ANYBIT_SM90_PACKED_GEMM_SPARSE_CUH
 #define ANYBIT_SM90_PACKED_GEMM_SPARSE_CUH
 
@@ -19,15 +19,15 @@ PTX void multiply_kept_step(typename Sums<Config>::Product (&sum)[Config::tile_m
         ptx::wgmma_sp_s8<Config::tile_m, selector>(sum, a, b, metadata, accumulate);
 }
 
-// Half a unit: two products of 16-bit values, whose metadata is one register's, or one of bytes.
+// Half a unit: two wgmmas of 16-bit values sharing one metadata register, or one of 8-bit values.
 template <class Config, int steps>
 PTX void multiply_kept(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b, uint32_t metadata) {
     multiply_kept_step<Config, 0>(sum, a[0], b, metadata);
     if constexpr (steps == 2) multiply_kept_step<Config, 1>(sum, a[1], ptx::wgmma_advance(b, PackedGemmShape<Config>::step_bytes), metadata);
 }
 
-// One of the unit's `parts` groups of bytes, from zero: a product takes 64 inputs, so that of two groups of 32 each in turn
-// has only its own kept values.
+// One of the unit's `parts` groups of 8-bit values, accumulated from zero. k is 64: with groups of 32, each group's wgmma
+// has the other group's values zeroed.
 template <class Config, int parts>
 PTX void multiply_kept_part(int32_t (&product)[Config::tile_m / 2], const uint32_t (&a)[2][4], uint64_t b, const Metadata<Config>& metadata, int part) {
     const int first = parts == 1 ? 0 : parts == 2 ? part : part / 2;
@@ -41,7 +41,7 @@ PTX void multiply_kept_part(int32_t (&product)[Config::tile_m / 2], const uint32
     }
 }
 
-// Stages of a row tile that there is not, of a warpgroup's own.
+// Passes over a warpgroup's own stages, for a row tile past the end.
 template <class Config, class Release>
 PTX void pass_own(const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor, const Release& release) {
     for (int unit = first; unit < units; unit += Config::split_k_warpgroups, cursor.advance(Config::split_k_warpgroups)) {
