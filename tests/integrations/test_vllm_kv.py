@@ -304,3 +304,35 @@ def test_kv_heads_that_ranks_cannot_share_are_refused_by_name(
         OptionError, match=f"{ranks} cannot share the 6 KV heads of the model: choose one of 1, 2, 3, 6"
     ):
         quantization.AnyBitConfig("w4a16").get_quant_method(torch.nn.Identity(), "a")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rotated", "told"),
+    [
+        ("eagle3", ("down_proj",), True),
+        ("mtp", ("down_proj", "o_proj"), True),
+        ("ngram", ("down_proj",), False),
+        ("eagle3", ("q_proj", "o_proj", "gate_proj", "down_proj"), False),  # smooth_rotate
+        ("eagle3", (), False),
+        (None, ("down_proj",), False),
+    ],
+)
+def test_drafters_of_hidden_states_that_are_rotated_are_told_of(
+    drafter: str | None,
+    rotated: tuple[str, ...],
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=None,
+        offload_config=offloading(),
+        speculative_config=drafter and SimpleNamespace(method=drafter),
+    )
+    monkeypatch.setattr(quantization, "get_current_vllm_config", lambda: engine)
+    monkeypatch.setattr(quantization._logger, "propagate", True)
+    config = quantization.AnyBitConfig("w4a16", hadamard=[f"model.layers.0.x.{name}" for name in rotated])
+    for _ in range(2):
+        config.get_quant_method(torch.nn.Identity(), "a")
+    assert caplog.text.count("hidden states are rotated") == told

@@ -34,6 +34,10 @@ METHOD, COMPRESSED = "anybit", "compressed-tensors"
 HEADS = ("lm_head", "embed_out")
 _DRAFT = "draft_model."
 """Prefix that vLLM adds to the layer names of a draft model; checkpoints do not have it."""
+_TEXT_DRAFTERS = (None, "ngram", "ngram_gpu", "suffix", "draft_model")
+"""How vLLM drafts without the model's hidden states."""
+_OF_ROTATED = ({"down_proj"}, {"down_proj", "o_proj"})
+"""The layers whose inputs method ``rotate`` leaves to be rotated at run time; smooth_rotate leaves all of a block's."""
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
     'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
@@ -277,6 +281,14 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             raise OptionError(
                 "--cpu-offload-gb and --offload-group-size do not work with anybit's layers, whose codes stay on the "
                 "GPU: leave them out; a scheme with fewer bits takes less memory"
+            )
+        drafter = getattr(getattr(config, "speculative_config", None), "method", None)
+        if drafter not in _TEXT_DRAFTERS and {name.rpartition(".")[2] for name in self.hadamard} in _OF_ROTATED:
+            _logger.warning(
+                "anybit: the model's hidden states are rotated (method rotate), and %s drafts from those of the model "
+                "before: nearly all of its drafts will be refused. Use ngram or a draft model, or quantize with "
+                "smooth_rotate or gptq",
+                drafter,
             )
         ranks = config.parallel_config.tensor_parallel_size
         heads = 1 if config.model_config is None else config.model_config.get_total_num_kv_heads()
