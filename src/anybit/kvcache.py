@@ -431,5 +431,5 @@ def why_not(model: Any, format: KVFormat) -> str | None:
 def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
     """The normalized, symmetric Hadamard matrix [size, size], its own inverse; LayerError unless a power of two."""
     if size & (size - 1):
-        raise LayerError(f"heads of {size} channels cannot be rotated: a Hadamard matrix here has a power of two")
+        raise LayerError(f"heads of {size} channels cannot be rotated: head_dim must be a power of two")
     return torch.Tensor.to(matrix(size, torch.float64), device, dtype)

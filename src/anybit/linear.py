@@ -70,8 +70,8 @@ class QuantLinear(nn.Module):
         self.scheme = Scheme.parse(scheme)
         if not all(is_whole(count) and count >= 1 for count in (in_features, out_features)):
             raise LayerError(
-                f"a layer has at least 1 input and 1 output, not {in_features!r} and {out_features!r}: in_features and "
-                "out_features are whole numbers"
+                f"in_features and out_features must be whole numbers of at least 1, not {in_features!r} and "
+                f"{out_features!r}"
             )
         self.in_features, self.out_features = in_features, out_features
         self.backend, self.hadamard, self._fused = backend, hadamard, False

@@ -97,7 +97,7 @@ def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
     if weight.scale.shape[1] != 1:
         raise LayerError(f"{weight.format} has {weight.scale.shape[1]} groups a row; this needs whole rows")
     if weight.format.code not in CODES:
-        raise LayerError(f"{weight.format} has codes that are no integers; this needs {', '.join(CODES)}")
+        raise LayerError(f"{weight.format} has codes that are not integers; this needs {', '.join(CODES)}")
     uw, zw = weight.codes().double(), weight.zeros().double()
     ux, zx = x.codes.double(), x.zero.double()[:, None]
     raw = accumulate(x.codes, weight.codes()).double()

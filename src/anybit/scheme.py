@@ -88,7 +88,7 @@ class WeightFormat:
         if self.code in TABLES and self.bits != TABLES[self.code]:
             most = TABLES[self.code]
             raise SchemeError(
-                f"{self.code} is a table of {2**most} values, whose codes have {most} bits: not {self.bits}"
+                f"{self.code} codes have {most} bits, which index a table of {2**most} values, not {self.bits}"
             )
         if self.group is not None and not _is_one_of(self.group, GROUPS):
             raise SchemeError(
@@ -174,7 +174,7 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.float4 and (self.key_bits, self.value_bits, self.key_axis, self.group) != (4, 4, "token", 64):
-            raise SchemeError("a KV cache of 4-bit floats has its own groups of 16: write kvfp4 and nothing else")
+            raise SchemeError("a KV cache of 4-bit floats has fixed groups of 16: write kvfp4, with no bits or groups")
         for name, bits in (("key", self.key_bits), ("value", self.value_bits)):
             if not _is_one_of(bits, KV_BITS):
                 raise SchemeError(f"{name} bits of the KV cache must be 2, 4, 8 or 16, not {bits!r}")
@@ -250,7 +250,7 @@ class Scheme:
             if not isinstance(part, kind) and (needed or part is not None):
                 raise SchemeError(
                     f"{name} of a scheme must be of type {kind.__name__}{'' if needed else ' or None'}, not {part!r}; "
-                    "Scheme.parse('w4a16g128') reads a scheme in words"
+                    "Scheme.parse('w4a16g128') parses a scheme"
                 )
 
     @classmethod

@@ -24,7 +24,7 @@ def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
     Raises LayerError if no group size fits (the cut is not a multiple of 32), or a 2:4 sparse shard is not in fours.
     """
     if format.sparse and (start % 4 or inputs % 4):
-        raise LayerError(f"2:4 sparse weights are split in fours of inputs, not at input {start} of {inputs} more")
+        raise LayerError(f"2:4 sparse weights are split at multiples of 4 inputs, not into {inputs} from input {start}")
     if format.group is None or start % format.group == 0:
         return format
     fitting = [group for group in _SMALLER if format.group % group == 0 and start % group == 0]

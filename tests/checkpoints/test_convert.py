@@ -141,11 +141,11 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict
     odd = {"config_groups": {"g": {**group, "weights": {**group["weights"], "num_bits": "four"}}}}
     for i, (entry, tensors, message) in enumerate(
         [
-            (rotated, {}, "rotates activations while it runs"),
+            (rotated, {}, "rotates activations at run time"),
             ({"kv_cache_scheme": {"num_bits": 8}}, scales, r"for a KV cache .* rewrite the model with --output"),
             ({}, shape, "up_proj cannot be read: its tensors contradict"),
             (odd, {}, "weights of 'four' bits"),
-            ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may take for ever"),
+            ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may backtrack forever"),
         ]
     ):
         shutil.copytree(tmp_path / "out", tmp_path / str(i))

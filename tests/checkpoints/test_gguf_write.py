@@ -132,14 +132,14 @@ def test_refusals_name_what_does_not_fit(tmp_path: Path) -> None:
     quantize_folder(model(tmp_path / "gemma", "gemma"), tmp_path / "other", "w8a16")
     quantize_folder(model(tmp_path / "gelu", hidden_act="gelu"), tmp_path / "gelu_mlp", "w8a16")
     for folder, why in (
-        ("gelu_mlp", "MLPs end with gelu"),
-        ("scaled", "rotary embedding is of type linear"),
+        ("gelu_mlp", "MLPs use gelu"),
+        ("scaled", "RoPE has scaling of type linear"),
         ("three", "layer model.layers.0.self_attn.q_proj in w3a16g32: Q3_K has blocks of 256"),
-        ("other", "written of llama, mistral, qwen2, qwen3 models, and this is a gemma"),
+        ("other", "written for llama, mistral, qwen2, qwen3 models, not for gemma"),
     ):
         with pytest.raises(ConversionError, match=why):
             convert_into(tmp_path / folder, "gguf", tmp_path / "out.gguf")
-    with pytest.raises(ConversionError, match=r"name it something\.gguf"):
+    with pytest.raises(ConversionError, match=r"must end in \.gguf"):
         convert_into(tmp_path / "three", "gguf", tmp_path / "out")
     (tmp_path / "out.gguf").write_text("mine")
     with pytest.raises(ConversionError, match="exists already"):

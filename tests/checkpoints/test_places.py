@@ -54,7 +54,9 @@ def test_what_is_no_models_is_not_replaced(tmp_path: Path) -> None:
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "thesis.tex").write_text("years of work")
-    refused(thesis, r"thesis is not overwritten: it holds thesis\.tex, which anybit did not write there")
+    refused(
+        thesis, r"thesis is not overwritten: it holds thesis\.tex, which would be lost, since anybit did not write it"
+    )
     refused(
         model_at(tmp_path / "b", "train.py", "optimizer.pt", "c.bin", "d"), r"holds c\.bin, d, optimizer\.pt and 1 m"
     )
@@ -89,7 +91,7 @@ def test_what_anybit_wrote_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     ):
         mine = written(tmp_path / f"mine{index}", README="of the model")
         (mine / name).write_text(text)
-        refused(mine, f"it holds {name}, which anybit did not write there, or not as it is now")
+        refused(mine, f"it holds {name}, which would be lost, since anybit did not write it")
     (mine / writing.MANIFEST).write_text("{")  # what it said is gone: README is nobody's
     refused(mine, "it holds README, which")
     sly = written(tmp_path / "sly")

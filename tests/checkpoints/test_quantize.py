@@ -243,11 +243,11 @@ def test_a_weight_without_values_is_refused(weight: torch.Tensor, message: str) 
 
 
 def test_arguments_of_another_type_are_named(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the folder of a model must be a path, as text or .* not None"):
+    with pytest.raises(CheckpointError, match=r"the folder of a model must be a path, a str or .* not None"):
         quantize_folder(None, tmp_path / "out", "w4a16g32")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"the output must be a path, as text or .* not None"):
+    with pytest.raises(CheckpointError, match=r"the output must be a path, a str or .* not None"):
         quantize_folder(llama, None, "w4a16g32")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"a model's source must be a path, as text or .* not None"):
+    with pytest.raises(CheckpointError, match=r"a model's source must be a path, a str or .* not None"):
         load_model(None)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"options must be a dict of names and values, not \[1\]"):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", options=[1])  # type: ignore[arg-type]
@@ -277,4 +277,4 @@ def test_rotated_heads_of_a_width_without_a_matrix_are_refused_before() -> None:
     model = tiny_model("llama-wide")
     model.config.head_dim = 96
     assert kvcache.why_not(model, KVFormat.parse("k4v4g32")) is None
-    assert "a Hadamard matrix here has a power of two" in str(kvcache.why_not(model, KVFormat.parse("k4v4g32rot")))
+    assert "head_dim must be a power of two" in str(kvcache.why_not(model, KVFormat.parse("k4v4g32rot")))

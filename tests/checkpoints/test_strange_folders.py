@@ -133,7 +133,7 @@ def test_a_copy_has_one_description(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "rotates activations while it runs": Strange(
+    "rotates activations at run time": Strange(
         "llmc-mixed",
         own(transform_config={"config_groups": {"R4": {"apply": [{"targets": ["x"], "location": "input"}]}}}),
     ),

@@ -299,7 +299,7 @@ def test_token_ids_come_from_a_json_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("[[1, 2], [3, 10]]", "sequence 1 .* 0 to 9, without 10"),
+        ("[[1, 2], [3, 10]]", "sequence 1 .* 0 to 9, and holds 10"),
         ("[[1, true]]", "sequence 0 .*true"),
         ("[[1], 5]", "sequence 1 .*5"),
         ("[[1], [null]]", "sequence 1"),

@@ -46,7 +46,7 @@ def test_a_cut_that_no_group_meets_is_refused(start: int) -> None:
 
 
 def test_a_cut_through_a_sparse_four_is_refused() -> None:
-    with pytest.raises(LayerError, match="in fours"):
+    with pytest.raises(LayerError, match="multiples of 4 inputs"):
         shard_format(WeightFormat(4, "sym", None, sparse=True), 6, 4)
 
 

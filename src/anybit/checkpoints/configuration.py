@@ -217,8 +217,8 @@ def check_pattern(pattern: str, place: str) -> None:
     looped = re.search(r"\)[*+?{]", plain) or re.search(r"\(\?", plain) or re.search(r"\\[0-9]", pattern)
     if looped or len(re.findall(r"[*+{]\??|(?<![*+}])\?", plain)) > _MOST_REPETITIONS:
         raise CheckpointError(
-            f"{place} has the pattern {pattern!r}, which may take for ever: at most {_MOST_REPETITIONS} repetitions "
-            "are allowed, none of a group, and no look-around; name the layers instead"
+            f"{place} has the pattern {pattern!r}, which may backtrack forever: at most {_MOST_REPETITIONS} "
+            "repetitions are allowed, none of a group, and no look-around; name the layers instead"
         )
     try:
         re.compile(pattern)
@@ -237,20 +237,20 @@ def _check_settings(settings: dict[str, Any], place: str) -> None:
         )
     for name in ("group_index", "input_scale"):
         if not isinstance(settings.get(name, False), bool):
-            raise CheckpointError(f"{place}.{name} is true or false, not {settings[name]!r}")
+            raise CheckpointError(f"{place}.{name} must be true or false, not {settings[name]!r}")
     for name in ("modules_to_not_convert", "hadamard"):
         value = settings.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise CheckpointError(f"{place}.{name} is a list of names, not {_short(value)}")
+            raise CheckpointError(f"{place}.{name} must be a list of names, not {_short(value)}")
     if not isinstance(settings.get("backend"), str | None):
-        raise CheckpointError(f"{place}.backend is a name, not {_short(settings['backend'])}")
+        raise CheckpointError(f"{place}.backend must be a name, not {_short(settings['backend'])}")
 
 
 def _overrides(value: object, place: str) -> dict[str, Scheme]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for item in value.items() for text in item):
-        raise CheckpointError(f"{place}.overrides is an object of layers' names and schemes, not {_short(value)}")
+        raise CheckpointError(f"{place}.overrides must map layer names to schemes, not be {_short(value)}")
     try:
         return parse_overrides(value)
     except SchemeError as error:
@@ -265,7 +265,7 @@ def _check_version(version: object, place: str) -> None:
         return
     match = re.match(r"(\d{1,9})\.(\d{1,9})\b", version) if isinstance(version, str) else None
     if match is None:
-        raise CheckpointError(f"{place}.version is a version such as {__version__!r}, not {_short(version)}")
+        raise CheckpointError(f"{place}.version must be a version such as {__version__!r}, not {_short(version)}")
     own = re.match(r"(\d+)\.(\d+)", __version__)
     assert own is not None
     if tuple(map(int, match.groups())) > tuple(map(int, own.groups())):
@@ -300,7 +300,7 @@ def _check_agreement(entry: Mapping[str, Any], scheme: Scheme, place: str) -> No
             )
     ignore = entry.get("ignore")
     if ignore is not None and not (isinstance(ignore, list) and all(isinstance(item, str) for item in ignore)):
-        raise CheckpointError(f"{place}.ignore is a list of names, not {_short(ignore)}")
+        raise CheckpointError(f"{place}.ignore must be a list of names, not {_short(ignore)}")
 
 
 def _short(value: object) -> str:

@@ -233,7 +233,7 @@ def _check_layers(source: Folder, layers: list[str], fmt: WeightFormat) -> None:
     for layer in layers:
         for suffix, what in (("weight_g_idx", "an activation order"), ("weight_indices", "2:4 sparse weights")):
             if f"{layer}.{suffix}" in source.entries:
-                raise ConversionError(f"layer {layer} has {what} ({suffix}), which only one of the formats has")
+                raise ConversionError(f"layer {layer} has {what} ({suffix}), which the other format does not support")
         n, k = source.read(f"{layer}.weight_shape").tolist()
         for suffix, shape in layer_shapes(n, k, fmt).items():
             entry = source.entries.get(f"{layer}.{suffix}")

@@ -38,7 +38,7 @@ _LEFT = (
 def path_of(place: Path | str, name: str) -> Path:
     """Convert to a Path. Raises CheckpointError, naming the argument, for anything that is not a path."""
     if not isinstance(place, (str, os.PathLike)):
-        raise CheckpointError(f"{name} must be a path, as text or as a pathlib.Path, not {place!r}")
+        raise CheckpointError(f"{name} must be a path, a str or pathlib.Path, not {place!r}")
     return Path(place)
 
 
@@ -156,7 +156,7 @@ def read_json(file: Path) -> dict[str, Any]:
         if file.exists() and not file.is_file():  # reading a pipe might never end
             raise CheckpointError(f"{file} is not a regular file")
         if file.stat().st_size > _LARGEST_JSON:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, and {_LARGEST_JSON} at most are read")
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, more than {_LARGEST_JSON}")
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         models = sorted(file.parent.glob("*.gguf"))  # each is a model by itself

@@ -78,7 +78,7 @@ class _Reader:
         (version,) = self.take("I")
         if version.to_bytes(4, "little")[::-1] in (known.to_bytes(4, "little") for known in _VERSIONS):
             raise CheckpointError(
-                f"{self.file} is a big-endian GGUF file, and little-endian ones are read: convert it with gguf's "
+                f"{self.file} is a big-endian GGUF file, and only little-endian ones are read: convert it with gguf's "
                 "gguf-convert-endian FILE little"
             )
         if version not in _VERSIONS:
@@ -114,7 +114,7 @@ class _Reader:
             raise self.fault("it names no general.architecture")
         for name in ("block_count", "embedding_length"):  # parsers would default to another model's
             if not isinstance(metadata.get(f"{metadata['general.architecture']}.{name}"), int):
-                raise self.fault(f"it says no {metadata['general.architecture']}.{name}")
+                raise self.fault(f"it lacks {metadata['general.architecture']}.{name}")
         largest = max((size for tensor in table.values() for size in tensor.shape), default=0)
         for name, value in metadata.items():
             if isinstance(value, float) and math.isnan(value):
@@ -129,7 +129,7 @@ class _Reader:
             name for name in table if (found := _BLOCK.match(name)) and blocks is not None and int(found[1]) >= blocks
         ]
         if beyond:
-            raise self.fault(f"it has tensor {beyond[0]}, and {blocks} blocks")
+            raise self.fault(f"it has tensor {beyond[0]}, but only {blocks} blocks")
         start = -(-self.at // alignment) * alignment
         for tensor in table.values():
             if tensor.begin % alignment or start + tensor.begin >= len(self.data):

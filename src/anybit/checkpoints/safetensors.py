@@ -177,7 +177,7 @@ def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> Entry:
 
 def _check_metadata(file: Path, metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{file} has a corrupt safetensors header: its __metadata__ is no table of texts")
+        raise CheckpointError(f"{file} has a corrupt safetensors header: its __metadata__ must map names to strings")
 
 
 def _without_doubles(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> li
             raise CheckpointError(f"{entry.file}: tensor {name} belongs to no quantized layer: no {layer}{_MARK}")
     strangers = sorted(set(quantization.hadamard) - known)
     if strangers:
-        raise CheckpointError(f"{strangers[0]}, whose inputs are to be rotated (hadamard), is no quantized layer")
+        raise CheckpointError(f"hadamard in quantization_config names {strangers[0]}, which is not a quantized layer")
     for layer in layers:
         _check_layer(layer, quantization, entries)
     return layers
@@ -158,7 +158,7 @@ def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
     shape = tensors.get("weight_shape")
     pairs = places.shape[-2] if shape is None else int(shape[1]) // 4
     if bool((places[..., :pairs, 0] == places[..., :pairs, 1]).any()):
-        raise CheckpointError(f"layer {layer}: weight_indices name one of four places twice, not two of them")
+        raise CheckpointError(f"layer {layer}: weight_indices name the same of four inputs twice, not two of them")
 
 
 def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, Entry]) -> None:
@@ -224,14 +224,16 @@ def _numbers(config: Mapping[str, Any], where: object) -> Iterator[tuple[str, in
 def _check_names(config: Mapping[str, Any], where: object) -> None:
     """Raise CheckpointError for a config that names files elsewhere, or code to fetch and run."""
     if config.get("transformers_weights") is not None:
-        raise CheckpointError(f"{where}: transformers_weights names other files than those that are checked: remove it")
+        raise CheckpointError(f"{where}: transformers_weights names files that are not checked: remove it")
     if not isinstance(config.get("model_type", ""), str):
-        raise CheckpointError(f"{where}: model_type is a name, not {config['model_type']!r}")
+        raise CheckpointError(f"{where}: model_type must be a name, not {config['model_type']!r}")
     for name in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
         if any("/" in str(text) for text in _texts(config.get(name))):
-            raise CheckpointError(f"{where}: {name} names code on the hub, which a model folder may not have run")
+            raise CheckpointError(f"{where}: {name} names code on the hub, which a model folder is not allowed to run")
     if not isinstance(config.get("quantization_config"), Mapping | None):
-        raise CheckpointError(f"{where}: quantization_config is an object, not {config['quantization_config']!r:.80}")
+        raise CheckpointError(
+            f"{where}: quantization_config must be an object, not {config['quantization_config']!r:.80}"
+        )
 
 
 def _texts(value: object) -> Iterable[object]:

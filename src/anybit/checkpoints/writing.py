@@ -128,8 +128,8 @@ def _refuse_to_replace(path: Path, source: Path | None) -> None:
         named = ", ".join(map(printable, strangers[:3]))
         named += f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         raise CheckpointError(
-            f"{path} is not overwritten: it holds {named}, which anybit did not write there, or not as it is now, and "
-            "which would be lost; choose another folder, or move it away"
+            f"{path} is not overwritten: it holds {named}, which would be lost, since anybit did not write it, or it "
+            "was changed since; choose another folder, or move it away"
         )
     try:
         known = listed is not None or "model_type" in read_json(path / "config.json")

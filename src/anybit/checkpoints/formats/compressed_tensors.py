@@ -65,7 +65,7 @@ def _refuse_rotations(layer: StoredLayer) -> None:
         for place in places if isinstance(places, list) else ():
             where = place.get("location") if isinstance(place, dict) else None
             if where not in ("weight_input", "weight_output"):
-                raise layer.refuse(f"its model rotates activations while it runs (transform_config, at {where})")
+                raise layer.refuse(f"its model rotates activations at run time (transform_config, at {where})")
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
@@ -124,7 +124,7 @@ def packing(layer: StoredLayer) -> tuple[int, bool]:
         raise layer.refuse(f"{words} words a row fit no width of 1 to 8 bits with {k} inputs")
     kinds = " or ".join(f"{bits} bits{', padded' if padded else ''}" for bits, padded in fitting)
     raise layer.refuse(
-        f"{k} inputs in {words} words a row may be codes of {kinds}: config.json has to say num_bits, and the version "
+        f"{k} inputs in {words} words a row may be codes of {kinds}: config.json must give num_bits, and the version "
         "of compressed-tensors that packed them (words were padded before 0.18)"
     )
 

@@ -43,7 +43,7 @@ def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dic
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise ConversionError(f"GGUF files are written of {known} models, and this is a {config.model_type}")
+        raise ConversionError(f"GGUF files can be written for {known} models, not for {config.model_type}")
     writer = gguf.GGUFWriter(file, architecture)
     _describe(writer, config)
     _add_tokenizer(writer, folder, config.vocab_size)
@@ -134,13 +134,11 @@ def _describe(writer: Any, config: Any) -> None:
     """Write a model's hyperparameters."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
-        raise ConversionError(
-            f"its rotary embedding is of type {rope['rope_type']}: GGUF files are written of models without scaling"
-        )
+        raise ConversionError(f"its RoPE has scaling of type {rope['rope_type']}, with which no GGUF files are written")
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise ConversionError(f"it attends to a window of {config.sliding_window} tokens, which GGUF's llama does not")
+        raise ConversionError(f"it has a sliding window of {config.sliding_window} tokens, which GGUF's llama has not")
     if config.hidden_act != "silu":
-        raise ConversionError(f"its MLPs end with {config.hidden_act}, and readers of GGUF files compute silu")
+        raise ConversionError(f"its MLPs use {config.hidden_act}, and readers of GGUF files compute silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(Path(str(config.name_or_path)).name or config.model_type)
     writer.add_context_length(config.max_position_embeddings)
@@ -164,7 +162,7 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ConversionError(f"{folder} has no tokenizer.json, which a GGUF file is to hold")
+        raise ConversionError(f"{folder} has no tokenizer.json, which a GGUF file needs")
     found = json.loads(path.read_text(encoding="utf-8"))
     model = found.get("model") or {}
     if (
@@ -172,7 +170,7 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
         or model.get("byte_fallback")
         or (found.get("decoder") or {}).get("type") != "ByteLevel"
     ):
-        raise ConversionError("its tokenizer is not a byte-level BPE, the one kind that is written")
+        raise ConversionError("its tokenizer is not a byte-level BPE, the only kind that can be written")
     if found.get("normalizer"):
         raise ConversionError(f"its tokenizer normalizes text ({found['normalizer'].get('type')}), and readers do not")
     tokens: list[str | None] = [None] * size
@@ -206,7 +204,7 @@ def _rule(found: dict[str, Any]) -> str:
     steps = found.get("pretokenizers") or [found]
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
-        raise ConversionError("its tokenizer puts a space before a text, and readers of GGUF files do not")
+        raise ConversionError("its tokenizer puts a space before the text, which readers of GGUF files do not")
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):

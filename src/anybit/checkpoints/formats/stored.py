@@ -86,7 +86,7 @@ class Groups:
         """Scales, zeros or minima [N, stored groups] -> [N, count], contiguous. Raises CheckpointError for others."""
         stored = -(-self.count // self.repeat)
         if values.shape[1] != stored:
-            raise self.layer.refuse(f"its scales or zeros are of {values.shape[1]} groups a row, and it has {stored}")
+            raise self.layer.refuse(f"its scales or zeros have {values.shape[1]} groups per row, and it has {stored}")
         if self.repeat > 1:
             values = values.repeat_interleave(self.repeat, dim=1)
         return values[:, : self.count].contiguous()
@@ -105,7 +105,7 @@ class Groups:
             )
         if self.repeat > 1:
             size = self.group * self.repeat
-            raise self.layer.refuse(f"an activation order over groups of {size} inputs, which anybit does not have")
+            raise self.layer.refuse(f"an activation order over groups of {size} inputs, which anybit does not support")
         return index.to(torch.int32)
 
 

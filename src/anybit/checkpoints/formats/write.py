@@ -61,7 +61,7 @@ def convert_into(
         translation = FolderTranslation.of(folder) if folder.quantization is None else OwnTranslation(folder)
         if translation is None:
             raise ConversionError(
-                f"{model} is not quantized in a format that is read: anybit quantize makes such a model"
+                f"{model} is not quantized in a format that can be read: quantize it with anybit quantize"
             )
         if to == "gguf":
             return _write_gguf(
@@ -77,7 +77,7 @@ def convert_into(
 
 def _write_gguf(source: Translation, empty: Any, folder: Path, file: Path, overwrite: bool) -> dict[str, Any]:
     if file.suffix != ".gguf":
-        raise ConversionError(f"{file} is to be a GGUF file: name it something.gguf")
+        raise ConversionError(f"the name of a GGUF file must end in .gguf, not {file}")
     if file.exists() and not (overwrite and is_gguf(file)):
         raise ConversionError(f"{file} exists already: choose another name, or replace a GGUF file with --overwrite")
     _check(source, empty)

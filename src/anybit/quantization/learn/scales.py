@@ -105,7 +105,7 @@ def learn_scales(
             log_scale.grad.zero_()
         loss = run(ahead.pop(0))
         if not math.isfinite(loss):
-            raise CalibrationError(f"the loss of step {step} of the scales is not finite; lower their rate")
+            raise CalibrationError(f"the loss of step {step} of learning scales is not finite; lower between_rate")
         optimizer.step()
         schedule.step()
         if progress is not None:

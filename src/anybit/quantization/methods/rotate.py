@@ -32,7 +32,7 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
     final = getattr(model.base_model, "norm", None)
     if final is None or beside_text(model):
         raise LayerError(
-            f"{type(model).__name__} has more than a text part that ends in a norm, and what else enters its residual "
+            f"{type(model).__name__} is not a text-only model that ends in a norm, and other inputs of its residual "
             "stream would not be rotated: use smooth or smooth_rotate"
         )
     for norm in [final, *(norm for part in parts for norm in (part.attention_norm, part.feed_forward_norm))]:
@@ -42,7 +42,7 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
     for size in (hidden, heads, *((parts[0].down.in_features,) if online else ())):
         hadamard.factor(size)
     if head is None or not isinstance(head, nn.Linear):
-        raise LayerError(f"{type(model).__name__} has no linear output head, so its final norm cannot be moved")
+        raise LayerError(f"{type(model).__name__} has no linear output head to fold its final norm's gain into")
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False

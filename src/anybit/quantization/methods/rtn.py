@@ -51,7 +51,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -
         raise TypeError(f"format must be a WeightFormat, as in Scheme.parse('w4a16g128').weights, not {format!r}")
     if format.code not in CODES:
         raise LayerError(
-            f"{format.code} codes are read from models that other tools have quantized; quantize to {', '.join(CODES)}"
+            f"{format.code} codes can only be loaded from models that other tools quantized: use {', '.join(CODES)}"
         )
     if not isinstance(weight, Tensor):
         raise LayerError(f"a weight must be a floating-point matrix, a torch.Tensor, not {type(weight).__name__}")
@@ -135,8 +135,8 @@ def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search:
     stored = torch.minimum(torch.maximum(scale, -most), most).to(dtype)
     if not bool(stored.isfinite().all()):
         raise LayerError(
-            f"the weight has values up to {float(largest.max()):.5g}, and the scale of w{format.bits} for them is more "
-            f"than {dtype_name(dtype)} holds: quantize it to 2 bits or more, or divide it by a power of two"
+            f"the weight has values up to {float(largest.max()):.5g}, and their w{format.bits} scale overflows "
+            f"{dtype_name(dtype)}: quantize it to 2 bits or more, or divide it by a power of two"
         )
     own = stored.float() if unit is None else stored.float() / unit
     return nearest_codes(groups, own, zero, format.bits).to(torch.uint8), stored, zero

@@ -119,7 +119,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = [(name, module) for name, module in lists if module in inside]
     lists = [(name, module) for name, module in lists if len({type(block) for block in module}) == 1]
     if not lists:
-        raise CalibrationError(f"{type(model).__name__} has no list of blocks to calibrate one after the other")
+        raise CalibrationError(f"{type(model).__name__} has no list of transformer blocks to calibrate one by one")
     # Among equals (a list that holds a single list) max takes the outermost.
     return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 

@@ -149,7 +149,7 @@ def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
         wrong = [item for item in ids if type(item) is not int or not 0 <= item < vocabulary]
         if wrong or not isinstance(sequence, list):
             raise TextError(
-                f"{path}: sequence {i} must be a list of token ids from 0 to {vocabulary - 1}, without "
+                f"{path}: sequence {i} must be a list of token ids from 0 to {vocabulary - 1}, and holds "
                 f"{json.dumps((wrong or ids)[0])}"
             )
     return [torch.tensor(sequence, dtype=torch.int64) for sequence in found]
