@@ -1,9 +1,9 @@
-// Packed codes to the register operand of a matrix product: a warp's 16 rows x 128 inputs of a tile (packed_layout.py).
+// Dequantizes packed codes to MMA A fragments in registers: a warp's 16 rows x 128 inputs of a tile (packed_layout.py).
 //
-// fp16: codes stay where they lie in the low ten bits of a 16-bit field, a subnormal number u * 2^(at - 24), and one fused
-// multiply-add applies scale and zero, rounding once: w = u * scale - zero * scale, times 2^-17 so that fp16 holds it.
-// bf16: 128 + u by its bits, less 128 + zero (exact), times scale; codes of 8 bits by way of float32.
-// A minimum is added where -zero * scale is, or in bf16 by the multiplication. Tables: packed_tables.cuh.
+// fp16: codes are masked in place in the low ten bits of a 16-bit field, an fp16 subnormal u * 2^(at - 24); one HFMA2 then
+// applies scale and zero with a single rounding: w = u * scale - zero * scale, all times 2^-17 to stay in fp16's range.
+// bf16: OR makes 128 + u; subtract 128 + zero (exact), multiply by the scale. 8-bit codes go through float32.
+// A minimum replaces the addend -zero * scale; in bf16 the multiply becomes an FMA. Tables: packed_tables.cuh.
 #ifndef ANYBIT_PACKED_DEQUANTIZE_CUH
 #define ANYBIT_PACKED_DEQUANTIZE_CUH
 
@@ -13,13 +13,13 @@
 
 namespace packed {
 
-// The zero of codes that imply it, doubled, so that bipolar's halves are integers.
+// Implied zero of sym and bipolar codes, doubled, so that bipolar's half-integer is an integer.
 template <class Config>
 PTX constexpr int twice_fixed_zero() {
     return Config::code == Code::bipolar ? (1 << Config::bits) - 1 : 1 << Config::bits;
 }
 
-// How many codes of a field are used where they lie, from each shift of the word.
+// Codes of a 16-bit field that one shift of the word makes usable in place.
 template <int bits> PTX constexpr int codes_in_place() { return bits >= 6 ? 1 : bits == 1 ? 4 : 2; }
 
 // Weights of 16 rows x 128 inputs for 16-bit activations.
@@ -37,7 +37,7 @@ struct Dequantize16 {
     uint32_t zeros[parts];   // asym: the same rows, two bytes; min: their minima
     uint32_t multiplier[2][places], addend[2];
 
-    // Constants of a row tile: what whole rows need, whose scale waits for the epilogue.
+    // Per-row-tile constants, for per-row scales (which the epilogue applies).
     PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
         if (Config::group != 0 || table) return;
         scales[0] = bfloat ? 0x3f803f80u : 0x58005800u;  // 1 as bf16; 128 as fp16
@@ -49,7 +49,7 @@ struct Dequantize16 {
         prepare(0);
     }
 
-    // unit: the shared memory of 16 rows of a tile.
+    // unit: shared address of 16 rows of a tile.
     PTX void load(uint32_t unit) {
         Codes::load(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
@@ -65,7 +65,7 @@ struct Dequantize16 {
         }
         if (parts == 1) prepare(0);
     }
-    // The same of words that have come from memory; zeros of two rows more among them.
+    // The same from registers (loaded from global memory); the zeros' words also hold two other rows'.
     PTX void take(const uint32_t (&from_words)[Codes::words], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
 #pragma unroll
         for (int i = 0; i < Codes::words; i++) words[i] = from_words[i];
@@ -94,7 +94,7 @@ struct Dequantize16 {
             const uint32_t zero = Config::code == Code::asym ? (zeros[part] >> 8 * h & 0xff) * both : 0;
             const uint32_t minimum = Config::code == Code::min ? ptx::prmt(zeros[part], 0, h == 0 ? 0x1010 : 0x3232) : 0;
             if (bfloat) {
-                // A group's scale is fp16 with up to 11 bits; bf16 keeps 8, as the weights themselves will.
+                // A group's fp16 scale has 11 significant bits; bf16 keeps 8, like the weights themselves.
                 const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair[h]));
                 multiplier[h][0] = Config::group == 0 ? pair[h] : ptx::cvt_bf16x2_f32(scale, scale);
                 if (Config::code == Code::asym) addend[h] = bits == 8 ? zero : 0xc300c300u | zero;
@@ -110,12 +110,12 @@ struct Dequantize16 {
                     addend[h] = ptx::mul_f16x2(multiplier[h][0] ^ 0x80008000u, zero);
                 else if (Config::code == Code::min)
                     addend[h] = ptx::mul_f16x2(minimum, 0x0080u * both);  // times 2^-17
-                else  // -zero * 2^-17 as a subnormal's multiple: zero * 2^-17 = (2 zero) * 2^-18 = (2 zero << 6) * 2^-24
+                else  // -zero * 2^-17 in units of 2^-24: zero * 2^-17 = (2 zero) * 2^-18 = (2 zero << 6) * 2^-24
                     addend[h] = ptx::mul_f16x2(pair[h], 0x80008000u | (fixed_zero_fp16() * both));
             }
         }
     }
-    // zero * 2^-17 as fp16 bits, exact: the lowest 10 bits count 2^-24, from 2^-14 on an exponent is needed.
+    // zero * 2^-17 as fp16 bits, exact: a subnormal (units of 2^-24) below 2^-14, normal from there on.
     static PTX constexpr uint32_t fixed_zero_fp16() {
         uint32_t steps = static_cast<uint32_t>(twice_fixed_zero<Config>()) << 6;  // of 2^-24
         uint32_t exponent = 1;
@@ -172,7 +172,7 @@ struct Dequantize16 {
                 centered = ptx::add_bf16x2(raw, addend[h]);
             } else if constexpr (Config::code == Code::sym) {
                 centered = ptx::add_bf16x2(raw, (0xc300u | (1u << (bits - 1))) * both);
-            } else {  // 128 + u less 128 + (2^b - 1) / 2: half a step needs a second subtraction, exact as well
+            } else {  // 128 + u - (128 + (2^b - 1) / 2): the half takes a second subtraction, also exact
                 centered = ptx::add_bf16x2(raw, (0xc300u | ((1u << (bits - 1)) - 1)) * both);
                 centered = ptx::add_bf16x2(centered, 0xbf00bf00u);
             }
@@ -183,15 +183,15 @@ struct Dequantize16 {
             return ptx::fma_f16x2(Codes::template take<16, j, place * bits>(words), multiplier[h][place], addend[h]);
         }
     }
-    // What the sums of products must be multiplied by, beside the row's scale.
+    // Factor that the accumulators must be multiplied by, besides the row's scale.
     static PTX constexpr float unscale() {
         if (table) return scale_of_pair<Config::code, bfloat>;
         return bfloat ? 1.f : Config::group == 0 ? 1024.f : 131072.f;
     }
 };
 
-// Weights of 16 rows x 128 inputs for 8-bit activations: integers less their zeros, doubled for bipolar codes, as signed
-// bytes or as e4m3 times 2^-9, which is exact up to 16.
+// Weights of 16 rows x 128 inputs for 8-bit activations: code - zero, doubled for bipolar codes, as int8, or as e4m3 times
+// 2^-9, which is exact up to 16.
 template <class Config>
 struct Dequantize8 {
     static constexpr int bits = Config::bits;
@@ -199,13 +199,13 @@ struct Dequantize8 {
     static constexpr bool asym = Config::code == Code::asym, bipolar = Config::code == Code::bipolar;
     static constexpr bool integer = Config::operand == Operand::s8;
     static constexpr bool sparse = is_sparse<Config>();
-    // Whole rows of integers are multiplied as unsigned codes: their zeros times the sum of a token's codes are taken away
-    // from the sums of products, exactly (see TileTerms). Of 2:4 sparse rows each keeps other ones of a token's codes.
+    // int8 with per-row scales multiplies the unsigned codes as they are; the epilogue subtracts zero * (a token's sum of
+    // codes) exactly (TileTerms). Not for 2:4 sparse weights, since each row keeps other inputs.
     static constexpr bool raw = integer && Config::group == 0 && !sparse;
     using Codes = typename CodesOf<sparse, bits>::type;
     uint32_t words[Codes::words];
     uint32_t scales[parts], zeros[parts];  // rows g and g + 8
-    uint32_t zero[2];                      // as the arithmetic below wants it
+    uint32_t zero[2];                      // in the form that one() needs
 
     PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
         if (asym && Config::group == 0 && !raw && first_row < rows) {
@@ -251,13 +251,13 @@ struct Dequantize8 {
         constexpr uint32_t top = 0x80808080u;
         if constexpr (raw) {
             return Codes::template take<8, j, 0>(words);
-        } else if constexpr (sparse && !asym) {  // in the highest bits: two's complement, 2^(8 - bits) times as large
+        } else if constexpr (sparse && !asym) {  // two's complement in the top bits, scaled by 2^(8 - bits)
             return Codes::template highest<j, top>(words);
         } else if constexpr (integer && bits == 8) {
             return Codes::template take<8, j, 0>(words) ^ top;  // sym alone: see why_not
         } else if constexpr (integer) {
             const uint32_t subtract = asym ? zero[j & 1] : (1u << (bits - 1)) * 0x01010101u;
-            // No byte borrows from the next: with its top bit set each is at least its zero.
+            // Byte-wise subtract without borrows: with its top bit set, each byte is at least its zero.
             const uint32_t centered = ((Codes::template take<8, j, 0>(words) | top) - subtract) ^ top;
             return bipolar ? (centered << 1 & 0xfefefefeu) | 0x01010101u : centered;
         } else {

@@ -1,7 +1,7 @@
-// Where the codes of packed weights lie in a tile, and how a lane takes them out: the device side of packed_layout.py.
+// Layout of packed weight tiles, and extraction of codes from a lane's words: the device side of packed_layout.py.
 //
-// A lane holds 2 * bits words of a unit (16 rows by 128 columns). A register of an mma operand is `field` bits wide
-// fields, one code each: fields of 16 bits (two of them) for 16-bit activations, of 8 bits (four) for 8-bit ones.
+// A lane holds 2 * bits words of a unit (16 rows by 128 columns). A register of an MMA operand is split into fields, one
+// code each: two of 16 bits for 16-bit activations, four of 8 bits for 8-bit ones. `field` is the width.
 #ifndef ANYBIT_PACKED_LAYOUT_CUH
 #define ANYBIT_PACKED_LAYOUT_CUH
 
@@ -12,12 +12,12 @@ namespace packed {
 
 constexpr int unit_rows = 16, tile_rows = 64, tile_columns = 128;
 
-// `count` bits of a code, from bit `first` up, at `bit` of every field of a word.
+// `count` bits of each code, from its bit `first` up, stored at bit `bit` of every field of word `word`.
 struct Piece {
     int word, bit, first, count;
 };
 
-// Calls f(Index<begin>) ... f(Index<end - 1>): a loop whose counter is a constant, in its body too.
+// Calls body(Index<begin>) ... body(Index<end - 1>): an unrolled loop with a constexpr counter.
 template <int n> struct Index {
     static constexpr int value = n;
 };
@@ -34,7 +34,7 @@ template <class Yes, class No> struct Choose<false, Yes, No> { using type = No; 
 __device__ constexpr bool power_of_two(int bits) { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
-// The piece of a register's code that begins at bit `first`: the twin of packed_layout.pieces.
+// The piece of register j's codes that begins at bit `first`. Twin: packed_layout.pieces.
 __device__ constexpr Piece piece(int bits, int field, int j, int first) {
     if (power_of_two(bits)) {
         const int r = j & 3, wide = field == 16 ? j >> 3 : j >> 2, odd = field == 16 ? (j >> 2) & 1 : r >> 1;
@@ -49,7 +49,7 @@ __device__ constexpr Piece piece(int bits, int field, int j, int first) {
     const int at = (j - words * whole) * bits + first;
     return {at / rest, bits * whole + at % rest, first, least(bits - first, rest - at % rest)};
 }
-// Does a piece of a register's code begin at bit `first`?
+// Whether a piece of register j's codes begins at bit `first`.
 __device__ constexpr bool begins_piece(int bits, int field, int j, int first) {
     int at = 0;
     while (at < first) at += piece(bits, field, j, at).count;
@@ -57,23 +57,23 @@ __device__ constexpr bool begins_piece(int bits, int field, int j, int first) {
 }
 __device__ constexpr bool left_over(int bits, int field, int j) { return piece(bits, field, j, 0).count < bits; }
 
-// The bit of a field at which the codes of a k32-step's half (`step` counts k16-steps for 16-bit fields, k32-steps for
-// 8-bit ones) are cheapest to take out: where they lie, if a field of `limit` usable bits holds them there.
+// The bit of a field at which the codes of MMA step `step` (k16 for 16-bit fields, k32 for 8-bit ones) are cheapest to
+// extract: in place (mask only), if a field of `limit` usable bits holds them there, else 0.
 __device__ constexpr int cheapest_bit(int bits, int field, int limit, int step) {
     int at = field;
     for (int r = 0; r < 4; r++) {
         const int j = 4 * step + r;
         if (!power_of_two(bits) && left_over(bits, field, j)) return 0;
-        // Codes in the high byte of a 16-bit field need one shift by 8, which all of them share.
+        // Codes in the high byte of a 16-bit field share one shift by 8.
         const int bit = power_of_two(bits) ? piece(bits, field, j, 0).bit % 8 : piece(bits, field, j, 0).bit;
         at = least(at, bit);
     }
-    // One bit has eight places; the upper four share a shift by 4, which keeps the sets of accumulators to four.
+    // 1-bit codes have eight places; the upper four share a shift by 4, so that four accumulator sets suffice.
     if (bits == 1) at %= 4;
     return at + bits <= limit ? at : 0;
 }
 
-// The same from bit `first` of the codes on; `place` says where their pieces lie (piece, or sparse_layout.cuh's kept_piece).
+// As `codes` below, from bit `first` of the codes on. place: the layout (piece, or sparse_layout.cuh's kept_piece).
 template <Piece (*place)(int bits, int field, int j, int first), int bits, int field, int j, int at, int first = 0, int words>
 __device__ __forceinline__ uint32_t codes_from(const uint32_t (&w)[words]) {
     constexpr Piece p = place(bits, field, j, first);
@@ -88,14 +88,14 @@ __device__ __forceinline__ uint32_t codes_from(const uint32_t (&w)[words]) {
     return v;
 }
 
-// The codes of register j, each at bit `at` of its field; the rest of the register is zero.
+// Extracts the codes of register j, each at bit `at` of its field, all other bits zero.
 template <int bits, int field, int j, int at, int words>
 __device__ __forceinline__ uint32_t codes(const uint32_t (&w)[words]) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
     return codes_from<piece, bits, field, j, at>(w);
 }
 
-// The order of a word of eight e2m1 codes in tiles: the twin of packed_layout.float_order, where it is explained.
+// Permutes the bits of a word of eight e2m1 codes to their order in tiles. Twin: packed_layout.float_order, which explains.
 __device__ __forceinline__ uint32_t float_order(uint32_t codes) {
     constexpr int moves[8][3] = {{11, 14, 9}, {7, 12, 9}, {15, 11, 18}, {14, 10, 11}, {12, 8, 9}, {13, 15, 15}, {10, 9, 13}, {8, 13, 10}};
     uint32_t word = (codes & 0x00070007u) << 3 | (codes & 0x00080008u) << 6 | (codes >> 4 & 0x00070007u) | (codes >> 1 & 0x00400040u);
@@ -103,7 +103,7 @@ __device__ __forceinline__ uint32_t float_order(uint32_t codes) {
     for (int i = 0; i < 8; i++) word |= ((codes >> moves[i][1] ^ word >> moves[i][2]) & 0x00010001u) << moves[i][0];
     return word;
 }
-// Of such a word the codes at `place` of its two halves: sign at bit 15, exponent and mantissa at bits 9 to 11, else zero.
+// Extracts the two codes at `place` of such a word's halves: sign at bit 15, exponent and mantissa at bits 9-11, else zero.
 template <int place> __device__ __forceinline__ uint32_t floats_at(uint32_t word) {
     constexpr uint32_t mask = 0x8e008e00u;
     if constexpr (place == 0) return word << 6 & mask;
@@ -112,7 +112,7 @@ template <int place> __device__ __forceinline__ uint32_t floats_at(uint32_t word
     return (word ^ word << 2) & mask;
 }
 
-// A lane's words of a unit, straight from global memory; `unit` is the unit's first byte.
+// Loads a lane's words of the unit at `unit` from global memory.
 template <int bits, int words>
 __device__ __forceinline__ void load_words(uint32_t (&w)[words], const uint8_t* unit, uint32_t lane) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
@@ -141,7 +141,7 @@ __device__ __forceinline__ void load_words_shared(uint32_t (&w)[words], uint32_t
     }
 }
 
-// Bytes of a unit: codes, then fp16 scales, then (asym) uint8 zeros or (min) fp16 minima, rows g and g + 8 side by side.
+// Size of a unit: codes, then fp16 scales, then (asym) uint8 zeros or (min) fp16 minima, rows g and g + 8 adjacent.
 __device__ constexpr int subgroups(int group) { return group == 0 ? 0 : group < tile_columns ? tile_columns / group : 1; }
 __device__ constexpr int scale_bytes(int group, Code code) {
     return subgroups(group) * (code == Code::asym ? 48 : code == Code::min ? 64 : 32);

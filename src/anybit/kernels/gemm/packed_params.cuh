@@ -1,4 +1,4 @@
-// The arguments of the kernels for few tokens: sm90_packed_gemv, sm90_packed_skinny and sm90_packed_skinny_f16. Twin: packed_problem.Params.
+// Launch parameters of sm90_packed_gemv, sm90_packed_skinny and sm90_packed_skinny_f16. Twin: packed_problem.Params.
 #ifndef ANYBIT_PACKED_PARAMS_CUH
 #define ANYBIT_PACKED_PARAMS_CUH
 
@@ -7,7 +7,7 @@
 struct Params {
     const uint8_t* tiles;
     const float* row_scale;
-    const uint8_t* row_zero;     // asym whole rows, else null
+    const uint8_t* row_zero;     // asym with per-row scales, else null
     const int32_t* permutation;  // act-order: the input channel of each column, else null
     const uint8_t* x;            // [m, k], rows x_stride elements apart
     const float* x_scale;        // [m] for int8 activations, else null
@@ -18,7 +18,7 @@ struct Params {
 
 namespace packed {
 
-// The scale and the bias of row n; 0 beyond the last. f16: of the bias, else it is bfloat16.
+// Scale and bias of row n; 0 past the last. f16: type of the bias, else bfloat16.
 template <bool f16, class P> PTX float2 row_factors(const P& p, int n) {
     float scale = 0.0f, bias = 0.0f;
     if (n < p.n) {

@@ -1,7 +1,7 @@
-// Rows of packed tiles as 16-bit floats: an embedding whose codes are those of an output head, or like them.
+// Gathers and dequantizes rows of packed tiles to 16-bit floats: the embedding lookup of a (tied) packed head.
 //
-// A warp takes 128 columns of a row: each of its 8 sets of four lanes a step of 16 columns. Half of the bytes that a row's
-// four owners of codes hold are the row's own.
+// Grid: (tokens, column blocks / warps). A warp takes 128 columns of a row, each quad of lanes a step of 16. A row's codes
+// are held by four owner lanes' words, and half of the bytes read are the row's own.
 #ifndef ANYBIT_PACKED_ROWS_CUH
 #define ANYBIT_PACKED_ROWS_CUH
 
@@ -9,18 +9,18 @@
 #include "gemm/packed_tables.cuh"
 
 struct Params {
-    const int64_t* ids;          // [count], rows; the values of one that is not there are NaN
+    const int64_t* ids;          // [count], row indices; rows out of range give NaN
     const uint8_t* tiles;
     const float* row_scale;      // [64 * row_tiles]
-    const uint8_t* row_zero;     // the same of asym whole rows, else null
-    const int32_t* permutation;  // [128 * column_blocks]: the channel of each column, -1: padding; or null
+    const uint8_t* row_zero;     // [64 * row_tiles], asym with per-row scales, else null
+    const int32_t* permutation;  // [128 * column_blocks]: channel of each column, -1: padding; or null
     uint16_t* y;                 // [count, k]
     int32_t n, k, row_tiles, column_blocks;
 };
 
 namespace packed {
 
-// The codes of register j for a row (two of them, 16 bits apart) in the words of the lane that owns them.
+// Extracts register j's two codes (16 bits apart) from lane `owner`'s words.
 template <class C> __device__ __forceinline__ uint32_t codes_of(const uint8_t* unit, int owner, int j) {
     constexpr int words = 2 * C::bits, quads = words / 4;
     uint32_t found = 0;
@@ -39,7 +39,7 @@ template <class C> __device__ __forceinline__ uint32_t codes_of(const uint8_t* u
     return found;
 }
 
-// What a code is worth before its scale.
+// Value of a code before its scale.
 template <class C> __device__ __forceinline__ float worth(uint32_t u, float zero) {
     if constexpr (C::code == Code::e2m1) return ptx::cvt_f32_f16(static_cast<uint16_t>((u & 8) << 12 | (u & 7) << 9)) * 0x1p14f;
     if constexpr (C::code == Code::e4m3) return ptx::cvt_f32_f16(static_cast<uint16_t>((u & 0x80) << 8 | (u & 0x7f) << 7)) * 0x1p8f;

@@ -1,7 +1,7 @@
-// Codes that stand for the values of a table (e2m1, nf4, iq4: 4 bits; e4m3: 8) as the operands of a matrix product.
+// Codes of value tables (e2m1, nf4, iq4: 4 bits; e4m3: 8) as MMA operands.
 //
-// Two 16-bit floats: a float of few bits is one of 16 bits whose exponent is too small, by moving its bits; other tables are
-// looked up byte by byte (prmt). Four bytes: integers, for the tables whose values are. Of e4m3's codes none may be NaN.
+// As two 16-bit floats: small-float codes only have their bits moved, giving a 16-bit float with too small an exponent
+// (scale_of_pair); other tables are looked up a byte at a time with PRMT. As four int8: tables of integers. No NaN in e4m3.
 #ifndef ANYBIT_PACKED_TABLES_CUH
 #define ANYBIT_PACKED_TABLES_CUH
 
@@ -12,7 +12,7 @@ namespace packed {
 
 __device__ constexpr bool tabled(Code code) { return code == Code::e2m1 || code == Code::nf4 || code == Code::iq4 || code == Code::e4m3; }
 
-// What an entry of a table that is looked up is worth; the twin of anybit.packing's tables.
+// Value of entry u of a looked-up table. Twin: anybit.packing's tables.
 template <Code code> __device__ constexpr float entry(int u) {
     constexpr float nf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
                                -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
@@ -22,7 +22,7 @@ template <Code code> __device__ constexpr float entry(int u) {
     return static_cast<float>(iq4[u]);
 }
 
-// The bits of a number of magnitude 2^-14 or more, or 0, as fp16 (mantissa: 10 bits) or bf16 (7), rounded to nearest.
+// Encodes v (0, or a magnitude of at least 2^-14) as fp16 (mantissa: 10 bits) or bf16 (7), rounded to nearest.
 __device__ constexpr uint32_t bits_of(float v, int mantissa) {
     const uint32_t sign = v < 0 ? 0x8000u : 0;
     float size = v < 0 ? -v : v;
@@ -37,23 +37,23 @@ __device__ constexpr uint32_t bits_of(float v, int mantissa) {
     return sign | ((static_cast<uint32_t>(exponent) << mantissa) + whole);
 }
 
-// Bytes `byte` (0 or 1) of the entries from `first` on, four in a word, as fp16 or bf16.
+// Byte `byte` (0 or 1) of four entries from `first` on, as fp16 or bf16, in one word.
 template <Code code, bool bfloat> __device__ constexpr uint32_t bytes_of(int first, int byte) {
     uint32_t word = 0;
     for (int i = 0; i < 4; i++) word |= (bits_of(entry<code>(first + i), bfloat ? 7 : 10) >> 8 * byte & 255) << 8 * i;
     return word;
 }
 
-// The bytes of four entries out of 16: `low` picks among eight of them (three bits of a nibble each), `half` which eight.
+// Four byte lookups in a 16-entry table: `low` selects within each eight (3 bits of each nibble), `half` which eight.
 template <uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3> __device__ __forceinline__ uint32_t look_up(uint32_t low, uint32_t half) {
     return ptx::prmt(ptx::prmt(t0, t1, low), ptx::prmt(t2, t3, low), half);
 }
 
-// The codes of register j as two 16-bit floats, each value * 1 / scale_of_pair.
+// table_pair gives the codes of register j as two 16-bit floats, each its value divided by scale_of_pair.
 template <Code code, bool bfloat> constexpr float scale_of_pair =
     code == Code::e2m1 ? (bfloat ? 0x1p26f : 0x1p14f) : code == Code::e4m3 ? (bfloat ? 0x1p20f : 0x1p8f) : 1.0f;
 
-// The same of bf16 before it is multiplied by 2^100, for who multiplies by a scale anyway.
+// bf16: these codes come out 2^100 too small and need a multiply, which `scaled` leaves to a caller that scales anyway.
 template <Code code> constexpr bool tiny_as_bf16 = code == Code::e2m1 || code == Code::e4m3;
 constexpr uint32_t two_to_100 = 0x71807180u;
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t table_pair(const uint32_t (&w)[words]) {
         if constexpr (bfloat) {
             const uint32_t size = at.bit == 0 ? word << 4 : word >> 4, sign = at.bit == 0 ? word << 8 : word;
             const uint32_t small = (sign & 0x80008000u) | (size & 0x07f007f0u);
-            return scaled ? small : ptx::mul_bf16x2(small, two_to_100);  // normal numbers
+            return scaled ? small : ptx::mul_bf16x2(small, two_to_100);  // to normal numbers
         }
         const uint32_t size = at.bit == 0 ? word << 7 : word >> 1, sign = at.bit == 0 ? word << 8 : word;
         return (sign & 0x80008000u) | (size & 0x3f803f80u);
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint32_t table_pair(const uint32_t (&w)[words]) {
         return scaled ? small : ptx::mul_bf16x2(small, two_to_100);
     } else {
         const uint32_t low = word & 0x77777777u, half = ((word >> 1) & 0x44444444u) | 0x32103210u;
-        uint32_t found[2][2];  // of the fields of columns 2t and 2t + 1: the lower and the upper bytes of four entries
+        uint32_t found[2][2];  // [field: column 2t, 2t + 1][lower, upper byte] of four entries
         unroll<0, 2>([&](auto which) {
             constexpr int byte = decltype(which)::value;
 #pragma unroll
@@ -85,14 +85,14 @@ __device__ __forceinline__ uint32_t table_pair(const uint32_t (&w)[words]) {
                 found[h][byte] = look_up<bytes_of<code, bfloat>(0, byte), bytes_of<code, bfloat>(4, byte), bytes_of<code, bfloat>(8, byte),
                                          bytes_of<code, bfloat>(12, byte)>(low >> 16 * h, half >> 16 * h);
         });
-        // Entries at bits 0 and 8 or 4 and 12 of both fields, so that the registers of a step share these.
+        // Selects entries at bits 0 and 8, or 4 and 12, of both fields: registers of one step share the lookups.
         constexpr uint32_t two = at.bit & 4 ? 0x7351u : 0x6240u;
         const uint32_t pair[2] = {ptx::prmt(found[0][0], found[0][1], two), ptx::prmt(found[1][0], found[1][1], two)};
         return ptx::prmt(pair[0], pair[1], at.bit < 8 ? 0x5410 : 0x7632);
     }
 }
 
-// A table whose values are integers: unsigned bytes, value + `zero`.
+// Tables of integers as unsigned bytes, value + `zero`.
 __device__ constexpr bool tabled_integers(Code code) { return code == Code::iq4; }
 template <Code code, bool = tabled_integers(code)> struct ByteTable {
     PTX void load() {}
@@ -106,17 +106,17 @@ template <Code code> struct ByteTable<code, true> {
         for (int i = 0; i < 4; i++) word |= static_cast<uint32_t>(static_cast<int>(entry<code>(first + i)) + zero) << 8 * i;
         return word;
     }
-    // Into registers: what the compiler knows as constants it copies there for every look-up, so lane 0 hands them out.
+    // Keeps the table in registers: known constants would be rematerialized at every lookup, so they come by shuffle.
     PTX void load() {
 #pragma unroll
         for (int i = 0; i < 4; i++) entries[i] = ptx::shfl(bytes(4 * i) + ptx::lane_id(), 0);
     }
-    // Of four codes, the nibbles of half a word.
+    // Looks up four codes, the nibbles of the low half word.
     PTX uint32_t four(uint32_t nibbles) const {
         const uint32_t low = nibbles & 0x77777777u, half = ((nibbles >> 1) & 0x44444444u) | 0x32103210u;
         return ptx::prmt(ptx::prmt(entries[0], entries[1], low), ptx::prmt(entries[2], entries[3], low), half);
     }
-    // Of the eight codes of a word those at the lower (or upper) half of each byte.
+    // Looks up the codes in the lower (or upper) nibble of each byte of a word.
     PTX uint32_t halves(uint32_t word, bool upper) const { return ptx::prmt(four(word), four(word >> 16), upper ? 0x7531 : 0x6420); }
 };
 

@@ -1,9 +1,9 @@
-// Dense codes of a checkpoint (32-bit words, low bits first, rows one after another) -> packed tiles, with their scales
-// and zeros or minima, so that nothing but the tiles needs memory.
+// Repacks a checkpoint's dense codes (32-bit words, low bits first, row-major) to packed tiles, with their scales and zeros
+// or minima, in one pass without temporaries.
 //
-// A block takes one tile of 64 rows by 128 columns: its codes go to shared memory as bytes, then each lane of each warp
-// puts together the words of its unit. Columns may come in any order; padding has code 0. Every block of a row finds the
-// power of two that leaves the row's scales and minima to row_scale by itself: they are few, and lie in L2.
+// Grid: (row tiles, column blocks). A CTA takes one tile of 64 rows by 128 columns: codes go to shared memory as bytes, then
+// each lane assembles the words of its unit. Columns may be permuted; padding has code 0. The power of two factored out
+// of a row's scales and minima into row_scale is recomputed by each of the row's CTAs: inputs are few and hit L2.
 #ifndef ANYBIT_REPACK_CUH
 #define ANYBIT_REPACK_CUH
 
@@ -13,27 +13,27 @@ enum ScaleType : int32_t { scale_f32, scale_f16, scale_bf16 };
 
 struct Params {
     const uint32_t* words;       // [n, row_words]
-    const int32_t* permutation;  // [128 * column blocks]: the channel of each column, -1: padding; or null
+    const int32_t* permutation;  // [128 * column blocks]: channel of each column, -1: padding; or null
     uint8_t* tiles;
-    const uint8_t* scale;         // [n, groups], or null: whole rows, whose scales are not in the tiles
+    const uint8_t* scale;         // [n, groups], or null: per-row scales, which are not in the tiles
     const uint8_t* zero;          // [n, groups], or null
     const uint8_t* minimum;       // [n, groups] in the type of the scales, or null
-    const int32_t* column_group;  // the group of each `group` columns, where they come in another order, else null
-    float* row_scale;             // [64 * row_tiles], not written for whole rows
-    int32_t n, k, row_words, row_tiles, unit_bytes, group, groups, spans;  // spans: of `group` columns that have scales
+    const int32_t* column_group;  // permuted columns: the group of each span of `group` columns, else null
+    float* row_scale;             // [64 * row_tiles], not written for per-row scales
+    int32_t n, k, row_words, row_tiles, unit_bytes, group, groups, spans;  // spans of `group` columns with scales
     ScaleType scale_type;
 };
 
 namespace packed {
 
-// The bits of 2^e with which gone a number of these bits is in [2^most, 2^(most + 1)); 0 for zero and what is not finite.
+// Bits of the 2^e that, divided out, leaves `largest` (float bits) in [2^most, 2^(most + 1)); 0 for zero and non-finite.
 __device__ __forceinline__ uint32_t factor_of(uint32_t largest, int most) {
     const int biased = static_cast<int>(largest >> 23);
     if (largest == 0 || biased == 255) return 0;
     return static_cast<uint32_t>(biased > most + 1 ? biased - most : 1) << 23;
 }
 
-// A row's scale or minimum of a group.
+// Scale or minimum of one row and group.
 __device__ __forceinline__ float value_of(const Params& p, const uint8_t* values, int row, int group) {
     const size_t at = static_cast<size_t>(row) * p.groups + group;
     if (p.scale_type == scale_f32) return reinterpret_cast<const float*>(values)[at];
@@ -41,7 +41,7 @@ __device__ __forceinline__ float value_of(const Params& p, const uint8_t* values
     return p.scale_type == scale_f16 ? ptx::cvt_f32_f16(bits) : ptx::cvt_f32_bf16(bits);
 }
 
-// The factor of a row whose values two lanes share: see packed_tiles._normalized.
+// A row's factor, computed by two lanes together: see packed_tiles._normalized.
 __device__ __forceinline__ uint32_t factor_of_row(const Params& p, const uint8_t* values, int row, int half, int most) {
     uint32_t largest = 0;
     for (int group = half; values != nullptr && row < p.n && group < p.groups; group += 2) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t factor_of_row(const Params& p, const uint8_t
     return factor_of(other > largest ? other : largest, most);
 }
 
-// Scales and zeros or minima of a tile, after its codes; those of rows and groups that there are not are 0.
+// Writes a tile's scales and zeros or minima behind its codes; 0 for rows and groups out of range.
 template <class C> __device__ __forceinline__ void place_scales(const Params& p, uint32_t factors, int row_tile, int block, uint8_t* tile) {
     {
         const int i = static_cast<int>(threadIdx.x), row = row_tile * 64 + i / 2;
@@ -72,7 +72,7 @@ template <class C> __device__ __forceinline__ void place_scales(const Params& p,
         uint8_t zero = 0;
         if (row < p.n && span < p.spans) {
             const int group = p.column_group != nullptr ? p.column_group[span] : span;
-            // 2^-e: exponents of e and -e add up to twice the bias.
+            // 2^-e: the biased exponents of 2^e and 2^-e sum to twice the bias.
             const float inverse = __uint_as_float((254u << 23) - ptx::ld_shared_u32(factors + within * 4));
             scale = ptx::cvt_f16_f32(value_of(p, p.scale, row, group) * inverse);
             if (p.minimum != nullptr) minimum = ptx::cvt_f16_f32(value_of(p, p.minimum, row, group) * inverse);
@@ -120,7 +120,7 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
     uint32_t words[2 * bits] = {};
     packed::unroll<0, registers>([&](auto index) {
         constexpr int j = decltype(index)::value;
-        uint32_t codes;  // of register j, a field each
+        uint32_t codes;  // register j's, one per field
         if constexpr (C::bytes) {
             constexpr int column = 32 * (j >> 2) + 16 * ((j >> 1) & 1);
             codes = ptx::ld_shared_u32(mine + (j & 1) * (8 * pitch) + column + 4 * t);
@@ -130,7 +130,7 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
             codes = (pair & 0xff) | (pair & 0xff00) << 8;
         }
         constexpr uint32_t ones = field == 16 ? 0x00010001u : 0x01010101u;
-        packed::unroll<0, bits>([&](auto bit) {  // pieces, each met at its first bit
+        packed::unroll<0, bits>([&](auto bit) {  // one iteration per piece, at its first bit
             constexpr int first = decltype(bit)::value;
             constexpr packed::Piece piece = packed::piece(bits, field, j, first);
             if constexpr (packed::begins_piece(bits, field, j, first)) {

@@ -1,4 +1,4 @@
-// Where the kept codes and the metadata of 2:4 sparse weights lie in a unit: the device side of sparse_layout.py.
+// Layout of 2:4 sparse weights in a unit (kept codes, then metadata): the device side of sparse_layout.py.
 #ifndef ANYBIT_SPARSE_LAYOUT_CUH
 #define ANYBIT_SPARSE_LAYOUT_CUH
 
@@ -6,28 +6,28 @@
 
 namespace packed {
 
-// Whether a kernel's weights are 2:4 sparse; configs of kernels that take none need not say so.
+// Whether a config's weights are 2:4 sparse; configs of dense-only kernels have no such member.
 template <class Config> __device__ constexpr auto says_sparse(int) -> decltype(Config::sparse) { return Config::sparse; }
 template <class Config> __device__ constexpr bool says_sparse(long) { return false; }
 template <class Config> __device__ constexpr bool is_sparse() { return says_sparse<Config>(0); }
 
 constexpr int metadata_bytes = 256;
 
-// The piece of a byte's code that begins at bit `first`: the twin of sparse_layout.pieces.
+// The piece of byte j's codes that begins at bit `first`. Twin: sparse_layout.pieces.
 __device__ constexpr Piece byte_piece(int bits, int j, int first) {
     const int whole = 8 / bits, rest = 8 - whole * bits;
     if (j < bits * whole) return {j % bits, bits * (j / bits), 0, bits};
     const int at = (j - bits * whole) * bits + first;
     return {at / rest, bits * whole + at % rest, first, least(bits - first, rest - at % rest)};
 }
-// The same of register j's field: of 16 bits, where the registers of the higher kept columns have the higher byte, or of 8.
+// The same for register j with 8-bit or 16-bit fields; in the latter the registers of the upper columns take the high byte.
 __device__ constexpr Piece kept_piece(int bits, int field, int j, int first) {
     if (field == 8) return byte_piece(bits, j, first);
     const Piece p = byte_piece(bits, 2 * (j >> 2) + (j & 1), first);
     return {p.word, p.bit + 8 * (j >> 1 & 1), p.first, p.count};
 }
 
-// What a lane holds of a unit, and how it takes codes out: of dense weights, and of 2:4 sparse ones.
+// A lane's words of a unit and how to extract codes: dense weights, and 2:4 sparse ones.
 template <int bits> struct DenseCodes {
     static constexpr int words = 2 * bits, bytes = 256 * bits;
     static __device__ constexpr int registers(int field) { return 2 * field; }
@@ -46,10 +46,10 @@ template <int bits> struct KeptCodes {
     template <int field, int j, int at> static __device__ __forceinline__ uint32_t take(const uint32_t (&w)[words]) {
         return codes_from<kept_piece, bits, field, j, at>(w);
     }
-    // Codes in the highest bits of bytes, the bits of `flip` turned over: of 0x80808080, two's complement of u - 2^(bits - 1).
+    // Codes in the top bits of bytes, XORed with `flip`: 0x80808080 makes them two's complement, u - 2^(bits - 1).
     template <int j, uint32_t flip> static __device__ __forceinline__ uint32_t highest(const uint32_t (&w)[words]) {
         constexpr Piece at = kept_piece(bits, 8, j, 0);
-        if constexpr (at.count == bits) {  // one instruction after the shift; of `&` and `^` with constants the compiler makes two
+        if constexpr (at.count == bits) {  // one LOP3 after the shift; for `&` and `^` with constants the compiler emits two
             constexpr int shift = 8 - bits - at.bit;
             const uint32_t v = shift < 0 ? w[at.word] >> -shift : w[at.word] << shift;
             return ptx::lop3<(0xf0 & 0xcc) ^ 0xaa>(v, 0x01010101u * (0xffu << (8 - bits) & 0xffu), flip);
@@ -72,13 +72,13 @@ template <int bits> struct KeptCodes {
 };
 template <bool sparse, int bits> struct CodesOf { using type = DenseCodes<bits>; };
 template <int bits> struct CodesOf<true, bits> { using type = KeptCodes<bits>; };
-// Bytes of a unit: of 2:4 sparse weights whole sectors of memory.
+// Size of a unit; sparse ones are padded to whole 32-byte sectors.
 template <class C> __device__ constexpr int unit_bytes_of() {
     constexpr int size = CodesOf<is_sparse<C>(), C::bits>::type::bytes + scale_bytes(C::group, C::code);
     return is_sparse<C>() ? (size + 31) / 32 * 32 : size;
 }
 
-// The places of what is kept, a word a lane for each half of a unit; nothing of dense weights.
+// Sparsity metadata: one word per lane and half unit; empty for dense weights.
 template <class Config> struct Metadata {
     uint32_t half[2];
     template <int which> __device__ __forceinline__ void load(uint32_t unit) {
