@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.cases_models import ARCHITECTURES, save_tiny, tokens_of
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from anybit import AnyBitConfig, QuantLinear
 from anybit.errors import CheckpointError, KernelError, LayerError, OptionError
@@ -137,6 +137,28 @@ def test_compiled_models_have_one_node_a_layer(sources: dict[str, Path]) -> None
     calls = [node for graph in graphs for node in graph.graph.nodes if "anybit" in str(node.target)]
     assert len(graphs) == 1
     assert len(calls) == 14
+
+
+def test_trainer_trains_what_stands_around_quantized_layers(sources: dict[str, Path], tmp_path: Path) -> None:
+    """As PEFT's prompts and LoRA of a head do; a quantized model alone, which has nothing to train, is refused."""
+    pytest.importorskip("accelerate")
+    model = load(sources["llama"], "w4a16g32")
+    row = torch.arange(8)
+    settings = TrainingArguments(
+        tmp_path, max_steps=8, learning_rate=0.05, report_to=[], use_cpu=True, logging_steps=1, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        Trainer(model, settings)
+    codes = {key: tensor.clone() for key, tensor in model.state_dict().items() if "weight_packed" in key}
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in key)
+    model._hf_peft_config_loaded = True  # what PEFT says of a model with adapters
+    trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row}] * 8)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in codes.items())
 
 
 def test_not_finite_weights_name_the_layer(sources: dict[str, Path], tmp_path: Path) -> None:

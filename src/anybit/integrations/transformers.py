@@ -313,8 +313,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Codes have no gradients."""
-        return False
+        """Adapters around the layers can be trained: gradients flow through them, though codes have none."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
