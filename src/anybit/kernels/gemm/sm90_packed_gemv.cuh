@@ -1,15 +1,15 @@
-// y = x W^T for the fewest tokens (M up to 4) of 16-bit activations and packed weights of 1 to 8 bits, in integers where it can.
+// GEMV-like y = x W^T, M up to 4, 16-bit activations, packed weights of 1 to 8 bits, on int8 MMA where possible.
 //
-// What limits such a product once its weights stream in is the work of taking codes out of words. An int8 product takes
-// four codes from a register where a 16-bit one takes two, and codes need not be shifted: a byte with a code u at bit a is
-// the number u * 2^a, so the activation that meets it is multiplied by 2^(top - a) instead, once.
+// Once weights stream at full bandwidth, unpacking codes is the limit. An int8 MMA takes four codes per register where a
+// 16-bit one takes two, and codes need no shift: a byte with code u at bit a is the number u * 2^a, so the activation that
+// meets it is multiplied by 2^(top - a) instead, once.
 //
-// - Each block of 128 columns of a token becomes fixed point, 14 bits and a sign, shifted for the place of its code, and is
-//   cut into signed base-256 digits: two or four columns of the product. The one nonzero column of the initial sums
-//   holds what zero points subtract.
-// - Codes of a table whose values are no integers are multiplied as 16-bit floats instead.
-// - A block owns whole units of 16 rows; its warps split K: sums meet in shared memory once, in a fixed order.
-// - Each warp has a ring of bulk copies of weights, filled before griddepcontrol.wait.
+// - Each 128-column block of a token becomes fixed point (14 bits and sign), pre-shifted for its code's bit position, and is
+//   split into signed base-256 digits: two or four columns (N) of the MMA. Implied zero points enter as the initial
+//   accumulator of a token's first column.
+// - Tables of non-integer values are multiplied as 16-bit floats instead.
+// - A CTA owns whole units of 16 rows; its warps split K and reduce once, in shared memory, in a fixed order.
+// - Each warp has its own ring of bulk copies of weights, filled before griddepcontrol.wait.
 #ifndef ANYBIT_SM90_PACKED_GEMV_CUH
 #define ANYBIT_SM90_PACKED_GEMV_CUH
 
@@ -17,8 +17,8 @@
 
 namespace packed {
 
-// Activations in registers -> the norm of their sum with the residual, rounded where a model rounds. `slots` of all warps
-// are free before and after.
+// RMSNorm of x + residual on activations in registers, rounded where the model rounds. Uses all warps' `slots` as scratch:
+// they are free before and after.
 template <class C>
 __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages], const uint2 (&gamma)[C::x_stages],
                                           int rounds, int warp, uint32_t slots, uint32_t lane) {
@@ -78,18 +78,18 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
         }
 }
 
-// What becomes of the outputs.
+// Fused epilogues.
 enum class Epilogue { nothing, silu, rotary };
 
-// The two outputs r and r + 8 of a unit that a thread turns, `turns` times, and where they go.
+// Rotary epilogue: each thread rotates `turns` pairs of outputs, rows r and r + 8 of a unit, and stores them.
 template <class C, class P> struct Rotary {
     using S = DigitShape<C>;
     static constexpr int half = S::rows / 2, turns = (half * C::tile_m + C::threads - 1) / C::threads;
     static constexpr bool bf16 = C::operand == Operand::bf16;
     float cosine[turns][2], sine[turns][2];
-    int sequence[turns], slot[turns];  // slot: -1 where there is nothing to do
+    int sequence[turns], slot[turns];  // slot -1: nothing to do
 
-    // The first of the outputs, and its head.
+    // Output row of pair i's first element.
     static __device__ __forceinline__ int output(int i, int first) { return (first + i % half / 8) * 16 + i % 8; }
 
     __device__ __forceinline__ void load(const P& p, int first, int mine) {
@@ -147,7 +147,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * S::ring_bytes;
     const uint32_t slots = shared + S::slots + warp * (C::x_stages * S::slot_bytes), barriers = shared + S::barriers + warp * (C::stages * 8);
 
-    // Whole units of 16 rows for each block, as evenly as they go; columns are dealt to the warps in turn.
+    // Units of 16 rows are split evenly over the CTAs; 128-column blocks go to the warps round-robin.
     const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4;
     const int first = static_cast<int>(blockIdx.x * row_units / gridDim.x);
     const int mine = static_cast<int>((blockIdx.x + 1) * row_units / gridDim.x) - first;
@@ -181,7 +181,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
         left--;
     };
     for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
-    // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
+    // Further copies are issued as earlier ones land, so that activations don't queue behind weights.
     for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
         ptx::mbarrier_wait_parity(barriers + i * 8, 0);
         fetch();
@@ -204,7 +204,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
     if constexpr (epilogue == Epilogue::rotary) rotary.load(p, first, mine);
 
     {
-        packed::Incoming<C> incoming[C::x_stages];  // all loads before the first conversion
+        packed::Incoming<C> incoming[C::x_stages];  // issue all loads before the first conversion
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
             if (i < rounds) incoming[i].load(p, warp + i * C::warps, lane);
@@ -236,7 +236,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
                 ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
                 const uint32_t from = ring + stage * S::stage_bytes;
 #pragma unroll
-                for (int u = 0; u < C::stage_units; u++) {  // stale where the rows end: never stored
+                for (int u = 0; u < C::stage_units; u++) {  // stale past the last row: never stored
                     uint32_t zeros = 0;
                     if constexpr (C::code == Code::asym && S::whole_rows) {
                         const int row = (first + chunk * C::stage_units + u) * 16 + static_cast<int>(lane >> 2);
@@ -260,7 +260,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
         if (++x_slot == C::x_stages) x_slot = 0;
     }
 
-    // The digits of a token meet, then its warps' sums: [token][row], in place of the warp's ring, which has been read.
+    // Combines a token's digits, then the warps' sums: [token][row] in shared memory, over each warp's drained ring.
     const float place = S::columns > 2 && (lane & 1) ? 65536.0f : 1.0f;
 #pragma unroll
     for (int u = 0; u < S::units; u++)
@@ -290,7 +290,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
     };
     if constexpr (epilogue == Epilogue::rotary) {
         rotary.store(p, first, result);
-    } else if constexpr (epilogue == Epilogue::silu) {  // of a unit's rows eight are gates, and eight what goes through them
+    } else if constexpr (epilogue == Epilogue::silu) {  // a unit's rows: eight of gate, eight of up
         constexpr int half = S::rows / 2;
 #pragma unroll
         for (int from = 0; from < half * C::tile_m; from += C::threads) {
@@ -317,7 +317,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::nothing>(p);
 }
-// silu(gate) * up of rows that hold eight gates and eight of what goes through them in turn: y has half of them.
+// silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::silu>(p);
 }

@@ -1,5 +1,5 @@
-// What sm90_packed_gemv.cuh is made of: its arguments, the places of codes in operand words, activations as digits, and the
-// product of a unit with them.
+// sm90_packed_gemv: launch parameters, code positions in operand words, activations as base-256 digits, and the per-unit
+// MMA.
 #ifndef ANYBIT_SM90_PACKED_GEMV_PARTS_CUH
 #define ANYBIT_SM90_PACKED_GEMV_PARTS_CUH
 
@@ -10,30 +10,30 @@
 #include "gemm/sparse_layout.cuh"
 #include "common/values.cuh"
 
-// A product of the RMSNorm of x + residual: every block norms what it reads anyway, the first one writes the sum down.
+// Fused RMSNorm(x + residual) W^T: every CTA normalizes the activations it reads anyway; CTA 0 stores the sum.
 struct NormParams : Params {
-    const uint16_t* residual;    // [m, k], rows residual_stride apart, or null
-    uint16_t* residual_sum;      // [m, k]: x + residual, where there is one
+    const uint16_t* residual;    // [m, k], row stride residual_stride, or null
+    uint16_t* residual_sum;      // [m, k]: x + residual, written if there is a residual
     const uint16_t* gamma;       // [k]
     int32_t residual_stride;
     float epsilon, part;         // part: 1 / k
 };
 
-// A product of queries, keys and values that turns the first two by their position (rotary embedding) and stores the last
-// two in the 16-bit ring of a KV cache. Units of queries and keys have eight channels of the first half of a head, and the
-// eight of the second half that turn with them. y: the queries [m, query_heads, head_dim].
+// Fused QKV projection: applies rotary embedding to q and k, and stores k and v in the 16-bit ring of a KV cache. Units of
+// q and k hold eight channels of a head's first half and the eight of the second half that they rotate with.
+// y: the queries [m, query_heads, head_dim].
 struct RotaryParams : NormParams {
     const uint16_t* cosine;      // [m, head_dim]
     const uint16_t* sine;
     uint16_t* ring;              // [sequences, key_heads, 2, ring_tokens * head_dim]
-    const int32_t* lengths;      // of each sequence, the new tokens included
+    const int32_t* lengths;      // per sequence, new tokens included
     const int32_t* sequences;    // [m / new_tokens], or null for 0, 1, 2 ...
     int32_t query_heads, key_heads, head_dim, new_tokens, ring_tokens;
 
-    // How far channel c of half h of a token's heads turns.
+    // Rotation of channel c in half h of a token's heads.
     PTX uint16_t cosine_of(int token, int c, int h) const { return cosine[token * head_dim + c + h * head_dim / 2]; }
     PTX uint16_t sine_of(int token, int c, int h) const { return sine[token * head_dim + c + h * head_dim / 2]; }
-    // Where a token's keys and values go: a slot of a sequence's ring; -1 for nowhere.
+    // Destination of a token's k and v: slot of its sequence's ring, -1 for none.
     PTX void place(int token, int& sequence, int& slot) const {
         const int row = token / new_tokens;
         sequence = sequences != nullptr ? sequences[row] : row;
@@ -47,11 +47,11 @@ struct RotaryParams : NormParams {
     }
 };
 
-// The same for a cache of 16-bit pages that somebody else manages: a slot is a page and a token in it.
+// The same for an external 16-bit paged cache (slot mapping: page and token within it).
 struct RotaryPagesParams : NormParams {
     const uint16_t* table;       // [positions, head_dim]: cosines of half a head, then sines
     const int64_t* positions;    // [m]
-    const int64_t* slots;        // [stored]; below 0 for nowhere, as beyond it
+    const int64_t* slots;        // [stored] slot mapping; negative, or past the end: not stored
     uint16_t* keys;              // [pages, page_tokens, key_heads, head_dim], strided
     uint16_t* values;
     int64_t page_stride, token_stride, head_stride;
@@ -72,22 +72,22 @@ struct RotaryPagesParams : NormParams {
 
 namespace packed {
 
-// Where two bytes of an operand word come from: registers of 16-bit fields (of row g; row g + 8 has the next), and the bits
-// of their bytes at which their codes are left. Fields give bytes 0 and 2 from `low`, 1 and 3 from `high`.
+// Sources of an operand word's bytes: two registers of 16-bit fields (row g's; row g + 8 has the next), and the bit of the
+// byte at which their codes stay. `low` gives bytes 0 and 2, `high` bytes 1 and 3.
 struct BytePair {
     int low, low_at, high, high_at;
 };
-// Word i = 2 * (step of 32) + half. Any pairing will do, if activations are dealt likewise and groups keep their steps.
-// Codes of a table become bytes of their own.
+// Word i = 2 * (k32 step) + half. Any pairing works if activations are permuted alike and groups keep their steps.
+// Table codes become whole bytes.
 __device__ constexpr BytePair byte_pair(int bits, int group, bool table, int i) {
     if (power_of_two(bits) && !table) return {4 * i, piece(bits, 16, 4 * i, 0).bit % 8, 4 * i + 2, piece(bits, 16, 4 * i + 2, 0).bit % 8};
     const bool free = group == 0 || group >= tile_columns;
-    if (bits == 3 && free) {  // a field holds codes at bits 0, 3, 6, 9 and 12, and a left-over bit
+    if (bits == 3 && free) {  // a field holds codes at bits 0, 3, 6, 9 and 12, and one spare bit
         if (i < 3) return {2 * i, 0, 18 + 2 * i, 1};
         if (i < 6) return {2 * i, 3, 18 + 2 * i, 4};
         return i == 6 ? BytePair{12, 0, 14, 0} : BytePair{16, 0, 30, 0};
     }
-    if (bits == 5 && free) {  // at bits 0, 5 and 10, and a left-over bit
+    if (bits == 5 && free) {  // codes at bits 0, 5 and 10, and one spare bit
         if (i < 5) return {2 * i, 0, 20 + 2 * i, 2};
         return i == 5 ? BytePair{10, 0, 12, 0} : i == 6 ? BytePair{14, 0, 16, 0} : BytePair{18, 0, 30, 0};
     }
@@ -95,12 +95,11 @@ __device__ constexpr BytePair byte_pair(int bits, int group, bool table, int i) 
 }
 __device__ constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1) & 1); }
 
-// What follows from a Config alone.
+// Compile-time shape of a Config.
 template <class C> struct DigitShape {
     static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
     static constexpr bool whole_rows = C::group == 0, table = tabled(C::code), sparse = is_sparse<C>();
-    // Tables of other values than integers: products of 16-bit floats, see FloatProduct. Each of `spread` groups has columns
-    // of its own, `wide` of them.
+    // Tables of non-integers use 16-bit float MMA, see FloatProduct: each of `spread` groups has `wide` columns to itself.
     static constexpr bool floats = table && !tabled_integers(C::code);
     static constexpr int wide = C::tile_m < 2 ? 2 : C::tile_m, spread = least(flushes, 8 / wide);
     using Codes = typename CodesOf<sparse, C::bits>::type;
@@ -108,22 +107,22 @@ template <class C> struct DigitShape {
     static constexpr int stage_bytes = C::stage_units * unit_size, units = C::stage_units * C::chunks, rows = units * 16;
     static __device__ constexpr int top() {
         if (sparse || floats) return 0;
-        int most = C::code == Code::bipolar ? 1 : 0;  // half a step is an integer then
+        int most = C::code == Code::bipolar ? 1 : 0;  // makes the half-integer zero an integer
         for (int i = 0; i < 8; i++) {
             const BytePair pair = byte_pair(C::bits, C::group, table, i);
             most = pair.low_at > most ? pair.low_at : most, most = pair.high_at > most ? pair.high_at : most;
         }
         return most;
     }
-    static constexpr int columns = floats ? 1 : top() == 0 ? 2 : 4;  // of a token: digits
-    static constexpr int units_of_code = sparse ? 8 - C::bits : top();  // codes are multiplied by two to this
+    static constexpr int columns = floats ? 1 : top() == 0 ? 2 : 4;  // MMA columns (digits) per token
+    static constexpr int units_of_code = sparse ? 8 - C::bits : top();  // log2 of the codes' scale
     static constexpr int token_tiles = floats ? least(C::tile_m, 2) : (C::tile_m * columns + 7) / 8, pitch = (floats ? 256 : 128) + 16;
-    static constexpr int facts = C::tile_m * columns * pitch;  // of a slot: after the digits scale and sum a token, or 16 zero bytes
+    static constexpr int facts = C::tile_m * columns * pitch;  // in a slot, behind the digits: scale, sum; floats: 16 zero bytes
     static constexpr int slot_bytes = (facts + (floats ? 16 : C::tile_m * flushes * 8) + 15) / 16 * 16;
     static constexpr int ring_bytes = (C::stages * stage_bytes > C::tile_m * rows * 4 ? C::stages * stage_bytes : C::tile_m * rows * 4) + 127 & ~127;
     static constexpr int slots = C::warps * ring_bytes, factors = slots + C::warps * C::x_stages * slot_bytes;
     static constexpr int barriers = factors + rows * 8, bytes = barriers + C::warps * C::stages * 8;
-    // Eight numbers below 256, the i-th of them for lanes 4i to 4i + 3.
+    // Packs eight numbers below 256 into one constant; the i-th is for lanes 4i to 4i + 3.
     template <class F> static __device__ constexpr uint64_t eight(F&& of) {
         uint64_t all = 0;
         for (int i = 0; i < 8; i++) all |= static_cast<uint64_t>(of(byte_pair(C::bits, C::group, table, i))) << (8 * i);
@@ -135,18 +134,18 @@ struct HighColumn { __device__ constexpr int operator()(BytePair p) const { retu
 template <int top> struct LowShift { __device__ constexpr int operator()(BytePair p) const { return top - p.low_at; } };
 template <int top> struct HighShift { __device__ constexpr int operator()(BytePair p) const { return top - p.high_at; } };
 
-// Twice the zero that codes imply.
+// Twice the implied zero point.
 template <class C> __device__ constexpr int twice_zero() {
     if constexpr (tabled_integers(C::code)) return 2 * ByteTable<C::code>::zero;
     return C::code == Code::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;
 }
 
-// A lane's part of a block of activations, four numbers a token, on their way to a slot.
+// A lane's part of a block of activations (four values per token), from global memory to a shared-memory slot.
 template <class C> struct Incoming {
     using S = DigitShape<C>;
     uint32_t pairs[C::tile_m][2];
 
-    // The lane's pairs of columns in a block: those of the fields of `low` and of `high`.
+    // The lane's two column pairs in a block: those that meet the `low` and `high` fields.
     static __device__ __forceinline__ void columns(int (&found)[2], uint32_t lane) {
         if constexpr (S::sparse || S::floats) {
             found[0] = static_cast<int>(lane) * 4, found[1] = found[0] + 2;
@@ -158,7 +157,7 @@ template <class C> struct Incoming {
         found[1] = static_cast<int>(high >> (8 * i) & 255) + static_cast<int>(lane & 3) * 2;
     }
 
-    // Four columns next to each other, so that a block of them is read but once; `deal` gives lanes what is theirs.
+    // Loads four adjacent columns per lane (coalesced); `deal` then shuffles them to the lanes that need them.
     __device__ __forceinline__ void load(const Params& p, int block, uint32_t lane) {
         int at[2];
         columns(at, lane);
@@ -206,8 +205,8 @@ template <class C> struct Incoming {
         }
     }
 
-    // x = scale * v, v of 14 bits and a sign, scale a power of two; digits of v * 2^shift; what zero points subtract, or
-    // the sum that minima multiply.
+    // Converts to fixed point, x = scale * v (v: 14 bits and sign, scale: a power of two), and stores the digits of
+    // v * 2^shift, the scale, and the zero-point term or the sum that minima multiply.
     __device__ __forceinline__ void store(uint32_t slot, uint32_t lane) {
         if constexpr (S::floats) {
 #pragma unroll
@@ -244,14 +243,14 @@ template <class C> struct Incoming {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const uint16_t bits = static_cast<uint16_t>(pairs[token][e >> 1] >> (16 * (e & 1)));
-                // Adding 1.5 * 2^23 rounds to an integer in the low bits, without the slow conversions.
+                // Adding 1.5 * 2^23 rounds to an integer in the low bits, without the slow F2I.
                 const float rounded = fmaf(C::operand == Operand::bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits), up, 12582912.0f);
                 const int v = static_cast<int>(__float_as_uint(rounded)) - 0x4b400000;
                 sum += v;
-                // The digits of v, the lower two with their top bits turned over.
+                // Signed digits of v: + 0x80 carries into the next digit, and ^ 0x80 below makes the byte signed.
                 digits[e] = (static_cast<uint32_t>(v) << shifts[e >> 1]) + (S::columns > 2 ? 0x8080u : 0x80u);
             }
-            // Bytes 0 and 2 of a word are the fields of `low`, 1 and 3 those of `high`; of sparse weights they are in order.
+            // Bytes 0 and 2 of a word meet the `low` fields, 1 and 3 the `high` ones; sparse weights: in order.
             const uint32_t first = ptx::prmt(digits[0], digits[2], 0x5410), second = ptx::prmt(digits[1], digits[3], 0x5410);
             const uint32_t at = slot + token * (S::columns * S::pitch) + lane * 4;
             ptx::st_shared_u32(at, ptx::prmt(first, second, S::sparse ? 0x6240 : 0x6420) ^ 0x80808080u);
@@ -262,7 +261,7 @@ template <class C> struct Incoming {
                 ptx::st_shared_u32(at + 3 * S::pitch, 0);
             }
             const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - S::units_of_code) << 23) : __uint_as_float(0x7fc00000u);
-            // Sums by groups: their columns are those of lanes next to each other. Of sparse rows each keeps other columns.
+            // Sums per group, whose columns lie in adjacent lanes. None for sparse weights: each row keeps other columns.
             constexpr int lanes = 32 / S::flushes;
             if constexpr (S::sparse) sum = 0;
             else if constexpr (S::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
@@ -280,7 +279,7 @@ template <class C> struct Incoming {
     }
 };
 
-// The operand word i of a row (0: g, 1: g + 8): its codes where they are cheapest.
+// Operand word i of row g (0) or g + 8 (1), codes at their cheapest bits.
 template <class C, int i, int row, int words>
 __device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words], const ByteTable<C::code>& table) {
     constexpr BytePair pair = byte_pair(C::bits, C::group, tabled(C::code), i);
@@ -291,11 +290,11 @@ __device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words], const
     return codes<C::bits, 16, pair.low + row, pair.low_at>(w) | codes<C::bits, 16, pair.high + row, 8 + pair.high_at>(w);
 }
 
-// A block of activations as a warp holds it, and the product of a unit with it.
+// A block of activations as B fragments, and the MMA of a unit with it.
 template <class C> struct DigitProduct {
     using S = DigitShape<C>;
     uint32_t b[S::token_tiles][8];
-    int32_t subtract[S::token_tiles][S::flushes];  // in the first column of each token, else 0; min: the bits of a float
+    int32_t subtract[S::token_tiles][S::flushes];  // zero-point term: first column of each token, else 0; min: float bits
     float scale[S::token_tiles];
 
     __device__ __forceinline__ void take(uint32_t slot, uint32_t lane) {
@@ -334,7 +333,7 @@ template <class C> struct DigitProduct {
             uint32_t pair = 0, zeros = row_zeros;  // or minima
             if constexpr (!S::whole_rows) {
                 pair = ptx::ld_shared_u32(unit + 256 * C::bits + f * 32 + (lane >> 2) * 4);
-                if constexpr (C::code == Code::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
+                if constexpr (C::code == Code::asym)  // a word has four zeros, two of them this lane's: rows g and g + 8
                     zeros = ptx::ld_shared_u32(unit + 256 * C::bits + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
                 if constexpr (C::code == Code::min) zeros = ptx::ld_shared_u32(unit + 256 * C::bits + (S::groups + f) * 32 + (lane >> 2) * 4);
             }
@@ -344,7 +343,7 @@ template <class C> struct DigitProduct {
                 const int32_t start = C::code == Code::asym || C::code == Code::min ? 0 : subtract[n][f];
                 part[n][0] = part[n][2] = start, part[n][1] = part[n][3] = 0;
             }
-            if constexpr (S::flushes == 8) {  // groups of 16: a word of each row
+            if constexpr (S::flushes == 8) {  // groups of 16: one word per row, k16
                 const uint32_t a[2] = {byte_codes<C, f, 0>(words, table), byte_codes<C, f, 1>(words, table)};
 #pragma unroll
                 for (int n = 0; n < S::token_tiles; n++) ptx::mma_m16n8k16_u8s8(part[n], a, b[n][f]);
@@ -374,9 +373,9 @@ template <class C> struct DigitProduct {
         });
     }
 
-    // 2:4 sparse weights, whose tiles are those of 16-bit products: the four kept columns of an operand word are two lanes'
-    // bytes there. Codes become two's complement in the highest bits of their bytes: u - 2^(b-1). Zero points of their own are
-    // another product with what the row keeps, of the complement of z - 2^(b-1): that is less by one, so that codes are more.
+    // 2:4 sparse weights, in tiles made for 16-bit MMA: an operand word's four kept columns are in two lanes there. Codes
+    // become two's complement u - 2^(b-1) in the top bits of their bytes. Zero points take a second mma.sp with the row's
+    // metadata, of the complement of z - 2^(b-1), which is one too small: codes are one larger in turn.
     __device__ __forceinline__ void add_kept(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros) const {
         static_assert(C::code != Code::bipolar && S::columns == 2, "codes of 2:4 sparse weights");
         constexpr bool asym = C::code == Code::asym;
@@ -397,7 +396,7 @@ template <class C> struct DigitProduct {
         }
         unroll<0, S::flushes>([&](auto which) {
             constexpr int f = decltype(which)::value;
-            uint32_t pair = 0, zeros = row_zeros, mine = 0;  // mine: which bytes of zeros are the lane's, of row g
+            uint32_t pair = 0, zeros = row_zeros, mine = 0;  // mine: PRMT selector of row g's byte of zeros
             if constexpr (!S::whole_rows) {
                 pair = ptx::ld_shared_u32(unit + S::Codes::bytes + f * 32 + g * 4);
                 if constexpr (asym) zeros = ptx::ld_shared_u32(unit + S::Codes::bytes + S::groups * 32 + f * 16 + (g >> 1) * 4), mine = (g & 1) * 0x2222u;
@@ -405,7 +404,7 @@ template <class C> struct DigitProduct {
             zeros = zeros << S::units_of_code ^ 0x7f7f7f7fu;
             const uint32_t less[2] = {ptx::prmt(zeros, 0, mine), ptx::prmt(zeros, 0, mine + 0x1111)};
             int32_t part[S::token_tiles][4] = {};
-            // A product takes 64 columns; of two groups of 32 each in turn has only its own kept values.
+            // k is 64: with groups of 32, each group's MMA has the other group's values zeroed.
             unroll<f * 2 / S::flushes, S::flushes == 4 ? f / 2 + 1 : (f + 1) * 2 / S::flushes>([&](auto index) {
                 constexpr int half = decltype(index)::value;
                 constexpr bool low = S::flushes < 4 || f % 2 == 0, high = S::flushes < 4 || f % 2 == 1;
@@ -436,9 +435,9 @@ template <class C> struct DigitProduct {
     }
 };
 
-// The same for codes that become 16-bit floats. A token needs one of the product's eight columns, so those of up to four
-// groups go through the product side by side, each with activations that are zero elsewhere: their sums meet their
-// scales once, in the four lanes of a row, and each other when everything is summed. Two chains of products.
+// The same for codes that become 16-bit floats. A token needs one of the MMA's eight columns, so up to four groups go side
+// by side in columns of their own, whose activations are zero outside the group: each sum meets its scale once, and the
+// groups add up in the final reduction. Two accumulator chains.
 template <class C> struct FloatProduct {
     using S = DigitShape<C>;
     static constexpr bool bf16 = C::operand == Operand::bf16;

@@ -1,37 +1,37 @@
-// y = x W^T for few tokens (M up to about 16) and packed weights of 1 to 8 bits: bound by reading the weights once.
+// Skinny GEMM y = x W^T, M up to about 16, packed weights of 1 to 8 bits: memory-bound, weights are read once.
 //
-// - Weights are the first operand of mma.sync (16 rows), tokens its 8 columns. A block owns whole units of 16 rows; its
-//   warps split K, so that sums meet in shared memory once, in a fixed order: no counters, no second pass over memory.
-// - Each warp has a ring of `stages` bulk copies of its own, filled before griddepcontrol.wait: weights do not depend on
-//   the kernel before. No barrier of the block until the sums meet.
-// - Columns are walked in the outer loop and rows in the inner one, so a warp keeps one block of activations at hand.
-// - Codes of a table become its values (packed_tables.cuh). Others stay integers: an f16 subnormal (code * 2^-24), a bf16 offset by 128, or an unsigned byte. What is subtracted
-//   for zeros is the zero times the sum of the activations, which an mma with a first operand of ones gives.
+// - Weights are the A operand of mma.sync (16 rows), tokens its 8 columns (B). A CTA owns whole units of 16 rows; its warps
+//   split K and reduce once, in shared memory, in a fixed order: no atomics, no second pass over memory.
+// - Each warp has its own ring of `stages` bulk copies, filled before griddepcontrol.wait, since weights don't depend on the
+//   previous kernel. No __syncthreads until the reduction.
+// - Columns are the outer loop and rows the inner one, so a warp holds one block of activations at a time.
+// - Table codes become their values (packed_tables.cuh). Others stay integers: f16 subnormals (code * 2^-24), bf16 offset by
+//   128, or unsigned bytes; zero * (sum of activations), from an MMA with an A operand of ones, is subtracted.
 #ifndef ANYBIT_SM90_PACKED_SKINNY_CUH
 #define ANYBIT_SM90_PACKED_SKINNY_CUH
 
 #include "common/values.cuh"
 #include "gemm/sm90_packed_skinny_parts.cuh"
 
-// One warp's share of the product: units x token tiles of sums over its blocks of columns.
+// One warp's accumulators: units x token tiles, over its 128-column blocks.
 template <class C> struct Warp {
     using T = Traits<C>;
-    static constexpr bool exact = T::integer && T::whole_rows && !T::split;  // int32 sums to the end
+    static constexpr bool exact = T::integer && T::whole_rows && !T::split;  // int32 sums up to the epilogue
     using Part = typename Number<T::integer>::type;
     using Sum = typename Number<exact>::type;
 
     uint32_t lane;
     static constexpr int sums_a_tile = 4 / T::planes;
     Sum sums[T::units][T::token_tiles][sums_a_tile];
-    float token_scale[T::token_tiles];  // of split activations: token 4n + t
-    // Zero times the sum of the activations of a group, for columns 2t and 2t + 1; for asym and min the sum alone (and,
-    // for bf16, what its offset adds).
+    float token_scale[T::token_tiles];  // split activations: scale of token 4n + t
+    // Per group, for columns 2t and 2t + 1: zero * (sum of activations), the term to subtract; for asym and min the sum
+    // alone. offset: what the bf16 offset of 128 adds, for asym and min.
     Part correction[T::token_tiles][T::flushes][2];
     Part offset[T::token_tiles][T::flushes][2];
 
     static constexpr int zero2 = (C::code == Code::bipolar) ? (1 << C::bits) - 1 : 1 << C::bits;  // twice the fixed zero
 
-    // Sum over the sets, each scaled back by its bit. Integers: parts are multiples of 2^bit, so shifts are exact.
+    // Sums the accumulator sets, each scaled back by 2^-bit. Integers are multiples of 2^bit, so the shifts are exact.
     static __device__ __forceinline__ Part gather_sets(const Part (&part)[T::slots()][4], int i) {
         Part v = 0;
         unroll<0, T::sets()>([&](auto index) {
@@ -52,7 +52,7 @@ template <class C> struct Warp {
     static constexpr bool by_set = Traits<C>::as_bf16;
     static constexpr int sum_sets = by_set ? T::sets() : T::integer ? 2 : 4;
 
-    // Sums of the activations of a group become what is subtracted, or what minima multiply.
+    // Turns a group's sum of activations into its correction: the term to subtract, or what minima multiply.
     template <int flush> __device__ __forceinline__ void keep_sums(Part (&part)[sum_sets][4], int n) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -77,9 +77,9 @@ template <class C> struct Warp {
         }
     }
 
-    // Sums of the activations of a block, by an operand of ones; kept as corrections.
+    // Sums a block's activations per group by MMA with ones, and keeps them as corrections.
     __device__ __forceinline__ void sum_activations(uint32_t slot, int tokens) {
-        if constexpr (T::table) return;  // which has a zero of its own
+        if constexpr (T::table) return;  // table values need no zero
         constexpr uint32_t one = T::integer ? 0x01010101u : Traits<C>::as_f16 ? 0x3c003c00u : 0x3f803f80u;
         const uint32_t ones[4] = {one, one, one, one};
 #pragma unroll
@@ -100,7 +100,7 @@ template <class C> struct Warp {
         }
     }
 
-    // The second operand: columns of 32 k, one token tile. b[odd] are the k16-steps (16-bit), or b[0] the k32-step.
+    // B fragments of one token tile for 32 columns: b[odd] are k16 steps (16-bit), b[0] the k32 step (8-bit).
     __device__ __forceinline__ void columns(
         uint32_t (&b)[T::steps_a_wide][2], uint32_t slot, int token_tile, int wide, int tokens) const {
         const int row = static_cast<int>(lane & 7) + token_tile * 8;  // a token, or one of its planes
@@ -116,7 +116,7 @@ template <class C> struct Warp {
         }
     }
 
-    // Adds the product of one stage of weights and one block of activations.
+    // Multiplies one stage of weights by one block of activations and accumulates.
     template <int chunk> __device__ __forceinline__ void add(const Stage<C>& stage, uint32_t slot, int tokens) {
         Part part[C::row_units][T::token_tiles][T::slots()][4] = {};
         unroll<0, 4>([&](auto index) {
@@ -198,7 +198,7 @@ template <class C> struct Warp {
     }
 };
 
-// silu: y is silu(gate) * up of rows that are eight of gate and eight of up in turn, and has half of them.
+// silu: fused silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
 template <class C, bool silu> PTX void multiply_few(const Params& p) {
     using T = Traits<C>;
     using W = Warp<C>;
@@ -213,7 +213,7 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
     const uint32_t factors = shared + C::warps * T::ring_bytes + T::x_bytes, token_scales = factors + T::block_rows * 8;
     const uint32_t barriers = factors + T::factor_bytes + warp * (C::stages * 8);
 
-    // Whole units of 16 rows for each block, as evenly as they go; then for each row warp.
+    // Units of 16 rows are split evenly over the CTAs, then over row warps.
     const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4, block = blockIdx.x, blocks = gridDim.x;
     const int block_first = static_cast<int>(block * row_units / blocks);
     const int block_end = static_cast<int>((block + 1) * row_units / blocks);
@@ -246,7 +246,7 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
         if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
     };
     for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
-    // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
+    // Further copies are issued as earlier ones land, so that activations don't queue behind weights.
     if constexpr (C::paced) {
         for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
             ptx::mbarrier_wait_parity(barriers + i * 8, 0);
@@ -278,7 +278,7 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
 #pragma unroll
             for (int i = 0; i < W::sums_a_tile; i++) work.sums[r][n][i] = 0;
     if constexpr (!C::paced)
-        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // activations are not to queue behind these
+        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // after the activations, which would queue behind these
 
     if constexpr (C::x_resident) {
         ptx::cp_async_wait_all();
@@ -305,7 +305,7 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
             if (C::row_chunks == 1 || chunk < chunks) {
                 ptx::mbarrier_wait_parity(barriers + stage_slot * 8, phase);
                 Stage<C> stage;
-                read_stage<C>(stage, ring + stage_slot * T::stage_bytes, lane);  // stale where the rows end: never stored
+                read_stage<C>(stage, ring + stage_slot * T::stage_bytes, lane);  // stale past the last row: never stored
                 if constexpr ((C::code == Code::asym) && T::whole_rows) {
 #pragma unroll
                     for (int r = 0; r < C::row_units; r++) {
@@ -327,9 +327,9 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
         if (++slot == C::x_stages) slot = 0;
     }
 
-    // Sums of the warps meet.
+    // Reduction over the K warps.
     constexpr int rows = T::rows;
-    // [token][row], in place of the warp's ring: all its copies have landed and been read.
+    // [token][row], over the warp's ring: all its copies have landed and been consumed.
 #pragma unroll
     for (int r = 0; r < T::units; r++)
 #pragma unroll

@@ -1,13 +1,13 @@
-// y = x W^T for some tokens (about 3 to 32) of 16-bit activations and packed weights of 1 to 8 bits: between sm90_packed_skinny,
-// whose warps each hold all of a block's rows, and sm90_packed_gemm, whose wgmma wants many tokens.
+// y = x W^T for about 3 to 32 tokens, 16-bit activations, packed weights of 1 to 8 bits: fills the gap between
+// sm90_packed_skinny, whose warps each hold all of a CTA's rows, and sm90_packed_gemm, whose wgmma wants more tokens.
 //
-// - Weights are the first operand of mma.sync (16 rows), dequantized to 16-bit numbers with their scale and zero, so that
-//   products of all groups add up in one set of registers.
-// - A block owns whole units of 16 rows. Its warps are row_warps x k_warps: those of a row divide its columns, those of a
-//   column share the activations that they bring to shared memory together. Each warp has a ring of bulk copies of weights.
-// - Blocks of a cluster may own the same rows and a part of the columns each, and read that part of the activations. Each
-//   finishes the sums of some tokens: the others send it theirs through distributed shared memory.
-// - Sums meet in a fixed order: the same bits every time.
+// - Weights are the A operand of mma.sync (16 rows), dequantized to 16-bit values with scale and zero applied, so that all
+//   groups accumulate in one set of registers.
+// - A CTA owns whole units of 16 rows. Its warps form a row_warps x k_warps grid: those of a row split K, those of a K slice
+//   load and share activations in shared memory. Each warp has its own ring of bulk copies of weights.
+// - The CTAs of a cluster may split K over the same rows. Each then finishes the sums of some of the tokens; the others
+//   send it theirs through DSMEM.
+// - Reductions are in a fixed order: results are deterministic.
 #ifndef ANYBIT_SM90_PACKED_SKINNY_F16_CUH
 #define ANYBIT_SM90_PACKED_SKINNY_F16_CUH
 
@@ -16,22 +16,22 @@
 
 namespace packed {
 
-// What follows from a Config alone.
+// Compile-time shape of a Config.
 template <class C> struct MidShape {
     static constexpr int warps = C::row_warps * C::split_k_warps, group_threads = C::row_warps * 32;
     static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code);
     static constexpr int stage_bytes = C::stage_units * unit_size;
-    static constexpr int units = C::stage_units * C::chunks;                    // of a warp, at most
+    static constexpr int units = C::stage_units * C::chunks;                    // per warp, at most
     static constexpr int block_rows = C::block_units * 16;                      // at most
-    static constexpr int token_tiles = C::tile_m / 8, pitch = 256 + 16;         // rows of ldmatrix in different banks
+    static constexpr int token_tiles = C::tile_m / 8, pitch = 256 + 16;         // padded: conflict-free ldmatrix
     static constexpr int slot_bytes = C::tile_m * pitch;
     static constexpr int ring_bytes = (C::stages * stage_bytes + 127) / 128 * 128;
-    static constexpr int sum_pitch = block_rows + 4;                            // floats between tokens: no bank conflicts
+    static constexpr int sum_pitch = block_rows + 4;                            // floats per token, padded against conflicts
     static constexpr int sums_bytes = C::split_k_warps * C::tile_m * sum_pitch * 4;
     static constexpr int body_bytes = warps * ring_bytes + C::split_k_warps * C::x_stages * slot_bytes;
     static constexpr int factors = ((body_bytes > sums_bytes ? body_bytes : sums_bytes) + 127) / 128 * 128;
     static constexpr int received = factors + block_rows * 8;
-    static constexpr int share = C::tile_m / C::cluster_k;                        // tokens whose sums a block finishes
+    static constexpr int share = C::tile_m / C::cluster_k;                        // tokens that a CTA finishes
     static constexpr int barriers = received + (C::cluster_k - 1) * share * block_rows * 4;
     static constexpr int x_barriers = barriers + warps * C::stages * 8;
     static constexpr int sum_barrier = x_barriers + C::split_k_warps * C::x_stages * 8;
@@ -43,7 +43,7 @@ template <class C> PTX void multiply16(float (&d)[4], const uint32_t (&a)[4], co
     else ptx::mma_m16n8k16_bf16(d, a, b);
 }
 
-// One thread's part of bringing a block of columns of the activations to `slot`; the barrier counts it when it has landed.
+// One thread's part of loading a block of columns of the activations into `slot`; arrives on the mbarrier once landed.
 template <class C> PTX void bring_activations(const Params& p, uint32_t slot, uint32_t barrier, int block, int thread) {
     using S = MidShape<C>;
     if constexpr (C::gather) {  // any order of columns, any alignment
@@ -64,7 +64,7 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
         }
         ptx::mbarrier_arrive(barrier);
     } else {
-        // Rows past the last token stay what they are: a token's column of the product is its own.
+        // Rows past the last token stay stale: each only affects its own column of the MMA.
         const int first = thread / 16, at = block * 256 + thread % 16 * 16;
         const int row_bytes = p.x_stride * 2, left = p.k * 2 - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
         const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
@@ -82,7 +82,7 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
     }
 }
 
-// Adds the products of a stage of weights and a block of activations.
+// Multiplies a stage of weights by a block of activations and accumulates.
 template <class C, int chunk>
 PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4], Dequantize16<C> (&weights)[C::stage_units],
                    uint32_t slot, uint32_t lane) {
@@ -117,21 +117,21 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
     const uint32_t lane = ptx::lane_id();
     const int warp = static_cast<int>(ptx::warp_id()), k_warp = warp / C::row_warps;
-    // Rows that do not divide evenly meet on different schedulers.
+    // Rotated by k_warp, so that an uneven split of the rows loads the SM's schedulers evenly.
     const int row_warp = (warp + k_warp) % C::row_warps;
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * S::ring_bytes;
     const uint32_t slots = shared + S::warps * S::ring_bytes + k_warp * (C::x_stages * S::slot_bytes);
     const uint32_t barriers = shared + S::barriers + warp * (C::stages * 8);
     const uint32_t x_barriers = shared + S::x_barriers + k_warp * (C::x_stages * 8), sum_barrier = shared + S::sum_barrier;
 
-    // Whole units of 16 rows for each cluster, as evenly as they go; then for each row warp.
+    // Units of 16 rows are split evenly over the clusters, then over the row warps.
     const int rank = C::cluster_k > 1 ? static_cast<int>(blockIdx.x % C::cluster_k) : 0;
     const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4, owner = blockIdx.x / C::cluster_k, owners = gridDim.x / C::cluster_k;
     const int block_first = static_cast<int>(owner * row_units / owners);
     const int block_units = static_cast<int>((owner + 1) * row_units / owners) - block_first;
     const int first = row_warp * block_units / C::row_warps, mine = (row_warp + 1) * block_units / C::row_warps - first;
     const int chunks = (mine + C::stage_units - 1) / C::stage_units;
-    // Columns are dealt to the K warps of all blocks of the cluster in turn.
+    // 128-column blocks go round-robin to the K warps of all CTAs of the cluster.
     constexpr int dealt = C::cluster_k * C::split_k_warps;
     const int first_column = rank * C::split_k_warps + k_warp;
     const int rounds = p.column_blocks > first_column ? (p.column_blocks - first_column + dealt - 1) / dealt : 0;
@@ -168,14 +168,14 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
     };
     for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
-    // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
+    // Further copies are issued as earlier ones land, so that activations don't queue behind weights.
     if constexpr (C::paced) {
         for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
             ptx::mbarrier_wait_parity(barriers + i * 8, 0);
             fetch();
         }
     }
-    // As packed::row_factors, which would move instructions here: maps were measured with this machine code.
+    // As packed::row_factors, inlined by hand: the call would change the SASS that tuning maps were measured with.
     for (int i = static_cast<int>(threadIdx.x); i < S::block_rows; i += C::threads) {
         const int n = block_first * 16 + i;
         float scale = 0.0f, bias = 0.0f;
@@ -196,7 +196,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         if (i < rounds)
             packed::bring_activations<C>(p, slots + i * S::slot_bytes, x_barriers + i * 8, first_column + i * dealt, thread);
     if constexpr (!C::paced)
-        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // activations are not to queue behind these
+        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // after the activations, which would queue behind these
 
     float sums[S::units][S::token_tiles][4];
 #pragma unroll
@@ -217,7 +217,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
                 ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
                 Dequantize16<C> weights[C::stage_units];
 #pragma unroll
-                for (int r = 0; r < C::stage_units; r++) {  // stale where the rows end: never stored
+                for (int r = 0; r < C::stage_units; r++) {  // stale past the last row: never stored
                     weights[r].begin(p.row_zero, (block_first + first + chunk * C::stage_units + r) * 16, p.row_tiles * 64);
                     weights[r].load(ring + stage * S::stage_bytes + r * S::unit_size);
                 }
@@ -236,7 +236,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         if (++x_slot == C::x_stages) x_slot = 0, x_phase ^= 1;
     }
 
-    // Sums of the K warps meet, [k_warp][token][row], where rings and activations were.
+    // Reduction over the K warps: [k_warp][token][row], over the rings and activation slots.
     __syncthreads();
     const uint32_t lane_at = ((lane & 3) * 2 * S::sum_pitch + (lane >> 2)) * 4;
 #pragma unroll
@@ -260,10 +260,10 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         }
     };
     if constexpr (C::cluster_k > 1) {
-        ptx::barrier_cluster_wait();  // the other blocks run, and their barriers are there
+        ptx::barrier_cluster_wait();  // the other CTAs run and their mbarriers are initialized
 #pragma unroll
         for (int step = 1; step < C::cluster_k; step++) {
-            const int other = (rank + step) % C::cluster_k, place = (rank > other ? rank - 1 : rank) * items;  // among the others
+            const int other = (rank + step) % C::cluster_k, place = (rank > other ? rank - 1 : rank) * items;  // in its receive buffer
             const uint32_t there = ptx::mapa(shared + S::received, other), barrier = ptx::mapa(sum_barrier, other);
             for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
                 float sum[4];

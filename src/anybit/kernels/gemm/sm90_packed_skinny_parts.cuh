@@ -1,4 +1,4 @@
-// What a warp of sm90_packed_skinny works with: facts of its config, operands, stages and activations.
+// sm90_packed_skinny: compile-time traits, operand extraction, weight stages and activation loads.
 #ifndef ANYBIT_SM90_PACKED_SKINNY_PARTS_CUH
 #define ANYBIT_SM90_PACKED_SKINNY_PARTS_CUH
 
@@ -7,19 +7,19 @@
 #include "gemm/packed_params.cuh"
 #include "gemm/packed_tables.cuh"
 
-// split: 16-bit floats become two planes of int8, by fixed point in each block of columns: an int8 mma takes four codes from
-// a register where a 16-bit one takes two, which is what limits narrow weights.
+// split: 16-bit activations become two int8 planes (fixed point per block of columns), since an int8 MMA takes four codes
+// per register where a 16-bit one takes two, and unpacking limits narrow weights.
 using packed::Index;
 using packed::unroll;
 
-// What follows from a Config alone.
+// Compile-time traits of a Config.
 template <class C> struct Traits {
     static constexpr bool split = C::split;
     static constexpr bool integer = split || C::operand == Operand::s8;
     static constexpr bool source_bf16 = C::operand == Operand::bf16;
     static constexpr bool as_f16 = C::operand == Operand::f16 && !split, as_bf16 = source_bf16 && !split;
     static constexpr int field = integer ? 8 : 16;
-    // Bits of a field in which a code is exact: an f16 subnormal has 10, a bf16 offset 7, an unsigned byte 8.
+    // Bits of a field in which codes are exact: f16 subnormal 10, bf16 with offset 7, unsigned byte 8.
     static constexpr int limit = integer ? 8 : as_f16 ? 10 : 7;
     static constexpr bool table = packed::tabled(C::code);
     static constexpr bool exact_bf16 = as_bf16 && C::bits == 8 && !table;  // u - 128, computed
@@ -31,25 +31,25 @@ template <class C> struct Traits {
     static constexpr int words = 2 * C::bits;
     static constexpr int planes = split ? 2 : 1, source_element = C::operand == Operand::s8 ? 1 : 2;
     static constexpr int element = integer ? 1 : 2, block_bytes = 128 * element;
-    static constexpr int pitch = block_bytes + (C::tile_m * planes > 1 ? 16 : 0);  // rows of ldmatrix in different banks
+    static constexpr int pitch = block_bytes + (C::tile_m * planes > 1 ? 16 : 0);  // padded: conflict-free ldmatrix
     static constexpr int tokens = C::tile_m, token_tiles = (C::tile_m * planes + 7) / 8;
-    static constexpr int row_warps = C::warps / C::split_k_warps, units = C::row_units * C::row_chunks;  // of a warp
-    static constexpr int slot_bytes = tokens * planes * pitch + (split ? (tokens * 4 + 15) / 16 * 16 : 0);  // + a scale a token
+    static constexpr int row_warps = C::warps / C::split_k_warps, units = C::row_units * C::row_chunks;  // per warp
+    static constexpr int slot_bytes = tokens * planes * pitch + (split ? (tokens * 4 + 15) / 16 * 16 : 0);  // + token scales
     static constexpr int x_bytes = C::warps * C::x_stages * slot_bytes;
-    // A warp's sums take the place of its ring in the end.
+    // A warp's final sums reuse its ring.
     static constexpr int sums_bytes = units * 16 * tokens * 4;
     static constexpr int ring_bytes = ((C::stages * stage_bytes > sums_bytes ? C::stages * stage_bytes : sums_bytes) + 127) / 128 * 128;
-    // Row scales and biases of the block, and scales of the tokens: at hand before they are needed.
+    // The CTA's row scales and biases, and token scales: staged early for the epilogue.
     static constexpr int rows = units * 16, block_rows = row_warps * rows, factor_bytes = (block_rows * 8 + tokens * 4 + 127) / 128 * 128;
     static constexpr int barrier_bytes = (C::warps * C::stages * 8 + 127) / 128 * 128;
 
-    // Groups of 32 columns or more end with these; those of 16 with a step of 16-bit fields.
+    // k32 steps per group. Groups of 16 (flushes == 8) end with a k16 step instead.
     static constexpr int wides_a_group = flushes == 8 ? 1 : 4 / flushes;
     static __device__ constexpr int group_of(int wide) { return wide / wides_a_group; }
     static __device__ constexpr bool ends_group(int wide) { return flushes < 8 && (wide + 1) % wides_a_group == 0; }
 
     static __device__ constexpr int bit(int step) { return table ? 0 : packed::cheapest_bit(C::bits, field, limit, step); }
-    // Codes taken out at different bits are scaled differently: each such bit has its own accumulators, a set.
+    // Codes extracted at different bits are scaled by different powers of two: each bit has its own accumulators, a set.
     static __device__ constexpr int set(int step) {
         int found = 0;
         for (int s = 0; s < steps; s++) {
@@ -65,7 +65,7 @@ template <class C> struct Traits {
         for (int s = 0; s < steps; s++) most = set(s) > most ? set(s) : most;
         return most + 1;
     }
-    // A set's steps take turns in accumulators (slots) so that no more than `chain` products wait for each other.
+    // A set's steps rotate over accumulators (slots), so that at most `chain` MMAs depend on one another.
     static __device__ constexpr int slots_of_set(int index) {
         int found = 0;
         for (int s = 0; s < steps; s++) found += set(s) == index;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply(Num (&d)[4], const uint32_t (&a)[4], co
     if constexpr (Traits<C>::integer) ptx::mma_m16n8k32_u8s8(d, a, b);
 }
 
-// Register j of a unit as an operand: its codes, made numbers.
+// Register j of a unit as an MMA operand: its codes as numbers.
 template <class C, int j, int words> __device__ __forceinline__ uint32_t operand(const uint32_t (&w)[words]) {
     using T = Traits<C>;
     if constexpr (T::table) return packed::table_pair<C::code, T::as_bf16, j>(w);
@@ -118,7 +118,7 @@ template <class C, int j, int words> __device__ __forceinline__ uint32_t operand
     }
 }
 
-// The weights of one step of a warp: `row_units` units of one block of columns.
+// One pipeline stage of a warp's weights in registers: `row_units` units of one block of columns.
 template <class C> struct Stage {
     using T = Traits<C>;
     uint32_t words[C::row_units][T::words];
@@ -135,15 +135,15 @@ template <class C> __device__ __forceinline__ void read_stage(Stage<C>& stage, u
 #pragma unroll
         for (int i = 0; i < T::subgroups; i++) {
             stage.scales[r][i] = ptx::ld_shared_u32(scales + i * 32 + (lane >> 2) * 4);
-            if constexpr (C::code == Code::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
+            if constexpr (C::code == Code::asym)  // a word has four zeros, two of them this lane's: rows g and g + 8
                 stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
             if constexpr (C::code == Code::min) stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 32 + (lane >> 2) * 4);
         }
     }
 }
 
-// One block of columns as two planes: x = scale * (256 high + low), scale a power of two for each token. In each 16
-// columns byte 4t + e is column 2t + (e >> 1) + 8 (e & 1), the order in which an 8-bit operand finds the codes of 16-bit tiles.
+// Splits one block of columns into two planes: x = scale * (256 high + low), scale a power of two per token. Within each 16
+// columns byte 4t + e is column 2t + (e >> 1) + 8 (e & 1): the order in which 8-bit fields see the codes of 16-bit tiles.
 template <class C>
 __device__ __forceinline__ void split_activations(const Params& p, uint32_t slot, int block, uint32_t lane) {
     using T = Traits<C>;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void split_activations(const Params& p, uint32_t slot
             v[i] = static_cast<int>(rintf((T::source_bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits)) * up));
             high[i] = (v[i] + 128) >> 8;
         }
-        // v[0], v[1]: columns 2t, 2t + 1; v[2], v[3]: the same eight further on.
+        // v[0], v[1]: columns 2t, 2t + 1; v[2], v[3]: the same plus 8.
         const uint32_t at = slot + token * (2 * T::pitch) + lane * 4;
         ptx::st_shared_u32(at, (high[0] & 255) | (high[2] & 255) << 8 | (high[1] & 255) << 16 | static_cast<uint32_t>(high[3]) << 24);
         ptx::st_shared_u32(at + T::pitch, (v[0] & 255) | (v[2] & 255) << 8 | (v[1] & 255) << 16 | static_cast<uint32_t>(v[3]) << 24);
@@ -189,7 +189,7 @@ __device__ __forceinline__ void split_activations(const Params& p, uint32_t slot
     }
 }
 
-// Brings one block of columns of the activations into a slot of shared memory: [token][128 columns], padded.
+// Loads one block of columns of the activations into a shared-memory slot: [token][128 columns], padded.
 template <class C>
 __device__ __forceinline__ void fetch_activations(const Params& p, uint32_t slot, int block, uint32_t lane) {
     using T = Traits<C>;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void fetch_activations(const Params& p, uint32_t slot
             ptx::st_shared_u32(slot + token * T::pitch + word * 4, v);
         }
     } else {
-        // Rows past the last token stay what they are: a token's column of the product is its own.
+        // Rows past the last token stay stale: each only affects its own column of the MMA.
         constexpr int chunks = T::block_bytes / 16, step = 32 / chunks;
         const int first = static_cast<int>(lane) / chunks, at = block * T::block_bytes + static_cast<int>(lane) % chunks * 16;
         const int row_bytes = p.x_stride * T::element;
