@@ -225,7 +225,7 @@ class QuantLinear(nn.Module):
         return self
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights that the codes stand for, [N, K]."""
+        """The dequantized weights, [N, K], including input_scale."""
         weight = self.quantized_weight().dequantize(dtype)
         return weight if self.input_scale is None else weight * self.input_scale.to(dtype)
 

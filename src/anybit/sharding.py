@@ -21,7 +21,7 @@ _SMALLER = tuple(group for group in GROUPS if group >= 32)
 def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
     """The format of a shard that begins at input ``start``: the same, or with smaller groups.
 
-    Raises LayerError if no group size fits (the cut is not a multiple of 32), or a 2:4 sparse shard is not in fours.
+    Raises LayerError if no group size fits (the cut is not a multiple of 32), or a 2:4 cut is not a multiple of 4.
     """
     if format.sparse and (start % 4 or inputs % 4):
         raise LayerError(f"2:4 sparse weights are split at multiples of 4 inputs, not into {inputs} from input {start}")

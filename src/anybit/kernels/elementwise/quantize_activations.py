@@ -24,7 +24,7 @@ MOST_VECTORS = 16
 MOST_THREADS = 1024
 _REDUCTION_BYTES = 4 * 128
 _SHARED = 128
-"""Beyond so many tokens SMs run two blocks, which hide each other's latency."""
+"""Token count above which SMs run two blocks, which hide each other's latency."""
 
 
 class Source(Enum):

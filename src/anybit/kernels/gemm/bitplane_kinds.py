@@ -21,8 +21,8 @@ _KIND: dict[type, tuple[str, ...]] = {
 }
 """The fields that define a kind of tile, by family; other families have an estimate, or few kinds."""
 _MANY = 64
-"""Above so many tokens, tiles for few tokens, which each load the weights again, are tried only if tiles for many would
-leave most SMs idle."""
+"""Token count above which tiles for few tokens, which each load the weights again, are tried only if tiles for many
+would leave most SMs idle."""
 _A_STAGES_OF_FEW, _A_STAGES, _A_STAGES_OF_MANY = (2, 3, 4, 6, 8), (2, 4, 6, 8), (4, 12)
 """a_stages of small tiles to try with every pass_chunks: up to 8 tokens, up to ``_MANY``, above."""
 _LEAST_OF_MANY = 32

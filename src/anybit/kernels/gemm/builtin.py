@@ -70,7 +70,7 @@ def _few_family(product: LinearProblem) -> list[str]:
 
 MOST_TOKENS = 8192
 INTERPOLATE_FROM = 64
-"""Up to so many tokens the next measured count decides, since one tile holds all tokens; above, the two around it."""
+"""Token count up to which the next measured count decides, since one tile holds all tokens; above, the two around."""
 
 
 @functools.cache

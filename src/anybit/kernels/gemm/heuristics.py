@@ -15,7 +15,7 @@ _TRIGGERS = {4: 1, 2: 0}
 """When gate_up of a fused layer triggers the next kernel (PDL; ``sm90_packed_gemv.Config``), by bits, if measured."""
 
 _SPARSE_TOKENS = 4
-"""Up to so many tokens ``sm90_packed_gemv`` takes 2:4 sparse weights; ``sm90_packed_gemm`` takes more."""
+"""Most tokens with 2:4 sparse weights for ``sm90_packed_gemv``; ``sm90_packed_gemm`` takes more."""
 _MODULES = {"gemv": sm90_packed_gemv, "skinny": sm90_packed_skinny, "skinny_f16": sm90_packed_skinny_f16}
 _ANY = 1 << 30
 _Rows = tuple[tuple[int, int, str], ...]

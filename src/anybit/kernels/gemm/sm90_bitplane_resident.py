@@ -91,8 +91,8 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
         n = wgmma_n((q if a_operand is AOperand.weights else p) * tile_b)
         config = Config(*facts(problem), a_operand, tile_b, n, chunks, sets, stages)
         for blocks in (1, 2, 3):
-            # If a block of each of so many kernels fits an SM, the next kernels can prefetch weights. If more fit, some
-            # SMs take two blocks of one kernel, and all others wait for them.
+            # If an SM fits a block of each of several kernels, the next kernels can prefetch weights. If it fits more,
+            # some SMs take two blocks of one kernel, and all others wait for them.
             reserved = bytes_to_limit(blocks, shared_bytes(config), problem.device)
             if reserved is not None:
                 limited = replace(config, reserved_bytes=reserved)
@@ -113,7 +113,7 @@ def _configs(problem: LinearProblem) -> tuple[Config, ...]:
 
 
 _CHUNKS_COPIED = 4
-"""From so many chunks of k on, cp_async_activations pays off."""
+"""Chunks of k from which cp_async_activations pays off."""
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class Config(LargeFacts):
 _PLANES = 2
 """Planes side by side: one would gain nothing; four leave registers only for narrow tiles."""
 _FEW = 64
-"""Up to so many tokens tiles would be half empty."""
+"""Token count up to which tiles would be half empty."""
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:

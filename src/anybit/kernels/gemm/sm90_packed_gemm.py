@@ -63,11 +63,11 @@ _STAGES_OF_THREE, _SHORT = 5, 32
 """With three row tiles by 64 tokens, 5 two-step stages are too few for up to 32 steps of K: qkv at 128 tokens 7.2 us
 (10.3 with quantization), with eleven one-step stages 7.0 (8.7). But 10240 x 8192 at 64 tokens: 10.8, and 11.5."""
 _MANY = 64
-"""Beyond so many tokens the legal configs do not depend on their number, except those with ``halves``."""
+"""Token count above which legal configs do not depend on it, except those with ``halves``."""
 _STAGGER = 250
 """Cycles between the warpgroups' starts in large token tiles; saves 1 to 2 %."""
 _MOST_WAVES = 4
-"""Up to so many waves, giving each block one even range of row tiles is worth trying."""
+"""Waves up to which giving each block one even range of row tiles is worth trying."""
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 

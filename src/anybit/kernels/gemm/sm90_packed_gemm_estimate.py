@@ -72,8 +72,9 @@ def estimate(problem: LinearProblem, config: Config) -> float:
         config.x_bytes == 1 and not config.promotes and few and config.split_k_warpgroups == 1 and config.cluster_k > 1
     )
     if together and problem.m > 16 and (problem.m <= 48 or config.cluster_k > 2):
-        # Three row tiles by fours and by pairs: down at 17 to 24 tokens 12.9 us, in two and two warpgroups along K by
-        # threes 11.2; 5120 x 17408 at 32 17.7 and 16.0 in two by pairs; 12288 x 4096 10.4 and 9.3 in two alone.
+        # Three row tiles, cluster_k 4 and 2: down at 17 to 24 tokens 12.9 us, with two row tiles by two split-K
+        # warpgroups and cluster_k = 3 11.2; 5120 x 17408 at 32 17.7, in two row tiles by pairs of blocks 16.0;
+        # 12288 x 4096 10.4, in two row tiles by single blocks 9.3.
         waste *= 1.18
     if config.min_blocks_per_sm > 1 and tokens > (32 if config.sparse else 16 if config.code is Code.min else 256):
         # Registers spill: qkv at 64 tokens, w4a16g64min 12.5 us, in one block 9.2, w2a16g128s24 10.3 and 7.3.
@@ -87,8 +88,8 @@ def estimate(problem: LinearProblem, config: Config) -> float:
     if config.min_blocks_per_sm > 1:  # an SM holds a block of the next launch beside these, or two of these
         sharing = 1.0 if tiles <= slots else 1.3 if config.cluster > 1 else 2.0
         if tiles > slots and config.cluster > 1 and config.x_bytes == 2 and not 1.25 < tiles / slots < 1.6:
-            # Two take in twice as much: 8192 x 28672 at 48 tokens 71.5 us, alone in two row tiles 44.9, and 7168 x 5120
-            # at 64 14.4, alone 11.2; but 6144 x 4096 at 32 7.2, which nothing alone does.
+            # Two blocks take in twice as much: 8192 x 28672 at 48 tokens 71.5 us, one block of two row tiles 44.9, and
+            # 7168 x 5120 at 64 14.4, one block 11.2; but 6144 x 4096 at 32 7.2, faster than any single block.
             sharing = max(sharing, 2.4 * intake / stage)
         slots *= 2
     waves = float(-(-tiles // slots))

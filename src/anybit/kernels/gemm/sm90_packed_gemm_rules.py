@@ -9,7 +9,7 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
 
 _LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
-"""Least shared memory per block such that no more than so many blocks fit an SM."""
+"""By blocks per SM: the least shared memory per block such that no more fit."""
 MOST_BESIDE = 113 << 10
 """Most shared memory per block such that two fit an SM."""
 CLUSTERS = {1: 132, 2: 66, 3: 36, 4: 30}

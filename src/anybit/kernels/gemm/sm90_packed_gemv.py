@@ -249,7 +249,7 @@ def _default(p: LinearProblem) -> Config:
 
 
 NORM_TOKENS = 2
-"""Up to so many tokens the kernel can normalize its activations."""
+"""Most tokens for which the kernel can normalize its activations."""
 
 
 def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | None:

@@ -13,7 +13,7 @@ from anybit.kernels.gemm.packed_layout import round_up
 from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
 
 MOST_TOKENS = 16
-"""Above so many tokens other kernels are faster, and shared memory and registers run out here."""
+"""Most tokens: above, other kernels are faster, and shared memory and registers run out here."""
 _RESIDENT_BYTES = 56 << 10
 """Up to this size all activations of a block stay in shared memory."""
 

@@ -12,7 +12,7 @@ from anybit.kernels.gemm.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.gemm.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
 
 MOST_TOKENS = 32
-"""Above so many tokens sums take too many registers, and sm90_packed_gemm is faster."""
+"""Most tokens: above, sums take too many registers, and sm90_packed_gemm is faster."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class SparseWeight(nn.Module):
 def two_of_four(sizes: Tensor, dim: int = -1) -> Tensor:
     """True at the two largest of four along a dimension, bool of the same shape; ties go to the first."""
     parts = sizes.unbind(dim)
-    # Pairwise comparisons: sorting so many fours is slow on a GPU.
+    # Pairwise comparisons: a sort over a dimension of 4 is slow on a GPU.
     beaten = [torch.zeros_like(parts[0], dtype=torch.uint8) for _ in parts]
     for i in range(4):
         for j in range(i + 1, 4):

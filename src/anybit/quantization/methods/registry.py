@@ -73,7 +73,7 @@ def quantize_folder(
     over patterns, and the last matching pattern over earlier ones. A head that is named is quantized, tied or not.
     bits, memory: choose a bit-width for every layer without an override, using the text in ``options``, so that the
     stored bits per weight, or the bytes of the result, stay within this budget (``pipeline.allocate``).
-    context: with memory, reserve part of it for a KV cache of so many tokens, in the scheme's format.
+    context: with memory, tokens of a KV cache to reserve part of it for, in the scheme's format.
     overwrite: replace the output if it is a model folder; never another kind of folder, nor the source.
     progress: called with the layer just done, weights done, and weights in all. shard_bytes: the most bytes per output
     file. options: of the method. trust_remote_code: run the model's own Python files, and copy them.

@@ -40,7 +40,7 @@ OPTIONS = ("text", "tokens", "sequences", "length", "device", "seed")
 _TOKENS = 2048
 _TOKENS_ON_A_GPU = 16384
 _SAMPLES = 512  # tokens whose inputs and gradients are kept
-_ROWS = 256  # outputs of a layer that stand for all of them
+_ROWS = 256  # outputs of a layer that are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     The job's scheme determines everything but the width; layers with overrides keep those, and count.
     bits: stored bits per weight, averaged over all quantized layers and experts, scales included.
     memory: bytes of all tensors of the result.  Give exactly one of the two.
-    context: with memory, reserve room for a KV cache of so many tokens, in the scheme's format or in 16 bits.
+    context: with memory, tokens of a KV cache to reserve room for, in the scheme's format or in 16 bits.
     Raises OptionError for a budget that cannot be met, TextError without a text.
     """
     if context is not None and (memory is None or context < 1):

@@ -94,7 +94,7 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How to walk through a model.
+    """Settings of a calibration run.
 
     drift: follow the original model's activations too, so that layers can correct for earlier errors (twice the
     forward passes).  device: where blocks are processed, one at a time.  resume: a folder for finished blocks.

@@ -405,7 +405,7 @@ def _roomy(device: str, model: Any) -> torch.device:
 
 
 def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
-    """The text of a job as non-empty sequences of token ids, int64 [T]: at least ``tokens`` tokens, if it has so many.
+    """The text of a job as non-empty sequences of token ids, int64 [T]: at least ``tokens`` tokens, if available.
 
     Raises TextError for a sequence longer than the model's position table, if it has one.
     """
