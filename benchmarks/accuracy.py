@@ -32,7 +32,7 @@ SCHEMES = (
     "w8a8",
     "w4a8g128",
 )
-# What plain rounding (asymmetric unless it says otherwise) gave on the same sample before the search for scales.
+# Perplexity by plain rounding (asymmetric unless stated) on the same sample, without a search for scales.
 PLAIN = {
     None: 23.94,
     "w8a16g128asym": 23.99,
@@ -50,7 +50,7 @@ PLAIN = {
 
 
 def measure(model: torch.nn.Module, windows: torch.Tensor, scheme: str | None) -> dict[str, object]:
-    """One row: the model in a scheme; its layers are put back afterwards."""
+    """One row: the model in a scheme; its layers are restored afterwards."""
     layers = linear_layers(model, kept_modules(model, None))
     plain = {layer.name: model.get_submodule(layer.name) for layer in layers}
     try:

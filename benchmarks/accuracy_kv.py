@@ -1,17 +1,17 @@
-"""What a quantized KV cache costs in accuracy: perplexity, exact retrieval of a fact, and the kernel's own error.
+"""What a quantized KV cache costs in accuracy: perplexity, needle retrieval, and the kernel's own error.
 
     python benchmarks/accuracy_kv.py --model FOLDER --text FILE [--parts kernel perplexity needle]
 
-Real weights (SmolLM2-135M-Instruct) in 16 bits, so that nothing but the cache differs. Rows go to
-benchmarks/results/<gpu>/kv_accuracy.json; the tables of docs/accuracy.md show them.
+Weights (SmolLM2-135M-Instruct) stay in 16 bits, so only the cache differs. Rows go to
+benchmarks/results/<gpu>/kv_accuracy.json, which the tables of docs/accuracy.md show.
 
-perplexity: windows of 2048 tokens in which every token sees what it would see when it is generated: whole windows of
-128 tokens as pages hold them, its own window in 16 bits. The attention that does so for all tokens at once is compared
-with a real AnyBitCache fed piece by piece.
+perplexity: windows of 2048 tokens in which every token sees what it would see during generation: full 128-token
+windows quantized, its own window in 16 bits. This attention over all tokens at once is validated against a real
+AnyBitCache fed piece by piece.
 needle: one sentence with a number at a random depth of prose. All but the question is stored first; the question and
 the answer then read the cache through the decode kernel. Found: the number is in the greedy answer.
 kernel: the decode kernel against exact attention over the same dequantized cache, on this model's keys and values of
-every layer (keys have outlier channels): mean relative error, the worst layer's.
+every layer (keys have outlier channels): mean relative error of the worst layer.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PIECE = 128
 
 
 class Rows:
-    """Writes each row as soon as it is there."""
+    """Writes each row as soon as it is measured."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.model, self.path = name, path
@@ -57,18 +57,18 @@ class Rows:
 
 
 def attention_on(model: Any, name: str) -> None:
-    """Choose the model's attention."""
+    """Select the model's attention implementation."""
     model.config._attn_implementation = name
 
 
 class Simulated:
-    """Attention over a whole window at once in which every token sees what it would see when it is generated."""
+    """Attention over a whole window at once in which every token sees what it would see during generation."""
 
     def __init__(self, kv: str) -> None:
         self.format = KVFormat.parse(kv)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, tokens, dim] as pages hold them, in float32."""
+        """Quantize and dequantize keys and values [heads, tokens, dim] in float32."""
         k, v = (x if x.dtype == torch.bfloat16 else x.half() for x in (k, v))
         rotation = hadamard(k.shape[-1], k.dtype, k.device) if self.format.rotate else None
         both = (k, v) if rotation is None else (k @ rotation, v @ rotation)
@@ -82,7 +82,7 @@ class Simulated:
         return found[0], found[1]
 
     def _rounded(self, x: Tensor, bits: int, dim: int) -> Tensor:
-        """Dequantized x [heads, tokens, dim]; runs of tokens of a channel (dim -3) or of channels of a token (-1)."""
+        """Dequantized x [heads, tokens, dim]; groups along tokens (dim -3) or along channels (-1)."""
         if bits == 16:
             return x.float()
         group = min(self.format.group, x.shape[-1] if dim == -1 else PIECE)
@@ -105,7 +105,7 @@ class Simulated:
 
 
 def simulate(model: Any, kv: str) -> None:
-    """Let a model attend as over a cache in a format; without one."""
+    """Make a model attend as over a quantized cache."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register("simulated", Simulated(kv))
@@ -115,7 +115,7 @@ def simulate(model: Any, kv: str) -> None:
 
 @torch.inference_mode()
 def difference(model: Any, window: Tensor, kv: str) -> float:
-    """How far the simulated logits of a window are from those over a real AnyBitCache, fed piece by piece."""
+    """Relative error of a window's simulated logits against those over a real AnyBitCache fed piece by piece."""
     window = window.to(model.device)
     simulate(model, kv)
     got = model(window[None], use_cache=False).logits.float()
@@ -128,13 +128,13 @@ def difference(model: Any, window: Tensor, kv: str) -> float:
 
 
 def perplexity_rows(model: Any, ids: list[int], rows: Rows, count: int, formats: tuple[str, ...]) -> None:
-    """Perplexity in every format, beside the model without any cache."""
+    """Perplexity in every format, and of the model without a cache."""
     windows = evaluate.windows_of(ids, 2048, min(count, len(ids) // 2048))
     attention_on(model, "sdpa")
     plain = evaluate.perplexity(model, windows).perplexity
     for kv in formats:
         apart = difference(model, windows[0, : 4 * PIECE], kv)
-        assert apart < 0.25, (kv, apart)  # a code that turns moves what two bits hold; a wrong format moves everything
+        assert apart < 0.25, (kv, apart)  # a flipped code moves 2-bit logits a little; a wrong format, all of them
         simulate(model, kv)
         value = evaluate.perplexity(model, windows).perplexity
         attention_on(model, "sdpa")
@@ -169,7 +169,7 @@ def haystack(tokenizer: Any, text: str, context: int, draw: random.Random) -> tu
 
 @torch.inference_mode()
 def retrieves(model: Any, tokenizer: Any, ids: list[int], question: list[int], number: str, kv: str) -> bool:
-    """Whether the greedy answer over a cache in a format holds the number."""
+    """Whether the greedy answer over a quantized cache contains the number."""
     attention_on(model, "anybit")
     device = model.device
     cache = AnyBitCache(kv, config=model.config, capacity=len(ids) + len(question) + 32)
@@ -188,7 +188,7 @@ def retrieves(model: Any, tokenizer: Any, ids: list[int], question: list[int], n
 def needle_rows(
     model: Any, tokenizer: Any, text: str, rows: Rows, trials: int, contexts: list[int], formats: list[str]
 ) -> None:
-    """Needles found in every format, out of all, and out of those that a 16-bit cache finds."""
+    """Needles found per format, of all and of those found with a 16-bit cache."""
     for context in contexts:
         draw = random.Random(context)
         cases = [haystack(tokenizer, text, context, draw) for _ in range(trials)]

@@ -1,10 +1,10 @@
-"""accuracy_kv.py inside vLLM: perplexity over windows of 2,048 tokens, and the needle, an engine a KV cache.
+"""accuracy_kv.py inside vLLM: perplexity over windows of 2,048 tokens, and the needle, one engine per KV cache.
 
     python benchmarks/accuracy_kv_vllm.py --model FOLDER --text FILE [--formats kv16 kv8 kv4 kv2]
 
-The same windows and cases as accuracy_kv.py of the same context, and rows beside its own ("perplexity in vLLM", "needle
-in vLLM"). Prompts go through vLLM's scheduler in chunks, so that all but a token's own page is read packed. All engines
-at once.
+The windows and cases of accuracy_kv.py at the same context, and rows beside its own ("perplexity in vLLM", "needle
+in vLLM"). Prompts are prefilled in chunks, so all pages but a token's own are read quantized. Engines
+run concurrently.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def engine(args: argparse.Namespace, kv: str) -> Any:
 
 
 def perplexity(args: argparse.Namespace, kv: str, llm: Any, tokenizer: Any, text: str) -> float:
-    """Of a text's first windows, by what the engine says of its prompts."""
+    """Perplexity of a text's first windows, from the engine's prompt logprobs."""
     from vllm import SamplingParams
 
     from anybit import evaluate
@@ -60,7 +60,7 @@ def perplexity(args: argparse.Namespace, kv: str, llm: Any, tokenizer: Any, text
 
 
 def needle(args: argparse.Namespace, kv: str, llm: Any, tokenizer: Any, text: str) -> list[bool]:
-    """Whether greedy answers hold the numbers."""
+    """Whether greedy answers contain the numbers."""
     from vllm import SamplingParams
 
     from accuracy_kv import haystack
@@ -77,7 +77,7 @@ def needle(args: argparse.Namespace, kv: str, llm: Any, tokenizer: Any, text: st
 
 
 def measure(args: argparse.Namespace, kv: str) -> dict[str, Any]:
-    """What one engine finds, by part."""
+    """Measure one engine, by part."""
     from transformers import AutoTokenizer
 
     from anybit import evaluate
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, kv: str) -> dict[str, Any]:
 
 
 def rows(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of kv_accuracy.json, each beside 16 bits."""
+    """Rows of kv_accuracy.json, each compared with 16 bits."""
     exact, all_rows = found.get("kv16", {}), list[dict[str, Any]]()
     for kv, parts in found.items():
         same = {"model": args.name, "kv": kv}
@@ -105,7 +105,7 @@ def rows(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[dic
 
 
 def main() -> None:
-    """One format here, several in a process each."""
+    """Run one format here, several in a process each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--name", default="SmolLM2-135M-Instruct", help="of the model, in rows")
@@ -117,13 +117,13 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--budget", type=int, default=512, help="tokens of a step")
-    parser.add_argument("--memory", type=float, default=0.03, help="of the GPU that must be free, for each engine")
+    parser.add_argument("--memory", type=float, default=0.03, help="fraction of the GPU that must be free, per engine")
     parser.add_argument("--cache", type=int, default=1024, help="MiB of keys and values")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "kv_accuracy.json")
     args = parser.parse_args()
     if len(args.formats) == 1:
         print("FOUND", json.dumps(measure(args, args.formats[0])), flush=True)
-        os._exit(0)  # a clean end of an engine takes seconds
+        os._exit(0)  # a clean engine shutdown takes seconds
     asked = {kv: [sys.executable, *sys.argv, "--formats", kv] for kv in args.formats}
     running = {kv: subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for kv, command in asked.items()}
     said = {kv: child.communicate()[0] for kv, child in running.items()}

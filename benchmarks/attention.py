@@ -1,14 +1,14 @@
-"""Decode attention over the quantized KV cache: BitDecoding's single, batches and page settings (Fig. 9 to 16).
+"""Decode attention over the quantized KV cache: BitDecoding's single, batch and page settings (Fig. 9 to 16).
 
     python benchmarks/attention.py            into results/h200/decode_attention.json, in a minute
-    python benchmarks/attention.py --compile  only compiles what will be launched, which needs no GPU
-    python benchmarks/attention.py --seconds 30       the most telling rows first, as many as fit
+    python benchmarks/attention.py --compile  only compile the kernels, which needs no GPU
+    python benchmarks/attention.py --seconds 30       the most important rows first, as many as fit
     python benchmarks/attention.py --only 8x32768 --dry
-    python benchmarks/attention.py --figure   only draws docs/kvcache.svg from the rows (needs matplotlib)
+    python benchmarks/attention.py --figure   only draw docs/kvcache.svg from the rows (needs matplotlib)
 
 Times are of the attention kernel alone in a CUDA graph with programmatic dependent launch, over pages larger than L2,
 with 64 tokens in the residual of every sequence. Each row is checked against attention over the dequantized cache, and
-has the fp16 backends of PyTorch and a non-fused attention as KIVI's beside it, timed in the same run.
+timed in the same run as PyTorch's fp16 backends and an unfused attention like KIVI's.
 """
 
 import argparse
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """What one call must read."""
+        """Bytes that one call must read."""
         pages = self.batch * self.context // self.page * self.kv_heads * self.layout.page_bytes
         return pages + self.batch * self.residual * self.kv_heads * DIM * 4
 
     def problem(self) -> decode.Problem:
-        """What is asked of the kernel."""
+        """The kernel's problem."""
         window = min(self.page, 128)
         return decode.Problem(
             self.layout,
@@ -90,11 +90,11 @@ HOW = {
     "float16 keys": {"paired": False},
     "no early start": {},
 }
-"""The steps of the breakdown and of the cost of dequantization: what differs from the default kernel."""
+"""Steps of the breakdown and of the dequantization cost: what differs from the default kernel."""
 
 
 def rows() -> list[Row]:
-    """Every row of the table, the most telling first."""
+    """Every row of the table, most important first."""
     shapes = ((8, 32768), (1, 131072), (32, 8192), (64, 4096), (1, 32768), (128, 2048), (1, 4096))
     assert sorted(shapes) == sorted(SHAPES)
     first = [Row("main", kv, batch, context) for batch, context in shapes[:4] for kv in FORMATS[:2]]
@@ -119,7 +119,7 @@ def rows() -> list[Row]:
 
 
 def config_of(row: Row, device: Device) -> decode.Config:
-    """The kernel of a row."""
+    """The kernel config of a row."""
     problem, wanted = row.problem(), dict(HOW.get(row.how, {}))
     chosen = decode.default(problem, device)
     if wanted:
@@ -129,13 +129,13 @@ def config_of(row: Row, device: Device) -> decode.Config:
 
 
 def fill(row: Row) -> tuple[KVCache, list[int]]:
-    """The cache of a row; the last one is kept, for rows that differ in what is done with it."""
+    """The cache of a row, memoized for rows that use it differently."""
     return _fill(dataclasses.replace(row, case="", how="", heads=0))
 
 
 @functools.lru_cache(1)
 def _fill(row: Row) -> tuple[KVCache, list[int]]:
-    """A cache of pages drawn from 64 encoded ones, scattered over the pool, in enough layers to outgrow L2."""
+    """A cache of pages drawn from 64 encoded ones, scattered over the pool, with enough layers to exceed L2."""
     layers = max(1, min(8, math.ceil(300e6 / row.bytes)))
     cache = KVCache(
         row.kv, layers=layers, kv_heads=row.kv_heads, head_dim=DIM, sequences=row.batch,
@@ -186,7 +186,7 @@ def measure(row: Row) -> dict[str, object]:
 
 
 def baselines(batch: int, context: int, heads: int, kv_heads: int) -> dict[str, float]:
-    """Microseconds of PyTorch's fp16 attention over as many keys, residual included, by each of its fast backends."""
+    """Microseconds of PyTorch's fp16 attention over as many keys, residual included, by each fast backend."""
     size = batch * kv_heads * context * DIM * 4
     copies = max(1, min(6, math.ceil(300e6 / size)))
     k, v = (
@@ -208,7 +208,7 @@ def baselines(batch: int, context: int, heads: int, kv_heads: int) -> dict[str, 
 
 
 def unfused(batch: int, context: int, heads: int, kv_heads: int) -> float:
-    """A non-fused 4-bit attention as KIVI's: dequantize keys, multiply, softmax, dequantize values, multiply."""
+    """An unfused 4-bit attention like KIVI's: dequantize keys, matmul, softmax, dequantize values, matmul."""
     words = torch.randint(
         -(2**31), 2**31 - 1, (2, batch, kv_heads, context, DIM // 8), device="cuda", dtype=torch.int32
     )
@@ -246,7 +246,7 @@ def pack_prompt(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
 
 
 def pack_steps(kv: str, batch: int = 32) -> Iterator[Callable[[], dict[str, object]]]:
-    """A step of ``batch`` sequences that completes every one's window, and a step that completes none."""
+    """Decode steps of ``batch`` sequences in which every sequence completes a window, and none does."""
     cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=batch, capacity=512, device="cuda")
     cache.residual.normal_()
     k, v = (torch.randn(batch, 1, 8, DIM, device="cuda").half() for _ in range(2))
@@ -279,7 +279,7 @@ def _pack_row(case: str, kv: str, batch: int, context: int, us: float, floor: fl
 
 
 def kernels_of(wanted: list[Row], packs: Sequence[str]) -> list[tuple[jit.Kernel, str]]:
-    """What is launched for these rows, and where: the arguments of ``jit.cached``."""
+    """The kernels of these rows and their architectures: arguments of ``jit.cached``."""
     device = Device.named("sm_90a")
     stored = [PageLayout(KVFormat.parse(kv), DIM, 128) for kv in packs]
     kernels = [decode.kernel(config_of(row, device), row.layout) for row in wanted]
@@ -293,7 +293,7 @@ def kernels_of(wanted: list[Row], packs: Sequence[str]) -> list[tuple[jit.Kernel
 
 @functools.cache
 def stamped() -> dict[str, str]:
-    """What every row of this run says of where it comes from."""
+    """Provenance of this run's rows."""
     return stamp()
 
 
@@ -303,13 +303,13 @@ def show(found: dict[str, object]) -> None:
 
 
 def draw(found: list[dict[str, Any]]) -> None:
-    """Residual overhead, the cost of dequantization and the breakdown, as the paper's Fig. 14, 15 and 16."""
+    """Plot residual overhead, dequantization cost and the breakdown, like the paper's Fig. 14 to 16."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = "anybit"  # the same rows give the same file
+    plt.rcParams["svg.hashsalt"] = "anybit"  # reproducible output
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     shape = {(row["case"], row["kv"], row.get("how", "")): row["us"] for row in found if row.get("batch") == 8}
     residual = [row for row in found if row["case"] == "residual"]
@@ -345,8 +345,8 @@ def draw(found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="rows whose batch x context is this (8x32768), or pack")
-    parser.add_argument("--seconds", type=float, default=90.0, help="begin no row after this many seconds")
+    parser.add_argument("--only", default="", help="rows of this batch x context (8x32768), or pack")
+    parser.add_argument("--seconds", type=float, default=90.0, help="start no row after this many seconds")
     parser.add_argument("--compile", action="store_true", help="compile the kernels of all rows, measure nothing")
     parser.add_argument("--dry", action="store_true", help="print only")
     parser.add_argument("--figure", action="store_true", help="draw the figure from the rows, measure nothing")
@@ -364,7 +364,7 @@ def main() -> None:
             return
         try:
             found = {"checked": True} | make() | more | stamped()
-        except AssertionError as wrong:  # a row that is wrong is not written, and the others still are
+        except AssertionError as wrong:  # skip a wrong row, still write the others
             print("WRONG", wrong, flush=True)
             return
         show(found)
@@ -391,7 +391,7 @@ def main() -> None:
         print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
         return
     first, rest = wanted[:12], wanted[12:]
-    # The compilers are forked before this process has a CUDA context. What comes later is compiled meanwhile.
+    # Fork the compilers before this process has a CUDA context. Later kernels compile meanwhile.
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 16)) as pool:
         pool.starmap(jit.cached, kernels_of(first, packs), chunksize=1)
         print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)

@@ -1,11 +1,11 @@
-"""Decode attention over vLLM's own 16-bit pages, behind the kernel that stores a step's tokens in them.
+"""Decode attention over vLLM's own 16-bit pages, after the kernel that writes a step's tokens to them.
 
     python benchmarks/attention_plain.py          into results/h200/decode_attention.json, case "plain pages"
-    python benchmarks/attention_plain.py --sweep  prints every way to run the kernel, in turns
+    python benchmarks/attention_plain.py --sweep  print times of every config, interleaved
 
 A call is what a layer of a decode step launches, rotary embedding with the cache write and then attention, over enough
-layers to outgrow L2; ``store_us`` is the first of these alone. With vLLM's FlashAttention 3 installed it is timed in
-turns, as vLLM calls it in CUDA graphs. Each row is checked against attention in float64 before.
+layers to exceed L2; ``store_us`` is the first kernel alone. If installed, vLLM's FlashAttention 3 is timed
+interleaved, called as vLLM does in CUDA graphs. Each row is first checked against attention in float64.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SHAPES = (
     *((batch, 128, 256) for batch in (64, 256, 16, 1)),
     *((64, 1, 2048), (64, 4000, 4192), (1, 8000, 8192)),
 )
-"""Requests, and the shortest and the longest of them."""
+"""Requests, shortest context, longest context."""
 KEY = ("case", "kv", "batch", "context", "shortest")
 SIZES = (
     *((8, 3, 1, 32), (8, 2, 1, 32), (12, 2, 1, 32), (4, 3, 2, 32)),
@@ -40,7 +40,7 @@ WAYS = [
 
 
 class Layers:
-    """Caches of some layers, and a step's tokens."""
+    """Caches of several layers, and a step's tokens."""
 
     def __init__(self, batch: int, shortest: int, longest: int) -> None:
         draw = torch.Generator("cuda").manual_seed(0)
@@ -68,13 +68,13 @@ class Layers:
         self.starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
 
     def store(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The first kernel; queries, keys and values."""
+        """Launch the first kernel; returns queries, keys and values."""
         keys, values = self.pools[i % self.count].transpose(1, 2).split(DIM, dim=-1)
         step = pages.RopePagesArgs(self.angles, self.positions, keys, values, self.slots, HEADS, KV_HEADS)
         return pages.rotate_pages(step, self.qkv), keys, values
 
     def attend(self, config: kernels.Config | None) -> Callable[[int], object]:
-        """Both kernels."""
+        """Launch both kernels."""
 
         def call(i: int) -> None:
             q, keys, values = self.store(i)
@@ -85,7 +85,7 @@ class Layers:
         return call
 
     def vllm(self) -> Callable[[int], object] | None:
-        """The first kernel and vLLM's attention, if it is installed."""
+        """The first kernel and vLLM's attention, if installed."""
         try:
             from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_scheduler_metadata
         except ImportError:
@@ -108,7 +108,7 @@ class Layers:
         return call
 
     def error(self, call: Callable[[int], object]) -> float:
-        """Of a call, beside float64, in the shortest and the longest sequence; poisons the output before."""
+        """Error of a call against float64 on the shortest and longest sequence; poisons the output first."""
         self.out.fill_(torch.nan)
         call(0)
         q, keys, values = self.store(0)
@@ -125,7 +125,7 @@ class Layers:
 
 
 def measure(shape: tuple[int, int, int], sweep: bool) -> dict[str, Any]:
-    """One row; raises AssertionError where a result is wrong."""
+    """Measure one row; raises AssertionError if a result is wrong."""
     layers, device = Layers(*shape), Device.of(torch.empty(0, device="cuda"))
     asked = kv_plain.problem(PAGE, HEADS, KV_HEADS, DIM, torch.float16, kv_plain.NO_MASKS, CAPACITY, shape[0])
     ways: list[dict[str, Any]] = [{}]
@@ -158,13 +158,13 @@ def measure(shape: tuple[int, int, int], sweep: bool) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sweep", action="store_true", help="time every way to run the kernel, write nothing")
+    parser.add_argument("--sweep", action="store_true", help="time every config, write nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "decode_attention.json")
     options = parser.parse_args(arguments)
     for shape in SHAPES:
         try:
             row = measure(shape, options.sweep)
-        except AssertionError as wrong:  # a row that is wrong is not written, and the others still are
+        except AssertionError as wrong:  # skip a wrong row, still write the others
             print("WRONG", wrong, flush=True)
             continue
         print(

@@ -1,4 +1,4 @@
-"""The shapes and schemes that every table is made from. A product is Y[M, N] = X[M, K] W[N, K]^T."""
+"""Shapes and schemes of every table. A product is Y[M, N] = X[M, K] W[N, K]^T."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,13 +9,13 @@ if TYPE_CHECKING:  # the tables need no torch
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 
 LLAMA3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-"""The linear layers of Llama-3-8B, fused as they are served: name -> (N, K)."""
+"""Linear layers of Llama-3-8B, fused as served: name -> (N, K)."""
 
 LLAMA2_7B = {"qkv": (12288, 4096), "o": (4096, 4096), "gate_up": (22016, 4096), "down": (4096, 11008)}
-"""The same of Llama-2-7B."""
+"""The same for Llama-2-7B."""
 
 QWEN3_14B = {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (34816, 5120), "down": (5120, 17408)}
-"""The same of Qwen3-14B."""
+"""The same for Qwen3-14B."""
 
 MODELS = {"llama-3-8b": LLAMA3_8B, "llama-2-7b": LLAMA2_7B, "qwen3-14b": QWEN3_14B}
 
@@ -24,7 +24,7 @@ BITWISE_SCHEMES = ("w1a1", "w1a2", "w2a2", "w3a2", "w3a4", "w4a4", "w2a8")
 
 @dataclass(frozen=True)
 class Case:
-    """One product: ``name`` says which table or layer it stands in."""
+    """One product: ``name`` is its table or layer."""
 
     name: str
     m: int
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of the product, whatever its operands' widths."""
+        """Multiplications and additions of the product, for any operand widths."""
         return 2 * self.m * self.n * self.k
 
 
@@ -64,7 +64,7 @@ def select(cases: list[Case], only: str | None = None, tokens: tuple[int, ...] |
 
 
 def random_places(n: int, k: int, device: str = "cuda") -> "torch.Tensor":
-    """Which two of every four inputs a random 2:4 sparse layer [n, k] keeps, as QuantizedWeight stores it."""
+    """Random 2 of every 4 inputs that a 2:4 sparse layer [n, k] keeps, as QuantizedWeight stores them."""
     import torch
 
     from anybit.packing import pack_words

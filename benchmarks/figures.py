@@ -1,9 +1,9 @@
 """Draw docs/packed_roofline.svg, sparse_speedup.svg and serving_rates.svg from committed rows (needs matplotlib).
 
-The first is the MARLIN paper's Fig. 11 for an H200: operations a second over operations a byte, a curve a layer, a
-marker a batch size, under the roofs measured there. The second shows what its section 5 does of Sparse-MARLIN: times
-faster than fp16 by batch size, dense and 2:4 sparse, and what 2:4 takes of the time of dense weights. The third is
-MARLIN's serving figure: times over request rates.
+The first is the MARLIN paper's Fig. 11 for an H200: operations/s over arithmetic intensity, a curve per layer, a
+marker per batch size, under the roofs measured there. The second is its section 5 on Sparse-MARLIN: speedup
+over fp16 by batch size, dense and 2:4 sparse, and the time of 2:4 relative to dense weights. The third is
+MARLIN's serving figure: latency over request rate.
 """
 
 import json
@@ -21,11 +21,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 READ_TB_S = 121e6 / read_floor_us(121e6) * 1e-6
 Row = dict[str, Any]
 RATES_SHOWN = (16, 64, 128)
-"""Requests a second that all engines were timed at."""
+"""Requests per second at which all engines were timed."""
 
 
 def save(picture: plt.Figure, name: str) -> None:
-    """The same rows give the same file."""
+    """Save reproducibly."""
     picture.tight_layout()
     picture.savefig(DOCS / name, metadata={"Date": None})
     plt.close(picture)
@@ -80,7 +80,7 @@ def sparse(rows: list[Row]) -> None:
 
 
 def served(rows: list[Row]) -> None:
-    """Medians of requests that arrive at random, an engine a curve."""
+    """Median latencies of requests that arrive at random, a curve per engine."""
     picture, both = plt.subplots(1, 2, figsize=(9, 3.6))
     names = {"vllm": "", "vllm-fp8": "", "vllm-machete": "Machete, ", "vllm-anybit": "anybit, "}
     for engine, scheme in dict.fromkeys((row["engine"], row["scheme"]) for row in rows):

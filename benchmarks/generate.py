@@ -1,19 +1,19 @@
-"""Whole models on one GPU: milliseconds of a decode step and tokens a second, quantized beside fp16.
+"""Whole models on one GPU: milliseconds per decode step and tokens per second, quantized and fp16.
 
     python benchmarks/generate.py --record [--seconds 150]
     python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--context 512] [--baseline] [--profile]
 
-A Llama-3-8B-shaped model with random weights (codes for the quantized ones) decodes after ``--context`` tokens of
+A Llama-3-8B-shaped model with random weights (random codes if quantized) decodes after ``--context`` tokens of
 random keys and values. Rows go to benchmarks/results/h200/generate.json, or to ``--out``.
 
 Quantized: ``anybit.fuse`` and a static AnyBitCache (16 bits, or the scheme's KV format), as ``generate`` runs them with
-``cache_implementation="static"``; a step is what generate calls: the tokens copied in, lengths counted, one graph.
-Before it is timed its logits are compared with those of exact attention over the same, dequantized cache, and two
-layers part by part with plain torch on the same inputs, and at the end with the unfused model over transformers' own
+``cache_implementation="static"``; a step is what generate calls: copy the tokens in, count lengths, replay one graph.
+Before timing, its logits are compared with those of exact attention over the same, dequantized cache, and two
+layers, part by part, with plain torch on the same inputs; their logits with the unfused model over transformers'
 StaticCache.
 
-fp16: one decoder layer as torch.compile makes it, projections stacked, cuDNN's attention (the faster one) over exactly
-the tokens there are, all layers in one CUDA graph: faster than transformers' model compiled whole (5.98 ms at batch 1).
+fp16: one decoder layer under torch.compile, projections stacked, cuDNN's attention (the fastest) over exactly the
+tokens present, all layers in one CUDA graph: faster than transformers' model compiled whole (5.98 ms at batch 1).
 """
 
 import argparse
@@ -37,7 +37,7 @@ from timing import RESULTS, merge_rows, stamp
 
 
 def milliseconds(step: Callable[[], object], steps: int = 20, repeats: int = 5) -> float:
-    """The median time of a step, in loops long enough for the host to run ahead as it does in generate."""
+    """Median step time, in loops long enough for the host to run ahead as in generate."""
     found = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -66,20 +66,20 @@ def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: st
 def quantized(
     scheme: str, batch: int, context: int, layers: int, profile: bool = False, head: str | None = None
 ) -> dict[str, object]:
-    """A quantized, fused model over a static cache, its head in a scheme of its own; its logits are checked first."""
+    """A quantized, fused model over a static cache, its head in an optional scheme; its logits are checked first."""
     parsed = Scheme.parse(scheme)
     found = check(scheme, batch, head)
     model = anybit.fuse(random_model(scheme, layers, prepare=False, head=head))
     cache, step = stepper(model, "kv16" if parsed.kv is None else str(parsed.kv), batch, context)
     expected = reference_logits(model, cache, torch.zeros(batch, 1, dtype=torch.long, device="cuda"), context)
     error = apart(step(), expected)
-    # Where activations are rounded to few bits, a last bit turns a code, and codes turn others, layer after layer: two
-    # layers of w4a4 part from themselves by as much as from another order of sums. So their parts are compared.
+    # With activations of few bits, rounding flips codes, layer after layer: two layers of w4a4 differ from themselves
+    # as much under a nudge as under another summation order. So compare their parts.
     assert found.part < 2e-2, f"a part is off by {found.part:.3e}"
     assert parsed.activations.quantized or (error < 2e-2 and found.logits < 2e-2), (
         f"the fused step's logits are off by {error:.3e}, {found.logits:.3e} in two layers"
     )
-    assert error < 1.5, f"the logits are off by {error:.3e}"  # of unrelated vectors: 1.41; NaN
+    assert error < 1.5, f"the logits are off by {error:.3e}"  # unrelated vectors: 1.41; also catches NaN
     for _ in range(3):
         step()
     if profile:
@@ -95,7 +95,7 @@ def fp16_layer(
     k_cache: torch.Tensor, v_cache: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, position: torch.Tensor,
     tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A decoder layer of one new token a row: x and residual [batch, hidden] -> the same."""
+    """A decoder layer, one new token per row: x and residual [batch, hidden] -> the same."""
     qkv_weight, out_weight, gate_up_weight, down_weight = weights
 
     def norm(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
@@ -177,21 +177,21 @@ RECORD = (
     ("w4a8", 16, 512), ("w4a4", 16, 512), ("w4a16g128-kv4g128", 1, 32768), ("fp16", 1, 32768),
     ("w2a16g128", 16, 512), ("w4a16g128-kv2g128", 1, 131072), ("w3a16g128", 1, 512),
 )  # fmt: skip
-"""Scheme, batch and context of the committed rows, the most important first."""
+"""Scheme, batch and context of the committed rows, most important first."""
 
 
 def main() -> None:
-    """Time the models asked for, and write a row after each."""
+    """Time the requested models, and write a row after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--context", type=int, nargs="*", default=[512])
     parser.add_argument("--schemes", default="w4a16g128,w2a16g128,w4a8,w4a4")
     parser.add_argument("--baseline", action="store_true", help="time the compiled fp16 model too")
-    parser.add_argument("--record", action="store_true", help="the committed rows instead, the most important first")
+    parser.add_argument("--record", action="store_true", help="measure the committed rows, most important first")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no model after this many seconds")
-    parser.add_argument("--profile", action="store_true", help="print which kernels a step spends its time in")
+    parser.add_argument("--profile", action="store_true", help="print a step's time by kernel")
     parser.add_argument("--layers", type=int, default=LLAMA_3_8B["num_hidden_layers"])
-    parser.add_argument("--head", metavar="SCHEME", help="quantize lm_head, too, in a scheme of its own")
+    parser.add_argument("--head", metavar="SCHEME", help="also quantize lm_head, in this scheme")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "generate.json")
     arguments = parser.parse_args()
     start, key = time.perf_counter(), ("case", "scheme", "batch", "context")
@@ -205,7 +205,7 @@ def main() -> None:
         measure = baseline if scheme == "fp16" else functools.partial(quantized, scheme, head=arguments.head)
         try:
             found = measure(batch, context, arguments.layers, arguments.profile)
-        except (AnyBitError, AssertionError, RuntimeError) as error:  # one case must not cost the others
+        except (AnyBitError, AssertionError, RuntimeError) as error:  # one failed case must not lose the others
             print(f"{scheme}, batch {batch}, context {context}: {type(error).__name__}: {error}", flush=True)
         else:
             if arguments.layers == LLAMA_3_8B["num_hidden_layers"]:

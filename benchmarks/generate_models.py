@@ -1,4 +1,4 @@
-"""Llama-3-8B-shaped models with random weights, which generate.py measures, and how a fused step is checked."""
+"""Random Llama-3-8B-shaped models for generate.py, and the check of a fused step."""
 
 import contextlib
 import functools
@@ -34,10 +34,10 @@ LLAMA_3_8B: dict[str, Any] = {
 
 
 def random_model(scheme: str | None, layers: int, prepare: bool = True, head: str | None = None) -> LlamaForCausalLM:
-    """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of the usual size.
+    """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of realistic size.
 
-    prepare: put quantized weights into their kernel's layout; not for a model that is fused at once.
-    head: the scheme of lm_head, which stays in 16 bits without one.
+    prepare: repack quantized weights for their kernel; False for a model that is then fused.
+    head: the scheme of lm_head; None for 16 bits.
     """
     config = LlamaConfig(**{**LLAMA_3_8B, "num_hidden_layers": layers}, dtype=torch.float16)
     with torch.device("meta"):
@@ -63,7 +63,7 @@ def fill(layer: QuantLinear, prepare: bool = True) -> None:
     n, k, fmt = layer.out_features, layer.in_features, layer.scheme.weights
     words = torch.randint(-(2**31), 2**31, layer.weight_packed.shape, dtype=torch.int32, device="cuda")
     scale = torch.full((n, fmt.groups(k)), 0.07 / 2**fmt.bits, dtype=torch.float16, device="cuda")
-    # Signs of both kinds: signed codes have a mean of -1/2, which 32 layers would raise beyond what fp16 holds.
+    # Scales of both signs: signed codes have a mean of -1/2, which 32 layers would amplify beyond fp16.
     scale *= torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1
     zero = None
     if fmt.code == "asym":
@@ -85,7 +85,7 @@ def history(
 
 
 def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> AnyBitCache:
-    """A static cache that holds the random history."""
+    """A static cache with the random history."""
     cache = AnyBitCache(kv, config=model.config, capacity=context + 512, static=True)
     heads = model.config.num_key_value_heads, model.config.head_dim
     for layer in range(model.config.num_hidden_layers):
@@ -99,13 +99,13 @@ def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> 
 
 
 def unfused_logits(model: LlamaForCausalLM, batch: int, context: int, nudge: bool = False) -> torch.Tensor:
-    """The step by transformers' own code and StaticCache.
+    """Logits of a step by transformers' own code and StaticCache.
 
-    nudge: of what each product multiplies, every other number has moved to the next one of fp16.
+    nudge: move every other element of each product's input by one fp16 ulp.
     """
     cache = StaticCache(config=model.config, max_cache_len=context + 16)
     ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
-    model(ids, past_key_values=cache)  # makes its tensors
+    model(ids, past_key_values=cache)  # allocates its tensors
     for i, layer in enumerate(cache.layers):
         layer.keys[:, :, :context], layer.values[:, :, :context] = history(i, batch, context)
         layer.cumulative_length.fill_(context)
@@ -124,7 +124,7 @@ def unfused_logits(model: LlamaForCausalLM, batch: int, context: int, nudge: boo
 
 
 def reference_logits(model: LlamaForCausalLM, cache: AnyBitCache, ids: torch.Tensor, context: int) -> torch.Tensor:
-    """The step with exact attention over the dequantized cache; the cache is as before afterwards."""
+    """Logits of a step with exact attention over the dequantized cache, which is restored."""
     before = model.config._attn_implementation
     implement(attention.decode_reference)
     try:
@@ -144,23 +144,23 @@ def reference_logits(model: LlamaForCausalLM, cache: AnyBitCache, ids: torch.Ten
 def stepper(
     model: LlamaForCausalLM, kv: str, batch: int, context: int
 ) -> tuple[AnyBitCache, Callable[[], torch.Tensor]]:
-    """A static cache of a fused model that holds the history, and its step as generate calls it."""
+    """A fused model's static cache with the history, and its step as generate calls it."""
     cache = packed_cache(model, kv, batch, context)
     ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
     return cache, lambda: model(input_ids=ids, past_key_values=cache).logits
 
 
 def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative distance of logits."""
+    """Relative error of logits."""
     return float((got.float() - wanted).norm() / wanted.norm())
 
 
 @dataclass(frozen=True)
 class Check:
-    """How far a fused step of two layers is from the unfused model over transformers' StaticCache.
+    """Errors of a fused step of two layers against the unfused model over transformers' StaticCache.
 
-    part: the worst product, norm or SiLU included, or attention, against plain torch on the same inputs. logits: at the
-    end. nudged: the unfused model's own logits, when half of what its products multiply moves by a last bit.
+    part: of the worst product, including norm or SiLU, or attention, against torch on the same inputs. logits: of the
+    output. nudged: of the unfused model's logits when half of its products' inputs move by one ulp.
     """
 
     part: float
@@ -177,7 +177,7 @@ class Check:
 
 @contextlib.contextmanager
 def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[None]:
-    """While it lasts, every product and attention of a fused model is also computed in torch, and compared."""
+    """Within this context, also compute a fused model's products and attention in torch, and compare."""
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
 
     def expected(layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
 @functools.cache
 @torch.inference_mode()
 def check(scheme: str, batch: int, head: str | None = None, layers: int = 2) -> Check:
-    """A fused step of a few layers over an AnyBitCache of 512 tokens, beside the unfused model."""
+    """Compare a fused step of a few layers over an AnyBitCache of 512 tokens with the unfused model."""
     model = random_model(str(replace(Scheme.parse(scheme), kv=None)), layers, head=head)
     expected, nudged = (unfused_logits(model, batch, 512, nudge) for nudge in (False, True))
     cache, step = stepper(anybit.fuse(model), "kv16", batch, 512)

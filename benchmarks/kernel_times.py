@@ -1,6 +1,6 @@
-"""Which kernels a run spends its time in, when none ran, and what the host did: tables, no profiler tools.
+"""Tables of a run's time by kernel, of GPU idle time, and of host time, without profiler tools.
 
-A recorder begins and ends in the process, and the thread, that does the work.
+Begin and end a recorder in the process and thread that do the work.
 """
 
 import cProfile
@@ -12,18 +12,18 @@ import torch
 
 
 class KernelRecorder:
-    """The GPU's kernels from ``begin`` to ``end``."""
+    """Records the GPU's kernels between ``begin`` and ``end``."""
 
     def begin(self) -> None:
-        """Note every kernel from now on."""
+        """Start recording."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._trace: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._trace.__enter__()
 
     def end(self, count: int = 1) -> str:
-        """The time of ``count`` runs by kernel, and the gaps. A product is told by what ran before it: its kernel has
-        one name for all. A kernel that begins early waits for the one before it: its time counts from where that one
+        """Time of ``count`` runs by kernel, and idle gaps. Products are told apart by the preceding kernel, since they
+        share a name. A kernel that starts early (PDL) waits for its predecessor: its time counts from when that one
         ended.
         """
         if torch.cuda.is_available():
@@ -60,15 +60,15 @@ class KernelRecorder:
 
 
 class CallRecorder:
-    """What this thread does from ``begin`` to ``end``."""
+    """Profiles this thread between ``begin`` and ``end``."""
 
     def begin(self) -> None:
-        """Note every call of a Python function from now on, which makes them longer."""
+        """Start profiling calls of Python functions, which slows them down."""
         self._profile = cProfile.Profile()
         self._profile.enable()
 
     def end(self, count: int = 1, most: int = 40) -> str:
-        """Python's functions by the time in and below them."""
+        """Python functions by cumulative time."""
         self._profile.disable()
         table = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]  # (file, line, name): calls, .., own, all
         whole = sum(own for _, _, own, _, _ in table.values())
@@ -82,7 +82,7 @@ class CallRecorder:
 
 
 def print_kernels(run: Callable[[], object], count: int = 1) -> None:
-    """Print the time of ``count`` runs by kernel; one before them is not counted."""
+    """Print the time of ``count`` runs by kernel, after one warm-up."""
     run()
     recorder = KernelRecorder()
     recorder.begin()

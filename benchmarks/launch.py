@@ -1,4 +1,4 @@
-"""What a kernel costs before it runs: its first use, its next from the disk, and the host's time for one launch.
+"""What a kernel costs before it runs: first use, loading from the disk cache, and host time per launch.
 
 python benchmarks/launch.py    # into results/h200/launch.json
 """
@@ -30,7 +30,7 @@ LAUNCHES, ROUNDS = 200, 20
 
 
 def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
-    """One product: compiled into an empty cache, read from it again, launched again and again."""
+    """Measure one product: compile into an empty cache, load from it, launch repeatedly."""
     packed = quantize_activations.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
     weight, codes = random_weight(Case("launch", m, n, k), scheme)
     y = torch.empty(m, n, dtype=torch.float16, device="cuda")

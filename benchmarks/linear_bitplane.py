@@ -1,4 +1,4 @@
-"""Bit-plane products over the cases of cases.py: GEMM with its whole epilogue, alone and after quantize-and-pack.
+"""Bit-plane GEMMs over the cases of cases.py, with the full epilogue: alone and after quantize-and-pack.
 
 python benchmarks/linear_bitplane.py                      # everything, into results/h200/gemm_bitwise.json
 python benchmarks/linear_bitplane.py --only gate_up --tokens 64 --schemes w2a2
@@ -37,7 +37,7 @@ from timing import (
     time_in_turns,
 )
 
-# Shapes in the order of what they say: large products, few tokens, one token; then the papers' tables, then the rest.
+# Most informative shapes first: large products, few tokens, one token; then the papers' tables, then the rest.
 FIRST = [(4096, 28672, 4096), (64, 4096, 4096), (1024, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)]
 KERNELS = ("wgmma", "mma.sync")
 
@@ -46,11 +46,11 @@ Job = tuple[Case, str, str]
 
 
 def compiled_config(job: Job) -> Any:
-    """The config of a job, compiled into the cache on disk without a GPU; None where its kernel refuses it."""
+    """The config of a job, compiled into the disk cache without a GPU; None if its kernel refuses it."""
     case, scheme_text, name = job
     scheme, device = Scheme.parse(scheme_text), Device.named("sm_90a")
     problem = LinearProblem(case.m, case.n, case.k, scheme.weights, scheme.activations, device=device)
-    family = bitplane.family(problem) if name == "wgmma" else sm80_bitplane_gemm  # wgmma's: what a layer would run
+    family = bitplane.family(problem) if name == "wgmma" else sm80_bitplane_gemm  # wgmma: what a layer would run
     if family is None or family.why_not(problem) is not None:
         return None
     config, quantizing = family.default(problem), quantize_activations.Problem(case.m, case.k, scheme.activations)
@@ -60,7 +60,7 @@ def compiled_config(job: Job) -> Any:
 
 
 def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor]:
-    """Random codes on the GPU, prepared as ``planes.prepare`` does, and the codes."""
+    """Random codes on the GPU, prepared as by ``planes.prepare``, and the codes."""
     bits, code = scheme.weights.bits, scheme.weights.code
     codes = torch.randint(0, 2**bits, (case.n, case.k), dtype=torch.uint8, device="cuda")
     double = int(code == "bipolar")
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--schemes", nargs="*", default=BITWISE_SCHEMES)
     parser.add_argument("--family", choices=KERNELS, nargs="*", default=["wgmma"])
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_bitwise.json")
     options = parser.parse_args()
     order = [*FIRST, *((case.m, case.n, case.k) for case in PAPERS)]
@@ -144,7 +144,7 @@ def main() -> None:
         shapes.setdefault((case.m, case.n, case.k), []).append(case)
     cases = [named[0] for named in shapes.values() if named]
     jobs = [(c, s, f) for c in cases for s in options.schemes for f in options.family]
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # before CUDA is touched
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # before CUDA is initialized
         configs = dict(zip(jobs, pool.map(compiled_config, jobs, chunksize=1), strict=True))
     print(f"{len(jobs)} jobs compiled after {time.perf_counter() - began:.0f} s", flush=True)
     marks = stamp()

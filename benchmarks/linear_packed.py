@@ -1,17 +1,17 @@
-"""Packed weights of 1 to 8 bits against 16-bit and 8-bit activations: each product followed by one that depends on it.
+"""Packed weights of 1 to 8 bits with 16-bit and 8-bit activations, timed in chains of dependent products.
 
-python benchmarks/linear_packed.py --compile            # needs no GPU: every kernel of every row, into the cache
+python benchmarks/linear_packed.py --compile            # compile the kernels of all rows; needs no GPU
 python benchmarks/linear_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
 python benchmarks/linear_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
 python benchmarks/linear_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a8   # each kernel at its own clock
 
-Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
-the output of a product is (the beginning of) the activations of the next. `us` includes the quantization of 8-bit
+Chains run in one CUDA graph under programmatic dependent launch, over weight copies that together exceed L2: (the
+beginning of) a product's output is the activations of the next. `us` includes the quantization of 8-bit
 activations, `us_product` does not.
-All schemes of a layer at one M, cuBLAS fp16, fp8 `_scaled_mm` and humming-kernels (where it is installed) are timed in
-turns, or, with --steady, each runs for so many seconds before it is timed: at the power limit a kernel in turns has the
-clock that the one before it left. Rows that this commit has written before are skipped (`--again` repeats them), so
-that a run cut short goes on.
+All schemes of a layer at one M, cuBLAS fp16, fp8 `_scaled_mm` and humming-kernels (if installed) are timed
+interleaved, or, with --steady, each after running alone for so many seconds: at the power limit, an interleaved
+kernel inherits the clock that the one before left. Rows already written by this commit are skipped (`--again`
+repeats them), so an interrupted run continues.
 """
 
 import argparse
@@ -65,7 +65,7 @@ SCHEMES = (
 )
 VENDORS = ("cublas fp16", "fp8")
 CHAIN = 32
-"""Products after which a chain begins again, so that what it multiplies neither overflows nor fades."""
+"""Products after which a chain restarts, so values neither overflow nor vanish."""
 RATES = {"float": "e4m3", "sym": "s8"}
 
 
@@ -81,7 +81,7 @@ class Job:
 
 
 def job_of(asked: tuple[Case, str], dtype: torch.dtype = torch.float16) -> Job | None:
-    """The job as ops/packed.py runs it, its kernels in the cache on disk; None, with a line, where nothing runs it."""
+    """The job as ops/packed.py runs it, its kernels in the disk cache; prints why and returns None if none can."""
     case, text = asked
     scheme, device = Scheme.parse(text), Device.named("sm_90a")
     x = scheme.activations
@@ -104,11 +104,11 @@ def job_of(asked: tuple[Case, str], dtype: torch.dtype = torch.float16) -> Job |
 
 
 def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
-    """Random codes and scales of both signs: a product keeps the size of its input on average."""
+    """Random codes, scales of both signs: a product has its input's size on average."""
     fmt, shape = scheme.weights, (case.n, case.k)
     bits, groups, kept = fmt.bits, fmt.groups(case.k), case.k // (1 + fmt.sparse)
     words = torch.randint(-(2**31), 2**31 - 1, (case.n, words_per_row(kept, bits)), dtype=torch.int32, device="cuda")
-    square = ((1 << 2 * bits) - 1) / 12 + 0.25 * (fmt.code in ("sym", "asym"))  # of a code less its zero, on average
+    square = ((1 << 2 * bits) - 1) / 12 + 0.25 * (fmt.code in ("sym", "asym"))  # mean square of a code minus its zero
     if fmt.code == "e4m3":
         words &= 0x77777777  # no NaN
     if fmt.tabled:
@@ -123,7 +123,7 @@ def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
 
 
 class Weights:
-    """A layer in one scheme: copies in tiles, and the float64 values of some rows; kept from one M to the next."""
+    """A layer in one scheme: tiled copies, and float64 values of some rows; reused for every M."""
 
     def __init__(self, case: Case, scheme: Scheme, layer: QuantizedWeight | None = None) -> None:
         self.layer = layer = random_weight(case, scheme) if layer is None else layer
@@ -135,7 +135,7 @@ class Weights:
         packed = packed_tiles.prepare(layer, order)
         torch.cuda.synchronize()
         self.prepare_gb_s = layer.words.numel() * 4e-9 / (time.perf_counter() - begin)
-        # Memory that repacking takes beside the layer it reads, in layers as it leaves them.
+        # Repacking's extra memory, relative to the size of the packed layer.
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         self.prepare_layers = (peak - before) / (packed.tiles.nbytes + packed.row_scale.nbytes)
         self.rows = torch.randint(0, case.n, (256,), device="cuda")
@@ -151,7 +151,7 @@ def error_of(y: torch.Tensor, x: torch.Tensor, weights: Weights) -> float:
 
 
 class Run:
-    """A job, checked and captured; ``row`` makes its row from what was timed."""
+    """A job, checked and captured; ``row`` makes its row from timings."""
 
     def __init__(self, job: Job, weights: Weights, buffers: list[torch.Tensor], x0: torch.Tensor) -> None:
         self.job, self.weights, self.buffers, self.x0 = job, weights, buffers, x0
@@ -170,7 +170,7 @@ class Run:
             self.graphs["us_product"] = Captured(self.call_product, calls)
 
     def product(self, i: int, x: torch.Tensor, y: torch.Tensor, codes: bool = True) -> None:
-        """Launch the product, its quantization ahead."""
+        """Launch the product, after quantization."""
         weight = self.weights.copies[i % len(self.weights.copies)]
         config, coded = self.job.config, self.codes
         if coded is not None and codes:
@@ -184,7 +184,7 @@ class Run:
         self.product(i, x, self.buffers[(i + 1) % 2][: m * n].view(m, n), codes)
 
     def call_product(self, i: int) -> None:
-        """The same without quantization: products of what was quantized last."""
+        """The same without quantization: reuses the last quantized activations."""
         self.call(i, codes=False)
 
     def check(self) -> float:
@@ -200,7 +200,7 @@ class Run:
         return error
 
     def row(self, us: dict[str, float], theirs: dict[str, float], steady: bool) -> dict[str, Any]:
-        """The row that is written. us: of each graph, by its name. steady: whether each ran alone (--steady)."""
+        """The row to write. us: times by graph name. steady: whether each graph ran alone (--steady)."""
         case = self.job.case
         return {
             "case": case.name,
@@ -224,9 +224,9 @@ class Run:
 
 
 def time_steadily(graphs: Sequence[Captured], seconds: float) -> list[Timing]:
-    """The time of a call of each graph once it has run alone for so long; in turns where that is 0.
+    """Time per call of each graph after running alone for so long; interleaved if 0.
 
-    A model's products are all of one scheme: they run at the clock that their own power allows.
+    A model's products share a scheme, so they run at the clock that their own power allows.
     """
     if not seconds:
         return time_exactly(graphs)
@@ -247,7 +247,7 @@ def time_layer(
     steady: float = 0.0,
     names: Sequence[str] = VENDORS,
 ) -> list[dict[str, Any]]:
-    """All jobs of one layer and M, in turns with the baselines or each alone for a while: their rows."""
+    """All jobs of one layer and M, interleaved with the baselines or each alone: their rows."""
     case = jobs[0].case
     m, n, k = case.m, case.n, case.k
     buffers = [torch.randn(m * max(n, k), device="cuda").to(jobs[0].dtype) for _ in range(2)]
@@ -257,7 +257,7 @@ def time_layer(
     for job in jobs:
         try:
             runs.append(Run(job, weights[job.scheme], buffers, x0))
-        except (AssertionError, KernelError) as error:  # one row must not cost the others
+        except (AssertionError, KernelError) as error:  # one failed row must not lose the others
             print(f"REFUSED {job.case} {job.scheme} {job.config}: {error}", flush=True)
             continue
         graphs |= {(job.scheme, name): graph for name, graph in runs[-1].graphs.items()}
@@ -290,19 +290,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=LAYERS, default=list(LAYERS), help="layers")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
-    parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8 beside")
-    parser.add_argument("--humming", nargs="*", default=["w4a16g128", "w4a8"], help="schemes that it is timed in")
+    parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8")
+    parser.add_argument("--humming", nargs="*", default=["w4a16g128", "w4a8"], help="schemes to time it in")
     parser.add_argument("--humming-models", nargs="*", choices=MODELS, default=["llama-3-8b"], help="and models")
-    parser.add_argument("--again", action="store_true", help="repeat rows that this commit has written")
-    parser.add_argument("--steady", type=float, default=0.0, help="seconds that each runs alone before it is timed")
-    parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
-    parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing after this many seconds")
+    parser.add_argument("--again", action="store_true", help="repeat rows of this commit")
+    parser.add_argument("--steady", type=float, default=0.0, help="seconds each runs alone before timing")
+    parser.add_argument("--compile", action="store_true", help="only compile; needs no GPU")
+    parser.add_argument("--seconds", type=float, default=200.0, help="start nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "gemm_packed.json")
     return parser.parse_args()
 
 
 def jobs_of(options: argparse.Namespace, pool: Pool) -> Iterator[Job]:
-    """Every job in order, layer by layer and M by M; other processes choose and compile what comes later."""
+    """Every job, layer by layer and M by M; other processes choose configs and compile ahead."""
     asked = [
         (Case(f"{model} {layer}", m, *MODELS[model][layer]), scheme)
         for model in options.models
@@ -316,7 +316,7 @@ def jobs_of(options: argparse.Namespace, pool: Pool) -> Iterator[Job]:
 def main() -> None:
     options = parse()
     begin = time.monotonic()
-    # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
+    # Fork these processes before CUDA is initialized; they compile into the disk cache.
     pool = multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1))
     jobs = jobs_of(options, pool)
     if options.compile:
@@ -329,7 +329,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> None:
-    """Time what was asked for, and write rows after each M."""
+    """Time the jobs, and write rows after each M."""
     marks = stamp()
     old = json.loads(options.out.read_text()) if options.out.exists() and not options.again else []
     same = [row for row in old if all(row.get(name) == marks[name] for name in ("commit", "gpu"))]
@@ -353,7 +353,7 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                     if theirs and peers_humming.installed():
                         try:
                             peers[job.scheme] = peers_humming.Peer(weights[job.scheme].layer, Scheme.parse(job.scheme))
-                        except (AssertionError, RuntimeError) as error:  # it compiles, and may not find what it needs
+                        except (AssertionError, RuntimeError) as error:  # it compiles, and may lack a compiler
                             print(f"humming {case.name} {job.scheme}: {str(error)[:300]}", flush=True)
             if vendors is None and not options.no_baselines:
                 vendors = VendorWeights(case.n, case.k)

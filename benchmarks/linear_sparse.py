@@ -1,13 +1,13 @@
-"""2:4 sparse weights beside dense ones of the same width, cuBLAS and cuSPARSELt: rows as those of linear_packed.py.
+"""2:4 sparse against dense weights of the same width, cuBLAS and cuSPARSELt: rows as in linear_packed.py.
 
-python benchmarks/linear_sparse.py --compile       # needs no GPU: every kernel of every row, into the cache
+python benchmarks/linear_sparse.py --compile       # compile the kernels of all rows; needs no GPU
 python benchmarks/linear_sparse.py --seconds 90    # into results/<machine>/sparse.json
 
-All of a layer and M are timed in one run: in turns up to 128 tokens, and from 256 on each after it has run alone for
-half a second (`steady`), since at the power limit a kernel in turns has the clock that the one before it left.
-cuSPARSELt multiplies by 16-bit and by int8 weights in the algorithm that its own search chooses. That search has ended
-in an illegal instruction (fp16, results [tokens, outputs], torch 2.11 and cuSPARSELt 0.8.0): each product is tried in a
-process of its own first, and left out where that fails.
+A layer at one M is timed in one run: interleaved up to 128 tokens, and from 256 on each after running alone for
+half a second (`steady`), since at the power limit an interleaved kernel inherits the clock that the one before left.
+cuSPARSELt multiplies 16-bit and int8 weights with the algorithm that its own search chooses. That search can die of
+an illegal instruction (fp16, results [tokens, outputs], torch 2.11 and cuSPARSELt 0.8.0): each product is first tried
+in its own process, and omitted if that fails.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from linear_packed import Job, Weights, job_of, time_layer
 from timing import RESULTS, SPARSE_VENDORS, VendorWeights, merge_rows, stamp, without_crash
 
 TOKENS = (1, 2, 16, 32, 64, 128, 256, 1024, 4096)
-"""Of gate_up and 4-bit codes; other layers and widths at ``FEW_TOKENS``, unless tokens are named."""
+"""Tokens of gate_up with 4-bit codes; other layers and widths use ``FEW_TOKENS``, unless given."""
 FEW_TOKENS = (1, 16, 64, 1024)
 PAIRS = ("w4a16g128", "w4a8", "w2a16g128", "w8a16g128", "w4a16g128asym")
 HOT_TOKENS, HOT_SECONDS = 256, 0.5
 KEY = ("case", "scheme", "dtype", "m", "n", "k")
-"""Of a row; one without a dtype is of float16."""
+"""Key of a row; the default dtype is float16."""
 
 
 def asked(tokens: Sequence[int] | None, schemes: Sequence[str] | None) -> Iterator[tuple[Case, str]]:
-    """Every row that is asked for: layer by layer, the largest first, M by M, dense and sparse."""
+    """Every requested row: layer by layer, largest first, M by M, dense and sparse."""
     for layer, (n, k) in sorted(LLAMA3_8B.items(), key=lambda item: -item[1][0] * item[1][1]):
         whole = layer == "gate_up"
         for m in tokens or (TOKENS if whole else FEW_TOKENS):
@@ -50,13 +50,13 @@ def asked(tokens: Sequence[int] | None, schemes: Sequence[str] | None) -> Iterat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
+    parser.add_argument("--compile", action="store_true", help="only compile; needs no GPU")
     parser.add_argument("--only", nargs="*", choices=tuple(LLAMA3_8B), default=list(LLAMA3_8B), help="layers")
     parser.add_argument("--tokens", type=int, nargs="*", help="of every layer")
-    parser.add_argument("--schemes", nargs="*", choices=PAIRS, help="dense ones, each beside its 2:4")
+    parser.add_argument("--schemes", nargs="*", choices=PAIRS, help="dense ones, each with its 2:4")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of x and y")
     parser.add_argument("--vendors", nargs="*", choices=SPARSE_VENDORS, default=SPARSE_VENDORS, help="timed beside")
-    parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing after this many seconds")
+    parser.add_argument("--seconds", type=float, default=90.0, help="start nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "sparse.json")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -66,7 +66,7 @@ def main() -> None:
         if case.name.split()[1] in options.only
     ]
     job = functools.partial(job_of, dtype=getattr(torch, options.dtype))
-    # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
+    # Fork these processes before CUDA is initialized; they compile into the disk cache.
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         jobs = (found for found in pool.imap(job, wanted) if found is not None)
         if options.compile:
@@ -79,7 +79,7 @@ def main() -> None:
 def measure(
     jobs: Iterator[Job], shapes: Sequence[tuple[int, int, int]], begin: float, options: argparse.Namespace
 ) -> None:
-    """Time the jobs, and write rows after each M. shapes: of all of them, (m, n, k)."""
+    """Time the jobs, and write rows after each M. shapes: of all jobs, (m, n, k)."""
     marks = stamp()
     usable = without_crash([name for name in options.vendors if "cusparselt" in name], shapes)
     for _, layer in itertools.groupby(jobs, key=lambda job: job.case.name):

@@ -2,8 +2,8 @@
 
     python benchmarks/peers.py --peer auto-round --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt
 
-In an environment of its own: anybit's requirements and the peer (pip install auto-round, or gptqmodel). Its weights
-are evaluated as they leave it, dequantized, in float32. auto-round tunes on all of the second half of the text, as
+Run it in an environment with anybit's requirements and the peer (pip install auto-round, or gptqmodel). The peer's
+weights are dequantized and evaluated in float32. auto-round tunes on all of the second half of the text, as
 `--method learned` does; GPTQModel calibrates on 32 thousand tokens of it, as `--method gptq` does. Rows go to
 peers.json in benchmarks/results/h200 or cpu.
 """
@@ -33,7 +33,7 @@ Settings = dict[str, Any]
 
 
 def auto_round(source: Path, tokenizer: Any, samples: list[Tensor], format: WeightFormat, settings: Settings) -> Any:
-    """The tuned model."""
+    """Tune the model."""
     from auto_round import AutoRound
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
@@ -54,7 +54,7 @@ def auto_round(source: Path, tokenizer: Any, samples: list[Tensor], format: Weig
 
 
 def gptqmodel(source: Path, tokenizer: Any, samples: list[Tensor], format: WeightFormat, settings: Settings) -> Any:
-    """A plain model with the weights that it decodes."""
+    """A plain model with the dequantized weights."""
     from gptqmodel import BACKEND, GPTQConfig, GPTQModel
 
     config = GPTQConfig(
@@ -67,7 +67,7 @@ def gptqmodel(source: Path, tokenizer: Any, samples: list[Tensor], format: Weigh
     examples = [{"input_ids": sample.tolist(), "attention_mask": [1] * len(sample)} for sample in samples]
     model.quantize(examples, batch_size=8)
     with tempfile.TemporaryDirectory() as scratch:
-        # What is packed in memory follows another convention of zeros than what loads.
+        # Packed in memory, zeros follow another convention than in checkpoints.
         model.save(scratch)
         model = GPTQModel.load(scratch, device=DEVICE, dtype=torch.float16, backend=BACKEND.TORCH)
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""humming-kernels (PyPI) with the same weights: a baseline of gemm_packed.py, where it is installed.
+"""humming-kernels (PyPI) on the same weights: a baseline of gemm_packed.py, if installed.
 
-Its checkpoint layout is dense words with the lowest bits first and scales [N, groups], so it is given the very codes
-and scales that are timed beside it, and its result is checked in the same way. Its own choice of kernel runs.
+Its checkpoint layout is dense words, lowest bits first, with scales [N, groups], so it gets exactly our codes and
+scales, and its result is checked in the same way. It chooses its own kernel.
 """
 
 import copy
@@ -17,12 +17,12 @@ from timing import Captured, calls_for, floor_us, rotations
 
 
 def installed() -> bool:
-    """Whether the package can be imported."""
+    """Whether the package is installed."""
     return importlib.util.find_spec("humming") is not None
 
 
 class Peer:
-    """A layer in humming's tiles, in as many copies as make the caches useless."""
+    """A layer in humming's layout, in enough copies to defeat the caches."""
 
     def __init__(self, layer: QuantizedWeight, scheme: Scheme) -> None:
         from humming.layer import HummingLayer
@@ -41,11 +41,11 @@ class Peer:
     def captured(
         self, x: torch.Tensor, weights: Any, error_of: Callable[[torch.Tensor, torch.Tensor, Any], float]
     ) -> Captured:
-        """Calls one after another in a graph. Raises AssertionError for a wrong result."""
+        """Consecutive calls in a CUDA graph. Raises AssertionError for a wrong result."""
         m, (n, k) = x.shape[0], self.shape
         y = torch.empty(m, n, dtype=torch.float16, device=x.device)
         self.copies[0](x, outputs=y)
-        # Rounding to 8 bits is its own, so only a product of 16-bit activations is as near as ours must be.
+        # It rounds to 8 bits in its own way, so only products of 16-bit activations must be as accurate as ours.
         error, limit = error_of(y, x, weights), 2e-2 if self.scheme.activations.integer else 1e-3
         if self.scheme.activations.quantized and not self.scheme.activations.integer:
             limit = 6e-2

@@ -1,16 +1,16 @@
-"""Methods against schemes: perplexity of SmolLM2-135M on Wikipedia prose, and a picture of perplexity against size.
+"""Methods by scheme: perplexity of SmolLM2-135M on Wikipedia prose, and a figure of perplexity over size.
 
     python benchmarks/quantize.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [CASE ...]
 
-A case is SCHEME:METHOD, from folder to folder with the method's own defaults, on a GPU if there is one; in
-SCHEME:METHOD+METHOD the second takes the calibrated blocks of the first (its seconds are those of both). Calibration
+A case is SCHEME:METHOD, from folder to folder with the method's defaults, on a GPU if there is one; in
+SCHEME:METHOD+METHOD the second reuses the calibrated blocks of the first (its seconds are those of both). Calibration
 reads the second half of the text, evaluation the first 16 windows of 512 tokens of the first. A scheme with a KV cache
-is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, once through plain dequantized arithmetic
-and once through anybit's kernels: APT-LLM's Table V.
+is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, with plain dequantized arithmetic
+and with anybit's kernels: APT-LLM's Table V.
 
-Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one; those of the same case, scheme, method
-and options are replaced. `--missing` leaves out what has a row, `--seconds S` begins no case after S seconds.
-`--masks FOLDER` keeps learned 2:4 masks for the cases after it, whose seconds count theirs.
+Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one, replacing those of the same case,
+scheme, method and options. `--missing` skips cases that have a row, `--seconds S` starts no case after S seconds.
+`--masks FOLDER` keeps learned 2:4 masks for later cases, whose seconds include theirs.
 `--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
 """
 
@@ -46,7 +46,7 @@ CASES = [
     "w6a6g64asym-xasym:smooth",
     "w4a4g64asym-xasym:spread",
     "w6a6g64asym-xasym:spread",
-    # What the papers compare with and without their kernels, in schemes that a kernel of ours runs.
+    # What the papers compare with and without their kernels, in schemes that we have kernels for.
     *("w2a4:rtn:op", "w4a4:rtn:op", "w4a8:rtn:op", "w6a6:rtn:op", "w4a16g128:rtn:op"),
     *("w4a16g64asym-kv4:rtn", "w4a16g64asym-kv4:gptq+learned", "w4a16g64asym-kv2g32:rtn"),
     "float32:rtn",
@@ -54,11 +54,11 @@ CASES = [
     *(f"{scheme}:gptq+learned" for scheme in SCHEMES),
     *("w4a4:smooth:op", "w4a4:rotate:op", "w4a4:spread:op", "w6a6:smooth:op", "w6a6:learned:op", "w8a8:smooth:op"),
     "w4a16g64asyms24:rtn",
-    "float16s24:distill",  # masks alone, in 16 bits
+    "float16s24:distill",  # only masks, in 16 bits
     *(f"{scheme}g64s24:{method}" for scheme in ("w4a16", "w2a16", "w8a16", "w4a8") for method in ("gptq", "distill")),
     *("w3a16g128asym:block", "w2a16g64asym:block", "w4a4g64asym-xasym:rotate", "w1a16:onebit", "w1a16:gptq+learned"),
 ]
-# Of peers, whose rows do not say: codes, and a scale and a zero of each group.
+# For peers, whose rows do not say: codes, and a scale and a zero per group.
 BITS = {"w4a16g64asym": 4.31, "w3a16g128asym": 3.16, "w3a16g64asym": 3.3, "w2a16g64asym": 2.28, "w2a16g32asym": 2.56}
 KEY = ("case", "scheme", "method", "options")
 CASE = "smollm2-135m wikipedia, first half"
@@ -76,9 +76,9 @@ def measure(
     blocks: Path | None = None,
     masks: Path | None = None,
 ) -> dict[str, Any]:
-    """Quantize, reload, evaluate through the layers that a user gets.
+    """Quantize, reload, evaluate through the layers that users get.
 
-    blocks: a folder for calibrated blocks, which methods that begin alike take from each other. masks: of 2:4 masks.
+    blocks: a folder of calibrated blocks, shared by methods that begin alike. masks: a folder of 2:4 masks.
     """
     content = evaluate.read_text(text)
     cut = len(content) // 2
@@ -130,7 +130,7 @@ def measure(
 
 
 def save_masks(model: Path, folder: Path, given: dict[str, Any]) -> None:
-    """The 2:4 sparse model in 16 bits that ``distill`` quantizes, as a folder."""
+    """Save the 16-bit 2:4 sparse model that ``distill`` quantizes."""
     job = Job.of(model, folder, "w8a16g64s24", "distill")
     options = Options.of(given)
     masks = options.masks("distill", job.scheme)
@@ -147,13 +147,13 @@ def save_masks(model: Path, folder: Path, given: dict[str, Any]) -> None:
 
 
 def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, Any]:
-    """Perplexity in float32, and if asked in 16 bits: dequantized, and through the kernels."""
+    """Perplexity in float32, and optionally in 16 bits: dequantized, and through the kernels."""
     through_cache = "-kv" in scheme
     ways: dict[str, tuple[str | None, torch.dtype]] = {
         "perplexity": (None if scheme in ("float32", MASKS) else "reference-decoded", FLOAT32)
     }
     if through_cache and torch.cuda.is_available():
-        ways["perplexity"] = (None, HALF)  # its kernels are for 16 bits
+        ways["perplexity"] = (None, HALF)  # its kernels need 16 bits
     if op:
         ways |= {"perplexity_dequantized": ("reference-decoded", HALF), "perplexity_kernels": (None, HALF)}
     found: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
 
 
 def known(file: Path, scheme: str, method: str, options: dict[str, Any], op: bool) -> bool:
-    """Whether a file has a row of a case."""
+    """Whether a file has a case's row."""
     rows = json.loads(file.read_text()) if file.exists() else []
     wanted = {"case": CASE, "scheme": scheme, "method": method, "options": options}
     rows = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
@@ -185,7 +185,7 @@ def known(file: Path, scheme: str, method: str, options: dict[str, Any], op: boo
 
 
 def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
-    """Measure a case, one method after the other."""
+    """Measure a case, method by method."""
     scheme, methods, *rest = text.split(":")
     op = rest == ["op"]
     with tempfile.TemporaryDirectory() as scratch:
@@ -196,7 +196,7 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
             blocks = Path(scratch) if "+" in methods else None
             try:
                 row = measure(arguments.model, arguments.text, scheme, method, options, op, blocks, arguments.masks)
-            except Exception:  # the other cases are still worth having
+            except Exception:  # a failed case must not lose the others
                 print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
                 continue
             print(json.dumps(row), flush=True)
@@ -204,17 +204,17 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
 
 
 def figure(rows: list[dict[str, Any]]) -> None:
-    """Perplexity over the unquantized model's: weights alone against their bits, a line a method; all else by name."""
+    """Plot relative perplexity over bits, a line per method; other than weight-only schemes by name."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = "anybit"  # the same rows give the same file
+    plt.rcParams["svg.hashsalt"] = "anybit"  # reproducible output
     picture, (axes, others) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(7, 4))
     rows = [row for row in rows if row["case"] == CASE and "perplexity" in row]
     base = next(row["perplexity"] for row in rows if row["scheme"] == "float32")
-    # Defaults only: those of a peer are what its settings say.
+    # Defaults only; a peer's are in its settings.
     rows = [r for r in rows if r["scheme"] != "float32" and (not r["options"] or r["method"] not in METHODS)]
     named: dict[str, float] = {}
     for method in dict.fromkeys([*METHODS, *(row["method"] for row in rows)]):
@@ -252,11 +252,11 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="of the method, as JSON; bits: widths are chosen"
     )
-    parser.add_argument("--masks", type=Path, help="a folder that keeps learned 2:4 masks for the cases after it")
+    parser.add_argument("--masks", type=Path, help="a folder to keep learned 2:4 masks in for later cases")
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
-    parser.add_argument("--name", default="quantizers", help="of the file of rows: mixed, of rows for no table")
+    parser.add_argument("--name", default="quantizers", help="of the file of rows: mixed for rows in no table")
     parser.add_argument("--figure", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
     if arguments.figure:

@@ -1,9 +1,9 @@
 """What quantizing costs, with random weights: GPTQ on blocks of an 8B model and learning on a 135M model on a GPU, GPTQ
 on blocks of the 135M model on two CPU cores.
 
-Time and memory do not depend on the values of weights. Whole models take too long to time whole: a few blocks are
-timed (or all, with `--blocks 32`), and the total is their mean times the number of blocks, which is what walking block
-by block costs. The row is written anew after each block, so a run that is cut off leaves what it measured.
+Time and memory do not depend on weight values. Whole models take too long: a few blocks are timed
+(or all, with `--blocks 32`) and extrapolated by their number, since models are quantized block
+by block. The row is rewritten after each block, so an interrupted run keeps what it measured.
 
     python benchmarks/quantize_large.py --blocks 2 --output benchmarks/results/h200/quantize_large.json
 """
@@ -33,7 +33,7 @@ LLAMA_8B = {
     "intermediate_size": 14336,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "vocab_size": 4096,  # the embedding takes no part in the time
+    "vocab_size": 4096,  # the embedding does not affect the time
 }
 SMOLLM2 = {
     "hidden_size": 576,
@@ -63,7 +63,7 @@ def tokens(count: int, length: int, vocabulary: int) -> list[torch.Tensor]:
 
 
 def gptq_8b(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
-    """Seconds a block and peak memory of GPTQ with drift correction on an 8B model's blocks."""
+    """Seconds per block and peak memory of GPTQ with drift correction on an 8B model's blocks."""
     model = random_model(**LLAMA_8B, num_hidden_layers=blocks).cpu()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -72,7 +72,7 @@ def gptq_8b(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
 
 
 def gptq_135m(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
-    """Seconds a block of GPTQ with drift correction on a model of SmolLM2-135M's size, on two cores."""
+    """Seconds per block of GPTQ with drift correction on a model of SmolLM2-135M's size, on two cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(2)
     with torch.device("cpu"):
@@ -88,7 +88,7 @@ def gptq_seconds(
     model: torch.nn.Module, case: str, blocks: int, scheme: Scheme, sequences: list[torch.Tensor], device: str,
     kind: torch.dtype, keep: Keep,
 ) -> None:  # fmt: skip
-    """Keep a row with the seconds of all blocks so far after each of them, with the defaults of ``--method gptq``."""
+    """After each block, keep a row with the seconds of all so far, with the defaults of ``--method gptq``."""
     options = gptq.GPTQ(scale_dtype=kind)
     seconds: list[float] = []
 
@@ -113,7 +113,7 @@ def gptq_seconds(
 
 
 def minutes(seconds: list[float], blocks: int) -> float:
-    """What all blocks take: the first one as it was, all others as those measured after it."""
+    """Extrapolated minutes for all blocks: the first as measured, the others as the mean of the rest."""
     later = seconds[1:] or seconds
     return (seconds[0] + (blocks - 1) * sum(later) / len(later)) / 60
 
