@@ -1,11 +1,11 @@
-// From the accumulators of a warpgroup (64 weights x `tokens` tokens) to Y: terms, scales, and whole lines of memory.
+// Bit-plane epilogue: a warpgroup's accumulators (64 weights x `tokens` tokens) to Y, with zero terms and scales applied.
 #ifndef ANYBIT_BITPLANE_EPILOGUE_CUH
 #define ANYBIT_BITPLANE_EPILOGUE_CUH
 
 #include "gemm/bitplane_terms.cuh"
 
-// The shared memory of a warpgroup's results: `epilogue_stages` buffers of `epilogue_tile` tokens x 64 weights of 16 bits, in the 128-byte swizzle
-// of tensor maps, then the constants of two tiles' tokens. A buffer has two barriers: filled, and read.
+// A warpgroup's staging memory: `epilogue_stages` buffers of `epilogue_tile` tokens x 64 16-bit results, in TMA's 128-byte
+// swizzle, then two tiles' token constants (double-buffered). A buffer has two mbarriers: filled, read.
 template <class Config> struct EpilogueShared {
     using T = Terms<Config>;
     static constexpr int tokens = Config::tile_m, epilogue_tile = Config::epilogue_tile, buffers = Config::epilogue_stages;
@@ -19,26 +19,26 @@ template <class Config> struct EpilogueShared {
     PTX uint32_t read(int buffer) const { return filled(buffer) + 8; }
 };
 
-// A thread owns weights row + 16 * warp + lane / 4 (+ 8) and, of every eight tokens, 2 * (lane % 4) and the next. Weights'
-// constants stay in registers; tokens' go through shared memory, {scale, term} of a token in eight bytes. 16-bit results
-// are transposed by stmatrix, so that a token's 64 weights are one line of 128 bytes, and another warp stores whole
-// buffers by tensor map (store_results); or, where Y's rows do not start on 16 bytes, the threads themselves store pieces.
-// 32-bit results fill whole sectors straight from registers.
+// A thread owns weights row + 16 * warp + lane / 4 (+ 8) and, of every eight tokens, 2 * (lane % 4) and the next. Weight
+// constants stay in registers; token constants go through shared memory, {scale, term} in eight bytes. 16-bit results are
+// transposed by stmatrix, so that a token's 64 weights are one 128-byte line, and another warp stores whole buffers by TMA
+// (store_results); without TMA stores (rows of Y not 16-byte aligned) the threads store 16-byte pieces. 32-bit results go
+// straight from registers, in whole sectors.
 template <class Config> struct Epilogue {
     using T = Terms<Config>;
     using S = EpilogueShared<Config>;
     static constexpr int tokens = Config::tile_m, epilogue_tile = Config::epilogue_tile, eights = epilogue_tile / 8;
-    static constexpr int fetched = (tokens + 127) / 128;  // columns that a thread brings
+    static constexpr int fetched = (tokens + 127) / 128;  // token constants loaded per thread
 
     S shared;
     int thread, barrier, buffer = 0, parity = 1;
-    uint32_t columns;  // of this tile
+    uint32_t columns;  // this tile's token constants
     typename T::RowLoad row_load[2];
     typename T::ColumnLoad column_load[fetched];
 
     PTX Epilogue(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup), columns(shared.shared + S::columns) {}
 
-    // Starts to load what the tile's results will need; the products that follow hide it.
+    // Issues the loads of a tile's constants; the main loop hides their latency.
     PTX void fetch(const Params& p, int n, int m) {
         const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
         row_load[0] = T::load_row(p, at);
@@ -47,7 +47,7 @@ template <class Config> struct Epilogue {
         for (int i = 0; i < fetched; i++) column_load[i] = T::load_column(p, m + thread + 128 * i);
     }
 
-    struct Pair {  // the two tokens that a thread owns of eight
+    struct Pair {  // a thread's two tokens of eight
         uint4 terms;
         uint2 zeros;
     };
@@ -62,8 +62,8 @@ template <class Config> struct Epilogue {
                           : typename T::Column{__uint_as_float(c.terms.z), c.terms.w, c.zeros.y};
     }
 
-    // The tile before has its columns elsewhere, and those of the one before that have been read by every thread that
-    // passed its barrier.
+    // Double-buffered: the previous tile uses the other half, and every thread that passed the previous tile's barrier has
+    // read the constants of the tile before that.
     PTX void stage_columns() {
         columns = 2 * (shared.shared + S::columns) + S::column_bytes - columns;
 #pragma unroll
@@ -77,7 +77,7 @@ template <class Config> struct Epilogue {
         ptx::bar_sync(barrier, 128);
     }
 
-    // The first `width` tokens of a tile.
+    // Writes the first `width` tokens of a tile.
     template <int width> PTX void write(const Params& p, const int32_t (&acc)[width / 2], int n, int m) {
         const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
         if constexpr (T::is_16bit)
@@ -88,7 +88,7 @@ template <class Config> struct Epilogue {
 
     template <int width> PTX void write_16bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int lane = thread % 32, warp = thread / 32;
-        // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices are (rows, rows + 8) of two eights.
+        // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices: rows, rows + 8 of two token octets.
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
         const uint32_t stage = shared.shared + stage_token * S::pitch + stage_piece * 16;
         Pair c[eights];
@@ -115,17 +115,17 @@ template <class Config> struct Epilogue {
             }
             if (first + epilogue_tile < width) {
 #pragma unroll
-                for (int i = 0; i < eights; i++) c[i] = pair((first + epilogue_tile) / 8 + i);  // after the fence, which would wait for them
+                for (int i = 0; i < eights; i++) c[i] = pair((first + epilogue_tile) / 8 + i);  // issued after the fence, which would wait for them
             }
             if constexpr (!Config::tma_store) {
                 ptx::bar_sync(barrier, 128);
                 store_pieces(p, n, m + first);
-                buffer ^= 1;  // the other one was read before the barrier above
+                buffer ^= 1;  // the barrier above orders the other buffer's reads
             }
         }
     }
 
-    // Stores a buffer: a thread has eight weights of every sixteenth token.
+    // Stores a buffer without TMA: a thread stores eight weights of every sixteenth token.
     PTX void store_pieces(const Params& p, int n, int m) const {
         const int column = n + thread % 8 * 8;
         const bool aligned = p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0;
@@ -157,8 +157,8 @@ template <class Config> struct Epilogue {
     }
 };
 
-// One thread stores the buffers that a warpgroup fills, in turn. A buffer is given back one store later, when this one
-// has long been read: so three buffers or more never make the warpgroup wait.
+// TMA store loop of one thread, over the buffers that a warpgroup fills. A buffer is released after the next store has been
+// issued, so that waiting for its read rarely stalls: with three or more buffers the warpgroup never waits.
 template <class Config, class Shared, class Tiles> PTX void store_results(const Params& p, uint32_t shared, int warpgroup) {
     using W = EpilogueShared<Config>;
     const W epilogue = Shared::epilogue(shared, warpgroup);
@@ -177,7 +177,7 @@ template <class Config, class Shared, class Tiles> PTX void store_results(const 
             if (++buffer == W::buffers) buffer = 0, parity ^= 1;
         }
     }
-    ptx::cp_async_bulk_wait_group_read<0>();  // shared memory must stand until everything has left it
+    ptx::cp_async_bulk_wait_group_read<0>();  // the CTA must not exit before its shared memory has been read
 }
 
 #endif  // ANYBIT_BITPLANE_EPILOGUE_CUH

@@ -1,4 +1,4 @@
-// What the bit-plane kernels share: their parameters, and how an accumulator becomes a result.
+// Shared by the bit-plane kernels: launch parameters, and the conversion of an accumulator to a result.
 #ifndef ANYBIT_BITPLANE_TERMS_CUH
 #define ANYBIT_BITPLANE_TERMS_CUH
 
@@ -7,7 +7,7 @@
 #include "common/ptx/wgmma.cuh"
 
 struct Params {
-    ptx::TensorMap y_map;           // of y, in boxes of 64 weights, where results leave by TMA
+    ptx::TensorMap y_map;           // of y, boxes of 64 weights, for TMA stores
     const uint8_t* weights;         // planes, rows_n rows
     const uint8_t* activations;     // planes, rows_m rows
     const float* weight_scale;      // [n]
@@ -17,14 +17,14 @@ struct Params {
     const float* activation_scale;  // [m]
     const int32_t* activation_sum;  // [m]: sum of the row's codes
     const int32_t* activation_zero; // [m], asym activations only
-    void* y;                        // [m, n], a token every y_stride elements
+    void* y;                        // [m, n], row stride y_stride in elements
     int64_t y_stride;
     int32_t m, n;
-    int32_t rows_m, rows_n;         // rows of the planes, multiples of 8
-    int32_t chunks;                 // of k
+    int32_t rows_m, rows_n;         // padded rows of the planes, multiples of 8
+    int32_t chunks;                 // chunks of 1024 k
 };
 
-// A ring of slots, or of groups of them: which one is next, and the parity of its round.
+// Pipeline state: next slot (or group of slots) of a ring, and its phase parity.
 template <int slots> struct Ring {
     int at = 0, parity = 0;
     PTX void advance() {
@@ -34,23 +34,23 @@ template <int slots> struct Ring {
 };
 
 namespace planes {
-constexpr int steps = 4;           // products of 256 k in a chunk
+constexpr int steps = 4;           // k256 MMA steps per chunk
 constexpr int step_bytes = 32;
 constexpr int swizzle_bytes = 1024;  // eight rows: the period of the swizzle
 PTX uint64_t descriptor(uint32_t shared) { return ptx::wgmma_descriptor(shared, ptx::Swizzle::bytes_128, swizzle_bytes); }
 }  // namespace planes
 
-// Bipolar codes stand for odd multiples of half a step: their side is doubled (e = 1), and everything is an integer.
+// Bipolar codes are odd multiples of half a step: that side is doubled (e = 1), so that everything is an integer.
 //   V = (acc << (ew + ex)) - 2^ex * Zw * sum_x + Zx * (k * Zw - 2^ew * sum_w),  y = V * scale_x * scale_w / 2^(ew + ex) + bias
-// A zero Z is a constant of the format, except that asym weights have one a row, and asym activations one a token.
+// A zero Z is a constant of the format, except for asym weights (one per row) and asym activations (one per token).
 template <class Config> struct Terms {
     static constexpr bool asym_w = Config::weight_code == Code::asym, asym_x = Config::activation_code == Code::asym;
     static constexpr int ew = Config::weight_code == Code::bipolar, ex = Config::activation_code == Code::bipolar;
     static constexpr uint32_t zero_w = ew ? (1u << Config::weight_bits) - 1 : 1u << (Config::weight_bits - 1);
     static constexpr uint32_t zero_x = ex ? (1u << Config::activation_bits) - 1 : 1u << (Config::activation_bits - 1);
 
-    // Integers below 2^22 become floats by an addition to the bits of 1.5 * 2^23, made with one of the terms, and a
-    // subtraction: the conversion instruction has a fraction of their rate.
+    // Integers below 2^22 become floats by adding the bits of 1.5 * 2^23 (folded into one of the terms) and one FADD: I2F
+    // runs at a fraction of their rate.
     static constexpr bool shifted = Config::short_sums && Config::output != Output::s32;
     static constexpr uint32_t float_bits = 0x4b400000u;
     static constexpr bool in_column = shifted && !asym_w, in_row = shifted && asym_w && !asym_x;
@@ -66,8 +66,8 @@ template <class Config> struct Terms {
         uint32_t term, zero;
     };
 
-    // What is loaded ahead of its use: no branch, so that all loads fly at once, and no arithmetic, which would wait for
-    // them. Rows and tokens beyond the last are read as the last: their results are never stored.
+    // Loads ahead of use: without branches, so that all are in flight together, and without arithmetic, which would stall
+    // on them. Rows and tokens past the end are clamped: their results are never stored.
     struct RowLoad {
         float scale, bias;
         int32_t correction, zero;
@@ -83,7 +83,7 @@ template <class Config> struct Terms {
         if constexpr (asym_w) r.zero = p.weight_zero[at];
         return r;
     }
-    // Call it after griddepcontrol_wait: the kernel before this one may have written what it reads.
+    // After griddepcontrol_wait only: it may read the previous kernel's output.
     static PTX ColumnLoad load_column(const Params& p, int m) {
         const int at = min(m, p.m - 1);
         ColumnLoad c = {p.activation_scale[at], p.activation_sum[at], 0};
@@ -100,7 +100,7 @@ template <class Config> struct Terms {
     }
     static PTX Row row(const Params& p, int n) { return row(load_row(p, n)); }
     static PTX Column column(const Params& p, int m) { return column(load_column(p, m)); }
-    // A choice by value: an array indexed at run time would leave the registers.
+    // Selects by value: a dynamically indexed array would spill to local memory.
     static PTX Row pick(bool second, const Row& a, const Row& b) {
         return {second ? b.scale : a.scale, second ? b.bias : a.bias, second ? b.term : a.term, second ? b.zero : a.zero};
     }
@@ -117,7 +117,7 @@ template <class Config> struct Terms {
         const float exact = shifted ? __uint_as_float(v) - __uint_as_float(float_bits) : static_cast<float>(static_cast<int32_t>(v));
         return fmaf(exact * c.scale, r.scale, r.bias);
     }
-    // Two results in one word, `low` in its low half.
+    // Packs two 16-bit results into one word, `low` in the low half.
     static PTX uint32_t pack(float low, float high) {
         if constexpr (Config::output == Output::bf16) return ptx::cvt_bf16x2_f32(low, high);
         return ptx::cvt_f16x2_f32(low, high);

@@ -1,14 +1,14 @@
-// y = x W^T on mma.sync and cp.async alone: sm_80, sm_86 and sm_89, and anything later. The design of the MARLIN paper
-// (section 3.4) over the tiles of packed_layout.py, with weights as the first operand:
+// y = x W^T on mma.sync and cp.async only: sm_80, sm_86, sm_89, and anything later. The design of the MARLIN paper
+// (section 3.4) over the tiles of packed_layout.py, with weights as the A operand:
 //
-// - striped partitioning: all (row tile, block of 128 columns) pairs in one line, K innermost, cut into equal stripes, one
-//   a block; a stripe may begin in the middle of a row tile and span several. What several blocks computed of one row tile
-//   is summed one after another, from the last columns to the first: that block is the first to be done with it, and
-//   the order is always the same, so are the bits. A lock a row tile, back at zero in the end.
-// - `stages` deep cp.async pipeline of weights and activations across row tiles; activations stay in L2.
-// - 16-bit activations: codes become numbers in registers, scales and zeros applied (packed_dequantize.cuh). 8-bit ones: codes
-//   stay unsigned integers; or, as the ADAngel paper's split strategy, both meet on the int4 tensor cores: weights of up
-//   to 4 bits as they are, activations as two nibbles, x = 16 high + low.
+// - Striped partitioning: all (row tile, block of 128 columns) pairs on one line, K innermost, cut into equal stripes, one
+//   per CTA; a stripe may begin inside a row tile and span several. Partial sums of a row tile are reduced serially under a
+//   lock, from the last columns to the first, since the CTA with the last columns finishes first; the fixed order makes
+//   results deterministic. Locks are back at zero at the end.
+// - A `stages` deep cp.async pipeline of weights and activations that runs across row tiles; activations stay in L2.
+// - 16-bit activations: codes are dequantized in registers, scales and zeros applied (packed_dequantize.cuh). 8-bit ones:
+//   codes stay unsigned integers; or, as the ADAngel paper's split strategy, int4 MMA: weights of up to 4 bits as they are,
+//   activations as two nibbles, x = 16 high + low.
 #ifndef ANYBIT_SM80_PACKED_GEMM_CUH
 #define ANYBIT_SM80_PACKED_GEMM_CUH
 
@@ -19,12 +19,12 @@ struct Params {
     const uint8_t* tiles;
     const float* row_scale;
     const uint8_t* row_zero;
-    const uint8_t* x;        // [m, k], rows x_stride elements apart, 16-byte aligned
+    const uint8_t* x;        // [m, k], row stride x_stride in elements, 16-byte aligned
     const float* x_scale;    // [m] for s8
     const uint16_t* bias;
     uint16_t* y;             // [m, n]
     float* partial;          // sums of unfinished row tiles
-    uint32_t* locks;         // one a row tile and token tile, zero
+    uint32_t* locks;         // one per row tile and token tile, zero before and after
     int32_t m, n, k, x_stride, column_blocks, row_tiles;
 };
 
@@ -33,7 +33,7 @@ namespace sm80_packed {
 using packed::Index;
 using packed::unroll;
 
-// a / b of small numbers (a below 2^24), in a few instructions where the compiler's own would be a call.
+// a / b for a below 2^24, in a few instructions instead of a call.
 __device__ __forceinline__ int quotient(int a, int b) {
     int q = static_cast<int>(static_cast<float>(a) * ptx::rcp_approx(static_cast<float>(b)));
     if (q * b > a) q--;
@@ -41,7 +41,7 @@ __device__ __forceinline__ int quotient(int a, int b) {
     return q;
 }
 
-// A place in the line: token tiles outermost, then row tiles, then blocks of columns.
+// A position on the line: token tiles outermost, then row tiles, then blocks of columns.
 struct Place {
     int tile, row_tile, token_tile, block;
 
@@ -66,7 +66,7 @@ template <class C> struct Traits {
     static constexpr int weight_bytes = tiles * 4 * unit_bytes, x_bytes = C::tile_m * pitch;
     static constexpr int stage_bytes = weight_bytes + x_bytes;
     static constexpr int token_tiles = C::tile_m / 8, sums = C::units * token_tiles * 4;
-    // Warps that share K meet in shared memory of their own: the pipeline does not stop for a row tile's end.
+    // Split-K warps reduce in shared memory of their own, so that the pipeline runs on across the end of a row tile.
     static constexpr int exchange_bytes = (C::split_k_warps - 1) * C::row_warps * 32 * sums * 4;
     static constexpr int parts = packed::subgroups(C::group) > 1 ? packed::subgroups(C::group) : 1;
     static constexpr bool asym = C::code == Code::asym, bipolar = C::code == Code::bipolar;
@@ -90,7 +90,7 @@ template <class C> struct Block {
                 for (int i = 0; i < 4; i++) sums[u][n][i] = 0.0f;
     }
 
-    // One step of the line: weights of a row tile at one block of columns, and activations.
+    // Loads one step of the line: a row tile's weights and the activations at one block of columns.
     __device__ __forceinline__ void fetch(const Params& p, int stage, int row_tile, int block, int first_token) const {
         const uint32_t to = shared + stage * T::stage_bytes;
         const uint8_t* weights = p.tiles + (static_cast<size_t>(block) * p.row_tiles + row_tile * T::tiles) * (4 * T::unit_bytes);
@@ -108,7 +108,7 @@ template <class C> struct Block {
         }
     }
 
-    // Second operand: 32 columns of eight tokens, b[0], b[1] the two halves (of 16-bit types: of each k16-step).
+    // B fragments: 32 columns of eight tokens; b[0], b[1] are the two k halves (16-bit: of each k16 step).
     template <int registers>
     __device__ __forceinline__ void columns(uint32_t (&b)[registers], uint32_t x, int token_tile, int byte) const {
         const uint32_t from = x + (token_tile * 8 + (lane & 7)) * T::pitch + byte;
@@ -133,7 +133,7 @@ template <class C> struct Block {
             dequantize[u].begin(p.row_zero, row_tile * T::rows + unit * 16, p.row_tiles * 64);
             dequantize[u].load(weights + unit * T::unit_bytes);
         }
-        // Warps that share K take k32-steps in turn.
+        // Split-K warps divide the k32 steps.
         unroll<0, 4>([&](auto index) {
             constexpr int wide = decltype(index)::value;
             uint32_t b[T::token_tiles][4];
@@ -167,7 +167,7 @@ template <class C> struct Block {
         });
     }
 
-    // Adds 64 columns: a wide step of 32 and the one after it.
+    // Accumulates 64 columns: two k32 steps.
     template <int pair>
     __device__ __forceinline__ void products(
         int32_t (&part)[T::token_tiles][4], int32_t (&total)[T::token_tiles][4], const uint32_t (&words)[2 * C::bits],
@@ -179,7 +179,7 @@ template <class C> struct Block {
             constexpr int r = decltype(index)::value;
             low_codes[r] = packed::codes<C::bits, 8, 8 * pair + r, 0>(words);
             high_codes[r] = packed::codes<C::bits, 8, 8 * pair + 4 + r, C::nibbles ? 4 : 0>(words);
-            if constexpr (C::nibbles) low_codes[r] |= high_codes[r];  // codes of 32 columns and of the next 32 share bytes
+            if constexpr (C::nibbles) low_codes[r] |= high_codes[r];  // low nibbles: 32 columns; high nibbles: the next 32
         });
 #pragma unroll
         for (int n = 0; n < T::token_tiles; n++) {
@@ -208,8 +208,8 @@ template <class C> struct Block {
             }
         }
     }
-    // Adds 64 columns of 2:4 sparse weights, or of those the 32 that group `only` of four has. Codes are two's complement in
-    // the highest bits of their bytes; a row's zeros are multiplied by the sum of what it keeps.
+    // Accumulates 64 columns of 2:4 sparse weights, or only the 32 of group `only` of four. Codes are two's complement in
+    // the top bits of their bytes; a row's zeros multiply the sum of the activations that it keeps.
     template <int pair, int only>
     __device__ __forceinline__ void kept_products(
         int32_t (&part)[T::token_tiles][4], int32_t (&total)[T::token_tiles][4], const uint32_t (&words)[T::Codes::words],
@@ -229,7 +229,7 @@ template <class C> struct Block {
             if constexpr (T::asym) ptx::mma_sp_m16n8k64_s8(total[n], ones, b, metadata.half[pair]);
         }
     }
-    // Adds 32 columns, for groups that end there.
+    // Accumulates 32 columns, for groups of 32.
     template <int wide>
     __device__ __forceinline__ void half_products(
         int32_t (&part)[T::token_tiles][4], int32_t (&total)[T::token_tiles][4], const uint32_t (&words)[2 * C::bits],
@@ -295,7 +295,7 @@ template <class C> struct Block {
                 for (int n = 0; n < T::token_tiles; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        const int from_middle = (zero[i >> 1] << (8 - C::bits)) - 128;  // of sparse weights; 0 without zeros
+                        const int from_middle = (zero[i >> 1] << (8 - C::bits)) - 128;  // sparse: offset of the zero; 0 for sym
                         const int v = T::sparse ? part[n][i] - from_middle * total[n][i] : T::bipolar ? 2 * part[n][i] - T::twice_zero * total[n][i] : part[n][i] - zero[i >> 1] * total[n][i];
                         sums[u][n][i] = fmaf(scale[i >> 1], static_cast<float>(v), sums[u][n][i]);
                     }
@@ -303,12 +303,12 @@ template <class C> struct Block {
         }
     }
 
-    // Sums of warps that share K, into those of the first.
+    // Reduces split-K warps' sums into the first one's.
     __device__ __forceinline__ void meet() {
         if constexpr (C::split_k_warps > 1) {
             const uint32_t exchange = shared + C::stages * T::stage_bytes;
             const auto place = [&](int k, int i) { return exchange + ((((k - 1) * C::row_warps + row_warp) * T::sums + i) * 32 + lane) * 4; };
-            __syncthreads();  // what was there before has been read
+            __syncthreads();  // the previous exchange has been read
             if (k_warp > 0)
 #pragma unroll
                 for (int i = 0; i < T::sums; i++)
@@ -323,7 +323,7 @@ template <class C> struct Block {
         }
     }
 
-    // This block's sums of a row tile join those of the blocks behind it; `rank` counts them from the end of K.
+    // Adds this CTA's sums of a row tile to those of the CTAs behind it (serial reduction). rank: counted from the end of K.
     __device__ __forceinline__ void finish(const Params& p, int slot, int row_tile, int first_token, int rank, int last) {
         meet();
         float* partial = p.partial + static_cast<size_t>(slot) * (T::rows * C::tile_m);
@@ -391,7 +391,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
     block.row_warp = block.warp % C::row_warps, block.k_warp = block.warp / C::row_warps;
     block.shared = ptx::shared_address(ptx::dynamic_shared());
 
-    // The line: token tiles, then row tiles, then blocks of columns; stripe by stripe.
+    // This CTA's stripe of the line (token tiles, then row tiles, then blocks of columns).
     const int depth = p.column_blocks, row_tiles = (p.row_tiles + T::tiles - 1) / T::tiles;
     const int total = (p.m + C::tile_m - 1) / C::tile_m * row_tiles * depth;  // below 2^24: see why_not
     const int blocks = static_cast<int>(gridDim.x), stripe = sm80_packed::quotient(total + blocks - 1, blocks);
@@ -419,7 +419,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
         block.multiply(p, stage, here.row_tile);
         if (++stage == C::stages) stage = 0;
         if (i + 1 == end || here.block == depth - 1) {
-            const int top = sm80_packed::quotient(here.tile * depth, stripe);  // the blocks that share this row tile
+            const int top = sm80_packed::quotient(here.tile * depth, stripe);  // first and last CTA that share this row tile
             const int bottom = sm80_packed::quotient((here.tile + 1) * depth - 1, stripe);
             block.finish(p, here.tile, here.row_tile, here.token_tile * C::tile_m, bottom - static_cast<int>(blockIdx.x), bottom - top);
             block.clear();
