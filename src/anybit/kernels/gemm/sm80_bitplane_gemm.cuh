@@ -1,11 +1,11 @@
-// Products of p-bit weights and q-bit activations on the 1-bit tensor cores through mma.sync (sm_80 to sm_90).
-// Y[m, n] = sum over k of codes, then scales: every partial product of a tile of Y stays in registers (APT-LLM's
-// recovery-oriented scheduling). Planes i and j of the two sides count towards 2^(i+j), so one set of accumulators
-// walks the diagonals d = i + j: down in one stage, rotating left by one bit between diagonals, up in the next, rotating
-// right. A rotated accumulator is the sum in units of 2^d with its low bits parked on top; nothing is lost while the
+// Bit-plane GEMM on binary tensor cores by mma.sync (sm_80 to sm_90): p-bit weights times q-bit activations.
+// Y[m, n] = sum over k of products of codes, then scales; a tile's partial products never leave registers (APT-LLM's
+// recovery-oriented scheduling). The product of planes i and j weighs 2^(i+j), so that one accumulator set suffices: it
+// walks the diagonals d = i + j, down in one stage, rotating left by one bit between diagonals, up in the next, rotating
+// right. A rotated accumulator is the sum in units of 2^d with its low bits wrapped to the top; nothing is lost while the
 // sum stays below 2^32.
 //
-// Weights are the 16 rows of an mma, tokens its 8 columns. Copies run `stages` - 1 ahead (cp.async).
+// Weights are the A operand (16 rows), tokens B (8 columns). The cp.async pipeline runs `stages` - 1 ahead.
 #ifndef ANYBIT_SM80_BITPLANE_GEMM_CUH
 #define ANYBIT_SM80_BITPLANE_GEMM_CUH
 
@@ -13,14 +13,14 @@
 
 namespace sm80_bitplane_gemm {
 
-// Where 16-byte piece `piece` of a row lies in shared memory: eight rows of one piece never share a bank.
+// Swizzled shared-memory offset of a row's 16-byte piece: ldmatrix of eight rows has no bank conflicts.
 template <int row_bytes> PTX uint32_t place(int row, int piece) {
     const int turn = row_bytes == 128 ? row & 7 : row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1;
     return row * row_bytes + ((piece ^ turn) << 4);
 }
 
-// Starts copying one stage of `bits` planes of `tile` rows from row `first`; rows past the planes' end become zeros.
-// A thread copies one piece of every `lap`-th row, so that all its addresses are constants apart.
+// Issues the cp.async of one stage: `bits` planes of `tile` rows from row `first`, zero-filled past the planes' end.
+// A thread copies one piece of every `lap`-th row, so that its addresses differ by constants.
 template <class Config, int bits, int tile>
 PTX void copy_stage(uint32_t shared, const uint8_t* planes, int rows, int first, int stage) {
     constexpr int pieces = Config::stage_k / 128, row_bytes = Config::stage_k / 8, lap = Config::threads / pieces;
@@ -46,13 +46,13 @@ template <class Config> struct Tile {
     static constexpr int weight_bytes = Config::weight_bits * Config::tile_n * row_bytes;
     static constexpr int activation_bytes = Config::activation_bits * Config::tile_m * row_bytes;
     static constexpr int stage_bytes = weight_bytes + activation_bytes;
-    static constexpr int rows = Config::tile_n / Config::warps_n / 16;    // mma tiles of weights a warp
-    static constexpr int columns = Config::tile_m / Config::warps_m / 8;  // mma tiles of tokens a warp
+    static constexpr int rows = Config::tile_n / Config::warps_n / 16;    // MMA tiles of weights per warp
+    static constexpr int columns = Config::tile_m / Config::warps_m / 8;  // MMA tiles of tokens per warp
     static constexpr int steps = Config::stage_k / 256 / Config::warps_k;
-    static constexpr int pitch = Config::tile_n + 4;                      // of the staged sums, in words
+    static constexpr int pitch = Config::tile_n + 4;                      // row pitch of the staged sums, in words
 };
 
-// All products of one stage that this warp owns. `down`: from the highest diagonal to the lowest.
+// This warp's MMAs of one stage. down: from the highest diagonal to the lowest.
 template <class Config>
 PTX void multiply(int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], uint32_t weights, uint32_t tokens, bool down) {
     using T = Tile<Config>;
@@ -110,7 +110,7 @@ PTX void multiply(int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], 
     }
 }
 
-// Sums in shared memory [tile_m][pitch], for whole rows of Y to be written from; warps that share a tile add up in turn.
+// Stages the sums in shared memory, [tile_m][pitch], for coalesced stores of Y; split-K warps add up in turn.
 template <class Config>
 PTX void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], uint32_t turn) {
     using T = Tile<Config>;
@@ -145,9 +145,9 @@ template <Output output> PTX uint32_t rounded(float v) {
 
 }  // namespace sm80_bitplane_gemm
 
-// Config: weight_bits, activation_bits, weight_code, activation_code, output, short_sums (false: results are few beside the
-// products here, so integers of any size are converted by the instruction that does it), tile_n, tile_m, warps_n, warps_m, warps_k, stage_k,
-// stages, aligned (rows of Y begin on 16 bytes and hold whole eights), threads, shared_bytes.
+// Config: weight_bits, activation_bits, weight_code, activation_code, output, short_sums (false here: there are few results
+// per MMA, so I2F, which takes any size, is cheap enough), tile_n, tile_m, warps_n, warps_m, warps_k, stage_k, stages,
+// aligned (rows of Y are 16-byte aligned and a multiple of eight long), threads, shared_bytes.
 template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_bitplane_gemm_kernel(const __grid_constant__ Params p) {
     using namespace sm80_bitplane_gemm;
     using T = Tile<Config>;
@@ -157,7 +157,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
     static_assert(T::steps >= 1 && planes::chunk_k % Config::stage_k == 0, "stages divide chunks");
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
 
-    // Bands of eight tiles of weights, so that the blocks that run together share both sides in L2.
+    // Rasterization in bands of eight weight tiles, so that concurrent CTAs share both operands in L2.
     constexpr int band = 8;
     const int tiles_m = (p.m + Config::tile_m - 1) / Config::tile_m, tiles_n = (p.n + Config::tile_n - 1) / Config::tile_n;
     const int first = static_cast<int>(blockIdx.x) / (band * tiles_m) * band, inside = blockIdx.x - first * tiles_m;
@@ -167,7 +167,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
 
     const auto slot = [shared](int stage) { return shared + static_cast<uint32_t>(stage % Config::stages) * T::stage_bytes; };
     ptx::griddepcontrol_launch_dependents();
-    // The weights do not depend on the kernel before this one: their first stages travel while it finishes.
+    // PDL: weights don't depend on the previous kernel; their first stages load before griddepcontrol.wait.
     for (int s = 0; s < Config::stages - 1 && s < stages; ++s)
         copy_stage<Config, Config::weight_bits, Config::tile_n>(slot(s), p.weights, p.rows_n, n0, s);
     ptx::griddepcontrol_wait();
@@ -180,7 +180,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
     int32_t sum[T::rows][T::columns][4] = {};
     for (int s = 0; s < stages; ++s) {
         ptx::cp_async_wait_group<Config::stages - 2>();
-        __syncthreads();  // stage s has landed for all, and the slot of stage s - 1 is free
+        __syncthreads();  // stage s is visible to all, and the slot of stage s - 1 is free
         const int next = s + Config::stages - 1;
         if (next < stages) {
             copy_stage<Config, Config::weight_bits, Config::tile_n>(slot(next), p.weights, p.rows_n, n0, next);

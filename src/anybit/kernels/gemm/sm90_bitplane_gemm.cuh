@@ -1,30 +1,30 @@
-// GEMM on the 1-bit tensor cores for many tokens: Y = X W^T with W and X of 1 to 8 bits, plane by plane (wgmma, sm_90a).
+// Bit-plane GEMM on binary wgmma (sm_90a), for many tokens: Y = X W^T with W and X of 1 to 8 bits, plane by plane.
 //
-// Both operands are bit planes, [chunk of 1024 k][plane][row][128 bytes] (bitplane_layout.cuh), so that any run of rows is
-// one contiguous copy into a tile that the tensor cores read. Weights stand on wgmma's M side (a thread owns two rows of
-// weights, whose constants stay in registers), tokens on its N side.
+// Both operands are pre-swizzled bit planes, [chunk of 1024 k][plane][row][128 bytes] (bitplane_layout.cuh), so that any run
+// of rows is one bulk copy into a wgmma-ready tile. Weights are M (a thread owns two weight rows, whose epilogue constants
+// stay in registers), tokens are N.
 //
-// The accumulators hold the sum over k of uw * ux of unsigned codes. One set serves all p * q products: those of planes
-// with i + j = d share a shift, and the sum is kept rotated so that bit 0 of the register has weight 2^d. Walking d up
-// rotates right by one, walking it down rotates left by one; chunks of k alternate, and the last one walks down to d = 0.
-// Rotations lose nothing while the sum fits 32 bits, which why_not() checks.
+// Accumulators hold the sum over k of uw * ux of unsigned codes. One set serves all p * q plane pairs: those with i + j = d
+// share a shift, and the sum is kept rotated so that bit 0 of the register weighs 2^d. Walking d up rotates right by one,
+// walking it down rotates left by one; chunks of k alternate, and the last one walks down to d = 0. Rotations lose nothing
+// while the sum fits 32 bits, which why_not() checks.
 //
-// Persistent blocks take tiles of 128 weights x `tile_m` tokens. A warp streams planes into two rings (a slot a plane: 128
-// rows of weights, or `tile_m` rows of activations), in the order in which the diagonals need them; a slot is free after
-// its last diagonal. Two warpgroups of 64 weights each multiply, and a warp for each stores their results. Between
-// diagonals a warpgroup waits for its products and rotates its sums; `schedule` says what the other one does meanwhile.
+// Persistent CTAs take tiles of 128 weights x `tile_m` tokens. A producer warp streams planes into two rings (one slot per
+// plane: 128 rows of weights, or `tile_m` rows of activations) in the order the diagonals need them; a slot is free after
+// its last diagonal. Two consumer warpgroups take 64 weights each, and one warp per warpgroup stores its results. Between
+// diagonals a warpgroup drains its wgmmas and rotates its sums; `schedule` says what the other one does meanwhile.
 #ifndef ANYBIT_SM90_BITPLANE_GEMM_CUH
 #define ANYBIT_SM90_BITPLANE_GEMM_CUH
 
 #include "gemm/bitplane_terms.cuh"
 #include "gemm/bitplane_epilogue.cuh"
 
-// How the two warpgroups of a block share the tensor cores. cooperative: as it comes. alternating: they issue the diagonals
-// of a chunk in turn, so that one rotates while the other's products run. pingpong: one multiplies a whole tile while the
-// other writes its results.
+// How the two consumer warpgroups share the tensor cores. cooperative: unordered. alternating: they issue a chunk's
+// diagonals in turn, so that one rotates while the other's wgmmas run. pingpong: one runs a tile's main loop while the
+// other runs its epilogue.
 enum class Schedule { cooperative, alternating, pingpong };
 
-// Shared memory: weight slots, activation slots, then per warpgroup columns and staging buffers, then barriers.
+// Shared-memory layout: weight slots, activation slots, then per warpgroup staging buffers and columns, then mbarriers.
 template <class Config> struct GemmShared {
     static constexpr int rows = 128;
     static constexpr int weight_slot = rows * planes::row_bytes, activation_slot = Config::tile_m * planes::row_bytes;
@@ -34,7 +34,7 @@ template <class Config> struct GemmShared {
     static constexpr int epilogues = activations + activation_slots * activation_slot;
     using W = EpilogueShared<Config>;
     static constexpr int barriers = epilogues + 2 * W::bytes, epilogue_barriers = barriers + 16 * (weight_slots + activation_slots);
-    // The first plane of activations arrives in pieces, each with a barrier.
+    // The first plane of activations is loaded in pieces with an mbarrier each, so that MMAs start sooner.
     static constexpr int first_barriers = epilogue_barriers + 2 * W::barrier_bytes, first_pieces = Config::first_plane_pieces;
     static constexpr int bytes = first_barriers + (first_pieces > 1 ? 16 * first_pieces : 0);
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_gemm.py disagrees");
@@ -49,14 +49,14 @@ template <class Config> struct GemmShared {
     }
 };
 
-// The tiles of this block, one after another. Blocks take every gridDim.x-th, tokens first, so that blocks at work together
-// share weights. Activation-stationary blocks keep a tile of activations and take the weights of a range. With
-// `tail_tile_m` what whole rounds leave is cut into tiles of so many tokens, so that the last round is short.
-// The blocks of a cluster take neighbouring weights at the same tokens, so that each loads its share of them for all.
+// Persistent tile scheduler. CTAs take every gridDim.x-th tile, tokens fastest, so that concurrent CTAs share weights.
+// Activation-stationary CTAs keep a tile of activations and walk a range of weight tiles. With `tail_tile_m`, tiles left
+// over by whole waves are cut into smaller token tiles, to shorten the last wave. The CTAs of a cluster take adjacent
+// weight tiles at the same tokens, and each multicasts its share of the activations.
 template <class Config> struct Tiles {
     static constexpr int pieces = Config::tail_tile_m ? Config::tile_m / Config::tail_tile_m : 1;
     int rows_m, rank, token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
-    int tail = 0, tails = 0, first_tail = 0;  // this piece, their number, and the tile that the first one is of
+    int tail = 0, tails = 0, first_tail = 0;  // this tail piece, number of pieces, tile of the first one
 
     PTX explicit Tiles(const Params& p)
         : rows_m(p.rows_m), rank(blockIdx.x % Config::cluster_n), token_tiles((p.m + Config::tile_m - 1) / Config::tile_m),
@@ -81,7 +81,7 @@ template <class Config> struct Tiles {
     PTX bool more() const { return left > 0 || tail < tails; }
     PTX bool small() const { return Config::tail_tile_m > 0 && left <= 0; }
     PTX int width() const { return small() ? Config::tail_tile_m : Config::tile_m; }
-    // The piece `tail`, or the next one of this block that has tokens.
+    // Moves to piece `tail`, or to this CTA's next one that has tokens.
     PTX void cut() {
         for (; tail < tails; tail += gridDim.x / Config::cluster_n) {
             const int tile = first_tail + tail / pieces;
@@ -89,7 +89,7 @@ template <class Config> struct Tiles {
             if (token() < rows_m) return;
         }
     }
-    PTX void next() {  // no division between whole tiles: it would take time
+    PTX void next() {  // without divisions, which are slow
         if constexpr (Config::tail_tile_m > 0) {
             if (left <= 1) {
                 if (left <= 0) tail += gridDim.x / Config::cluster_n;
@@ -108,7 +108,7 @@ template <class Config> struct Tiles {
     }
     PTX int token() const { return token_tile * Config::tile_m + (small() ? tail % pieces * Config::tail_tile_m : 0); }
     PTX int row() const { return (weight_tile * Config::cluster_n + rank) * 128; }
-    // Are the activations of this tile not those of the tile before / after it?
+    // Whether this tile's activations differ from the previous (fresh) or next (final) tile's.
     PTX bool fresh(bool first) const { return !Config::activation_stationary || first || weight_tile == 0; }
     PTX bool final() const { return !Config::activation_stationary || left == 1 || weight_tile + 1 == weight_tiles; }
 };
@@ -118,8 +118,8 @@ template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
     constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
     Ring<Config::weight_chunks> weight_ring;
     Ring<Config::activation_chunks> activation_ring;
-    bool waited = false;  // for the kernel that wrote the activations
-    bool begun = false;   // to load them
+    bool waited = false;  // griddepcontrol.wait is done
+    bool begun = false;   // the first activations are issued
     auto load_pieces = [&](uint32_t to, const uint8_t* from, int rows) {
         constexpr int piece_rows = Config::tile_m / S::first_pieces;
 #pragma unroll 1
@@ -132,7 +132,7 @@ template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
     for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row();
         const bool fresh = tiles.fresh(!waited);
-        // The last block of a cluster may have no weights: it goes along with the others.
+        // The last CTA of a cluster may have no weights, but still takes part in multicast.
         const uint32_t weight_bytes = max(0, min(S::rows, p.rows_n - row)) * planes::row_bytes;
         const int width = tiles.width(), rows = min(width, p.rows_m - token);
         const int first = tiles.rank * (width / Config::cluster_n), mine = min(width / Config::cluster_n, rows - first);
@@ -167,7 +167,7 @@ template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
                     ptx::cp_async_bulk_load_multicast(to + first * planes::row_bytes, from + first * planes::row_bytes, mine * planes::row_bytes,
                                                       S::activation_full(shared, slot), static_cast<uint16_t>((1 << Config::cluster_n) - 1));
             };
-            const bool early = !waited;  // weights do not depend on the kernel before: their first chunk need not wait
+            const bool early = !waited;  // PDL: the first chunk of weights loads before griddepcontrol.wait
             if (early) {
                 for (int order = 0; order < P; order++) load_weights(order);
                 ptx::griddepcontrol_wait();
@@ -183,15 +183,15 @@ template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
     }
 }
 
-// A warpgroup that multiplies: where it stands in the rings, and how it writes.
+// A consumer warpgroup: pipeline state and epilogue.
 template <class Config> struct GemmConsumer {
     using S = GemmShared<Config>;
     static constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
     static constexpr int turn_barrier = 1, both = 256;
-    // alternating: the first chunk of a tile takes no turns, so that it can start while the other still writes results.
+    // alternating: a tile's first chunk takes no turns, so that it can start during the other's epilogue.
     static constexpr bool alternating = Config::schedule == Schedule::alternating && diagonals > 1, pingpong = Config::schedule == Schedule::pingpong;
-    // Where the assembler knows that descriptors are the same in all lanes, and adds 32 bits to them, products follow each
-    // other more closely. With products of two shapes it then finds too few registers, and waits after each.
+    // wgmmas issue back to back if ptxas knows descriptors to be warp-uniform and advances them by 32-bit adds. With two
+    // wgmma shapes it then runs out of registers and serializes them.
     static constexpr bool uniform = S::first_pieces == 1 && !pingpong;
 
     const Params& p;
@@ -213,7 +213,7 @@ template <class Config> struct GemmConsumer {
     PTX void release_activations(int slot, bool final) const {
         if constexpr (Config::cluster_n == 1) {
             if (leader && final) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
-        } else {  // every block of the cluster loads a part of it
+        } else {  // every CTA of the cluster loads a part of it
             if (const int lane = ptx::lane_id(); lane < Config::cluster_n) ptx::mbarrier_arrive_cluster(ptx::mapa(S::activation_empty(shared, slot), lane));
         }
     }
@@ -223,7 +223,7 @@ template <class Config> struct GemmConsumer {
         return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
     }
 
-    // The products of the first pair of planes, as pieces of its tokens arrive.
+    // MMAs of the first plane pair, piece by piece as its tokens land.
     template <int tokens> PTX void start(int32_t (&acc)[tokens / 2], uint64_t a, uint64_t b) const {
         constexpr int part = tokens / S::first_pieces;
 #pragma unroll
@@ -243,12 +243,12 @@ template <class Config> struct GemmConsumer {
         if (pingpong) take_turn();
 #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
-            const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // down to smaller shifts, or up: 31 to the left is 1 to the right
+            const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // walking down: rotate left by 1; up: right by 1 = left by 31
             const uint64_t a = planes::descriptor(shared + (weight_ring.at * P * S::rows + warpgroup * 64) * planes::row_bytes);
             const uint64_t b = planes::descriptor(shared + S::activations + activation_ring.at * Q * S::activation_slot);
 #pragma unroll
             for (int diagonal = 0; diagonal < diagonals; diagonal++) {
-                // Planes are numbered in the order of this walk: whichever the direction, those with i + j = diagonal meet.
+                // Planes are numbered in walking order, so that in either direction those with i + j = diagonal meet.
                 if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.at * P + diagonal), weight_ring.parity);
                 if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.at * Q + diagonal), activation_ring.parity);
                 if (alternating && diagonal > 0 && chunk > 0) take_turn();
@@ -269,7 +269,7 @@ template <class Config> struct GemmConsumer {
                     }
                 }
                 ptx::wgmma_commit_group();
-                // The last diagonal of a chunk and the first of the next need no rotation between them: one turn.
+                // A chunk's last diagonal and the next one's first have no rotation between them: one turn covers both.
                 if (alternating && ((diagonal == 0 && chunk > 1) || (diagonal > 0 && diagonal < diagonals - 1 && chunk > 0))) pass_turn();
                 if (diagonal == 0 && chunk > 0) {
                     ptx::wgmma_wait_group<1>();
@@ -279,7 +279,7 @@ template <class Config> struct GemmConsumer {
                 if (diagonal < diagonals - 1) {
                     ptx::wgmma_wait_group<0>();
                     ptx::wgmma_touch(acc);
-                    // Planes whose last diagonal this was.
+                    // Release the planes whose last diagonal this was.
                     if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weight_ring.at * P + diagonal - (Q - 1));
                     if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.at * Q + diagonal - (P - 1), final);
                     rotate(acc, left);
@@ -287,10 +287,10 @@ template <class Config> struct GemmConsumer {
             }
             weight_ring.advance();
             activation_ring.advance();
-            if (Config::activation_stationary && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // the same round again
+            if (Config::activation_stationary && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // stationary: same phase again
         }
         if (pingpong || (alternating && p.chunks > 1)) pass_turn();
-        epilogue.stage_columns();  // while the last products run
+        epilogue.stage_columns();  // overlaps the last wgmmas
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_touch(acc);
         release_weights(weight_ring.previous() * P + P - 1);
@@ -311,7 +311,7 @@ template <class Config> PTX void gemm_multiply(const Params& p, uint32_t shared)
     if constexpr (Config::tail_tile_m > 0) {
         for (; tiles.more(); tiles.next()) consumer.template tile<Config::tail_tile_m>(tiles.row() + 64 * warpgroup, tiles.token(), true);
     }
-    if ((C::alternating || C::pingpong) && warpgroup == 0) consumer.take_turn();  // takes up the turn that was passed last
+    if ((C::alternating || C::pingpong) && warpgroup == 0) consumer.take_turn();  // consumes the last pass_turn
 }
 
 template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_gemm(const __grid_constant__ Params p) {
@@ -321,7 +321,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
     if (threadIdx.x == 256) {
         for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
             ptx::mbarrier_init(S::weight_full(shared, slot), 1);
-            // Every warp that multiplies, of every block that is loaded for.
+            // Arrivals: every consumer warp, of every CTA that the load is multicast to.
             ptx::mbarrier_init(S::weight_empty(shared, slot), slot < S::weight_slots ? 8 : 8 * Config::cluster_n);
         }
         for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
@@ -335,7 +335,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
     }
     __syncthreads();
     ptx::griddepcontrol_launch_dependents();
-    if constexpr (Config::cluster_n > 1) {  // the other blocks' barriers stand
+    if constexpr (Config::cluster_n > 1) {  // the other CTAs' mbarriers are initialized
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
@@ -349,7 +349,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
         ptx::setmaxnreg_inc<232>();
         gemm_multiply<Config>(p, shared);
     }
-    if constexpr (Config::cluster_n > 1) {  // the others may still arrive on this block's barriers
+    if constexpr (Config::cluster_n > 1) {  // other CTAs may still arrive on this one's mbarriers
         __syncwarp();
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();

@@ -1,21 +1,21 @@
-// GEMM on the 1-bit tensor cores for few tokens, where a block's shared memory holds all planes of its tile.
+// Bit-plane GEMM on binary wgmma for few tokens, where shared memory holds all of K of a CTA's tile.
 //
-// Operands lie and multiply as in sm90_bitplane_skinny.cuh: planes of A (64 rows) are walked, those of B stand side by
-// side. But there are no rings: a chunk of k has one barrier, which says that all its planes are there, and every warp
-// asks for some of them. What arrives at a multiprocessor is the limit, so chunks are asked for in the order of their use
-// and multiplied one by one: the weights of `prologue_stages` chunks before the kernel ahead has ended, the rest in turns
-// with the activations, which the threads may copy themselves (`cp_async_activations`).
+// Operands as in sm90_bitplane_skinny.cuh: planes of A (64 rows) are walked, planes of B are concatenated along N. But there
+// is no ring and no producer warp: each chunk of k has one mbarrier for all its planes, and every warp issues some of the
+// copies. The limit is an SM's inbound bandwidth, so chunks load in order of use and are multiplied one by one: the weights
+// of `prologue_stages` chunks before griddepcontrol.wait, the rest interleaved with the activations, which the threads may
+// copy themselves (`cp_async_activations`).
 #ifndef ANYBIT_SM90_BITPLANE_RESIDENT_CUH
 #define ANYBIT_SM90_BITPLANE_RESIDENT_CUH
 
 #include "gemm/sm90_bitplane_skinny_tile.cuh"
 
-// Shared memory: the chunks of A, of B, results on their way out, barriers, and what is kept from other blocks.
+// Shared-memory layout: chunks of A, chunks of B, output staging, mbarriers, and padding that limits CTAs per SM.
 template <class Config> struct ResidentShared : SkinnyTile<Config> {
     using Sides = SkinnyTile<Config>;
     using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
     static constexpr int warps = 4;
-    static constexpr int values = columns / 2, eights = columns / 8;  // a thread's sums, and the eights of columns that they are of
+    static constexpr int values = columns / 2, eights = columns / 8;  // a thread's sums, over octets of columns
     static constexpr int a_chunk = P * rows * planes::row_bytes, b_chunk = Config::wgmma_n * planes::row_bytes;
     static constexpr int b = Config::k_chunks * a_chunk, staging = b + Config::k_chunks * b_chunk;
     static constexpr bool staged = a_is_weights && Terms<Config>::is_16bit;
@@ -40,16 +40,16 @@ template <class Config> struct Resident {
     int a_row, b_row;
 
     PTX Resident(const Params& p, uint32_t base) : p(p), shared{{}, base} {
-        // Blocks at work together share weights.
+        // Tokens fastest, so that concurrent CTAs share weights.
         const int token_tile = S::a_is_weights ? S::columns : S::rows, token_tiles = (p.m + token_tile - 1) / token_tile;
         const int weight_tile = static_cast<int>(blockIdx.x) / token_tiles, token = static_cast<int>(blockIdx.x) - weight_tile * token_tiles;
         a_row = (S::a_is_weights ? weight_tile : token) * S::rows;
         b_row = (S::a_is_weights ? token : weight_tile) * S::columns;
     }
-    // Are there weights for this block?
+    // Whether this CTA has weights.
     PTX bool any() const { return S::a_is_weights ? a_row < p.n : b_row < p.n; }
 
-    // A barrier for each chunk, which expects all planes.
+    // Initializes one mbarrier per chunk, which expects all its planes.
     PTX void prepare() const {
         if (threadIdx.x == 0) {
             for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), Config::cp_async_activations ? 1 + Config::threads : 1);
@@ -58,12 +58,12 @@ template <class Config> struct Resident {
         __syncthreads();
         const int a_rows = P * min(S::rows, S::a_stored(p) - a_row), b_rows = Q * min(S::columns, S::b_stored(p) - b_row);
         const int rows = !Config::cp_async_activations ? a_rows + b_rows : S::a_is_weights ? a_rows : b_rows;
-        // Copies that other warps ask for may arrive before their bytes are announced: the arrival is still to come.
+        // Other warps' copies may land before this expect_tx: the phase can't complete without this pending arrival.
         if (threadIdx.x < p.chunks) ptx::mbarrier_arrive_expect_tx(shared.full(threadIdx.x), rows * planes::row_bytes);
     }
 
-    // Chunk `chunk` of one side, a copy a plane (copies under way share what arrives: large ones would all come late), by
-    // warps in turn, of which `turn` is the next.
+    // Loads a chunk of one operand, one copy per plane (copies in flight share the bandwidth: large ones would all land
+    // late), by the warps in turn; `turn` is the next warp.
     template <bool a> PTX void load(int chunk, int& turn) const {
         constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
         const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row, warp = threadIdx.x / 32;
@@ -75,8 +75,8 @@ template <class Config> struct Resident {
             turn = turn == S::warps - 1 ? 0 : turn + 1;
         }
     }
-    // The tokens of a chunk by all threads, 16 bytes at a time: faster than bulk copies, but it takes the threads' time.
-    // Each thread arrives on the chunk's barrier when its copies have landed.
+    // Loads a chunk's activations by cp.async from all threads: faster than bulk copies, but costs issue slots.
+    // Each thread arrives on the chunk's mbarrier once its copies have landed.
     PTX void copy_tokens(int chunk) const {
         constexpr bool a = !S::a_is_weights;
         constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
@@ -92,7 +92,7 @@ template <class Config> struct Resident {
             }
         ptx::cp_async_mbarrier_arrive_noinc(shared.full(chunk));
     }
-    // Copies arrive in about the order in which they are asked for: the weights of `prologue_stages` chunks before the activations.
+    // Copies land in about issue order: the weights of `prologue_stages` chunks go before the activations.
     PTX void load_early() const {
         if (ptx::lane_id() != 0) return;
         int turn = 0;
@@ -115,7 +115,7 @@ template <class Config> struct Resident {
         }
     }
 
-    // A chunk of a plane: the products of what its barrier says is there.
+    // MMAs of one chunk of an A plane, which has landed.
     PTX void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int chunk, int plane, bool add) const {
         const uint64_t a = planes::descriptor(shared.template plane<true>(chunk, plane)), b = planes::descriptor(shared.template plane<false>(chunk, 0));
 #pragma unroll
@@ -123,15 +123,15 @@ template <class Config> struct Resident {
             ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), add || step > 0);
     }
 
-    // Chunk by chunk, down and up in turns, the last one down. The planes of a set of sums are `accumulator_sets` apart: while the
-    // products of one set run, another one is shifted.
+    // Chunk by chunk, down and up alternately, the last one down. Planes take `accumulator_sets` sets of sums in turn: while
+    // one set is rotated, another's wgmmas run.
     PTX void walk(int32_t (&acc)[Config::accumulator_sets][Config::wgmma_n / 2]) const {
         constexpr int sets = Config::accumulator_sets, chunks = Config::k_chunks;
 #pragma unroll
         for (int chunk = 0; chunk < chunks; chunk++) {
             const bool down = (chunks - chunk) & 1;
             ptx::mbarrier_wait_parity(shared.full(chunk), 0);
-            if constexpr (Config::cp_async_activations) ptx::fence_proxy_async();  // the threads' copies are ordinary writes
+            if constexpr (Config::cp_async_activations) ptx::fence_proxy_async();  // cp.async writes are generic-proxy writes
 #pragma unroll
             for (int order = 0; order < P; order++) {
                 const int plane = down ? P - 1 - order : order, set = plane % sets;
@@ -150,7 +150,7 @@ template <class Config> struct Resident {
         for (int set = 0; set < sets; set++) ptx::wgmma_touch(acc[set]);
     }
 
-    // The sums, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
+    // The sums, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
     PTX void multiply(int32_t (&sums)[S::values]) const {
         int32_t acc[Config::accumulator_sets][Config::wgmma_n / 2];
         walk(acc);
@@ -179,7 +179,7 @@ template <class Config> struct Resident {
         multiply(sums);
         terms.finish();
         if constexpr (T::is_16bit) {
-            // Whole pieces of sixteen bytes, if rows of Y begin so and all weights of the tile are there.
+            // 16-byte stores, if rows of Y are aligned and the tile has all of its weights.
             if (p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0 && (S::a_is_weights ? a_row + S::rows : b_row + S::columns) <= p.n) {
                 if constexpr (S::a_is_weights && eights % 2 == 0) {
                     write_lines(sums, terms.weights, terms.tokens);
@@ -200,7 +200,7 @@ template <class Config> struct Resident {
         }
     }
 
-    // A is weights: a token's 64 weights are a line of 128 bytes, through shared memory in the 128-byte swizzle.
+    // A is weights: a token's 64 weights are one 128-byte line, transposed through 128-byte-swizzled shared memory.
     PTX void write_lines(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2], const typename T::Column (&tokens)[2 * S::eights]) const {
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const uint32_t staging = shared.shared + S::staging;
@@ -209,7 +209,7 @@ template <class Config> struct Resident {
         for (int i = 0; i < S::eights; i += 2) {
             uint32_t packed[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {  // rows and rows + 8 of two eights
+            for (int j = 0; j < 4; j++) {  // rows and rows + 8 of two octets
                 const int eight = i + j / 2, h = j % 2;
                 packed[j] = T::pack(T::result(sums[4 * eight + 2 * h], weights[h], tokens[2 * eight]),
                                     T::result(sums[4 * eight + 2 * h + 1], weights[h], tokens[2 * eight + 1]));
@@ -226,7 +226,7 @@ template <class Config> struct Resident {
         }
     }
 
-    // A is activations: a thread has pairs of weights of two tokens; the lanes of a quad exchange them where each gets eight.
+    // A is activations: a thread has weight pairs of two tokens; where possible a quad transposes them to eight per lane.
     PTX void write_rows(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2 * S::eights], const typename T::Column (&tokens)[2], int row) const {
         constexpr int eights = S::eights;
         const int q = threadIdx.x % 4;
@@ -241,7 +241,7 @@ template <class Config> struct Resident {
             if constexpr (eights % 4 == 0) {
 #pragma unroll
                 for (int i = 0; i < eights; i += 4) {
-                    // Lane q gets word q of all four lanes: two rounds, between neighbours and between pairs.
+                    // 4 x 4 transpose within the quad (lane q gets word q of all four), in two shuffle rounds.
                     const bool odd = q & 1, high = q & 2;
                     const uint32_t a = ptx::shfl_xor(odd ? w[i] : w[i + 1], 1), b = ptx::shfl_xor(odd ? w[i + 2] : w[i + 3], 1);
                     const uint32_t low0 = odd ? a : w[i], low1 = odd ? w[i + 1] : a, high0 = odd ? b : w[i + 2], high1 = odd ? w[i + 3] : b;
@@ -262,7 +262,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
     static_assert(Config::threads == 128, "every warp loads, multiplies and writes");
     ptx::griddepcontrol_launch_dependents();
     const Resident<Config> block(p, ptx::shared_address(ptx::dynamic_shared()));
-    if (!block.any()) {  // here so that every multiprocessor has as many blocks as the others
+    if (!block.any()) {  // padding CTAs, so that every SM has equally many
         ptx::griddepcontrol_wait();
         return;
     }

@@ -1,33 +1,33 @@
-// GEMM on the 1-bit tensor cores for few tokens, where reading the weights once is what counts, and then latency.
+// Skinny bit-plane GEMM on binary wgmma, for few tokens: bound by reading the weights once, then by latency.
 //
-// Operands are bit planes as in sm90_bitplane_gemm.cuh. One is wgmma's A (`a_operand`, 64 rows), whose planes are walked; of
-// B, the other, all planes stand side by side (column plane * `tile_b` + row), and are added with their shifts at the end.
-// B stays in shared memory for a pass of `pass_chunks` chunks of k, while planes of A stream past it: a plane of all these
-// chunks, a rotation of the sums, the next plane. Passes walk the planes down and up in turns, the last one down.
+// Operands are bit planes as in sm90_bitplane_gemm.cuh. One is wgmma's A (`a_operand`, 64 rows), whose planes are walked one
+// by one; all planes of the other, B, are concatenated along N (column plane * `tile_b` + row) and added with their shifts
+// at the end. B stays in shared memory for a pass of `pass_chunks` chunks of k while planes of A stream: one plane of all
+// these chunks, a rotation of the sums, the next plane. Passes walk the planes down and up alternately, the last one down.
 //
-// One warp loads: the weights as far as they fit before the kernel ahead has ended, so two blocks should fit a
-// multiprocessor. The chunks of a tile are shared by `split_k_warpgroups` of a block or by `cluster_k` blocks, or its
-// columns by `split_b_warpgroups`; each finishes its share of the results.
+// A producer warp loads as many weights as fit before griddepcontrol.wait, so two CTAs per SM should fit. A tile's chunks
+// are split over `split_k_warpgroups` of a CTA or `cluster_k` CTAs, or its columns over `split_b_warpgroups`; each
+// finishes its share of the results.
 #ifndef ANYBIT_SM90_BITPLANE_SKINNY_CUH
 #define ANYBIT_SM90_BITPLANE_SKINNY_CUH
 
 #include "gemm/sm90_bitplane_skinny_tile.cuh"
 
-// Shared memory: stages of an A plane, stages of a chunk of B, what other blocks send, barriers.
+// Shared-memory layout: A stages (one plane each), B stages (one chunk each), inbox for other CTAs' sums, mbarriers.
 template <class Config> struct SkinnyShared : SkinnyTile<Config> {
     using Sides = SkinnyTile<Config>;
     using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
-    // Warpgroups share the chunks of k, or the columns: then each has a part of B with all planes of its own columns.
+    // Warpgroups split K, or the columns: then each has a part of B with all planes of its own columns.
     static constexpr int k_groups = Config::split_k_warpgroups, b_parts = Config::split_b_warpgroups, groups = k_groups * b_parts;
     static constexpr int part_columns = columns / b_parts, part_bytes = Config::wgmma_n * planes::row_bytes;
     static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = b_parts * part_bytes;
     static constexpr int b = Config::a_stages * a_bytes;
     static constexpr int inbox = b + Config::b_stages * b_bytes;
-    static constexpr int split = Config::cluster_k;  // blocks that share k
+    static constexpr int split = Config::cluster_k;  // CTAs that split K
     static constexpr int parts = split * groups;
-    static constexpr int values = part_columns / 2, share = columns / 2 / parts;  // a thread's sums, and its results
-    // why_not() asks for twice as many stages where there is more than one pass. Where nothing is loaded twice into a slot
-    // nobody has to say that it is free.
+    static constexpr int values = part_columns / 2, share = columns / 2 / parts;  // a thread's sums; those it finishes
+    // With more than one pass, why_not() requires 2 * pass_chunks B stages. no_reuse: no slot is filled twice, so that no
+    // empty mbarriers are needed.
     static constexpr bool single = Config::b_stages < 2 * Config::pass_chunks, no_reuse = single && Config::a_stages >= P * Config::pass_chunks;
     static constexpr int partial_bytes = share * 4 * 128;
     static constexpr int barriers = inbox + (split > 1 ? split * partial_bytes : 0);
@@ -56,9 +56,9 @@ template <class Config> struct Skinny {
 
     const Params& p;
     S shared;
-    int rank;  // among the blocks that share k
+    int rank;  // among the CTAs that split K
     int a_row, b_row;
-    int count;  // chunks of this block: rank, rank + split, ...
+    int count;  // this CTA's chunks: rank, rank + split, ...
 
     PTX Skinny(const Params& p, uint32_t base, int rank)
         : p(p), shared{{}, base}, rank(rank), count(rank < p.chunks ? (p.chunks - rank + S::split - 1) / S::split : 0) {
@@ -67,9 +67,9 @@ template <class Config> struct Skinny {
         b_row = (S::a_is_weights ? token_tile : weight_tile) * S::columns;
     }
 
-    // The walk: passes over some chunks; in each, every plane of A (the last pass down, the one before up, ...) for every chunk.
+    // Loop nest: passes of some chunks; in each, every plane of A (last pass down, the one before up, ...); every chunk.
     struct Step {
-        int first, chunks, order, chunk;  // the pass's first chunk and their number; plane and chunk in the walk
+        int first, chunks, order, chunk;  // the pass's first chunk, its chunks; current plane, current chunk
         PTX bool down(int count) const { return ((count - first + Config::pass_chunks - 1) / Config::pass_chunks) & 1; }
         PTX void next(int count) {
             if (++chunk < chunks) return;
@@ -90,7 +90,7 @@ template <class Config> struct Skinny {
     PTX void load_a(const uint8_t* plane, int slot) const { ptx::cp_async_bulk_load(shared.a_slot(slot), plane, a_rows() * planes::row_bytes, shared.a_full(slot)); }
     PTX int b_rows() const { return min(S::columns, S::b_stored(p) - b_row); }
     PTX void expect_b(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * b_rows() * planes::row_bytes); }
-    // The rows of a plane of B that are part `part` of its columns.
+    // Loads the rows of one plane of B that belong to column part `part`.
     PTX void load_b(int i, int bit, int part) const {
         const uint8_t* from = S::a_is_weights ? p.activations : p.weights;
         const int stored = S::b_stored(p), first = b_row + part * S::part_columns;
@@ -103,12 +103,12 @@ template <class Config> struct Skinny {
 
     PTX void produce() const {
         const int lane = ptx::lane_id(), steps = count * P;
-        const int first_b = min(Config::b_stages, count);  // chunks of B and, below, planes of A that are asked for at once
+        const int first_b = min(Config::b_stages, count);  // chunks of B loaded up front; planes of A: below
         Step a = begin(), mine = a;
         int n = 0, mine_at = -1;
         for (; n < min(Config::a_stages, steps) && a.first + a.chunk < Config::b_stages; n++, a.next(count))
             if (n == lane) mine = a, mine_at = n;
-        // All that does not touch the activations comes before the wait: what follows it is waited for.
+        // Everything that doesn't touch the activations precedes griddepcontrol.wait: later work is on the critical path.
         const uint8_t* const plane = a_plane(mine);
         if (mine_at >= 0) expect_a(mine_at);
         if (lane < first_b) expect_b(lane);
@@ -141,7 +141,7 @@ template <class Config> struct Skinny {
         if (ptx::lane_id() == 0) ptx::mbarrier_arrive(shared.a_empty(slot));
     }
 
-    // A chunk of a plane: what the barriers say is there times the chunk of B in `stage`.
+    // MMAs of one chunk of an A plane with the chunk of B in `stage`; both have landed.
     PTX void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int slot, int stage, int group) const {
         const uint64_t a = planes::descriptor(shared.a_slot(slot));
         const uint64_t b = planes::descriptor(shared.b_slot(stage) + (S::b_parts > 1 ? group * S::part_bytes : 0));
@@ -152,7 +152,7 @@ template <class Config> struct Skinny {
         ptx::wgmma_commit_group();
     }
 
-    // One pass, walked down, and a stage for every plane.
+    // A single pass, walked down, with a stage per plane.
     PTX void walk_without_reuse(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
 #pragma unroll
         for (int order = 0; order < P; order++) {
@@ -175,7 +175,7 @@ template <class Config> struct Skinny {
 #pragma unroll 1
         for (int first = 0; first < count; first += Config::pass_chunks) {
             const int chunks = min(Config::pass_chunks, count - first);
-            const int left = Step{first, chunks, 0, 0}.down(count) ? 1 : 31;  // 31 to the left is 1 to the right
+            const int left = Step{first, chunks, 0, 0}.down(count) ? 1 : 31;  // left by 31 is right by 1
 #pragma unroll 1
             for (int order = 0; order < P; order++) {
                 int previous = -1;
@@ -186,7 +186,7 @@ template <class Config> struct Skinny {
                         if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::b_stages), i / Config::b_stages & 1);
                         ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
                         multiply_chunk(acc, slot, i % Config::b_stages, group);
-                        if (previous >= 0) {  // its products have ended
+                        if (previous >= 0) {  // its wgmmas complete
                             ptx::wgmma_wait_group<1>();
                             release_a(previous);
                         }
@@ -205,7 +205,7 @@ template <class Config> struct Skinny {
         }
     }
 
-    // The sums of this warpgroup's chunks, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
+    // Sums over this warpgroup's chunks, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
     PTX void multiply(int32_t (&sums)[S::values], int group) const {
         int32_t acc[Config::wgmma_n / 2];
 #pragma unroll
@@ -221,7 +221,7 @@ template <class Config> struct Skinny {
         }
     }
 
-    // Sends the other blocks of the cluster their shares of this one's sums, and adds theirs to its own share.
+    // Cluster split-K reduction: sends the other CTAs their shares of the sums, and adds theirs to this CTA's share.
     PTX void gather(const int32_t (&sums)[S::values], int32_t (&own)[S::share]) const {
         const int thread = threadIdx.x;
 #pragma unroll
@@ -245,11 +245,11 @@ template <class Config> struct Skinny {
         }
     }
 
-    // The same among the warpgroups of a block.
+    // The same among the warpgroups of a CTA.
     PTX void exchange(const int32_t (&sums)[S::values], int32_t (&own)[S::share], int group) const {
         constexpr int barrier = 1, wide = S::share % 4 == 0 ? 4 : 1;
         const int thread = threadIdx.x % 128;
-        ptx::bar_sync(barrier, 128 * S::groups);  // all products have ended: the stages are free
+        ptx::bar_sync(barrier, 128 * S::groups);  // all wgmmas are complete: the stages are free
 #pragma unroll
         for (int to = 0; to < S::groups; to++) {
             if (to == group) {
@@ -288,7 +288,7 @@ template <class Config> struct Skinny {
         const int group = threadIdx.x / 128, part = S::groups > 1 ? group : rank;
         const int thread = threadIdx.x % 128, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
         constexpr int eights = (S::share + 3) / 4;
-        const int first = part * S::share / 4;  // of the eights that this part finishes
+        const int first = part * S::share / 4;  // first octet of columns that this part finishes
         SkinnyTerms<Config, eights> terms;
         terms.load_weights(p, row, pair + 8 * first);
         ptx::griddepcontrol_wait();
@@ -302,14 +302,14 @@ template <class Config> struct Skinny {
         if constexpr (S::k_groups > 1) {
             exchange(sums, own, group);
         } else if constexpr (S::split > 1) {
-            ptx::barrier_cluster_wait();  // the other blocks' barriers stand
+            ptx::barrier_cluster_wait();  // the other CTAs' mbarriers are initialized
             gather(sums, own);
         } else {
 #pragma unroll
             for (int v = 0; v < S::share; v++) own[v] = sums[v];
         }
         if constexpr (!S::a_is_weights && T::is_16bit && S::share % 4 == 0) {
-            if (p.y_stride % 2 == 0 && reinterpret_cast<uint64_t>(p.y) % 4 == 0) {  // two weights of a token in one word
+            if (p.y_stride % 2 == 0 && reinterpret_cast<uint64_t>(p.y) % 4 == 0) {  // one word: two weights of a token
                 uint16_t* const y = static_cast<uint16_t*>(p.y) + row * p.y_stride + pair + 8 * first;
 #pragma unroll
                 for (int h = 0; h < 2; h++)
@@ -327,7 +327,7 @@ template <class Config> struct Skinny {
         }
 #pragma unroll
         for (int v = 0; v < S::share; v++) {
-            // Value 4 * eight + 2 * h + e; which one of a smaller share than four is known at run time only.
+            // Value 4 * octet + 2 * h + e; with a share below four, which one is known at run time only.
             const int within = S::share % 4 == 0 ? v % 4 : (part * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
             const int at_row = row + 8 * h, at_column = pair + 8 * (first + v / 4) + e;
             if constexpr (S::a_is_weights)
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
     if (threadIdx.x == loader) {
         for (int slot = 0; slot < Config::a_stages + Config::b_stages; slot++) {
             ptx::mbarrier_init(block.shared.a_full(slot), 1);
-            ptx::mbarrier_init(block.shared.a_empty(slot), 4 * S::b_parts);  // every warp that multiplies with it
+            ptx::mbarrier_init(block.shared.a_empty(slot), 4 * S::b_parts);  // every warp that consumes it
         }
         ptx::mbarrier_init(block.shared.gathered(), 1);
         if (S::split > 1) ptx::mbarrier_arrive_expect_tx(block.shared.gathered(), (S::split - 1) * S::partial_bytes);

@@ -1,5 +1,5 @@
-// What the two kernels for few tokens (sm90_bitplane_skinny.cuh, sm90_bitplane_resident.cuh) share: the operands of a tile, and
-// the constants of a thread's results.
+// Shared by sm90_bitplane_skinny.cuh and sm90_bitplane_resident.cuh: a tile's operands, and the epilogue constants of a
+// thread's results.
 #ifndef ANYBIT_SM90_BITPLANE_SKINNY_TILE_CUH
 #define ANYBIT_SM90_BITPLANE_SKINNY_TILE_CUH
 
@@ -8,7 +8,7 @@
 // Which operand is wgmma's A.
 enum class AOperand { weights, activations };
 
-// A is the operand whose planes are walked, 64 rows; planes of B stand side by side, `tile_b` rows each.
+// A: the operand whose planes are walked, 64 rows. B: all planes concatenated along N, `tile_b` rows each.
 template <class Config> struct SkinnyTile {
     static constexpr bool a_is_weights = Config::a_operand == AOperand::weights;
     static constexpr int P = a_is_weights ? Config::weight_bits : Config::activation_bits;  // planes of A
@@ -19,7 +19,7 @@ template <class Config> struct SkinnyTile {
     static PTX int b_stored(const Params& p) { return a_is_weights ? p.rows_m : p.rows_n; }
 };
 
-// A thread has rows `row` and row + 8 of A and, of each of `eights` eights of columns, the pair that starts at `pair`.
+// A thread has rows `row` and row + 8 of A and, in each of `eights` octets of columns, the pair that starts at `pair`.
 template <class Config, int eights> struct SkinnyTerms {
     using T = Terms<Config>;
     static constexpr bool a_is_weights = SkinnyTile<Config>::a_is_weights;
@@ -39,7 +39,7 @@ template <class Config, int eights> struct SkinnyTerms {
 #pragma unroll
         for (int i = 0; i < token_count; i++) token_loads[i] = T::load_column(p, a_is_weights ? pair + 8 * (i / 2) + i % 2 : row + 8 * i);
     }
-    // Once the products run: what was loaded is there.
+    // After the main loop: the loads have landed by then.
     PTX void finish() {
 #pragma unroll
         for (int i = 0; i < weight_count; i++) weights[i] = T::row(weight_loads[i]);

@@ -1,23 +1,23 @@
-// GEMM on the 1-bit tensor cores for many tokens of few planes: all planes of a tile's tokens stand side by side on wgmma's
-// N side. Operands, shifts and rotations are those of sm90_bitplane_gemm.cuh.
+// Bit-plane GEMM on binary wgmma for many tokens and few activation planes, which are concatenated along wgmma's N.
+// Operands, shifts and rotations are those of sm90_bitplane_gemm.cuh.
 //
-// A tile is 128 weights x `tile_m` tokens, and a product of 64 weights x (`tile_m` x planes) columns keeps a set of sums
-// for each plane of activations: no rotation between them, and a plane of weights is read once for all of them. When a
-// tile ends its sets are added up, 2^j of set j, into a fraction of the registers. So the sums of the next tile find
-// room beside them, and a warpgroup writes the results of a tile between the products of the next one.
+// A tile is 128 weights x `tile_m` tokens. Each wgmma covers 64 weights x (`tile_m` x planes) columns, with one accumulator
+// set per activation plane: no rotations between these planes, and a plane of weights is read once for all of them. At the
+// end of a tile the sets are combined, 2^j times set j, into a fraction of the registers, which leaves room for the next
+// tile's accumulators: a warpgroup's epilogue is interleaved with the next tile's MMAs.
 //
-// Persistent blocks take ranges of tiles. One thread loads planes of weights and stages of activations (all planes of a
-// tile's tokens); one of them may stay in shared memory for all tiles that share it (`stationary`).
+// Persistent CTAs take contiguous ranges of tiles. One producer thread loads planes of weights and stages of activations
+// (all planes of a tile's tokens); either may stay in shared memory for all tiles that share it (`stationary`).
 #ifndef ANYBIT_SM90_BITPLANE_STACKED_CUH
 #define ANYBIT_SM90_BITPLANE_STACKED_CUH
 
 #include "gemm/bitplane_terms.cuh"
 #include "gemm/bitplane_epilogue.cuh"
 
-// What stays in shared memory from one tile of a block to the next.
+// The operand that stays in shared memory from one tile of a CTA to the next.
 enum class Stationary { none, weights, activations };
 
-// Shared memory: weight slots (a plane each), stages, then per warpgroup staging buffers and columns, then barriers.
+// Shared-memory layout: weight slots (a plane each), activation stages, per-warpgroup staging buffers and columns, mbarriers.
 template <class Config> struct StackedShared {
     static constexpr int rows = 128, P = Config::weight_bits, Q = Config::activation_bits, columns = Q * Config::tile_m;
     static constexpr int plane_bytes = Config::tile_m * planes::row_bytes;
@@ -38,7 +38,7 @@ template <class Config> struct StackedShared {
     }
 };
 
-// A block's range of tiles, tokens first; weights first where tokens stay.
+// A CTA's contiguous range of tiles, tokens fastest; weights fastest if activations are stationary.
 template <class Config> struct StackedTiles {
     int inner_tiles, inner, outer, left;
 
@@ -58,7 +58,7 @@ template <class Config> struct StackedTiles {
     }
     PTX int token() const { return (Config::stationary == Stationary::activations ? outer : inner) * Config::tile_m; }
     PTX int row() const { return (Config::stationary == Stationary::activations ? inner : outer) * 128; }
-    // Is what stays that of no tile before / after it in this block?
+    // Whether the stationary operand is not that of this CTA's previous (fresh) or next (final) tile.
     PTX bool fresh(bool first) const { return first || inner == 0; }
     PTX bool final() const { return left == 1 || inner + 1 == inner_tiles; }
 };
@@ -68,7 +68,7 @@ template <class Config> PTX void stacked_load(const Params& p, uint32_t shared) 
     constexpr int P = Config::weight_bits, Q = Config::activation_bits;
     Ring<Config::weight_stages> weights;
     Ring<Config::activation_stages> stages;
-    constexpr int prologue_stages = 1;  // planes of weights that are asked for before the kernel ahead has ended
+    constexpr int prologue_stages = 1;  // planes of weights loaded before griddepcontrol.wait
     const int steps = p.chunks * P;
     auto load_weights = [&](int row, int step) {
         const int chunk = step / P, order = step % P, i = (p.chunks - chunk) & 1 ? P - 1 - order : order;
@@ -79,12 +79,12 @@ template <class Config> PTX void stacked_load(const Params& p, uint32_t shared) 
                                 bytes, S::weight_full(shared, weights.at));
         weights.advance();
     };
-    bool waited = false;  // for the kernel that wrote the activations
+    bool waited = false;  // griddepcontrol.wait is done
     for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row();
         const bool fresh = Config::stationary != Stationary::weights || tiles.fresh(!waited), fresh_tokens = Config::stationary != Stationary::activations || tiles.fresh(!waited);
         const uint32_t bytes = min(Config::tile_m, p.rows_m - token) * planes::row_bytes;
-        int asked = 0;  // steps whose weights have been asked for
+        int asked = 0;  // steps whose weights have been issued
         if (!waited) {
             for (; asked < min(prologue_stages, steps); asked++) load_weights(row, asked);
             ptx::griddepcontrol_wait();
@@ -113,8 +113,8 @@ template <class Config> struct StackedConsumer {
     using T = Terms<Config>;
     static constexpr int P = Config::weight_bits, Q = Config::activation_bits, sums = Config::tile_m / 2;
     static constexpr int eights = Config::epilogue_tile / 8, parts = Config::tile_m / Config::epilogue_tile;
-    // Once, the second warpgroup begins `warpgroup_lag` chunks behind the first: while one adds up its sets, or writes its last
-    // results, the other's products run.
+    // The second warpgroup starts `warpgroup_lag` chunks behind the first, so that one's MMAs overlap the other's combining
+    // of sets and last stores.
     static constexpr int start_barrier = 1;
 
     const Params& p;
@@ -134,12 +134,12 @@ template <class Config> struct StackedConsumer {
     PTX void release_stage(int slot, bool final) const {
         if (leader && final) ptx::mbarrier_arrive(S::stage_empty(shared, slot));
     }
-    // Additions of 32 bits: products then follow each other more closely.
+    // 32-bit adds: wgmmas then issue back to back.
     static PTX uint64_t at(uint64_t descriptor, uint32_t bytes) {
         return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
     }
 
-    // `epilogue_tile` of a tile's tokens, to a staging buffer.
+    // Writes `epilogue_tile` of a tile's tokens to a staging buffer.
     template <int part> PTX void write(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
@@ -162,7 +162,7 @@ template <class Config> struct StackedConsumer {
         if (leader) ptx::mbarrier_arrive(epilogue.shared.filled(epilogue.buffer));
         if (++epilogue.buffer == W::buffers) epilogue.buffer = 0, epilogue.parity ^= 1;
     }
-    // The parts that belong to this chunk.
+    // Writes the parts that are due in this chunk.
     template <int part = 0> PTX void write_some(int chunk, const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
         if constexpr (part < parts) {
             if (chunk == part * p.chunks / parts) write<part>(value, row);
@@ -222,13 +222,13 @@ template <class Config> struct StackedConsumer {
                 stages.advance();
                 if (!started && chunk == min(Config::warpgroup_lag, p.chunks) - 1) ptx::bar_arrive(start_barrier, 256), started = true;
             }
-            epilogue.stage_columns();  // while the last products run
+            epilogue.stage_columns();  // overlaps the last wgmmas
             row[0] = T::row(epilogue.row_load[0]), row[1] = T::row(epilogue.row_load[1]);
             ptx::wgmma_wait_group<0>();
             ptx::wgmma_touch(acc);
             release_weights(weights.previous(), final);
             release_stage(stages.previous(), final_tokens);
-            if (!final) weights.parity ^= 1;  // the same round again
+            if (!final) weights.parity ^= 1;  // stationary: same phase again
             if (!final_tokens) stages.parity ^= 1;
 #pragma unroll
             for (int i = 0; i < sums; i++) {
