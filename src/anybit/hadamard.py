@@ -14,7 +14,7 @@ from torch import Tensor
 from anybit.errors import LayerError
 
 # The largest size whose dense matrix is kept.
-_WHOLE = 4096
+_MOST_DENSE = 4096
 
 
 def factor(size: int) -> tuple[int, int]:
@@ -52,8 +52,8 @@ def transform(x: Tensor) -> Tensor:
     """
     size = x.shape[-1]
     kind = x.device.type
-    if kind == "cuda" and size <= _WHOLE and torch.is_autocast_enabled(kind):
-        whole = _whole(size, x.device, torch.get_autocast_dtype(kind))
+    if kind == "cuda" and size <= _MOST_DENSE and torch.is_autocast_enabled(kind):
+        whole = _dense_signs(size, x.device, torch.get_autocast_dtype(kind))
         product: Tensor = (torch.matmul(x, whole) * size**-0.5).to(x.dtype)
         return product
     order, power = factor(size)
@@ -75,8 +75,8 @@ def inverse(x: Tensor) -> Tensor:
     """H^T x for every vector of x [..., n]: the inverse of ``transform``."""
     size = x.shape[-1]
     kind = x.device.type
-    if kind == "cuda" and size <= _WHOLE and torch.is_autocast_enabled(kind):
-        whole = _whole(size, x.device, torch.get_autocast_dtype(kind))
+    if kind == "cuda" and size <= _MOST_DENSE and torch.is_autocast_enabled(kind):
+        whole = _dense_signs(size, x.device, torch.get_autocast_dtype(kind))
         product: Tensor = (torch.matmul(x, whole.T) * size**-0.5).to(x.dtype)
         return product
     order, power = factor(size)
@@ -89,7 +89,7 @@ def inverse(x: Tensor) -> Tensor:
 
 
 @cache
-def _whole(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _dense_signs(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The transpose of the sign matrix (entries 1 and -1), [size, size]."""
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         whole: Tensor = (transform(torch.eye(size)) * size**0.5).round()

@@ -36,7 +36,7 @@ class QuantLinear(nn.Module):
     memory; ``state_dict`` converts it back.
 
     Gradients flow to x, so that earlier layers can be trained, and to a bias with requires_grad; the weight gets none.
-    torch.func's grad, jvp, jacrev and jacfwd work, too.
+    torch.func's grad, jvp, jacrev and jacfwd work too.
     """
 
     # Tensor parallelism in transformers shards the module's own parameters.
@@ -381,7 +381,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what the others need."""
+        """Save the layer for backward and jvp."""
         ctx.layer = inputs[2]
 
     @staticmethod
@@ -399,7 +399,7 @@ class _Differentiable(torch.autograd.Function):
     def vmap(
         info: Any, dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, layer: QuantLinear
     ) -> tuple[Tensor, int]:
-        """Y of many x at once: all are rows of one product."""
+        """Batch rule of torch.func.vmap: the batch of x becomes more rows of one product."""
         x = x.expand(info.batch_size, *x.shape) if dims[0] is None else x.movedim(dims[0], 0)
         if bias is None or dims[1] is None:
             return _differentiable(x, bias, layer), 0
@@ -408,18 +408,18 @@ class _Differentiable(torch.autograd.Function):
 
 
 class _ForwardMode(_Differentiable):
-    """The same for forward mode (jvp, jacfwd); apart, because torch.compile takes no function that has it."""
+    """``_Differentiable`` with forward mode (jvp, jacfwd); separate, because torch.compile rejects jvp methods."""
 
     @staticmethod
     def jvp(ctx: Any, of_x: Tensor, of_bias: Tensor | None, _: None) -> Tensor:
-        """The tangent of Y from those of x and of the bias."""
+        """The tangent of y from the tangents of x and bias."""
         moved: Tensor = (of_x.float() @ ctx.layer.effective_weight().T).to(of_x.dtype)
         return moved if of_bias is None else moved + of_bias.to(moved.dtype)
 
 
 def _differentiable(x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
     forwards = forward_ad._current_level >= 0
-    if forwards and torch.compiler.is_compiling():  # which would take the product for a constant
+    if forwards and torch.compiler.is_compiling():  # compiled, y would be treated as a constant
         torch._dynamo.graph_break(msg="forward-mode derivatives of quantized layers are not compiled")
     function = _ForwardMode if forwards else _Differentiable
     y: Tensor = function.apply(x, bias, layer)  # type: ignore[no-untyped-call]

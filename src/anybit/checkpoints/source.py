@@ -128,7 +128,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
             tokenizer = tokenizer_of(alone, file.name, header)
     finally:
         shutil.rmtree(alone)
-    _refuse_other_model(file, found)
+    _refuse_mismatch(file, found)
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -136,7 +136,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def _refuse_other_model(file: Path, found: dict[str, Any]) -> None:
+def _refuse_mismatch(file: Path, found: dict[str, Any]) -> None:
     """Raise CheckpointError for missing, surplus or misshapen tensors, which transformers tolerates."""
     surplus = [key for key in found.get("unexpected_keys") or () if not _FREQUENCIES.search(str(key))]
     for keys, what in (

@@ -153,13 +153,13 @@ def _replaceable(entry: Path, listed: dict[str, Any] | None, source: Path | None
     if listed is None and any(map(entry.match, _MADE_BY_TOOLS)):
         return True
     if listed is not None and entry.name in listed:
-        return bool(listed[entry.name] == _described(entry))
+        return bool(listed[entry.name] == _description(entry))
     # Identical companions of the source were copied from it, or are about to be.
     copied = {} if source is None else {file.name: file for file in companions(source)}
-    return entry.name in copied and _described(copied[entry.name]) == _described(entry)
+    return entry.name in copied and _description(copied[entry.name]) == _description(entry)
 
 
-def _described(file: Path) -> dict[str, Any]:
+def _description(file: Path) -> dict[str, Any]:
     """A file's description in a manifest."""
     size = {"bytes": file.stat().st_size}
     if any(map(file.match, _MODEL)):
@@ -169,7 +169,7 @@ def _described(file: Path) -> dict[str, Any]:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {file.name: _described(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    files = {file.name: _description(file) for file in sorted(folder.iterdir()) if file.is_file()}
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 

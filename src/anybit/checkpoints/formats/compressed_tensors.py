@@ -47,7 +47,7 @@ def matches(config: dict[str, Any]) -> bool:
 
 def scheme(layer: StoredLayer) -> Scheme:
     """The scheme of a layer."""
-    layer = _whole(layer)
+    layer = _as_dense(layer)
     _refuse_rotations(layer)
     if _is_fp4(layer):
         return fp4.scheme(layer)
@@ -70,7 +70,7 @@ def _refuse_rotations(layer: StoredLayer) -> None:
 
 def read(layer: StoredLayer) -> QuantizedWeight:
     """Read a layer, with its codes unchanged."""
-    layer = _whole(layer)
+    layer = _as_dense(layer)
     if _is_fp4(layer):
         return fp4.read(layer)
     if _is_fp8(layer):
@@ -143,7 +143,7 @@ def _of_rows(values: Tensor, n: int) -> Tensor:
     return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
 
 
-class _Whole:
+class _DenseSource:
     """A source in which a bitmask-compressed layer is dense."""
 
     def __init__(self, layer: StoredLayer) -> None:
@@ -165,14 +165,14 @@ def unmasked(layer: StoredLayer) -> Tensor:
     return found.view(kept.dtype)
 
 
-def _whole(layer: StoredLayer) -> StoredLayer:
+def _as_dense(layer: StoredLayer) -> StoredLayer:
     """The layer, with bitmask-compressed floats as a dense weight."""
     if "compressed" not in layer or layer.entry("compressed").dtype == torch.int8:
         return layer
     if layer.entry("compressed").dtype != torch.float8_e4m3fn:
         kind = dtype_name(layer.entry("compressed").dtype)
         raise layer.refuse(f"its 2:4 sparse weights with scales are {kind}; int8 and float8_e4m3fn are read")
-    return replace(layer, source=_Whole(layer))
+    return replace(layer, source=_DenseSource(layer))
 
 
 def _mask(layer: StoredLayer, n: int, k: int) -> Tensor:

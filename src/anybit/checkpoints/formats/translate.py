@@ -168,8 +168,8 @@ class FolderTranslation(Translation):
         if not self._stored:
             marks = " or ".join(format.MARKS)
             raise CheckpointError(f"{folder.path} is quantized by {self.name}, and has no tensor *.{marks}")
-        self.layers = {name: _asked(format.scheme, layer) for name, layer in self._stored.items()}
-        self.group_index = any(_asked(ordered, layer) for layer in self._stored.values())
+        self.layers = {name: _guarded(format.scheme, layer) for name, layer in self._stored.items()}
+        self.group_index = any(_guarded(ordered, layer) for layer in self._stored.values())
         own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
         self._plain = {name: name for name in folder.entries if name not in own and not _KV_SCALE.search(name)}
         self.kv_scales = sorted(name for name in folder.entries if name not in own and _KV_SCALE.search(name))
@@ -195,7 +195,7 @@ class FolderTranslation(Translation):
         self.plain = [*self._plain]
 
     def _read(self, name: str) -> QuantizedWeight:
-        weight = _asked(self._format.read, self._stored[name])
+        weight = _guarded(self._format.read, self._stored[name])
         if self.group_index and weight.group_index is None:
             weight = replace(weight, group_index=weight.groups().to(torch.int32))
         if not self.group_index and weight.group_index is not None:
@@ -211,7 +211,7 @@ class FolderTranslation(Translation):
         return self._folder.entries[self._plain[name]]
 
 
-def _asked(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> Answer:
+def _guarded(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> Answer:
     """Ask a format about a layer; whatever damaged tensors make it raise becomes a CheckpointError."""
     try:
         return question(layer)

@@ -28,7 +28,7 @@ class GraphRecorder:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]] = {}
 
     def __call__(self, key: Hashable, function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """function(*tensors)."""
+        """Return function(*tensors), by replaying a graph if there is one."""
         if not tensors[0].is_cuda or max(tensor.numel() for tensor in tensors) > _LARGEST:
             return function(*tensors)
         # As in a captured call, so that the first call gives the same bits.

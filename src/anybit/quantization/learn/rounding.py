@@ -15,8 +15,8 @@ Hook = Callable[..., Any]
 class RoundedThrough(torch.autograd.Function):
     """Quantize and dequantize activations [..., K]; gradients pass straight through, plus a term for the range.
 
-    Rounding errors are proportional to the step, which is proportional to the token's range: this term lets ranges
-    shrink that cost more than they are worth.
+    Rounding errors are proportional to the step size, and so to the token's range: this term shrinks ranges that cost
+    more than they are worth.
     """
 
     @staticmethod

@@ -83,7 +83,7 @@ class BlockLearning:
                 run(gradients, *operands)
             except RuntimeError as error:  # a block that synchronizes (reads values on the host) cannot be captured
                 warnings.warn(f"learning continues without CUDA graphs, which is slower: {error}", stacklevel=2)
-                run = _called
+                run = _call
                 run(gradients, *operands)
             for bank in learned:
                 bank.receive()
@@ -93,7 +93,7 @@ class BlockLearning:
             schedule.step()
 
 
-def _called(function: Callable[..., object], *tensors: Tensor) -> object:
+def _call(function: Callable[..., object], *tensors: Tensor) -> object:
     return function(*tensors)
 
 

@@ -137,7 +137,7 @@ def _learn(
     device = torch.device(settings.device)
     teacher, model = teacher.to(device), model.to(device)
     student = copy.deepcopy(model).requires_grad_(False)
-    _give(model, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
+    _replace_layers(model, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
     if device.type == "cuda":
         fuse_norms(student)
     gains = gains_of(student) if tuned is not None and settings.gain_rate > 0 else {}
@@ -179,7 +179,9 @@ def _learn(
         tuned.update({name: gain.detach().cpu() for name, gain in gains.items()})
 
 
-def _give(teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None) -> None:
+def _replace_layers(
+    teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None
+) -> None:
     """Replace the student's layers, by name, by GivenLinears over the learnable weights."""
     rounding = [rounded_through(activations)] if activations is not None and activations.quantized else []
     shared: dict[object, Shared] = {}

@@ -48,9 +48,9 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
         model.config.tie_word_embeddings = False
     generator = torch.Generator().manual_seed(seed)
     signs = (torch.randint(0, 2, (hidden,), generator=generator) * 2 - 1).double().to(embedding.weight.device)
-    embedding.weight.data = _turn(embedding.weight.data, signs)
-    _absorb(final, [head])
-    head.weight.data = _turn(head.weight.data, signs)
+    embedding.weight.data = _rotate_stream(embedding.weight.data, signs)
+    _fold_gain(final, [head])
+    head.weight.data = _rotate_stream(head.weight.data, signs)
     for part in parts:
         _rotate_block(part, signs, online, mix_heads)
     names = [f"{part.name}.self_attn.o_proj" for part in parts] if mix_heads else []
@@ -61,24 +61,24 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
 
 
 def _rotate_block(part: LlamaBlock, signs: Tensor, online: bool, mix_heads: bool) -> None:
-    _absorb(part.attention_norm, [part.query, part.key, part.value])
-    _absorb(part.feed_forward_norm, [part.gate, part.up])
+    _fold_gain(part.attention_norm, [part.query, part.key, part.value])
+    _fold_gain(part.feed_forward_norm, [part.gate, part.up])
     for reader in (part.query, part.key, part.value, part.gate, part.up):
-        reader.weight.data = _turn(reader.weight.data, signs)
+        reader.weight.data = _rotate_stream(reader.weight.data, signs)
     for writer in (part.output, part.down):
-        writer.weight.data = _turn(writer.weight.data.T, signs).T.contiguous()
+        writer.weight.data = _rotate_stream(writer.weight.data.T, signs).T.contiguous()
         if writer.bias is not None:
-            writer.bias.data = _turn(writer.bias.data, signs)
+            writer.bias.data = _rotate_stream(writer.bias.data, signs)
     value, output, size = part.value, part.output, part.head_dim
     if mix_heads:
-        output.weight.data = _exactly(output.weight.data)
+        output.weight.data = _rotate_rows(output.weight.data)
     else:
-        value.weight.data = _heads(value.weight.data.T, size).T.contiguous()
+        value.weight.data = _rotate_heads(value.weight.data.T, size).T.contiguous()
         if value.bias is not None:
-            value.bias.data = _heads(value.bias.data, size)
-        output.weight.data = _heads(output.weight.data, size)
+            value.bias.data = _rotate_heads(value.bias.data, size)
+        output.weight.data = _rotate_heads(output.weight.data, size)
     if online:
-        part.down.weight.data = _exactly(part.down.weight.data)
+        part.down.weight.data = _rotate_rows(part.down.weight.data)
 
 
 def rotate_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def rotate_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return (hadamard.transform(args[0]), *args[1:])
 
 
-def _absorb(norm: Any, readers: list[nn.Linear]) -> None:
+def _fold_gain(norm: Any, readers: list[nn.Linear]) -> None:
     """Fold a norm's gain into the layers that read it."""
     gain = gain_of(norm)
     for reader in readers:
@@ -94,15 +94,15 @@ def _absorb(norm: Any, readers: list[nn.Linear]) -> None:
     norm.weight.data = torch.ones_like(gain)
 
 
-def _turn(rows: Tensor, signs: Tensor) -> Tensor:
+def _rotate_stream(rows: Tensor, signs: Tensor) -> Tensor:
     """Rotate the last dimension by the residual stream's Q."""
     return hadamard.transform(rows.double() * signs).to(rows.dtype)
 
 
-def _heads(rows: Tensor, size: int) -> Tensor:
+def _rotate_heads(rows: Tensor, size: int) -> Tensor:
     """Rotate each head's part of the last dimension."""
     return hadamard.transform(rows.double().reshape(*rows.shape[:-1], -1, size)).reshape(rows.shape).to(rows.dtype)
 
 
-def _exactly(rows: Tensor) -> Tensor:
+def _rotate_rows(rows: Tensor) -> Tensor:
     return hadamard.transform(rows.double()).to(rows.dtype)

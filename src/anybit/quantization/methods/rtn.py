@@ -77,7 +77,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -
         return _quantize_rows(part, format, scale_dtype, search)
 
     starts = range(0, weight.shape[0], rows)
-    chunks = _by_threads(chunk, starts) if weight.device.type == "cpu" else list(map(chunk, starts))
+    chunks = _in_threads(chunk, starts) if weight.device.type == "cpu" else list(map(chunk, starts))
     codes, scale, zero = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     stored_zero = zero.to(torch.uint8) if format.code == "asym" else None
     if mask is not None:
@@ -85,7 +85,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -
     return QuantizedWeight.from_codes(codes, scale, stored_zero, format)
 
 
-def _by_threads(chunk: Callable[[int], _Parts], starts: Sequence[int]) -> list[_Parts]:
+def _in_threads(chunk: Callable[[int], _Parts], starts: Sequence[int]) -> list[_Parts]:
     """Run chunks in parallel, one thread each. torch's intra-op threads synchronize after every small operation, which
     stalls on a busy machine (SmolLM2 beside another program on two cores: 93 s, against 18 s this way; same codes).
     """
@@ -122,7 +122,7 @@ def _quantize_rows(
 
 def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Fit scale and zero to groups, float32 [..., g] -> codes uint8 [..., g], scale [...] in dtype, zero [...]."""
-    # The loss's fourth powers over- or underflow far from 1: such groups are first scaled by a power of two.
+    # Fourth powers in the loss over- or underflow far from 1: such groups are first scaled by a power of two.
     largest = groups.abs().amax(-1)
     far = (largest > _FAR) | (largest < 1 / _FAR)
     unit = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0) if bool(far.any()) else None

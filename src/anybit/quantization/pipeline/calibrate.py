@@ -301,12 +301,12 @@ class _Run:
                 weights = self._quantize(name, original, work, linears, calls)
             else:
                 weights = saved
-                self._pass(self.reference, original, calls)
+                self._advance(self.reference, original, calls)
             if saved is None and self.refine is not None and linears:
                 self._refine(index, work, linears, weights, calls)
         for layer, module in linears.items():
             walk.set_weight(module, weights[layer].to(self.device).dequantize())
-        self._pass(self.quantized, work, calls, name)
+        self._advance(self.quantized, work, calls, name)
         weights = {layer: weight.to("cpu") for layer, weight in weights.items()}
         if saved is None and self.resume is not None:
             self.resume.write(index, weights)
@@ -321,7 +321,7 @@ class _Run:
         weights: dict[str, QuantizedWeight] = {}
         plain = walk.linear_modules(original, name, self.names)
         stages = walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]) if linears else []
-        seen = self._look(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
+        seen = self._advance_reference(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
         for stage in stages:
             statistics = self._statistics(work, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls)
             by_scheme: dict[Scheme, list[str]] = {}
@@ -335,10 +335,12 @@ class _Run:
                     walk.set_weight(linears[layer], weights[layer].dequantize())
         return weights
 
-    def _look(self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]) -> dict[str, walk.Store]:
+    def _advance_reference(
+        self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
+    ) -> dict[str, walk.Store]:
         """Advance the reference stream past a block; returns the inputs of some of its layers if drift is followed."""
         if self.reference is None or not self.settings.drift:
-            self._pass(self.reference, original, calls)
+            self._advance(self.reference, original, calls)
             return {}
         seen = {name: self._store(4) for name in layers}
         for i in range(self.count):
@@ -377,7 +379,7 @@ class _Run:
         return Statistics(hessian / tokens, None if drift is None else drift / tokens, tokens)
 
     @torch.no_grad()
-    def _pass(
+    def _advance(
         self, stream: walk.Store | None, block: nn.Module, calls: list[walk.Call], name: str | None = None
     ) -> None:
         """Advance a stream past a block, in place: its inputs are gone afterwards."""

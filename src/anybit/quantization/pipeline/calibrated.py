@@ -53,25 +53,25 @@ from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quant
 from anybit.scheme import Scheme
 
 
-def _truth(value: object) -> bool:
+def _as_bool(value: object) -> bool:
     return {"true": True, "false": False}[str(value).lower()]
 
 
-def _whole(value: Any) -> int:
+def _as_int(value: Any) -> int:
     number = int(value)
     if isinstance(value, bool) or (not isinstance(value, str) and number != value):
         raise ValueError(value)
     return number
 
 
-def _finite(value: Any) -> float:
+def _as_float(value: Any) -> float:
     number = float(value)
     if isinstance(value, bool) or not math.isfinite(number):
         raise ValueError(value)
     return number
 
 
-_READERS: dict[type, Callable[[Any], object]] = {bool: _truth, int: _whole, float: _finite}
+_READERS: dict[type, Callable[[Any], object]] = {bool: _as_bool, int: _as_int, float: _as_float}
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number"}
 _AT_LEAST_0 = (
     *("block_passes", "learn_tokens", "learn_passes", "place_rate", "scale_rate", "gain_rate", "mask_passes"),
@@ -332,7 +332,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
     home = model.device
-    model.to(_roomy(options.where, model))
+    model.to(_device_with_room(options.where, model))
     hadamard: list[str] = []
     config: dict[str, Any] = {}
     batches = batched(first_of(sequences, options.calibration_tokens), 4096)
@@ -395,7 +395,7 @@ def _logits(model: Any, batch: Tensor) -> Tensor:
     return found
 
 
-def _roomy(device: str, model: Any) -> torch.device:
+def _device_with_room(device: str, model: Any) -> torch.device:
     """The device if the whole model fits there with room to run, else the model's own."""
     if torch.device(device).type != "cuda":
         return torch.device(device)

@@ -198,7 +198,7 @@ def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None)
         except re.error as error:
             raise LayerError(
                 f"{pattern!r} is neither a layer to keep in 16 bits nor a pattern: {error}; patterns are regular "
-                "expressions, in which .* matches any text" + _mended(pattern)
+                "expressions, in which .* matches any text" + _suggestion(pattern)
             ) from None
         try:
             check_pattern(pattern, "modules_to_not_convert")  # so that the saved folder loads again
@@ -211,7 +211,7 @@ def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None)
             )
 
 
-def _mended(pattern: str) -> str:
+def _suggestion(pattern: str) -> str:
     """A suggestion for the end of an error message: a shell pattern as a regular expression."""
     mended = re.sub(r"(?<!\.)\*", ".*", pattern)
     try:
