@@ -1,4 +1,4 @@
-"""The rows in results/, and tables of them."""
+"""Rows of results/, and tables of them."""
 
 import contextlib
 import datetime
@@ -18,26 +18,26 @@ Row = dict[str, Any]
 
 
 def rows(name: str, machine: str = "h200") -> list[Row]:
-    """The rows of one results file; none where it does not exist."""
+    """The rows of one results file; [] if it does not exist."""
     path = RESULTS / machine / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def commit() -> str:
-    """What the rows are of: ``ANYBIT_COMMIT`` where there is no git, else git's."""
+    """The measured commit: ``ANYBIT_COMMIT`` if set, else git's."""
     command = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
     given = os.environ.get("ANYBIT_COMMIT", "")
     return given or subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
 def origin() -> dict[str, str]:
-    """What a row says of where it comes from, without its GPU: torch, commit, date."""
+    """Provenance of a row except its GPU: torch, commit, date."""
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     return {"torch": metadata.version("torch"), "commit": commit(), "date": date}
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a file that is whole at any moment: a run that is cut off leaves the rows that there were."""
+    """Write a file atomically: an interrupted run keeps the previous rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
@@ -46,7 +46,7 @@ def publish(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes of this machine from a file that is read, changed and published; the lock lies elsewhere."""
+    """Lock a file against other processes of this machine during read-modify-write; the lock file is elsewhere."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     with (Path(tempfile.gettempdir()) / f"anybit-rows-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,8 +54,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def add(path: Path, new: Iterable[Row], key: Sequence[str]) -> None:
-    """Put rows into the JSON list at ``path``, each in place of an older one with the same ``key``. Processes that
-    write to one file lose nothing.
+    """Add rows to the JSON list at ``path``, each replacing an older one with the same ``key``. Safe for concurrent
+    processes.
     """
     with locked(path):
         old = json.loads(path.read_text()) if path.exists() else []
@@ -64,7 +64,7 @@ def add(path: Path, new: Iterable[Row], key: Sequence[str]) -> None:
 
 
 def find(found: Iterable[Row], **wanted: object) -> Row | None:
-    """The row with these fields, None where it was not measured; two are a fault of the file."""
+    """The row with these fields, None if not measured; raises ValueError for several."""
     matching = [row for row in found if all(row.get(name) == value for name, value in wanted.items())]
     if len(matching) > 1:
         raise ValueError(f"{len(matching)} rows have {wanted}; a row is measured once")
@@ -72,6 +72,6 @@ def find(found: Iterable[Row], **wanted: object) -> Row | None:
 
 
 def table(header: list[str], body: list[list[str]]) -> str:
-    """A table whose first column is words and whose others are numbers."""
+    """A Markdown table whose first column is text and whose others are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,15 +1,15 @@
-"""Serving through vLLM: steps, first tokens and request rates of a Llama-3-8B shape, beside vLLM's own kernels.
+"""Serving through vLLM: step time, TTFT and request rates of a Llama-3-8B shape, anybit and vLLM's own kernels.
 
-    python benchmarks/serving.py steps fp16 fp8 machete w4a16g128 w4a8     # one engine after another, each a process
+    python benchmarks/serving.py steps fp16 fp8 machete w4a16g128 w4a8     # one engine after another, a process each
     python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
-    python benchmarks/serving.py steps w4a16g128 --profile 1 64           # and what steps of so many requests launch
+    python benchmarks/serving.py steps w4a16g128 --profile 1 64           # also profile steps of 1 and 64 requests
     python benchmarks/serving.py steps fp8 w4a8 --model llama-3-70b --ranks 2     # over two GPUs (tensor parallelism)
 
 Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
-it. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder
-in PYTHONPATH is enough. The engine's core is a process of its own, as it is behind a server, but under --in-process:
-there requests' bookkeeping takes turns with what launches their next step. Engines can start side by side and measure
-in turn: with --wait one measures once a line comes on its standard input.
+the +. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer, and anybit's folder in PYTHONPATH.
+The engine core is a separate process, as behind a server, except with --in-process: there, request bookkeeping
+alternates with launching the next step. Engines can start concurrently and measure one at a time: with --wait, an
+engine measures once it reads a line from standard input.
 """
 
 import argparse
@@ -49,7 +49,7 @@ KEY = ("engine", "scheme", "model", "ranks", "executor", "requests", "prompt", "
 
 
 def model(mode: str, config: dict[str, Any]) -> str:
-    """A folder with nothing but the config.json of a model in a mode."""
+    """A folder with only the config.json of a model in a mode."""
     if mode == "machete":
         config["quantization_config"] = {
             "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
@@ -67,9 +67,9 @@ def model(mode: str, config: dict[str, Any]) -> str:
 
 
 def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bool = False, **options: Any) -> Any:
-    """A vLLM engine over a model in a mode; its core in a process of its own, or in this one."""
+    """A vLLM engine over a model in a mode; its core in a separate process, or in this one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for check_layers to reach the other process
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # lets check_layers reach the engine process
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -94,7 +94,7 @@ def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bo
 
 
 def start(mode: str, args: argparse.Namespace) -> Any:
-    """The engine of a mode as the command line wants it, when it is its turn."""
+    """The engine of a mode as the command line asks, once it is its turn."""
     shared = {"kv_cache_memory_bytes": int((args.cache or 0) * 2**30), "gpu_memory_utilization": 0.15}
     options = {**(shared if args.cache else {}), **args.engine}
     llm = engine(mode, args, in_process=args.in_process, **options)
@@ -104,7 +104,7 @@ def start(mode: str, args: argparse.Namespace) -> Any:
 
 
 def generate(llm: Any, requests: int, prompt: int, new: int) -> float:
-    """Seconds that ``requests`` greedy answers of ``new`` tokens take together."""
+    """Seconds for ``requests`` concurrent greedy generations of ``new`` tokens."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [random.randint(10, 9999) for _ in range(prompt)]} for _ in range(requests)]
@@ -113,12 +113,12 @@ def generate(llm: Any, requests: int, prompt: int, new: int) -> float:
     found = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     if sum(len(answer.outputs[0].token_ids) for answer in found) != requests * new:
-        raise SystemExit("an answer has another length than was asked for")
+        raise SystemExit("an answer does not have the requested length")
     return seconds
 
 
 def check_layers(model: Any) -> str:
-    """Compare the products of a model's first layer with exact ones; the largest difference, of the largest value."""
+    """Compare the products of a model's first layer with exact ones; the largest error over the largest value."""
     import torch
 
     from anybit import ops, reference
@@ -143,8 +143,8 @@ def check_layers(model: Any) -> str:
 
 
 def check_first(llm: Any, mode: str) -> None:
-    """Let a mode's engine compare the products of its first layer."""
-    import serving  # not __main__, by which no other process finds a function
+    """Have a mode's engine check the products of its first layer."""
+    import serving  # not __main__, whose functions other processes cannot import
 
     print(mode, *llm.apply_model(serving.check_layers), flush=True)
 
@@ -169,7 +169,7 @@ def row(mode: str, args: argparse.Namespace, checked: bool, **fields: Any) -> Ro
 
 
 def link(ranks: int) -> str | None:
-    """How the GPUs are linked, as `nvidia-smi topo -m` names it (NV18: 18 NVLinks); None for one GPU."""
+    """GPU interconnect as in `nvidia-smi topo -m` (NV18: 18 NVLinks); None for one GPU."""
     if ranks == 1:
         return None
     found = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
@@ -178,7 +178,7 @@ def link(ranks: int) -> str | None:
 
 
 def steps(mode: str, args: argparse.Namespace) -> list[Row]:
-    """Steps and throughput by requests at once, and the first token of long prompts."""
+    """Step time and throughput by concurrency, and TTFT of long prompts."""
     llm = start(mode, args)
     checked = mode not in OWN
     if checked:
@@ -188,7 +188,7 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
     for requests in args.requests:
         generate(llm, requests, PROMPT, 1)
         first = generate(llm, requests, PROMPT, 1)
-        # The first run of a size also pays what a server pays once: its graph's first replay, and what Triton compiles.
+        # The first run of a size includes one-time costs: its graph's first replay, and Triton's compilation.
         cold, whole = (generate(llm, requests, PROMPT, NEW + 1) for _ in range(2))
         step, rate = (whole - first) / NEW * 1e3, requests * (NEW + 1) / whole
         rate_cold = round(requests * (NEW + 1) / cold, 1)
@@ -202,11 +202,11 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         print(f"{mode}: first token of a prompt of {prompt}: {first * 1e3:.1f} ms", flush=True)
         found.append(row(mode, args, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
     if args.rates or args.profile:
-        add(args.output, found, KEY)  # before what may fail
+        add(args.output, found, KEY)  # before anything that may fail
     if args.rates:
         found += arrivals(llm, mode, args)
     if args.profile:
-        import serving  # not __main__, by which no other process finds a function
+        import serving  # not __main__, whose functions other processes cannot import
 
         for requests in args.profile:
             profile_steps(llm, mode, requests)
@@ -219,7 +219,7 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
 
 
 def rates(mode: str, args: argparse.Namespace) -> list[Row]:
-    """Requests that arrive at random, and nothing else."""
+    """Only requests that arrive at random."""
     llm = start(mode, args)
     if mode not in OWN:
         check_first(llm, mode)
@@ -227,7 +227,7 @@ def rates(mode: str, args: argparse.Namespace) -> list[Row]:
 
 
 def arrivals(llm: Any, mode: str, args: argparse.Namespace) -> list[Row]:
-    """Requests that arrive at random (Poisson): time to the first token, time per token, throughput."""
+    """Requests with Poisson arrivals: TTFT, TPOT, throughput."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -272,11 +272,11 @@ def arrivals(llm: Any, mode: str, args: argparse.Namespace) -> list[Row]:
 
 
 def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
-    """Print what steps launch when so many requests, all of them past their prompts, decode together."""
+    """Print what decode steps of so many concurrent requests launch, all past their prefill."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    import serving  # not __main__, by which no other process finds a function
+    import serving  # not __main__, whose functions other processes cannot import
 
     core = llm.llm_engine
     kind = RequestOutputKind.DELTA
@@ -295,7 +295,7 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
         return (time.perf_counter() - begin) / count * 1e3
 
     print(f"== {mode}, {requests} requests: {some_steps():.3f} ms a step")
-    for table in ("calls", "kernels"):  # the engine goes on while it is told to begin and to end: one step more or less
+    for table in ("calls", "kernels"):  # steps run between these calls: count is off by about one
         llm.apply_model(partial(serving.begin_table, table))
         some_steps()
         print(*llm.apply_model(partial(serving.end_table, table, count)), sep="\n", flush=True)
@@ -308,13 +308,13 @@ _recorders: dict[str, Any] = {}
 
 
 def begin_table(table: str, _: Any) -> None:
-    """In the process that runs a model: note its thread's calls, or the GPU's kernels, from now on."""
+    """In the worker process: start recording its thread's calls, or the GPU's kernels."""
     recorder = _recorders[table] = CallRecorder() if table == "calls" else KernelRecorder()
     recorder.begin()
 
 
 def end_table(table: str, count: int, _: Any) -> str:
-    """There: what ``count`` steps since then did, as a table."""
+    """In the worker process: the table of ``count`` steps since then."""
     printed: str = _recorders.pop(table).end(count)
     return printed
 
@@ -329,14 +329,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallelism)")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
-    parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")
-    parser.add_argument("--in-process", action="store_true", help="the engine's core in this process")
-    parser.add_argument("--wait", action="store_true", help="for a line on standard input, once the engine is up")
-    parser.add_argument("--cache", type=float, help="GiB of keys and values, where engines share a GPU")
-    parser.add_argument("--engine", type=json.loads, default={}, help="more options of vLLM's engine, as JSON")
-    parser.add_argument("--captured", type=int, nargs="+", help="token counts of graphs, for a quick start")
+    parser.add_argument("--profile", type=int, nargs="*", help="profile steps of so many requests")
+    parser.add_argument("--in-process", action="store_true", help="engine core in this process")
+    parser.add_argument("--wait", action="store_true", help="once up, wait for a line on standard input")
+    parser.add_argument("--cache", type=float, help="GiB of KV cache, if engines share a GPU")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more vLLM engine arguments, as JSON")
+    parser.add_argument("--captured", type=int, nargs="+", help="CUDA graph sizes, for a quick start")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 4096])
-    parser.add_argument("--rates", type=float, nargs="+", help="requests a second; with steps, after them")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests per second; with steps, after them")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=64)

@@ -1,12 +1,12 @@
-"""Greedy answers of vLLM with anybit beside those of anybit's own generate: a small model, quantized and saved here.
+"""Greedy outputs of vLLM with anybit against anybit's own generate: a small model, quantized and saved here.
 
-    python benchmarks/serving_check.py w4a16g128 --source FOLDER      # a Llama's folder; without it random weights
-    python benchmarks/serving_check.py w4a16g128 --dtype float32 --eager     # on a CPU: hardly any rounding
+    python benchmarks/serving_check.py w4a16g128 --source FOLDER      # a Llama's folder; by default random weights
+    python benchmarks/serving_check.py w4a16g128 --dtype float32 --eager     # on a CPU: little rounding
 
-In 16 bits sums in another order let answers part where two tokens are nearly alike. So each answer is compared with
-what generate gives in several ways: as a model is loaded, fused (vLLM's layers run the same kernels then), and with
-the attention of vLLM's layers in it (FlashAttention for prompts), which leaves nothing that differs. How far below
-generate's largest logit a token of vLLM is, after the same tokens, tells rounding from an error.
+In 16 bits, another summation order can flip near-ties, and outputs diverge. So each output is compared with
+generate in several ways: as the model is loaded, fused (then with the kernels of vLLM's layers), and also with
+vLLM's attention (FlashAttention for prompts), after which nothing differs. How far a token of vLLM is below
+generate's largest logit after the same tokens tells rounding from an error.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Answers = list[list[int]]
 
 
 def random_llama() -> str:
-    """A folder with a small model of random weights."""
+    """A folder with a small random model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tempfile.mkdtemp(prefix="check-fp-")
@@ -52,7 +52,7 @@ def attend_as_vllm(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, page: int = 16,
     **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """A request's attention as it is in vLLM, over pages of so many tokens: q [1, heads, tokens, dim]."""
+    """A request's attention as in vLLM, over pages of ``page`` tokens: q [1, heads, tokens, dim]."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     from anybit.ops import kv_plain
@@ -81,14 +81,14 @@ def attend_as_vllm(
 
 
 def prefill_as_vllm(q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, sequence: int, masks: Any) -> Tensor:
-    """A whole prompt into an AnyBitCache, attended as vLLM does: x [tokens, heads, dim]."""
+    """Prefill a whole prompt into an AnyBitCache with vLLM's attention: x [tokens, heads, dim]."""
     cache.write(layer, [sequence], k[None], v[None])
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return attend_as_vllm(None, *heads, None, masks.scale or q.shape[-1] ** -0.5, page=128)[0][0]
 
 
 def quantized(mode: str, source: str, dtype: str) -> tuple[str, Any]:
-    """A model quantized as it is loaded, and the folder that it was saved into."""
+    """A model quantized while loading, and the folder it was saved to."""
     from transformers import AutoModelForCausalLM
 
     from anybit.integrations.transformers import AnyBitConfig
@@ -102,38 +102,38 @@ def quantized(mode: str, source: str, dtype: str) -> tuple[str, Any]:
 
 
 def prompts_of(source: str | Path) -> list[list[int]]:
-    """The prompts as tokens."""
+    """Token ids of the prompts."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):  # random weights have none
+    except (OSError, ValueError):  # random models have no tokenizer
         return [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
     return [tokenizer(text).input_ids for text in TEXTS]
 
 
 class Generated:
-    """A model in anybit, and its own answers by how they came about."""
+    """A model in anybit, and its own outputs by how they were generated."""
 
     def __init__(self, model: Any, prompts: list[list[int]]) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flash_attention_mask
 
         self.model, self.prompts, self.device = model, prompts, model.device
-        self.model.generation_config.eos_token_id = None  # ends are tokens like others, in both
+        self.model.generation_config.eos_token_id = None  # treat EOS like any token, in both
         AttentionInterface.register("as vLLM", attend_as_vllm)
         AttentionMaskInterface.register("as vLLM", flash_attention_mask)
 
     def answers(self, **options: Any) -> Answers:
-        """Greedy ones of the model as it is now."""
+        """Greedy outputs of the model as it is now."""
         ask = {"max_new_tokens": NEW, "do_sample": False, **options}
         rows = [torch.tensor([prompt], device=self.device) for prompt in self.prompts]
         return [self.model.generate(row, **ask)[0, row.shape[1] :].tolist() for row in rows]
 
     def all_answers(self, static: bool) -> dict[str, Answers]:
-        """By how they came about. static: fused steps run in graphs, which share no process with vLLM's.
+        """Outputs by how they were generated. static: also in CUDA graphs, which cannot share a process with vLLM's.
 
-        With a KV cache of anybit's, whose kernels vLLM's steps run too, vLLM's attention is that of prompts.
+        With anybit's KV cache, whose kernels vLLM's steps also run, only prompts use vLLM's attention.
         """
         import anybit
 
@@ -153,7 +153,7 @@ class Generated:
         return found
 
     def below(self, index: int, answer: list[int]) -> tuple[list[float], list[float]]:
-        """How far below the largest logit the tokens of an answer are, and the second largest logits."""
+        """How far an output's tokens are below the largest logit, and the second largest logits are."""
         prompt = self.prompts[index]
         with torch.inference_mode():
             whole = self.model(torch.tensor([prompt + answer], device=self.device), use_cache=False).logits[0].float()
@@ -163,7 +163,7 @@ class Generated:
         return (largest[:, 0] - chosen).tolist(), (largest[:, 0] - largest[:, 1]).tolist()
 
     def compare(self, name: str, found: Answers, expected: dict[str, Answers]) -> None:
-        """Print where answers part from expected ones, and by how much."""
+        """Print where and by how much outputs diverge from expected ones."""
         gaps = [self.below(i, answer)[0] for i, answer in enumerate(found)]
         for how, other in expected.items():
             alike = [[x == y for x, y in zip(a, b, strict=True)] for a, b in zip(other, found, strict=True)]
@@ -186,12 +186,12 @@ def main() -> None:
     parser.add_argument("mode")
     parser.add_argument("--source", help="a Llama's folder")
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--eager", action="store_true", help="no graphs, for a quick start")
-    parser.add_argument("--captured", type=int, nargs="+", help="token counts of graphs, for a quick start")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for a quick start")
+    parser.add_argument("--captured", type=int, nargs="+", help="CUDA graph sizes, for a quick start")
     parser.add_argument("--memory", type=float, default=0.3, help="the part of a GPU's memory")
-    parser.add_argument("--cache", type=float, help="GiB of keys and values, where engines share a GPU")
+    parser.add_argument("--cache", type=float, help="GiB of KV cache, if engines share a GPU")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallelism)")
-    parser.add_argument("--engine", type=json.loads, default={}, help="more options of vLLM's engine, as JSON")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more vLLM engine arguments, as JSON")
     args = parser.parse_args()
     args.layers, args.model = None, "llama-3-8b"  # of a model that is not made here
     source = args.source or random_llama()

@@ -1,17 +1,17 @@
-"""Serving over long contexts through vLLM: steps and first tokens of a Llama-3-8B shape with one KV cache or another.
+"""Serving long contexts through vLLM: step time and TTFT of a Llama-3-8B shape by KV cache.
 
     python benchmarks/serving_kv.py fp16 bf16-fp8 fp16-kv2g128 --shapes 32x7900 4x64000 1x32768 32x128
     python benchmarks/serving_kv.py w4a8 w4a8-kv4g128 --shapes 32x7900 --answers 64x2048x512
-    python benchmarks/serving_kv.py w4a8-kv4g128 --whole            # one engine, all memory: the tokens that fit
-    python benchmarks/serving_kv.py fp16-kv4g128+4 fp16-kv4g128     # steps that check four drafts a request, and none
+    python benchmarks/serving_kv.py w4a8-kv4g128 --whole            # one engine, all memory: tokens that fit
+    python benchmarks/serving_kv.py fp16-kv4g128+4 fp16-kv4g128     # steps with four draft tokens per request, and none
 
-A mode is weights (fp16, bf16, or a scheme of anybit) and a KV cache: vLLM's own in 16 bits, vLLM's fp8 (which wants
+A mode is weights (fp16, bf16, or a scheme of anybit) and a KV cache: vLLM's own in 16 bits, vLLM's fp8 (which needs
 bf16), or a format of anybit. All engines start at once, each a process with as much memory as its requests need, and
-measure one after another once all are up, so that a table's rows come from one machine in one state. Weights are
-random. Of anybit's caches, what an engine packed is compared byte for byte with the reference, and its attention with
-exact attention over it; of all, greedy tokens with those of 16 bits. Drafts are what followed a token the last time, so
-many in every step; their answers are compared with the logits of a prompt that holds them. Needs vLLM 0.26 or newer,
-and anybit's folder in PYTHONPATH.
+measure one at a time once all are up, so a table's rows come from one machine in one state. Weights are
+random. For anybit's caches, packed pages are compared byte for byte with the reference, and attention with
+exact attention over them; for all, greedy tokens with those of 16 bits. Drafts repeat what last followed a token, a
+fixed number per step; outputs with drafts are compared with the logits of one prefill over them. Needs vLLM 0.26 or
+newer, and anybit's folder in PYTHONPATH.
 """
 
 import argparse
@@ -35,20 +35,20 @@ from serving import KEY, LLAMA, check_first, row
 from serving_kv_checks import LastTime, Watch, check_drafted
 
 STEPS, MORE = 24, 40
-"""Steps that are timed, and steps of others' prompts that requests answer in before: none may end in between."""
+"""Timed steps, and steps in which requests decode beside others' prefills: none may end in between."""
 PLAIN = {"fp16": "float16", "bf16": "bfloat16"}
 Shape = tuple[int, ...]
 
 
 def parts(mode: str) -> tuple[str, str, int]:
-    """Weights, KV cache and drafts of a mode; "auto" is 16 bits."""
+    """Weights, KV cache and draft count of a mode; "auto" is 16 bits."""
     plain, _, drafts = mode.partition("+")
     weights, _, cache = plain.partition("-")
     return weights, cache or "auto", int(drafts or 0)
 
 
 def folder_of(weights: str, small: bool) -> str:
-    """A folder with nothing but a config.json."""
+    """A folder with only a config.json."""
     config = dict(LLAMA)
     if small:
         config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 10240}
@@ -63,7 +63,7 @@ def folder_of(weights: str, small: bool) -> str:
 
 
 def fill(layer: Any, *_: Any, **__: Any) -> None:
-    """Weights of one module for vLLM's dummy loader: outputs of the size of inputs, scores of attention that peak."""
+    """Fill a module for vLLM's dummy loader: outputs have their inputs' size, and attention peaks."""
     import torch
 
     named = {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
@@ -78,7 +78,7 @@ def fill(layer: Any, *_: Any, **__: Any) -> None:
         elif name == "weight" and tensor.dim() == 2:
             wide = 1.7 if "Embedding" in type(layer).__name__ else (3 / tensor.shape[1]) ** 0.5
             tensor.data.uniform_(-wide, wide, generator=draw)
-        elif name == "weight_scale":  # of codes of four bits, whose size is 4.6 in the mean square
+        elif name == "weight_scale":  # for 4-bit codes, whose root mean square is 4.6
             tensor.data.uniform_(0.5, 1.5, generator=draw).mul_(1 / (4.8 * layer.input_size**0.5))
     if "QKV" in type(layer).__name__:
         for tensor in (t for t in named.values() if t.is_floating_point() and t.dim() == 2):
@@ -86,7 +86,7 @@ def fill(layer: Any, *_: Any, **__: Any) -> None:
 
 
 def needed(mode: str, shapes: list[Shape], config: dict[str, Any], slack: float = 1.03) -> int:
-    """Bytes of the KV cache that requests of these shapes need at once."""
+    """KV cache bytes that concurrent requests of these shapes need."""
     _, cache, drafts = parts(mode)
     dim, heads, layers = config["head_dim"], config["num_key_value_heads"], config["num_hidden_layers"]
     most = 0
@@ -105,7 +105,7 @@ def needed(mode: str, shapes: list[Shape], config: dict[str, Any], slack: float 
 
 
 def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
-    """An engine whose core is in this process, with the memory that its shapes need."""
+    """An engine with its core in this process, and the memory that its shapes need."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -120,8 +120,8 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
 
     register()
     dummy_loader.initialize_dummy_weights = fill
-    # A start in half the time: the model's class is looked at here and not in another process, and what greedy answers
-    # launch is compiled by the first requests.
+    # Halves startup: inspects the model class here instead of in a subprocess, and leaves compiling the greedy path's
+    # kernels to the first requests.
     lazy: Any = registry._LazyRegisteredModel
     lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
     gpu_worker.warmup_kernels = lambda *_: None
@@ -162,13 +162,13 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
 
 
 class Requests:
-    """Requests of one engine by hand, so that its steps are seen one by one."""
+    """Drives one engine step by step."""
 
     def __init__(self, llm: Any) -> None:
         self.core, self.answers = llm.llm_engine, dict[str, list[int]]()
 
     def ask(self, requests: int, prompt: int, new: int) -> list[str]:
-        """Add requests; returns their names, which begin the engine's own."""
+        """Add requests; returns their ids, to which the engine adds suffixes."""
         from vllm import SamplingParams
 
         draw = random.Random(f"{requests}x{prompt}")
@@ -181,12 +181,12 @@ class Requests:
         return names
 
     def step(self) -> None:
-        """One step of the engine; keeps what was answered."""
+        """Run one engine step; keeps its outputs."""
         for answer in self.core.step():
             self.answers[answer.request_id.partition("-")[0]] = list(answer.outputs[0].token_ids)
 
     def finish(self) -> None:
-        """Step until nothing is left."""
+        """Step until no request is left."""
         while self.core.has_unfinished_requests():
             self.step()
 
@@ -197,7 +197,7 @@ class Requests:
 
 
 def result(mode: str, **fields: Any) -> Row:
-    """A row of serving.json; the engine's name tells of drafts."""
+    """A row of serving.json; its engine field includes the drafts."""
     weights, cache, drafts = parts(mode)
     own = weights not in PLAIN or cache.startswith("k")
     shape = argparse.Namespace(model="llama-3-8b", layers=None, ranks=1, engine={})
@@ -208,14 +208,14 @@ def result(mode: str, **fields: Any) -> Row:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """While no other engine measures."""
+    """Hold the lock: no other engine measures meanwhile."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def run(mode: str, args: argparse.Namespace) -> None:
-    """One engine: start, wait for the others, measure."""
+    """Run one engine: start, wait for the others, measure."""
     weights, cache, drafts = parts(mode)
     shapes = [(n, prompt, (STEPS + 4 + MORE) * (1 + drafts)) for n, prompt in args.shapes]
     llm = engine(mode, shapes + args.answers, args)
@@ -245,12 +245,12 @@ def run(mode: str, args: argparse.Namespace) -> None:
         if drafts:
             print(f"{mode}: {check_drafted(requests)}", flush=True)
         for n, prompt, new in args.answers:
-            for again in range(1 if args.small else 2):  # a first time for what only it launches, if it is short
+            for again in range(1 if args.small else 2):  # the first run warms up, if it is short
                 names, begin = requests.ask(n, prompt, new if again or args.small else 2), time.time()
                 requests.finish()
                 took = time.time() - begin
             if any(len(requests.answers[name]) != new for name in names):
-                raise SystemExit("an answer has another length than was asked for")
+                raise SystemExit("an answer does not have the requested length")
             print(f"{mode} {n} x {prompt} + {new}: {n * new / took:.0f} tokens/s in all, {took:.2f} s", flush=True)
             found.append(
                 result(
@@ -264,11 +264,11 @@ def run(mode: str, args: argparse.Namespace) -> None:
             add(args.output, found, KEY)
     if args.gate:
         (args.gate / f"{mode}.tokens").write_text(json.dumps(requests.answers))
-    os._exit(0)  # a clean end of an engine takes seconds
+    os._exit(0)  # a clean engine shutdown takes seconds
 
 
 def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: int, new: int) -> Row:
-    """The decode step of so many requests of one length, and the time until all have their first token."""
+    """The decode step of ``n`` requests of equal length, and the time until all have their first token."""
     if watch is not None:
         layers = list(requests.core.vllm_config.compilation_config.static_forward_context)
         watch.begin(layers, prompt)
@@ -286,7 +286,7 @@ def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: in
     if any(len(requests.answers[name]) >= new for name in names):
         raise SystemExit(f"a request of {n} x {prompt} ended before all steps were timed: raise MORE or --budget")
     step = statistics.median(times)
-    rate = (sum(len(requests.answers[name]) for name in names) - known) / STEPS  # tokens a step
+    rate = (sum(len(requests.answers[name]) for name in names) - known) / STEPS  # tokens per step
     said = "" if watch is None else f"; {watch.calls - calls} calls outside graphs; " + watch.check()
     if parts(mode)[2]:
         said = f", {rate / n:.2f} tokens a request{said}"
@@ -303,7 +303,7 @@ def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: in
 
 
 def agreement(gate: Path, modes: list[str]) -> None:
-    """Print how many greedy tokens are those of the same weights with a cache of 16 bits."""
+    """Print how many greedy tokens match those of the same weights with a 16-bit cache."""
     for mode in modes:
         weights, cache, drafts = parts(mode)
         plain, own = gate / f"{weights}.tokens", gate / f"{mode}.tokens"
@@ -320,22 +320,22 @@ def agreement(gate: Path, modes: list[str]) -> None:
 
 
 def shape(text: str) -> Shape:
-    """Numbers of "32x7900"."""
+    """Parse "32x7900"."""
     return tuple(int(part) for part in text.split("x"))
 
 
 def main() -> None:
-    """One mode here, several in a process each."""
+    """Run one mode here, several in a process each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="+")
-    parser.add_argument("--shapes", type=shape, nargs="*", default=[(32, 7900)], help="requests x tokens of a prompt")
-    parser.add_argument("--answers", type=shape, nargs="*", default=[], help="requests x tokens of a prompt x new ones")
+    parser.add_argument("--shapes", type=shape, nargs="*", default=[(32, 7900)], help="requests x prompt tokens")
+    parser.add_argument("--answers", type=shape, nargs="*", default=[], help="requests x prompt tokens x new tokens")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--whole", action="store_true", help="nine tenths of the memory, of one engine")
+    parser.add_argument("--whole", action="store_true", help="one engine with nine tenths of the memory")
     parser.add_argument("--wait", type=Path, help="import, then wait until this file exists")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try this on a CPU")
-    parser.add_argument("--logs", type=Path, help="a folder for what engines say")
+    parser.add_argument("--logs", type=Path, help="a folder for engine logs")
     parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     args = parser.parse_args()

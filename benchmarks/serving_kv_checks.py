@@ -1,14 +1,14 @@
-"""What serving_kv.py looks at inside an engine: what anybit's attention was given, what it keeps, and its drafts."""
+"""Checks of serving_kv.py inside an engine: inputs of anybit's attention, cache contents, and drafts."""
 
 import random
 from typing import Any
 
 TOLERANCE = 2e-3
-"""Of attention, of its mean size: the kernels' own (tests/gpu/test_decode.py) over outputs of 16 bits."""
+"""Of attention, relative to its mean size: that of tests/gpu/test_decode.py, with 16-bit outputs."""
 
 
 class Watch:
-    """What anybit's attention of an engine was given: the last batch, and prompts' keys and values of some layers."""
+    """Records inputs of an engine's attention: the last batch, and prompts' keys and values of some layers."""
 
     def __init__(self) -> None:
         from anybit.integrations.vllm.kv_backend import RowBuilder, RowImpl
@@ -39,20 +39,20 @@ class Watch:
         starts, first = batch.starts.tolist(), batch.table[:, 0].tolist()
         for block, a, z in zip(first, starts, starts[1:], strict=False):
             if (name, block) not in self.tokens and sum(known == name for known, _ in self.tokens) == 2:
-                continue  # two requests do
+                continue  # two requests suffice
             have = self.tokens.setdefault((name, block), [])
             if z > a and sum(len(x[0]) for x in have) < self.prompt:
                 have.append([x.reshape(shape)[a:z].clone() for x in (k, v)])
 
     def begin(self, layers: list[str], prompt: int) -> None:
-        """Note prompts of so many tokens, of the first and the last layer, from here on."""
+        """Record prompts of ``prompt`` tokens from here on, in the first and last layer."""
         self.names, self.prompt = (layers[0], layers[-1]), prompt
         self.tokens.clear()
 
     def check(self) -> str:
-        """Compare what two requests of the last batch have in the cache with what was noted, and attention over it.
+        """Compare two requests' cache contents with recorded keys and values, and attention over the cache.
 
-        Raises SystemExit where something is off.
+        Raises SystemExit for a mismatch.
         """
         import torch
 
@@ -63,7 +63,7 @@ class Watch:
         from timing import worst_of
 
         batch, worst, compared, requests, prompt = self.batch, 0.0, 0, 0, self.prompt
-        table, lengths = batch.table, batch.lengths  # as the last step left them
+        table, lengths = batch.table, batch.lengths  # left by the last step
         count = int((lengths > 0).sum())
         for name, (impl, cache) in self.layers.items():
             rows, pages = impl.layout, cache.view(torch.uint8)[:, :, 0]
@@ -112,14 +112,14 @@ class Watch:
 
 
 def _codes(layout: Any) -> int:
-    """Bytes of a block that are written: the rest only pads it."""
+    """Bytes of a block that are written; the rest is padding."""
     return int(layout.key_bytes + layout.value_bytes)
 
 
 class LastTime:
-    """A drafter in the place of vLLM's n-gram one, which wants numba: what followed the last token the last time.
+    """Replaces vLLM's n-gram drafter, which needs numba: proposes what last followed the last token.
 
-    faults: draws which drafts are wrong, and where some are missing, so that steps differ; None: as they are.
+    faults: draws which drafts are corrupted or truncated, so that steps differ; None: none.
     """
 
     faults: "random.Random | None" = None
@@ -130,7 +130,7 @@ class LastTime:
     def propose(
         self, count: int, sampled: Any, lengths: Any, tokens: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """So many drafts of each request that has sampled a token."""
+        """Draft tokens of each request that has sampled a token."""
         import numpy as np
 
         found = list[list[int]]()
@@ -146,14 +146,14 @@ class LastTime:
         return found
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def check_drafted(requests: Any, count: int = 6, prompt: int = 300, new: int = 150) -> str:
-    """Ask for answers, then for the logits of prompt and answer as one prompt: answers are their greedy tokens.
+    """Generate, then compute logits of prompt and output as one prompt: the output must be their greedy tokens.
 
-    Of their drafts some are wrong and some missing. Raises SystemExit where answers are not those tokens. Rounding
-    moves a token now and then, where two are nearly alike.
+    Some drafts are wrong and some missing. Raises SystemExit if outputs are not those tokens. Rounding
+    flips a token now and then, at near-ties.
     """
     from vllm import SamplingParams
 

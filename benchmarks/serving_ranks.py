@@ -1,12 +1,12 @@
-"""One model's answers over two and four GPUs beside one, in vLLM, and beside anybit's own generate.
+"""One model's outputs in vLLM over two and four GPUs against one, and against anybit's own generate.
 
     python benchmarks/serving_ranks.py MODEL --schemes w4a16g32 w3a16g64asym w5a16 --graphs w4a16g128
 
-SmolLM2 has 9 heads for 3 of keys, which no two GPUs share: but for --kinds one a copy gets heads of zeros, 12 for 4,
-which change nothing. It is quantized in each scheme; engines answer over one GPU, over two (tensor) or four that share
-each layer, and over two that have half of the layers each (pipeline), all prompts together and each alone. Where
-tokens part from generate's, it says how far the engine's token is below the largest logit after the same tokens: what
-rounding turns is near it.
+SmolLM2 has 9 query and 3 KV heads, which two GPUs cannot share: except for --kinds one, a copy is padded to 12 and 4
+with zero heads, which change nothing. It is quantized in each scheme; engines run on one GPU, with tensor parallelism
+over two or four, and with pipeline parallelism over two, all prompts in a batch and each alone. Where
+tokens diverge from generate's, it prints how far the engine's token is below the largest logit after the same tokens:
+near it for rounding.
 """
 
 import argparse
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def padded(source: Path, folder: Path) -> Path:
-    """A copy of a Llama with heads of zeros, so that four ranks can share them."""
+    """Copy a Llama, padded with zero heads so that four ranks can share them."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -59,7 +59,7 @@ def padded(source: Path, folder: Path) -> Path:
 
 
 def answer(folder: Path, found: Path, **options: Any) -> None:
-    """Start an engine, and write its greedy answers into a file."""
+    """Start an engine, and write its greedy outputs to a file."""
     from vllm import LLM, SamplingParams
 
     begin, prompts = time.time(), prompts_of(folder)
@@ -82,15 +82,15 @@ def answer(folder: Path, found: Path, **options: Any) -> None:
 
 
 Job = tuple[Path, dict[str, Any]]
-"""A folder, and options of its engine; the folder holds a file "ready" once it may be read."""
+"""A folder, and its engine's options; the folder contains a file "ready" once it may be read."""
 
 
 def engines(work: Path, jobs: dict[str, Job], at_once: int, limit: float) -> None:
-    """Answers of many engines, some at a time, each in a process that has imported vLLM already: NAME.json, NAME.log.
+    """Run many engines, some at a time, each in a fork that has vLLM imported: writes NAME.json and NAME.log.
 
-    Where there are none after so many seconds, NAME.failed.
+    NAME.failed if there are no outputs after ``limit`` seconds.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core in that process; its ranks are their own
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine core in the fork; its ranks are subprocesses
     os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # it uses NVLink's multicast
     for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("VLLM_USE_FLASHINFER_SAMPLER", "0")):
         os.environ.setdefault(name, value)
@@ -112,7 +112,7 @@ def engines(work: Path, jobs: dict[str, Job], at_once: int, limit: float) -> Non
             if not ended and time.time() - began < limit:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # with its ranks
+                os.killpg(child, signal.SIGKILL)  # and its ranks
             if not ended:
                 os.waitpid(child, 0)
             del running[child]
@@ -122,7 +122,7 @@ def engines(work: Path, jobs: dict[str, Job], at_once: int, limit: float) -> Non
 
 
 def fork(log: Path, do: Callable[[], None]) -> int:
-    """Do something in a process, and a group, of its own, which writes into a log."""
+    """Call ``do`` in a process and process group of its own that logs to a file."""
     child = os.fork()
     if child:
         return child
@@ -146,7 +146,7 @@ def fork(log: Path, do: Callable[[], None]) -> int:
 
 
 def quantize(source: Path, work: Path, schemes: list[str]) -> None:
-    """The folders that engines read."""
+    """Quantize the folders that engines read."""
     from anybit.quantization.methods.registry import quantize_folder
 
     for scheme in schemes:
@@ -155,7 +155,7 @@ def quantize(source: Path, work: Path, schemes: list[str]) -> None:
 
 
 def own(folder: Path) -> Generated:
-    """A model in anybit."""
+    """Load a model in anybit."""
     import torch
 
     from anybit.integrations.loading import load_model
@@ -165,7 +165,7 @@ def own(folder: Path) -> Generated:
 
 
 def compare(work: Path, names: list[str], here: Generated, expected: dict[str, Answers]) -> None:
-    """Wait for engines, and say what parts each from generate, and from the first."""
+    """Wait for engines, and print how each differs from generate, and from the first."""
     first: dict[str, Any] = {}
     for name in names:
         file = work / f"{name}.json"
@@ -185,12 +185,12 @@ def compare(work: Path, names: list[str], here: Generated, expected: dict[str, A
 
 
 def same(some: Answers, others: Answers) -> int:
-    """How many tokens of some answers are those of others."""
+    """Number of tokens that match."""
     return sum(x == y for a, b in zip(some, others, strict=True) for x, y in zip(a, b, strict=True))
 
 
 def last_words(log: Path) -> str:
-    """What an engine said last of an error."""
+    """The last error in an engine's log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no log")
 
@@ -201,14 +201,14 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a Llama's folder, 16-bit safetensors in one file")
     parser.add_argument("--schemes", nargs="+", required=True)
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=["one", "tensor", "pipeline"], help="the others beside the first"
+        "--kinds", nargs="+", choices=KINDS, default=["one", "tensor", "pipeline"], help="engines besides the first"
     )
-    parser.add_argument("--graphs", nargs="*", default=[], help="schemes to run in compiled graphs, too")
-    parser.add_argument("--fused", action="store_true", help="beside fused generate, and vLLM's attention in it, too")
-    parser.add_argument("--work", type=Path, help="a folder for models and what engines say")
+    parser.add_argument("--graphs", nargs="*", default=[], help="schemes to run also with compilation and CUDA graphs")
+    parser.add_argument("--fused", action="store_true", help="compare with fused generate and vLLM's attention, too")
+    parser.add_argument("--work", type=Path, help="a folder for models and engine logs")
     parser.add_argument("--at-once", type=int, default=6, help="engines at a time")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that an engine may take")
-    parser.add_argument("--engine", type=json.loads, default={}, help="more options of vLLM's engine, as JSON")
+    parser.add_argument("--limit", type=float, default=120, help="seconds per engine")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more vLLM engine arguments, as JSON")
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="ranks-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def main() -> None:
                 jobs[name] = work / scheme, {**KINDS[kind], "enforce_eager": not graphs, **args.engine}
                 names.setdefault(scheme, []).append(name)
 
-    def source() -> Path:  # as it is, where nobody shares its heads
+    def source() -> Path:  # unpadded if no ranks share heads
         return args.model if args.kinds == ["one"] else padded(args.model, work / "padded")
 
     children = [

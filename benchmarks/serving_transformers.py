@@ -1,8 +1,8 @@
-"""transformers' continuous batching over a Llama-3-8B shape: tokens a second of requests that run together.
+"""transformers' continuous batching over a Llama-3-8B shape: tokens per second of concurrent requests.
 
     python benchmarks/serving_transformers.py fp16 w4a16g128 [--requests 64] [--new 64]
 
-Weights are random. The first products of a quantized model are compared with exact ones before anything is timed. Needs
+Weights are random. A quantized model's first products are compared with exact ones before timing. Needs
 no vLLM. The second of two runs is timed: the first one compiles.
 """
 
@@ -37,7 +37,7 @@ def check(model: torch.nn.Module) -> str:
 
 
 def measure(mode: str, args: argparse.Namespace) -> Row:
-    """Tokens a second of a mode: fp16, or a scheme of anybit."""
+    """Tokens per second of a mode: fp16, or a scheme of anybit."""
     model = random_model(None if mode == "fp16" else mode, args.layers)
     model.set_attn_implementation("sdpa")
     if mode != "fp16":
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LLAMA["num_hidden_layers"])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, which transformers leaves out with sdpa")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, which transformers disables with sdpa")
     args = parser.parse_args()
     for mode in args.modes:
         found = measure(mode, args)

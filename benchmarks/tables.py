@@ -1,11 +1,11 @@
 """Write the tables of README.md and docs/ from the rows in results/.
 
     python benchmarks/tables.py              write them into the pages
-    python benchmarks/tables.py --check      exit with 1 where a page is out of date
+    python benchmarks/tables.py --check      exit with 1 if a page is out of date
     python benchmarks/tables.py gemm_packed  print tables by name; --list names them
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`, and everything between them is replaced by what the
-function NAME below makes of the rows. A page whose tables are not those of its rows fails tests/test_tables.py. Lab
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; the output of the function NAME below
+replaces everything between them. tests/test_tables.py fails if a page's tables do not match the rows. Lab
 notes (docs/notes) are dated and keep the tables they were written with.
 """
 
@@ -22,14 +22,14 @@ from rows import find, rows, table
 
 ROOT = Path(__file__).parent.parent
 SERVED = {"model": "llama-3-8b", "ranks": 1, "executor": "mp", "rate": None}
-"""vLLM on one GPU with a worker of its own, as `anybit serve` starts it."""
+"""vLLM on one GPU with a separate worker process, as `anybit serve` starts it."""
 
 
 # -------- README
 
 
 def headline() -> str:
-    """What an H200 does, a row a claim."""
+    """What an H200 achieves, a row per claim."""
     steps, attention, products = rows("generate"), rows("decode_attention"), rows("gemm_bitwise")
     body = []
     for words, scheme, context in (
@@ -65,11 +65,11 @@ def headline() -> str:
 
 
 LINEAR, REST = 6.98e9, 1.05e9
-"""Weights of Llama-3-8B's linear layers, and of its embedding and output head, which stay in 16 bits."""
+"""Parameters of Llama-3-8B's linear layers, and of its embedding and output head, which stay in 16 bits."""
 
 
 def choosing() -> str:
-    """Memory and speed of schemes in a Llama-3-8B shape: schemes down."""
+    """Memory and speed of a Llama-3-8B shape: schemes down."""
     steps, body = rows("generate"), []
     for scheme in ("fp16", "w8a16g128", "w4a16g128", "w3a16g128", "w2a16g128", "w4a8", "w4a4", "w2a2"):
         found = re.match(r"w(\d)a\d+(?:g(\d+))?", scheme)
@@ -94,7 +94,7 @@ def choosing() -> str:
 
 
 def generate() -> str:
-    """Milliseconds of a decode step and how many times fp16: batch and context down, schemes across."""
+    """Milliseconds per decode step and speedup over fp16: batch and context down, schemes across."""
     found = [row for row in rows("generate") if row["case"] == "Llama-3-8B shape"]
     schemes = list(dict.fromkeys(row["scheme"] for row in found if row["scheme"] != "fp16"))
     body = []
@@ -114,7 +114,7 @@ def generate() -> str:
 
 
 def serving() -> str:
-    """Steps, throughput and first tokens: engines across."""
+    """Step times, throughput and TTFT: engines across."""
     engines = (
         ("fp16", {"engine": "vllm"}),
         ("fp8", {"engine": "vllm-fp8"}),
@@ -139,7 +139,7 @@ def serving() -> str:
 
 
 def decode_attention() -> str:
-    """Attention of 32 heads over 4 and 2 bits: microseconds, how many times cuDNN's fp16, and baselines."""
+    """Attention of 32 heads over 4-bit and 2-bit caches: microseconds, speedup over cuDNN's fp16, and baselines."""
     found = [row for row in rows("decode_attention") if row["case"] == "main" and row["heads_q"] == 32]
     body = []
     for shape in dict.fromkeys((r["batch"], r["context"], r["heads_q"], r["heads_kv"]) for r in found):
@@ -179,12 +179,12 @@ _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """The pages that may hold tables."""
+    """Pages that may contain tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def written(text: str) -> str:
-    """A page with its tables made anew. Raises KeyError for a table that nothing here makes."""
+    """Regenerate a page's tables. Raises KeyError for an unknown table."""
 
     def made(match: re.Match[str]) -> str:
         content = TABLES[match[2]]()
@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="print these tables and write nothing")
     parser.add_argument("--list", action="store_true", help="print the names of all tables")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(TABLES)):
         parser.error(f"there is no table {', '.join(unknown)}: --list names them")

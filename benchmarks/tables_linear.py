@@ -1,4 +1,4 @@
-"""The tables of linear layers: products of bit planes and of packed weights."""
+"""Tables of linear layers: products of bit planes and of packed weights."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ from cases import BITWISE_SCHEMES, MODELS
 from rows import Row, find, rows, table
 
 PACKED_SCHEMES = ("w4a16g128", "w2a16g128", "w3a16g128", "w8a16g128", "w4a8", "w2a8", "w4a8fp")
-"""Those of gemm_packed.json that are shown; the others are in the rows."""
+"""Schemes of gemm_packed.json that pages show."""
 
 
 def cell(row: Row | None) -> str:
-    """Microseconds alone / with quantize-and-pack, and how many times cuBLAS fp16 the latter is."""
+    """Microseconds alone / with quantize-and-pack, and the latter's speedup over cuBLAS fp16."""
     if row is None:
         return ""
     fp16 = row["baselines"].get("cublas fp16")
@@ -19,7 +19,7 @@ def cell(row: Row | None) -> str:
 
 
 def gemm_bitwise() -> str:
-    """One table a case name: shapes down, schemes across."""
+    """One table per case name: shapes down, schemes across."""
     found = [row for row in rows("gemm_bitwise") if row.get("kernel", "wgmma") == "wgmma"]
     parts = []
     for name in sorted({row["case"] for row in found}):
@@ -37,11 +37,11 @@ def gemm_bitwise() -> str:
 
 
 SHOWN = (1, 4, 16, 64, 256, 4096)
-"""The counts of tokens that pages show; ``gemm_packed`` has all."""
+"""Token counts that pages show; ``gemm_packed`` has all."""
 
 
 def gemm_packed() -> str:
-    """One table a model and scheme: tokens down, layers across; microseconds, and how many times cuBLAS fp16."""
+    """One table per model and scheme: tokens down, layers across; microseconds, and speedup over cuBLAS fp16."""
     found = rows("gemm_packed")
     parts = []
     for model, layers in MODELS.items():
@@ -60,7 +60,7 @@ def gemm_packed() -> str:
 
 
 def _beside_cublas(row: Row | None) -> str:
-    """Microseconds, and how many times cuBLAS fp16; nothing where there is no row."""
+    """Microseconds, and speedup over cuBLAS fp16; "" without a row."""
     if row is None:
         return ""
     fp16 = row["baselines"].get("cublas fp16")
@@ -68,7 +68,7 @@ def _beside_cublas(row: Row | None) -> str:
 
 
 def packed_layers() -> str:
-    """Llama-3-8B in w4a16g128, a line a layer and way: some counts of tokens across, microseconds."""
+    """Llama-3-8B in w4a16g128, a line per layer and kernel: some token counts across, microseconds."""
     found = [row for row in rows("gemm_packed") if row["scheme"] == "w4a16g128" and row["m"] in SHOWN]
     tokens, body = sorted({row["m"] for row in found}), []
     for layer in MODELS["llama-3-8b"]:
@@ -86,7 +86,7 @@ def packed_layers() -> str:
 
 
 def packed_widths() -> str:
-    """gate_up of Llama-3-8B: widths and activations down, some counts of tokens across; times cuBLAS fp16."""
+    """gate_up of Llama-3-8B: widths and activations down, some token counts across; speedup over cuBLAS fp16."""
     found = [row for row in rows("gemm_packed") if row["case"] == "llama-3-8b gate_up" and row["m"] in SHOWN]
     tokens, body = sorted({row["m"] for row in found}), []
     for scheme in sorted({row["scheme"] for row in found}, key=lambda name: (name.partition("a")[2], name)):

@@ -1,10 +1,10 @@
-"""The tables of quantizers: perplexity by scheme and method, and by other quantizers."""
+"""Tables of quantizers: perplexity by scheme and method, and of other quantizers."""
 
 from rows import Row, rows, table
 
 
 def perplexity() -> str:
-    """Rounding to nearest on a CPU: schemes down."""
+    """Round-to-nearest on a CPU: schemes down."""
     body = []
     for row in rows("perplexity", "cpu"):
         plain = row["plain_rounding"]
@@ -16,15 +16,15 @@ def perplexity() -> str:
 PLAIN_GPTQ = {
     "w4a16g64asym": 28.11, "w3a16g128asym": 45.77, "w3a16g64asym": 46.32, "w2a16g64asym": 239, "w2a16g32asym": 155.6,
 }  # fmt: skip
-"""Perplexity by a plain GPTQ on the same sample: clip search, act-order, 24 thousand tokens."""
+"""Perplexity by plain GPTQ on the same sample: clip search, act-order, 24 thousand tokens."""
 _METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate")
 _COLUMNS = ("rtn", "gptq", "distill")
 _RENAMED = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
-"""What older rows call some methods."""
+"""Names of some methods in older rows."""
 
 
 def _quantized() -> list[Row]:
-    """Rows of whole quantizers with their defaults, machines named in ``on``."""
+    """Rows of whole quantizers with their defaults, with machines in ``on``."""
     both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers"), "H100": rows("quantizers", "h100")}
     mine = [
         row | {"on": on, "method": _RENAMED.get(row["method"], row["method"])}
@@ -40,9 +40,9 @@ def _perplexity(value: float) -> str:
 
 
 def quantizers() -> str:
-    """Perplexity of every scheme and method from folder to folder: schemes down, methods across, the rare in one.
+    """Perplexity by scheme and method, folder to folder: schemes down, methods across, rare ones in one column.
 
-    What an H200 did stands alone; elsewhere the machine is named.
+    The machine is named unless it is an H200.
     """
     mine = _quantized()
     known = {(row["scheme"], row["method"]) for row in mine if row["on"] == "H200"}

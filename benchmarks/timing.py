@@ -1,6 +1,6 @@
-"""How every figure is taken: a CUDA graph of many calls, operands that rotate through more than L2, medians of replays.
+"""How everything is timed: a CUDA graph of many calls, operands rotating through more than L2, medians of replays.
 
-A result is checked before it is timed, so a row without a check cannot be written.
+A result is checked before it is timed; unchecked rows cannot be written.
 """
 
 import math
@@ -20,16 +20,16 @@ from rows import RESULTS as RESULTS
 from rows import add, origin
 
 ROTATE_BYTES = 256 << 20
-"""Operands rotate through at least this much: four times the L2 of an H200, so that none is found there again."""
+"""Operands rotate through at least this much: four times an H200's L2, so that all reads miss."""
 
 FULL_CLOCKS_US = 60_000
-"""An H200 runs its largest products at full clocks for some 75 ms after a rest; then, from one replay to the next, a
-power cap slows them by 4 to 7 %."""
+"""After a pause, an H200 runs its largest products at full clocks for some 75 ms; then, from one replay to the next,
+a power cap slows them by 4 to 7 %."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: the median of the graph's replays, and the fastest and the slowest of them."""
+    """Microseconds per call: median, minimum and maximum over the graph's replays."""
 
     us: float
     fastest: float
@@ -37,12 +37,12 @@ class Timing:
 
 
 def rotations(bytes_per_call: int, most: int = 256) -> int:
-    """How many copies of an operand of ``bytes_per_call`` bytes make the caches useless (at least 2)."""
+    """Copies of an operand of ``bytes_per_call`` bytes that defeat the caches (at least 2)."""
     return max(2, min(most, -(-ROTATE_BYTES // max(bytes_per_call, 1))))
 
 
 def copies(tensor: torch.Tensor, most: int = 256) -> list[torch.Tensor]:
-    """``tensor`` and as many clones of it as a cold measurement wants."""
+    """``tensor`` and as many clones as a cold-cache measurement needs."""
     count = rotations(tensor.numel() * tensor.element_size(), most)
     return [tensor, *(tensor.clone() for _ in range(count - 1))]
 
@@ -50,8 +50,8 @@ def copies(tensor: torch.Tensor, most: int = 256) -> list[torch.Tensor]:
 class Captured:
     """``call(i)``, i = 0 .. calls-1, in one CUDA graph on a stream of its own; ``replay`` times it once.
 
-    ``call`` picks its operands by ``i`` (rotating them) and may launch several kernels; launches that ask for
-    programmatic dependent launch keep it inside the graph, so a chain of calls overlaps as it would in a model.
+    ``call`` selects its operands by ``i`` (rotating them) and may launch several kernels; programmatic dependent launch
+    is preserved in the graph, so a chain of calls overlaps as it would in a model.
     """
 
     def __init__(self, call: Callable[[int], object], calls: int) -> None:
@@ -59,7 +59,7 @@ class Captured:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for i in range(2):  # lazy set-up (module loading, workspaces) must not be captured
+            for i in range(2):  # keep lazy initialization (module loading, workspaces) out of the capture
                 call(i)
         self.stream.synchronize()
         # Not `with torch.cuda.graph`: that collects garbage and empties the allocator's cache, 0.2 s each time.
@@ -72,7 +72,7 @@ class Captured:
                 self.graph.capture_end()
 
     def replay(self) -> float:
-        """Microseconds of one call."""
+        """Microseconds per call."""
         with torch.cuda.stream(self.stream):
             self._begin.record()
             self.graph.replay()
@@ -87,7 +87,7 @@ def time_graph(call: Callable[[int], object], calls: int, replays: int = 11) -> 
 
 
 def time_in_turns(graphs: Sequence[Captured], replays: int = 11) -> list[Timing]:
-    """Replay the graphs one after another, again and again: what heat and clocks do, they do to all of them."""
+    """Replay the graphs interleaved, so that heat and clocks affect all alike."""
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(replays + 1):
         for graph, mine in zip(graphs, times, strict=True):
@@ -96,9 +96,9 @@ def time_in_turns(graphs: Sequence[Captured], replays: int = 11) -> list[Timing]
 
 
 def time_exactly(graphs: Sequence[Captured], replays: int = 5) -> list[Timing]:
-    """In turns as well, but for what the host takes to launch a graph: the GPU is kept waiting until it has been told.
+    """Interleaved, without the host's launch overhead: the GPU sleeps until the launch is queued.
 
-    The order is turned round every other time.
+    The order alternates.
     """
     stream, times = torch.cuda.Stream(), [[] for _ in graphs]  # type: ignore[var-annotated]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -118,30 +118,30 @@ def time_exactly(graphs: Sequence[Captured], replays: int = 5) -> list[Timing]:
 
 
 def rest(operations: float) -> None:
-    """Let the power cap of the products before be over, before ``operations`` that are many."""
+    """Let the power cap of previous products end before large ``operations``."""
     if operations > 5e11:
         torch.cuda.synchronize()
         time.sleep(0.25)
 
 
 def replays_at_full_clocks(us: float, most: int) -> int:
-    """How often graphs of ``us`` microseconds together run before a power cap slows them, 3 to ``most`` times."""
-    return max(3, min(most, int(FULL_CLOCKS_US / us) - 1))  # one more warms them up
+    """How many replays of ``us`` microseconds run before a power cap slows them, 3 to ``most``."""
+    return max(3, min(most, int(FULL_CLOCKS_US / us) - 1))  # one more warms up
 
 
 def calls_for(expected_us: float, copies_at_hand: int = 1, graph_us: float = 1200.0, most: int = 256) -> int:
-    """Calls in one graph: about ``graph_us`` of work, and every copy of the operands at least once if that is short."""
+    """Calls per graph: about ``graph_us`` of work; if that is short, at least one per copy of the operands."""
     wanted = min(most, max(8, int(graph_us / max(expected_us, 0.5))))
     return max(wanted, min(copies_at_hand, most))
 
 
-# -------- floors: what the box can do at best, measured (docs/limits)
+# -------- floors: the machine's best, measured (docs/limits)
 
 read_floor_us = read_us
 
 
 def floor_us(size: float, operations: float, kind: str) -> float:
-    """The longer of reading (and writing) ``size`` bytes and of issuing ``operations`` at the rate of ``kind``."""
+    """The longer of reading (and writing) ``size`` bytes and issuing ``operations`` at the rate of ``kind``."""
     return max(read_floor_us(size), operations / RATES[kind] * 1e-6)
 
 
@@ -153,7 +153,7 @@ SPARSE_VENDORS = ("cublas fp16", "cusparselt fp16", "cusparselt int8")
 
 
 def baselines(m: int, n: int, k: int) -> dict[str, float]:
-    """Microseconds of the vendor's products of this shape with rotating weights; a name it refuses is left out."""
+    """Microseconds of vendor GEMMs of this shape with rotating weights; names the vendor refuses are omitted."""
     found = {}
     for name in VENDORS:
         graph = VendorWeights(n, k).captured(name, m)
@@ -165,19 +165,19 @@ def baselines(m: int, n: int, k: int) -> dict[str, float]:
 
 
 class VendorWeights:
-    """Rotating weights [n, k] of the vendor's products, made when asked for and kept from one M to the next."""
+    """Rotating weights [n, k] of vendor GEMMs, created lazily and reused for every M."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
         self._weights: dict[str, list[torch.Tensor]] = {}
 
     def captured(self, name: str, m: int) -> Captured | None:
-        """The product of m rows, captured; None where the vendor refuses the shape."""
+        """The captured product of m rows; None if the vendor refuses the shape."""
         try:
             call, count = self._call(name, m)
             guess = time_graph(call, 4, replays=1)
             return Captured(call, calls_for(guess.us, min(count, 32)))
-        except RuntimeError:  # e.g. torch._int_mm wants M > 16
+        except RuntimeError:  # e.g. torch._int_mm needs M > 16
             torch.cuda.synchronize()
             return None
 
@@ -194,7 +194,7 @@ class VendorWeights:
             return self._random(name, self.n)
         dense = self._random(name, self.n)
         dense.view(self.n, -1, 4)[..., 2:] = 0
-        return torch._cslt_compress(dense)  # what torch.sparse.to_sparse_semi_structured holds
+        return torch._cslt_compress(dense)  # the data of torch.sparse.to_sparse_semi_structured
 
     def _random(self, name: str, rows: int) -> torch.Tensor:
         if "int8" in name:
@@ -217,9 +217,9 @@ class VendorWeights:
         return lambda i: torch._scaled_mm(x, weights[i % count].t(), one, one, out_dtype=torch.float16), count
 
     def _sparse_call(self, name: str, m: int, weights: list[torch.Tensor]) -> Callable[[int], object]:
-        """By cuSPARSELt, in the algorithm that it finds fastest; tokens are filled up to the least that it takes.
+        """The fastest algorithm that cuSPARSELt finds; tokens are padded to its minimum.
 
-        Results [m, n] of int8; [n, m] of fp16, whose search for the others ends in an illegal instruction (0.8.0).
+        Results: [m, n] for int8; [n, m] for fp16, whose search for [m, n] hits an illegal instruction (0.8.0).
         """
         count, x = len(weights), self._random(name, -(-m // 32) * 32)
         how = {"transpose_result": True, "out_dtype": torch.float16} if "int8" in name else {"transpose_result": False}
@@ -230,9 +230,9 @@ class VendorWeights:
 def without_crash(
     names: Sequence[str], shapes: Sequence[tuple[int, int, int]], seconds: float = 60.0
 ) -> dict[str, set[tuple[int, int, int]]]:
-    """The shapes (m, n, k) of each of the vendor's products that end well, each product in a process of its own.
+    """The shapes (m, n, k) of each vendor product that succeed, each product tried in its own process.
 
-    What a search of cuSPARSELt does to a context no later call recovers from: what comes after it is left out, too.
+    A crash in cuSPARSELt's search poisons the CUDA context: shapes after it are omitted, too.
     """
     code = f"""import timing
 for m, n, k in {list(shapes)}:
@@ -258,12 +258,12 @@ for m, n, k in {list(shapes)}:
         found[name] = {shape for shape in shapes if shape in done}
         if missing := [shape for shape in shapes if shape not in done]:
             last = (said.strip().splitlines() or [f"status {process.returncode}"])[-1]
-            print(f"{name} is left out of {missing}: a process of its own ended: {last[:200]}", flush=True)
+            print(f"{name} is omitted for {missing}: its trial process ended: {last[:200]}", flush=True)
     return found
 
 
 def worst_of(errors: Iterable[float]) -> float:
-    """The largest error; NaN is larger than any, where ``max`` passes over it."""
+    """The largest error; NaN counts as largest, which ``max`` would ignore."""
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
@@ -271,18 +271,18 @@ def worst_of(errors: Iterable[float]) -> float:
 
 
 def stamp(gpu: str = "") -> dict[str, str]:
-    """What a row says of where it comes from: GPU, torch, commit (``ANYBIT_COMMIT`` where there is no git), date.
+    """Provenance of a row: GPU, torch, commit (``ANYBIT_COMMIT`` if set), date.
 
-    gpu: its name, where another process uses it and this one is not to.
+    gpu: its name, if this process must not use it.
     """
     return {"gpu": gpu or torch.cuda.get_device_name(), **origin()}
 
 
 def merge_rows(path: Path, rows: Sequence[dict[str, object]], key: Sequence[str] = ("case", "scheme", "m", "n", "k")):
-    """Put rows that were checked into the JSON list at ``path``, by ``rows.add``.
+    """Add checked rows to the JSON list at ``path``, by ``rows.add``.
 
-    Raises ValueError for a row whose ``checked`` is not True: nobody has seen its result to be right. A kernel that
-    leaves out a part on purpose, to time the rest, says so in ``ablation`` and has ``checked`` False.
+    Raises ValueError for a row whose ``checked`` is not True. A kernel that
+    omits a part on purpose, to time the rest, says so in ``ablation`` and has ``checked`` False.
     """
     for row in rows:
         if row.get("checked") is not True and not (row.get("checked") is False and row.get("ablation")):

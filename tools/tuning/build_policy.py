@@ -1,12 +1,12 @@
-"""Build a policy map: measure the layers of real models, then keep only the points that change what runs.
+"""Build a policy map: measure the layers of real models, then keep only the points that change which config runs.
 
     python tools/tuning/build_policy.py measure --out whole.json [--seconds 600] [--compile]   # on the map's GPU
     python tools/tuning/build_policy.py compact whole.json --out src/anybit/tune/policies/nvidia-h200.json
 
-``measure`` goes on where it was ended; ``--compile`` only fills the cache of kernels, which needs no GPU.
+``measure`` resumes an interrupted run; ``--compile`` only fills the kernel cache, which needs no GPU.
 
-``compact``: a point goes into ``built_in`` where nothing beats the built-in choice by more than ``margin``; a point
-between two others is dropped where the dispatcher chooses, without it, a config within ``margin`` of its best.
+``compact``: a point goes into ``built_in`` if nothing beats the built-in choice by more than ``margin``; a point
+between two others is dropped if the dispatcher, without it, chooses a config within ``margin`` of its best.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from layers import MAPPED, MODELS, SCHEMES, parts
 
 
 def product_of(key: Key, m: int) -> LinearProblem:
-    """A map's layer at a token count."""
+    """The problem of a map's layer at a token count."""
     scheme, dtype, n, k = key
     form = Scheme.parse(scheme)
     return LinearProblem(m, n, k, form.weights, form.activations, getattr(torch, dtype))
 
 
 def compact(policy: Policy, margin: float = 1.025) -> Policy:
-    """The map with the points that change what runs."""
+    """The map reduced to points that change which config runs."""
     found = replace(policy, layers={})
     for key, points in policy.layers.items():
         mine = found.layers.setdefault(key, {})
@@ -54,7 +54,7 @@ def compact(policy: Policy, margin: float = 1.025) -> Policy:
 
 
 def _winners(product: LinearProblem, point: Point, margin: float) -> dict[str, Measured]:
-    """The strategies of a point that are worth running: of the built-in layout, or of the layout that wins."""
+    """The strategies of a point worth running: of the built-in layout, or of the layout that wins."""
     usual, few = builtin_layout(product), product.m <= FEW_TOKENS
     legal: list[tuple[str, Measured, Layout]] = []
     for name, measured in point.ordered():
@@ -77,7 +77,7 @@ def _winners(product: LinearProblem, point: Point, margin: float) -> dict[str, M
 
 
 def _drop_reproduced(policy: Policy, key: Key, margin: float) -> None:
-    """Drop points above ``INTERPOLATE_FROM`` that the dispatcher reproduces from those around them."""
+    """Drop points above ``INTERPOLATE_FROM`` that the dispatcher reproduces from their neighbours."""
     points = policy.layers[key]
     alone = replace(policy, layers={key: points})
     by = Dispatcher(policy.origin.gpu, [])
@@ -129,15 +129,15 @@ def main() -> None:
     measuring.add_argument("--models", nargs="*", choices=MODELS)
     measuring.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     measuring.add_argument("--tokens", type=int, nargs="*", default=list(MAPPED))
-    measuring.add_argument("--each", type=int, default=4, help="candidates of each family beside defaults and hints")
+    measuring.add_argument("--each", type=int, default=4, help="candidates per family besides defaults and hints")
     measuring.add_argument("--allow", nargs="*", default=[])
-    measuring.add_argument("--hints", type=Path, nargs="*", default=[], help="maps whose winners are tried")
-    measuring.add_argument("--seconds", type=float, default=float("inf"), help="begin no more problems after this")
-    measuring.add_argument("--again", action="store_true", help="measure what the file has anew")
+    measuring.add_argument("--hints", type=Path, nargs="*", default=[], help="maps whose winners to try")
+    measuring.add_argument("--seconds", type=float, default=float("inf"), help="start no problem after this")
+    measuring.add_argument("--again", action="store_true", help="remeasure what the file has")
     measuring.add_argument("--compile", action="store_true", help="only compile")
     measuring.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     compacting = kinds.add_parser("compact")
-    compacting.add_argument("--margin", type=float, default=1.025, help="what a point must gain to be kept")
+    compacting.add_argument("--margin", type=float, default=1.025, help="speedup a point needs to be kept")
     compacting.add_argument("--out", type=Path, required=True)
     compacting.add_argument("map", type=Path)
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""How near chosen configs are to the best there is: problems at random against a search of whole spaces.
+"""How close chosen configs are to the best: random problems against a search of the whole config space.
 
     python tools/tuning/check_policy.py verify --problems 200 --seed 1 [--part 0 8]   # on a GPU
     python tools/tuning/check_policy.py replay                                        # without one
 
 A problem is a layer of one of eleven models, one of five schemes and a number of tokens between 1 and 8192. Its space
-is every legal config of every family, less those of few tokens that no map is obeyed in (``preserves_pdl_overlap``).
-``verify`` times all of it side by side with three choices: ``map``, what the map says; ``tuned``, what a search as
-``anybit tune`` does it finds at the token count that stands for the problem's; ``built in``. Configs that provably lose
-(``lower_bound``) are left out. ``replay`` tells what a map of today chooses in problems that were compared.
+is every legal config of every family, except few-token ones that no map may choose (``preserves_pdl_overlap``).
+``verify`` times all of it interleaved with three choices: ``map``, by the policy map; ``tuned``, by a search like
+``anybit tune`` at the token count that stands for the problem's; ``built in``. Configs that provably lose
+(``lower_bound``) are left out. ``replay`` rates the choices of today's map in problems already compared.
 """
 
 import argparse
@@ -47,12 +47,12 @@ from timing import RESULTS, merge_rows, stamp
 KEY = ("case", "seed", "scheme", "m", "n", "k")
 CHOICES = ("map", "tuned", "built in")
 _CHUNK = 48
-"""Candidates in one graph at the first look."""
+"""Candidates per graph in the first pass."""
 
 
 @dataclass(frozen=True)
 class StagedPruning(TimingBudget):
-    """How a whole space is timed: everything once, what is within ``first`` of the best with more replays, what is
+    """How a whole space is timed: everything once; what is within ``first`` of the best with more replays; what is
     within ``last`` of it, at most ``finalists``, carefully and after a check against the reference.
     """
 
@@ -66,17 +66,17 @@ class StagedPruning(TimingBudget):
 
 
 class SpaceBench(Bench):
-    """A bench for whole spaces: only finalists are checked, since what is wrong can but look fast."""
+    """A bench for whole spaces: checks only finalists, since a wrong result can at most look fast."""
 
     def check(self, candidate: Candidate) -> None:
-        """Run a candidate for the first time, to its end, so that a fault is its own."""
+        """Run a candidate for the first time and synchronize, so that a fault is attributed to it."""
         self.again(candidate)(0)
         torch.cuda.synchronize()
 
     def times(
         self, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget, guess_us: float
     ) -> list[Time]:
-        """Times of a whole space; infinite for what provably loses."""
+        """Times of a whole space; infinite for configs that provably lose."""
         assert isinstance(effort, StagedPruning)
         once = self._once(candidates, keep, guess_us)
         best = min(once.values())
@@ -106,7 +106,7 @@ class SpaceBench(Bench):
         return dict(zip(places, us, strict=True))
 
     def _once(self, candidates: Sequence[Candidate], keep: Collection[int], guess_us: float) -> dict[int, float]:
-        """Microseconds of a first look at what may be the best by its bound, the most promising first."""
+        """Microseconds, from a first pass over candidates that their bound does not rule out, most promising first."""
         bounds = [lower_bound_us(self.product, one) for one in candidates]
         order = list(dict.fromkeys([*keep, *sorted(range(len(candidates)), key=bounds.__getitem__)]))
         found: dict[int, float] = {}
@@ -120,7 +120,7 @@ class SpaceBench(Bench):
     def _finalists(
         self, candidates: Sequence[Candidate], keep: Collection[int], effort: StagedPruning, again: dict[int, float]
     ) -> list[int]:
-        """``keep``, and what is nearest to the best of those whose results are the reference's."""
+        """``keep``, and the candidates closest to the best that match the reference."""
         last: list[int] = []
         best = 0.0
         for i in [*keep, *sorted(again, key=again.__getitem__)]:
@@ -138,7 +138,7 @@ class SpaceBench(Bench):
 
 
 class SpaceRunner(Runner):
-    """A runner whose benches take whole spaces."""
+    """A runner with benches for whole spaces."""
 
     bench = SpaceBench
 
@@ -207,7 +207,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a check of this seed and these kernels that was broken off has compared."""
+    """The rows of an interrupted check with this seed and these kernels."""
     rows = json.loads(path.read_text()) if path.exists() else []
     return [row for row in rows if row["seed"] == seed and all(row.get(name) == marks[name] for name in marks)]
 
@@ -216,10 +216,10 @@ def rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any]
 
 
 def known_ratio(product: LinearProblem, chosen: Candidate, row: dict[str, Any], full: Policy) -> tuple[float, str]:
-    """How far a choice is from the best of a compared problem, and how that is known.
+    """The ratio of a choice to the best of a compared problem, and its source.
 
-    Configs that the row names have their own ratios. Another one's follows from times of a map at a count nearby, else
-    from its family's estimate beside a named config of the family; else it is taken to be as bad as the worst named.
+    Configs named in the row have their own ratios. Another one's follows from a map's times at a nearby count, else
+    from its family's estimate against a named config of the family; else it is taken to be the worst named one's.
     """
     named = {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
     named = {short(name): ratio for name, ratio in named.items()}
@@ -248,7 +248,7 @@ def known_ratio(product: LinearProblem, chosen: Candidate, row: dict[str, Any], 
 
 
 def short(name: str) -> str:
-    """A config's name less what is its field's default: fields that its family has got since its row was written."""
+    """A config's name without fields at their default: those that its family gained after its row was written."""
     kernel, fields = name.partition("(")[0], fields_of(name)
     for one in dataclasses.fields(FAMILIES[kernel].module.Config) if kernel in FAMILIES else ():
         default = one.default.name if isinstance(one.default, Enum) else one.default
@@ -258,7 +258,7 @@ def short(name: str) -> str:
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    """The fields in a config's name."""
+    """Parse the fields of a config's name."""
     pairs = (pair.split("=") for pair in name[name.index("(") + 1 : -1].split(", "))
     words = {"True": True, "False": False}
     return {key: words.get(value, int(value) if value.isdigit() else value) for key, value in pairs}
@@ -271,7 +271,7 @@ def replay(options: argparse.Namespace) -> None:
     by, found = Dispatcher(device.name, [map_]), dict[str, list[tuple[float, str, str]]]()
     for row in json.loads(options.rows.read_text()):
         scheme = Scheme.parse(row["scheme"])
-        m = step(row["m"])  # as layers ask
+        m = step(row["m"])  # as layers round it
         product = LinearProblem(m, row["n"], row["k"], scheme.weights, scheme.activations, device=device)
         for name, chosen in {"map": by.choose(product).candidate, "built in": builtin(product)}.items():
             found.setdefault(name, []).append((*known_ratio(product, chosen, row, map_), str(product)))
@@ -283,7 +283,7 @@ def replay(options: argparse.Namespace) -> None:
 
 
 def summary(ratios: Sequence[float]) -> str:
-    """A few numbers of many ratios."""
+    """Summarize ratios."""
     ordered = sorted(ratios)
     mean = math.exp(sum(map(math.log, ordered)) / len(ordered))
     tenth = ordered[int(0.9 * (len(ordered) - 1))]
@@ -302,10 +302,10 @@ def main() -> None:
             continue
         command.add_argument("--problems", type=int, default=200)
         command.add_argument("--seed", type=int, default=20261121)
-        command.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which of how many, for several GPUs")
-        command.add_argument("--each", type=int, default=16, help="candidates of each family in the search")
-        command.add_argument("--seconds", type=float, default=300.0, help="begin no more problems after this")
-        command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
+        command.add_argument("--part", type=int, nargs=2, default=(0, 1), help="part I of N, for several GPUs")
+        command.add_argument("--each", type=int, default=16, help="candidates per family in the search")
+        command.add_argument("--seconds", type=float, default=300.0, help="start no problem after this")
+        command.add_argument("--limit", type=float, default=20.0, help="seconds per candidate")
         command.add_argument("--jobs", type=int, default=0, help="processes that compile")
     options = parser.parse_args()
     {"verify": verify, "replay": replay}[options.command](options)

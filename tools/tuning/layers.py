@@ -1,4 +1,4 @@
-"""What maps are made of: the layers of eleven models, schemes and token counts; and problems drawn at random."""
+"""The contents of maps: layers of eleven models, schemes and token counts; and random problems."""
 
 import random
 
@@ -6,7 +6,7 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.registry import GRID
 
-# Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
+# Linear layers as served, projections with the same input fused: (N, K). Most used first.
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {
     "Llama-3-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "Qwen3-8B": ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
@@ -23,11 +23,11 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 SHAPES = tuple(dict.fromkeys(shape for layers in MODELS.values() for shape in layers))
 
 SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a8", "w2a16g128", "w3a16g128")
-"""What a map may hold for every layer, in the order of measurement; the shipped one lacks the last two."""
+"""Schemes that a map may have, in measuring order; the shipped one lacks the last two."""
 CHECKED = SCHEMES[:5]
-"""Measured at every one of ``MAPPED``, the others at powers of two and half way between; and of problems at random."""
+"""Measured at all of ``MAPPED``, others at powers of two and halfway between; also the schemes of random problems."""
 MAPPED = tuple(m for m in GRID if m <= 1024 or m % 3 == 0 or m.bit_count() == 1)
-"""Token counts of a map: above 1024 without the quarters, which take long, and where tiles fill most rounds anyhow."""
+"""Token counts of a map: above 1024 without quarters, which take long and where tiles fill most waves anyway."""
 
 
 def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[LinearProblem]:
@@ -37,7 +37,7 @@ def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]
 
 
 def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Which of these token counts are measured of a scheme."""
+    """The token counts, among these, to measure for a scheme."""
     return tokens if scheme in CHECKED else tuple(m for m in tokens if rank_of(m) < _QUARTERS)
 
 
@@ -45,19 +45,18 @@ _POWERS, _HALVES, _QUARTERS = 0, 1, 2
 
 
 def rank_of(tokens: int) -> int:
-    """Whether a count is a power of two, half way between two of them, or a quarter of the way."""
+    """Whether a count is a power of two, halfway between two, or a quarter of the way."""
     return min(_QUARTERS, tokens.bit_count() - 1) if tokens % 3 == 0 else _QUARTERS * (tokens.bit_count() > 1)
 
 
 def parts(
     models: list[str], schemes: list[str], tokens: tuple[int, ...], each: int
 ) -> list[tuple[list[LinearProblem], int]]:
-    """What is measured, in this order, where time may run out, and how many candidates of each family.
+    """Problems in measuring order, in case time runs out, each part with its number of candidates per family.
 
-    Every power of two of all layers and schemes of ``CHECKED`` first, then what lies half way between two of them, then
-    the quarters; then the other schemes. At the powers of two the layers of the first
-    model come first, and those of the smallest, which are like no others; all the rest is tried with fewer candidates
-    beside what won nearby.
+    First powers of two, then halfway counts, then quarters, of all layers for the schemes of ``CHECKED``; then the same
+    for other schemes. At the powers of two, the layers of the first model come first, with those of the smallest, which
+    resemble no others; all else gets fewer candidates, besides what won nearby.
     """
     shapes = tuple(dict.fromkeys(shape for model in models for shape in MODELS[model]))
     first = tuple(shape for shape in shapes if shape in (*MODELS["Llama-3-8B"], *MODELS["SmolLM2-135M"]))
@@ -79,7 +78,7 @@ def parts(
 
 
 def drawn(problems: int, seed: int) -> list[LinearProblem]:
-    """Products at random: a layer, a scheme, and any number of tokens from 1 to 8192, small ones as often as large."""
+    """Random products: a layer, a scheme, and 1 to 8192 tokens, log-uniformly."""
     generator = random.Random(seed)
     found: dict[LinearProblem, None] = {}
     while len(found) < problems:

@@ -1,8 +1,8 @@
-"""What a config cannot be faster than, whatever else is done well: used to leave configs out that provably lose.
+"""A lower bound on a config's time, used to skip configs that provably lose.
 
-Two limits of the multiprocessor that has most to do, both at the highest clock and with nothing lost at either end: the
-products that its tensor cores issue, those of rows and tokens beyond the matrix included, and the bytes that it takes
-in. A tile cannot be shared but as its config says, so with 133 tiles one of 132 multiprocessors has two.
+Two limits of the busiest SM, both at the highest clock and without prologue or epilogue: its tensor core
+operations, including those on padding rows and tokens, and the bytes it reads. Tiles are split
+only as the config says, so with 133 tiles one of 132 SMs has two.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
 from anybit.tune.roofline import floor_us
 
 _CLOCK = 1.98e3
-"""Cycles in a microsecond: the highest clock of an H200."""
+"""Cycles per microsecond: the highest clock of an H200."""
 _OPERATIONS = {"b1": 65536, "s8": 8192, "f16": 4096}
-"""Multiplications and additions of a multiprocessor in a cycle; e4m3's are those of s8."""
+"""Multiplications and additions per SM and cycle; e4m3's are those of s8."""
 _INTAKE = 64
-"""Bytes that a multiprocessor takes in from L2 in a cycle."""
+"""Bytes per cycle that an SM reads from L2."""
 
 
 def lower_bound_us(product: LinearProblem, candidate: Candidate) -> float:
-    """Microseconds that no launch of ``candidate`` can do with less, on a GPU like the H200; its activations coded."""
+    """Microseconds that no launch of ``candidate`` can beat, on a GPU like the H200, activations already quantized."""
     bound = _BOUNDS.get(candidate.kernel)
     if bound is None or product.device.arch != "sm_90a":
         return 0.0
@@ -37,7 +37,7 @@ _SURELY = 0.7
 
 
 def _cycles(pieces: int, sms: int, operations: float, rate: int, taken: float) -> float:
-    """Cycles of the multiprocessor that has most pieces, each of so many operations and bytes taken in."""
+    """Cycles of the SM with most pieces, each of so many operations and bytes read."""
     return -(-pieces // sms) * max(operations / rate, taken / _INTAKE)
 
 
@@ -47,7 +47,7 @@ def _bitplane_gemm(product: LinearProblem, config: sm90_bitplane_gemm.Config) ->
     tiles = -(-product.m // config.tile_m) * -(-product.n // 128)
     operations = 2.0 * config.tile_m * 128 * k * p * q
     taken = (128 * p + (0 if config.activation_stationary else config.tile_m * q)) * k / 8
-    if cut > 1:  # whole tiles for all, and the rest in pieces
+    if cut > 1:  # whole tiles for all SMs, and the rest split
         whole = tiles // sms * max(operations / _OPERATIONS["b1"], taken / _INTAKE)
         return whole + _cycles(tiles % sms * cut, sms, operations / cut, _OPERATIONS["b1"], 0.0)
     return _cycles(tiles, sms, operations, _OPERATIONS["b1"], taken)

@@ -1,11 +1,11 @@
 """Keep the points of a map whose kernels are unchanged after a family's revision was raised.
 
-    python tools/tuning/refresh_policy.py codes --map MAP > before.json     # in the checkout of before
+    python tools/tuning/refresh_policy.py codes --map MAP > before.json     # in the old checkout
     python tools/tuning/refresh_policy.py keep --map MAP --codes before.json
 
-Raising a family's revision (``anybit.tune.registry.REVISIONS``) makes all its points hints. ``codes`` hashes the
-machine code of every kernel that a map names; ``keep`` does so again and keeps the points of equal hashes, as points of
-the revisions of now. The others are measured anew: ``tools/tuning/build_policy.py measure``. Neither needs a GPU.
+Raising a family's revision (``anybit.tune.registry.REVISIONS``) turns all its points into hints. ``codes`` hashes the
+machine code of every kernel that a map names; ``keep`` hashes again and keeps the points of equal hashes, under the
+current revisions. Remeasure the others with ``tools/tuning/build_policy.py measure``. Neither needs a GPU.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ARCH = "sm_90a"
 
 
 def named(policy: Policy) -> Iterator[tuple[str, LinearProblem, Measured]]:
-    """Every config of a map, with a name for its kernels, and the problem that it was measured for."""
+    """Every config of a map, with a name for its kernels, and the problem it was measured for."""
     for key, points in policy.layers.items():
         for m, point in points.items():
             product = product_of(key, m)
@@ -39,12 +39,12 @@ def named(policy: Policy) -> Iterator[tuple[str, LinearProblem, Measured]]:
 
 
 def name_of(product: LinearProblem, measured: Measured) -> str:
-    """What a config is called: sizes decide what of its kernels it does not say, such as how tokens are coded."""
+    """A config's name, with the sizes that decide what its fields do not, such as how tokens are quantized."""
     return f"{product} {product.dtype} {measured.kernel} {sorted(measured.fields)} {measured.activations}"
 
 
 def codes(policy: Policy, jobs: int) -> dict[str, list[str]]:
-    """The machine code of each config's kernels; none of one that is not legal in this checkout."""
+    """The machine code of each config's kernels; [] for one that is not legal in this checkout."""
     kernels: dict[str, list[Kernel]] = {}
     for name, product, measured in named(policy):
         if name not in kernels:
@@ -60,7 +60,7 @@ def codes(policy: Policy, jobs: int) -> dict[str, list[str]]:
 
 
 def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list[str]]) -> Policy:
-    """The points whose kernels all have the machine code that they had, as points of the revisions of now."""
+    """The points whose kernels all have unchanged machine code, under the current revisions."""
     here = Origin.here(policy.origin.gpu, policy.origin.arch, policy.origin.driver, policy.origin.torch)
     found = Policy(replace(here, date=policy.origin.date))
     for key, points in policy.layers.items():
@@ -79,8 +79,8 @@ def main() -> None:
         command.add_argument("--map", type=Path, default=SHIPPED / file_name("NVIDIA H200"))
         command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
         if name == "keep":
-            command.add_argument("--codes", type=Path, required=True, help="what `codes` printed before")
-            command.add_argument("--out", type=Path, help="the new map; by default the old one is replaced")
+            command.add_argument("--codes", type=Path, required=True, help="output of `codes` in the old checkout")
+            command.add_argument("--out", type=Path, help="the new map; by default replaces the old one")
     options = parser.parse_args()
     policy = read(options.map)
     now = codes(policy, options.jobs)
@@ -88,7 +88,7 @@ def main() -> None:
         json.dump(now, sys.stdout)
         return
     found = still_hold(policy, json.loads(options.codes.read_text()), now)
-    print(f"{found.points} of {policy.points} points have kernels of the same machine code", flush=True)
+    print(f"{found.points} of {policy.points} points have unchanged machine code", flush=True)
     (options.out or options.map).write_text(text(found), encoding="utf-8")
 
 
