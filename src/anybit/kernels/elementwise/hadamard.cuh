@@ -1,5 +1,5 @@
-// Vectors times an orthogonal Hadamard matrix A (x) S, as anybit.hadamard.transform: S of order 2^k by additions alone, A
-// by its signs. One block a vector, which lies in shared memory as float32 from the first step to the last.
+// Multiplies vectors by an orthogonal Hadamard matrix A (x) S, as anybit.hadamard.transform: S (order 2^k) by butterflies,
+// A by its signs. One CTA per vector, which stays in shared memory as float32 throughout.
 #ifndef ANYBIT_HADAMARD_CUH
 #define ANYBIT_HADAMARD_CUH
 
@@ -7,9 +7,9 @@
 #include "elementwise/rotation.cuh"
 
 struct Params {
-    const uint16_t* x;      // [rows, k], rows x_stride apart
-    const uint32_t* signs;  // of A, as rotation.cuh reads them; null for order 1
-    uint16_t* y;            // [rows, k], dense
+    const uint16_t* x;      // [rows, k], row stride x_stride
+    const uint32_t* signs;  // of A, in rotation.cuh's format; null for order 1
+    uint16_t* y;            // [rows, k], contiguous
     int64_t x_stride;
     float factor;           // 1 / sqrt(k)
 };

@@ -1,14 +1,14 @@
-// The small kernels between the products of a decoder layer, for few tokens above all: what counts is how soon one ends
-// after the product before it. Weights (gamma) are read before that product has ended; for that their loads keep their order.
+// Elementwise kernels between a decoder layer's GEMMs, mainly for few tokens, where latency behind the previous GEMM is what
+// counts. Weights (gamma) are loaded before griddepcontrol.wait, since loads are not reordered across it.
 #ifndef ANYBIT_NORM_ACT_CUH
 #define ANYBIT_NORM_ACT_CUH
 
 #include "common/values.cuh"
 
 struct Params {
-    const uint16_t* x;         // [M, K], or [M, gate K | up K] for silu_mul, rows x_stride apart
+    const uint16_t* x;         // [M, K], or [M, gate K | up K] for silu_mul, row stride x_stride
     const uint16_t* residual;  // add_rms_norm: added to x first; or null
-    uint16_t* residual_sum;    // where x + residual goes, rows of K
+    uint16_t* residual_sum;    // output x + residual, [M, K]
     const uint16_t* gamma;     // [K]
     uint16_t* y;               // [M, K]
     int64_t x_stride, residual_stride;
@@ -16,7 +16,7 @@ struct Params {
     float epsilon;
 };
 
-// Config: threads, vectors (of 8 values a thread), is_bf16, aligned, shared_bytes. One block a row.
+// y = RMSNorm(x + residual), one CTA per row. Config: threads, vectors (of 8 values, per thread), is_bf16, aligned.
 template <class Config> __global__ void __launch_bounds__(Config::threads) add_rms_norm(const __grid_constant__ Params p) {
     using namespace values;
     constexpr int threads = Config::threads, vectors = Config::vectors;
@@ -63,7 +63,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) add_r
     }
 }
 
-// Where Config::paired, x has eight of gate and eight of up in turn. A row over blockIdx.y, eight values a thread: a wide row is worth more than one multiprocessor.
+// y = silu(gate) * up (paired: x alternates eights of gate and up). Grid: (rows, parts), so that a wide row uses several SMs.
 template <class Config> __global__ void __launch_bounds__(Config::threads) silu_mul(const __grid_constant__ Params p) {
     using namespace values;
     constexpr bool bf16 = Config::is_bf16, aligned = Config::aligned;

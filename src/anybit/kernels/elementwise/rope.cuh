@@ -1,25 +1,25 @@
-// Rotary position embedding of queries and keys as they come out of a fused projection, with the RMSNorm of each head
-// that some models put before it (Qwen3, Gemma3). A warp a head: the two halves of the head meet in one lane. Where the
-// keys go to a cache (Config::stores), so do the values: into the ring of 16-bit tokens of kvcache.py, in one launch.
+// Rotary position embedding of q and k from a fused QKV projection, with the per-head RMSNorm that some models put before
+// it (Qwen3, Gemma3). One warp per head; a lane holds the rotated pairs, one of each half. With Config::stores, k and v are
+// also written to the ring of 16-bit tokens of kvcache.py, in the same launch.
 #ifndef ANYBIT_ROPE_CUH
 #define ANYBIT_ROPE_CUH
 
 #include "attention/kv_ring.cuh"
 
 struct Params {
-    const uint16_t* qkv;      // [tokens, (query heads + 2 key heads) * head_dim], rows qkv_stride apart
+    const uint16_t* qkv;      // [tokens, (query heads + 2 key heads) * head_dim], row stride qkv_stride
     const uint16_t* cosine;   // [tokens, head_dim]
     const uint16_t* sine;     // [tokens, head_dim]
-    const uint16_t* q_gamma;  // [head_dim], or null: no norm of the heads
+    const uint16_t* q_gamma;  // [head_dim], or null: no per-head norm
     const uint16_t* k_gamma;
     uint16_t* q;              // [tokens, query heads, head_dim]
-    uint16_t* k;              // [tokens, key heads, head_dim]; null where keys and values are stored
+    uint16_t* k;              // [tokens, key heads, head_dim]; null with stores
     uint16_t* residual;       // stores: [sequences, key heads, 2, ring * head_dim]
-    const int32_t* lengths;   // stores: of each sequence, the new tokens included
+    const int32_t* lengths;   // stores: per sequence, new tokens included
     const int32_t* sequences; // stores: [batch], or null for 0, 1, 2 ...
     int64_t qkv_stride;
     int32_t query_heads, key_heads;
-    int32_t tokens;           // stores: new tokens of each sequence
+    int32_t tokens;           // stores: new tokens per sequence
     int32_t ring;
     float epsilon;
 };
@@ -31,8 +31,8 @@ template <bool is_bf16> PTX uint16_t from_float(float v) { return is_bf16 ? ptx:
 
 }  // namespace rope
 
-// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma), stores, paired (queries and keys
-// have eight channels of their first half and the eight that turn with them in turn).
+// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma), stores, paired (q and k alternate
+// between eight channels of a head's first half and the eight of the second that they rotate with).
 template <class Config> __global__ void __launch_bounds__(Config::threads) rotate(const __grid_constant__ Params p) {
     using namespace rope;
     constexpr int half = Config::head_dim / 2, pairs = (half + 31) / 32;

@@ -1,17 +1,17 @@
-// Rotary position embedding of queries and keys as they come out of a fused projection, and the way of keys and values into
-// a paged cache of 16-bit tokens that somebody else manages (vLLM), in one launch. A thread turns eight channels of the
-// first half of a head and the eight of the second half that turn with them, so all it reads and writes are vectors.
+// Rotary position embedding of q and k from a fused QKV projection, and the store of k and v into an external 16-bit paged
+// cache (vLLM's), in one launch. A thread rotates eight channels of a head's first half with the eight of the second half,
+// so that all global accesses are 16 bytes.
 #ifndef ANYBIT_ROPE_PAGES_CUH
 #define ANYBIT_ROPE_PAGES_CUH
 
 #include "common/values.cuh"
 
 struct Params {
-    const uint16_t* qkv;         // [tokens, (query heads + 2 key heads) * head_dim], rows qkv_stride apart
+    const uint16_t* qkv;         // [tokens, (query heads + 2 key heads) * head_dim], row stride qkv_stride
     const uint16_t* table;       // [positions, head_dim]: cosines of half a head, then sines
     const int64_t* positions;    // [tokens]
-    const int64_t* slots;        // [stored]: page * page_tokens + the token in it; below 0 for nowhere, as beyond it
-    const uint16_t* q_gamma;     // [head_dim], or null: no norm of the heads
+    const int64_t* slots;        // [stored] slot mapping: page * page_tokens + token; negative, or past the end: not stored
+    const uint16_t* q_gamma;     // [head_dim], or null: no per-head norm
     const uint16_t* k_gamma;
     uint16_t* q;                 // [tokens, query heads, head_dim]
     uint16_t* keys;              // [pages, page_tokens, key heads, head_dim], strided
@@ -21,8 +21,8 @@ struct Params {
     float epsilon;
 };
 
-// Config: threads, head_dim, is_bf16, paired (queries and keys have eight channels of their first half and the eight that
-// turn with them in turn).
+// Config: threads, head_dim, is_bf16, paired (q and k alternate between eight channels of a head's first half and the eight
+// of the second that they rotate with).
 template <class Config> __global__ void __launch_bounds__(Config::threads) rotate_pages(const __grid_constant__ Params p) {
     using namespace values;
     constexpr int dim = Config::head_dim, lanes = dim / 16;
@@ -63,7 +63,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
         load(sine, row + dim / 2);
     }
     const uint16_t* gamma = is_query ? p.q_gamma : p.k_gamma;
-    if (gamma) {  // of all heads or of none: the threads of a warp stay together
+    if (gamma) {  // uniform over the grid (all heads or none): shuffles see full warps
         float squares = 0.f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
-// An orthogonal Hadamard matrix A (x) S times a vector in shared memory: S of order 2^k by additions alone, A by its signs.
-// Every value comes of the same additions in the same order, however they are spread over threads and passes.
+// Multiplies a vector in shared memory by a Hadamard matrix A (x) S: S (order 2^k) by butterflies, A by its signs.
+// The order of additions is the same for any number of threads and passes, and so are the bits.
 #ifndef ANYBIT_ROTATION_CUH
 #define ANYBIT_ROTATION_CUH
 
@@ -7,12 +7,12 @@
 
 namespace rotation {
 
-// Where value i lies. Eight values that are eight apart are read at once: runs of 64 begin in other banks.
+// Padded offset of value i: a pass reads eight values at a stride of eight, so runs of 64 start in different banks.
 PTX constexpr int place(int i) { return i + i / 64 * 8; }
 // Floats of shared memory for k values.
 constexpr int room(int k) { return k + k / 64 * 8; }
 
-// Steps step, 2 step, ... of S on values that lie `step` apart.
+// radix-point butterfly on registers: log2(radix) steps of S on values that lie `step` apart.
 template <int radix> PTX void butterflies(float (&v)[radix]) {
 #pragma unroll
     for (int half = 1; half < radix; half *= 2) {
@@ -39,7 +39,7 @@ template <int radix, int step, int threads, int k> PTX void pass(float* value) {
     __syncthreads();
 }
 
-// The steps of S from `step` on, for every part of `power` values. The block has met before; it meets at the end.
+// The steps of S from `step` on, for every run of `power` values. The caller has synchronized; ends with __syncthreads.
 template <int threads, int power, int k, int step> PTX void sylvester(float* value) {
     if constexpr (8 * step <= power) {
         pass<8, step, threads, k>(value);
@@ -51,7 +51,7 @@ template <int threads, int power, int k, int step> PTX void sylvester(float* val
     }
 }
 
-// How many parts the rows of A come in, so that a thread holds the sums of one: at most 16 rows.
+// Parts that the rows of A are divided into, at most 16 rows each: a thread accumulates one part in registers.
 constexpr int parts_of(int order) {
     int parts = 1;
     while (order % parts != 0 || order / parts > 16) ++parts;
@@ -63,8 +63,8 @@ constexpr int signs_room(int order) {
     return order == 1 ? 0 : order * parts_of(order) * ((order / parts_of(order) + 3) / 4 * 4);
 }
 
-// Spread the signs of A out in shared memory, as factors: [order, parts, rows of a part, rounded up to fours], transposed.
-// `bits`: [order, parts], bit r of (b, part) is set where A[part * rows + r, b] is -1. The block meets after it.
+// Expands the signs of A to +-1.0f in shared memory, transposed: [order, parts, rows of a part, rounded up to four].
+// bits: [order, parts], bit r of (b, part) is set where A[part * rows + r, b] is -1. The caller synchronizes.
 template <int threads, int order> PTX void spread_signs(float* signs, const uint32_t* bits) {
     if constexpr (order > 1) {
         constexpr int parts = parts_of(order), rows = order / parts, padded = (rows + 3) / 4 * 4;
@@ -72,14 +72,14 @@ template <int threads, int order> PTX void spread_signs(float* signs, const uint
             const uint32_t word = bits[item];
             uint4* to = reinterpret_cast<uint4*>(signs + item * padded);
 #pragma unroll
-            for (int r = 0; r < padded; r += 4)  // 1 with the sign in its top bit
+            for (int r = 0; r < padded; r += 4)  // 1.0f with the sign bit
                 to[r / 4] = make_uint4(0x3f800000u | word >> r << 31, 0x3f800000u | word >> (r + 1) << 31,
                                        0x3f800000u | word >> (r + 2) << 31, 0x3f800000u | word >> (r + 3) << 31);
         }
     }
 }
 
-// The product with A, in place. `signs`: spread out. The block has met before; it meets at the end.
+// Multiplies by A in place; `signs` as expanded. The caller has synchronized; ends with __syncthreads.
 template <int threads, int order, int power> PTX void paley(float* value, const float* signs) {
     if constexpr (order > 1) {
         constexpr int parts = parts_of(order), rows = order / parts, padded = (rows + 3) / 4 * 4;
@@ -100,7 +100,7 @@ template <int threads, int order, int power> PTX void paley(float* value, const 
 #pragma unroll
                     for (int r = 0; r < padded; r += 4) {
                         const uint4 four = *reinterpret_cast<const uint4*>(sign + b * parts * padded + r);
-                        // A product with 1 or -1 is exact: these are additions and subtractions.
+                        // Exact products with +-1: each FMA is an addition or a subtraction.
                         sum[r] = __fmaf_rn(v, __uint_as_float(four.x), sum[r]);
                         sum[r + 1] = __fmaf_rn(v, __uint_as_float(four.y), sum[r + 1]);
                         sum[r + 2] = __fmaf_rn(v, __uint_as_float(four.z), sum[r + 2]);

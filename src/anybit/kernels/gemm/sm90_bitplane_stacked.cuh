@@ -17,7 +17,7 @@
 // The operand that stays in shared memory from one tile of a CTA to the next.
 enum class Stationary { none, weights, activations };
 
-// Shared-memory layout: weight slots (a plane each), activation stages, per-warpgroup staging buffers and columns, mbarriers.
+// Shared-memory layout: weight slots (a plane each), activation stages, staging and columns per warpgroup, mbarriers.
 template <class Config> struct StackedShared {
     static constexpr int rows = 128, P = Config::weight_bits, Q = Config::activation_bits, columns = Q * Config::tile_m;
     static constexpr int plane_bytes = Config::tile_m * planes::row_bytes;

@@ -1,27 +1,27 @@
-// Channels rounded one after the other, each error spread over those that follow: the serial core of GPTQ and of
-// coordinate descent on a layer's error. Output rows do not depend on each other: a thread a row, its channels in
-// registers.
+// Rounds channels one after another and spreads each error over those that follow: the serial core of GPTQ and of
+// coordinate descent on a layer's error. Output rows are independent: one thread per row, its channels in registers, the
+// coupling matrix in shared memory.
 #ifndef ANYBIT_GPTQ_UPDATE_CUH
 #define ANYBIT_GPTQ_UPDATE_CUH
 
 #include "common/ptx/base.cuh"
 
 struct Params {
-    const float* values;     // [channels, columns], rows value_stride apart
-    const float* reference;  // as values: what errors are measured from; null: the values as they then are
-    const float* coupling;   // [channels, channels], rows coupling_stride apart; what lies above the diagonal is read
+    const float* values;     // [channels, columns], row stride value_stride
+    const float* reference;  // as values: what errors are measured against; null: the current (updated) values
+    const float* coupling;   // [channels, channels], row stride coupling_stride; the strict upper triangle is read
     const float* scale;      // [columns]
     const float* zero;       // [columns]
-    float* codes;            // [channels, columns], dense
-    float* errors;           // [channels, columns], dense
-    uint8_t* mask;           // [channels, columns], dense: 0 where the code is the zero; read, or chosen here and written
-    const float* diagonal;   // [channels], of the factor: what is chosen costs most to lose
+    float* codes;            // [channels, columns], contiguous
+    float* errors;           // [channels, columns], contiguous
+    uint8_t* mask;           // [channels, columns], contiguous: 0 where pruned (code = zero); input, or output if choosing
+    const float* diagonal;   // [channels], of the factor: pruning keeps the values with the largest (value / diagonal)^2
     int64_t value_stride, reference_stride, coupling_stride;
     int32_t channels, columns;
     float top;
 };
 
-// Config: threads, channels (the most), referenced, masked (a mask is read), choosing (it is found: two of every four).
+// Config: threads, channels (upper bound), referenced, masked (reads a mask), choosing (finds a 2:4 mask).
 template <class Config> __global__ void __launch_bounds__(Config::threads) sweep(const __grid_constant__ Params p) {
     constexpr int most = Config::channels;
     static_assert(Config::shared_bytes == most * most * 4, "the coupling of all channels");
