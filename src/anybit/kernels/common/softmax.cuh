@@ -1,4 +1,4 @@
-// The state of a softmax over part of the keys, and how two parts become one.
+// Partial softmax state (over some of the keys), and the merge of partial states.
 #ifndef ANYBIT_SOFTMAX_CUH
 #define ANYBIT_SOFTMAX_CUH
 
@@ -6,30 +6,30 @@
 
 namespace softmax {
 
-constexpr float lowest = -1e30f;  // below every logit, and finite: differences of two of these are still numbers
+constexpr float lowest = -1e30f;  // below every logit but finite, so that lowest - lowest is not NaN
 
-// Logits are in units of log2: `sum` is the sum of 2^(logit - reference). The output that goes with it is divided by
-// `sum` only at the very end, so that merging is a multiplication by `weight`.
+// Logits are in units of log2: `sum` is the sum of 2^(logit - reference). The output is divided by `sum` only at the
+// end, so that merging is a multiplication by `weight`.
 struct State {
     float reference = lowest;
     float sum = 0.0f;
 
-    // What an output computed against `reference` counts for against a newer, not smaller reference.
+    // Rescaling factor from `reference` to a newer reference, which must not be smaller.
     PTX static float weight(float reference, float newer) { return ptx::ex2_approx(reference - newer); }
 
-    // One more logit that has no value: an attention sink.
+    // Adds an attention sink: a logit without a value.
     PTX void add_sink(float logit) {
         const float newer = fmaxf(reference, logit);
         sum = sum * weight(reference, newer) + weight(logit, newer);
         reference = newer;
     }
-    // The factor of the output, 0 for an empty sum.
+    // 1 / sum, or 0 for an empty sum.
     PTX float normalizer() const { return sum == 0.0f ? 0.0f : ptx::rcp_approx(sum); }
     // Natural logarithm of the sum of exponentials; -inf for an empty sum.
     PTX float log_sum_exp() const { return (reference + ptx::lg2_approx(sum)) * 0.69314718f; }
 };
 
-// The state of all parts, one a lane (`absent` ones are State{}); returns this lane's weight in it.
+// Merges one state per lane (State{} where there is none); returns this lane's weight in the merged state.
 PTX float merge_lanes(State& state) {
     float most = state.reference;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the kernels over 16-bit activations share: pairs of values, reductions over a block, and loads of eight.
+// Shared by kernels over 16-bit activations: packed-pair arithmetic, CTA-wide reductions, 16-byte loads and stores.
 #ifndef ANYBIT_VALUES_CUH
 #define ANYBIT_VALUES_CUH
 
@@ -24,7 +24,7 @@ template <bool is_bf16> PTX uint32_t add_pair(uint32_t a, uint32_t b) {
     if constexpr (is_bf16) return ptx::add_bf16x2(a, b);
     return ptx::add_f16x2(a, b);
 }
-// Of two pairs, lane by lane; NaN where either is.
+// Elementwise over packed pairs; NaN if either input is.
 template <bool is_bf16> PTX uint32_t max_pair(uint32_t a, uint32_t b) {
     if constexpr (is_bf16) return ptx::max_nan_bf16x2(a, b);
     return ptx::max_nan_f16x2(a, b);
@@ -37,11 +37,11 @@ template <bool is_bf16> PTX uint32_t abs_pair(uint32_t a) {
     if constexpr (is_bf16) return ptx::abs_bf16x2(a);
     return ptx::abs_f16x2(a);
 }
-// Magnitudes of 16-bit floats order like their bits, NaN above infinity: their maximum can be an integer's.
+// Magnitudes of 16-bit floats order like their bits, NaN above infinity: an integer maximum works.
 template <bool is_bf16> constexpr uint32_t infinity_bits = is_bf16 ? 0x7f80u : 0x7c00u;
 template <bool is_bf16> PTX float float_of_bits(uint32_t bits) { return low_float<is_bf16>(bits); }
 
-// ---- Reductions over the block -----------------------------------------------------------------------------------------
+// ---- CTA-wide reductions -----------------------------------------------------------------------------------------------
 
 PTX uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -57,7 +57,7 @@ struct Sum {
     }
 };
 
-// Every thread gets the result. `slot` keeps reductions that follow each other apart in shared memory.
+// All threads get the result. Reductions that follow one another need different `slot`s of shared memory.
 template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
     v = Operation::over_warp(v);
     if constexpr (warps > 1) {
@@ -71,8 +71,8 @@ template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
 
 // ---- Input ---------------------------------------------------------------------------------------------------------------
 
-// Eight values from `row + k`; zeros past the end. `aligned`: rows start on 16 bytes and hold whole vectors. Not by
-// ld.global.nc: under programmatic launch the kernel ahead may write them while this one runs already.
+// Loads eight values from row + k, zeros past the end. aligned: rows are 16-byte aligned and whole vectors long. Not
+// ld.global.nc: with PDL the previous kernel may still be writing them while this one runs.
 template <bool aligned> PTX uint4 load8(const uint16_t* row, int k, int end) {
     if constexpr (aligned) {
         return k < end ? ptx::ld_global_cg_v4(row + k) : make_uint4(0, 0, 0, 0);
@@ -98,7 +98,7 @@ template <bool aligned> PTX void store8(uint16_t* row, int k, int end, uint4 v) 
     }
 }
 
-// x / (1 + e^-x), a few millionths off, and 0 below -88: an exact division and exponential cost more than many rows' memory.
+// x / (1 + e^-x), accurate to a few millionths, 0 below -88: exact division and exp would cost more than many rows' traffic.
 PTX float silu(float x) { return x * ptx::rcp_approx(1.f + ptx::ex2_approx(-1.4426950408889634f * x)); }
 // silu(gate) * up, rounded to 16 bits after each of the two steps as the model does.
 template <bool is_bf16> PTX uint32_t silu_mul_pair(uint32_t gate, uint32_t up) {

@@ -16,7 +16,7 @@ struct Params {
     float epsilon;
 };
 
-// y = RMSNorm(x + residual), one CTA per row. Config: threads, vectors (of 8 values, per thread), is_bf16, aligned.
+// y = RMSNorm(x + residual), one CTA per row. Config: threads, vectors (8 values each), is_bf16, aligned, shared_bytes.
 template <class Config> __global__ void __launch_bounds__(Config::threads) add_rms_norm(const __grid_constant__ Params p) {
     using namespace values;
     constexpr int threads = Config::threads, vectors = Config::vectors;
@@ -63,7 +63,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) add_r
     }
 }
 
-// y = silu(gate) * up (paired: x alternates eights of gate and up). Grid: (rows, parts), so that a wide row uses several SMs.
+// y = silu(gate) * up (paired: x alternates eights of both). Grid: (rows, parts), so that a wide row uses several SMs.
 template <class Config> __global__ void __launch_bounds__(Config::threads) silu_mul(const __grid_constant__ Params p) {
     using namespace values;
     constexpr bool bf16 = Config::is_bf16, aligned = Config::aligned;

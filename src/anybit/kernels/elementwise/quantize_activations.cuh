@@ -1,7 +1,7 @@
-// Quantize-and-pack: activations [M, K] in 16 bits -> codes of 1 to 8 bits a token, in the form a product reads.
-// The formulas are those of anybit.reference.quantize_activations, operation for operation, so codes agree bit for bit.
+// Dynamic per-token activation quantization: [M, K] in 16 bits -> codes of 1 to 8 bits, packed as the GEMMs read them.
+// Formulas are those of anybit.reference.quantize_activations, operation for operation, so that codes agree bit for bit.
 //
-// One block a token, whose values stay in registers between finding the scale and coding them: the input is read once.
+// One CTA per token, whose values stay in registers between finding the scale and coding: the input is read once.
 // A thread owns vectors of 8 consecutive values, `threads` vectors apart, so that loads and stores coalesce.
 #ifndef ANYBIT_QUANTIZE_ACTIVATIONS_CUH
 #define ANYBIT_QUANTIZE_ACTIVATIONS_CUH
@@ -11,28 +11,28 @@
 #include "elementwise/rotation.cuh"
 #include "common/values.cuh"
 
-// plain: x itself.  rms_norm: gamma * x / rms(x), of x + residual where there is one.  silu_mul: silu(gate) * up.
+// Fused prologue. plain: x itself.  rms_norm: gamma * x / rms(x), of x + residual if given.  silu_mul: silu(gate) * up.
 enum class Source { plain, rms_norm, silu_mul };
-// planes: bits (bitplane_layout.cuh).  bytes: one a value, signed integers (the code less 2^(bits-1)) or e4m3.
+// planes: bit planes (bitplane_layout.cuh).  bytes: one per value, signed (code - 2^(bits-1)) or e4m3.
 enum class Target { planes, bytes };
 
 struct Params {
     const uint16_t* x;         // [M, K], or [M, gate K | up K] for silu_mul
     const uint16_t* residual;  // rms_norm: added to x first; or null
-    uint16_t* residual_sum;    // rms_norm: where x + residual goes; or null
+    uint16_t* residual_sum;    // rms_norm: output x + residual; or null
     const uint16_t* gamma;     // rms_norm: [K]
-    uint16_t* normalized;      // [M, K]: the 16-bit values that are coded, where another kernel wants them; or null
-    uint8_t* codes;            // planes of bits (bitplane_layout.cuh), or a byte a value, rows of padded_k bytes
+    uint16_t* normalized;      // [M, K]: output of the source in 16 bits, for other kernels; or null
+    uint8_t* codes;            // bit planes (bitplane_layout.cuh), or one byte per value, rows of padded_k bytes
     float* scale;              // [M]
-    int32_t* sum;              // [M]: the sum of the codes over K, for the rank-1 terms of a product
+    int32_t* sum;              // [M]: sum of the codes over K, for the GEMM's rank-1 zero-point terms
     int32_t* zero;             // [M]: asym only
     int64_t x_stride, residual_stride;  // elements between rows
     int32_t k;
     int32_t padded_k;          // planes: K rounded up to whole chunks; bytes: the row pitch, at least K
     int32_t padded_rows;       // planes: M rounded up to a multiple of 8
     float epsilon;
-    float factor;              // 1 / sqrt(K), of a rotation
-    const uint32_t* signs;     // of a rotation: as rotation.cuh reads them
+    float factor;              // rotation: 1 / sqrt(K)
+    const uint32_t* signs;     // rotation: in rotation.cuh's format
 };
 
 namespace pack {
@@ -43,13 +43,13 @@ using namespace values;
 
 struct Scale {
     float inverse, zero;
-    float range, steps;  // their quotient is the scale
+    float range, steps;  // scale = range / steps
     bool finite;
 
     PTX float value() const { return finite ? range / steps : __uint_as_float(0x7fc00000u); }
 };
 
-// 1.5 * 2^23: adding it leaves the rounded integer in the low bits (two's complement), to nearest even as rint.
+// 1.5 * 2^23: adding it leaves the integer in the low bits (two's complement), rounded to nearest even like rint.
 constexpr float magic = 12582912.f;
 constexpr uint32_t magic_bits = 0x4b400000u;
 
@@ -58,7 +58,7 @@ PTX float safe_ratio(float numerator, float denominator) {
     return denominator > 0.f && quotient < __uint_as_float(0x7f800000u) ? quotient : 0.f;
 }
 
-// `largest`: bits of the largest magnitude; for asym, of the largest value >= 0, and `lowest` of the smallest's magnitude.
+// largest: bits of the largest magnitude; asym: of the maximum (>= 0), with `lowest` those of the minimum's magnitude.
 template <Code code, int bits, bool is_bf16> PTX Scale find_scale(uint32_t largest, uint32_t lowest, float mean) {
     constexpr float top = static_cast<float>((1 << bits) - 1);
     Scale s;
@@ -83,10 +83,10 @@ template <Code code, int bits, bool is_bf16> PTX Scale find_scale(uint32_t large
     return s;
 }
 
-// The code of one value in the low byte (the bits above are not zero). `offset` is added to the signed integer.
+// One value's code in the low byte (upper bits are garbage). `offset` is added to the signed integer.
 template <Code code, int bits, int offset> PTX uint32_t encode(float v, const Scale& s) {
     const float scaled = ptx::mul_rn_f32(v, s.inverse);
-    // The offset rides on the magic number where it cannot turn a tie: floors have none, and even numbers keep them even.
+    // Fold the offset into the magic number where it can't change ties: floor has none, and even offsets keep parity.
     constexpr float biased = magic + static_cast<float>(offset);
     if constexpr (code == Code::bipolar) return __float_as_uint(ptx::add_rm_f32(scaled, biased));
     if constexpr (code == Code::sym && bits > 1) return __float_as_uint(ptx::add_rn_f32(scaled, biased));
@@ -109,7 +109,7 @@ template <bool is_bf16> PTX void floats_of(uint4 values, float (&eight)[8]) {
     }
 }
 
-// Four bytes of codes from the low bytes of four words.
+// Packs the low bytes of four words.
 PTX uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return ptx::prmt(ptx::prmt(a, b, 0x0040), ptx::prmt(c, d, 0x0040), 0x5410);
 }
@@ -129,7 +129,7 @@ template <Code code, int bits, int offset, bool is_bf16> PTX uint32_t encode4(ui
     }
 }
 
-// Keeps the first `count` of eight codes: past the end there are zeros, not the code of a zero.
+// Zeroes all but the first `count` of eight codes: the padding must be 0, not the code of the value 0.
 template <bool aligned> PTX void keep(uint32_t& low, uint32_t& high, int count) {
     if constexpr (aligned) {
         if (count <= 0) low = high = 0;
@@ -141,15 +141,15 @@ template <bool aligned> PTX void keep(uint32_t& low, uint32_t& high, int count) 
 
 // ---- Bit planes -----------------------------------------------------------------------------------------------------------
 
-// Eight codes in nibbles (elements j and j + 4 in byte j) -> bit `plane` of each in the top byte, element e in bit e.
-// No two of the product's partial products meet in a bit, so nothing carries into that byte.
+// Gathers bit `plane` of eight codes in nibbles (elements j and j + 4 in byte j) into the top byte, element e in bit e: a
+// multiply whose partial products never share a bit, so that nothing carries into that byte.
 PTX uint32_t plane_in_top_byte(uint32_t nibbles, int plane) { return (nibbles >> plane & 0x11111111u) * 0x01020408u; }
 // The top bytes of four words, in order.
 PTX uint32_t top_bytes(const uint32_t (&v)[4]) {
     return ptx::prmt(ptx::prmt(v[0], v[1], 0x0073), ptx::prmt(v[2], v[3], 0x0073), 0x5410);
 }
 
-// Transposes the 4 x 4 bytes that the four lanes of a quad hold: lane p gets byte p of every lane.
+// 4 x 4 byte transpose within a quad: lane p gets byte p of every lane.
 PTX uint32_t transpose_quad(uint32_t v) {
     const uint32_t lane = ptx::lane_id();
     v = ptx::prmt(v, ptx::shfl_xor(v, 1), lane & 1 ? 0x3715 : 0x6240);
@@ -160,8 +160,8 @@ PTX uint32_t transpose_quad(uint32_t v) {
 
 // ---- The kernel -------------------------------------------------------------------------------------------------------------
 
-// Config: threads, vectors (of 8 values a thread), source, target, code, bits, is_bf16, aligned, shared_bytes; order and
-// power, whose product is K, of a rotation of what the source gives (hadamard.cuh, and its results), or order 0 for none.
+// Config: threads, vectors (of 8 values, per thread), source, target, code, bits, is_bf16, aligned, shared_bytes; order and
+// power (product K) of a Hadamard rotation of the source's output, with hadamard.cuh's results, or order 0 for none.
 template <class Config> __global__ void __launch_bounds__(Config::threads) quantize(const __grid_constant__ Params p) {
     using namespace pack;
     constexpr int threads = Config::threads, warps = threads / 32, vectors = Config::vectors;
@@ -170,19 +170,19 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     constexpr int bits = Config::bits;
     static_assert(threads % 128 == 0 && threads <= 1024, "the vectors of a block fill whole chunks of planes");
     const int row = blockIdx.x;
-    const uint32_t thread = threadIdx.x;  // unsigned: its divisions are shifts
+    const uint32_t thread = threadIdx.x;  // unsigned: divisions become shifts
 
     ptx::griddepcontrol_launch_dependents();
     constexpr int order = Config::order, power = Config::power, rotated_k = order * power;
-    // The vector that is rotated, and the signs, behind the reductions.
+    // Shared memory: reductions, then the rotated vector, then the signs.
     float* rotated = reinterpret_cast<float*>(ptx::dynamic_shared() + 4 * 128);
     if constexpr (order > 0) {
         static_assert(power % 8 == 0, "eight values lie in one part");
         static_assert(Config::shared_bytes == 4 * (128 + rotation::room(rotated_k) + rotation::signs_room(order)), "all three");
         rotation::spread_signs<threads, order>(rotated + rotation::room(rotated_k), p.signs);
     }
-    // Loads keep their order, so those of a norm come before what waits for them: gamma, a weight, before the kernel ahead
-    // has ended, what is added with x. Rows of more vectors lack the registers.
+    // Loads keep program order, so the norm's are hoisted by hand: gamma, a weight, before griddepcontrol.wait, the residual
+    // next to x. Rows of more vectors would run out of registers.
     constexpr bool normed = Config::source == Source::rms_norm, ahead = normed && vectors <= 4;
     [[maybe_unused]] uint4 gamma[ahead ? vectors : 1], other[ahead ? vectors : 1];
     if constexpr (ahead) {
@@ -271,7 +271,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         }
     }
 
-    uint32_t high = 0, low = 0;  // pairs: the largest magnitudes, or the largest and the smallest values
+    uint32_t high = 0, low = 0;  // packed pairs: largest magnitudes; asym: maxima and minima
     float magnitude = 0.f;
 #pragma unroll
     for (int v = 0; v < vectors; ++v) {
@@ -288,7 +288,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
                 magnitude += fabsf(low_float<bf16>(word[i])) + fabsf(high_float<bf16>(word[i]));
         }
     }
-    // Both began with +0, so what is left is a sign that says nothing: compare magnitudes.
+    // Both started from +0, so high is >= 0 and low <= 0: signs are known, and magnitudes suffice.
     const uint32_t most = over_block<Larger, warps, 1>(larger(high >> 16 & 0x7fffu, high & 0x7fffu));
     uint32_t least = 0;
     if constexpr (code == Code::asym) least = over_block<Larger, warps, 2>(larger(low >> 16 & 0x7fffu, low & 0x7fffu));
@@ -298,14 +298,14 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
 
     uint32_t sum = 0;
     if constexpr (Config::target == Target::planes) {
-        // Planes of few bits leave room in a transpose of four bytes for more vectors.
+        // One or two planes leave room in the 4 x 4 byte transpose for more vectors.
         constexpr int together = bits == 1 && vectors % 4 == 0 ? 4 : bits <= 2 && vectors % 2 == 0 ? 2 : 1;
         constexpr int first = bits < 4 ? bits : 4;
         // This lane writes plane `plane` (and 4 + plane) of the vectors `turn`, turn + together, ...
         const uint32_t lane = thread % 4, turn = together == 1 ? 0 : lane / bits, plane = lane - turn * bits;
         const uint32_t start = turn * threads + thread;
         const bool writes = plane < first && turn < together;
-        // A chunk is 128 vectors: a thread's vectors lie in one place of different chunks.
+        // A chunk is 128 vectors: a thread's vectors have the same offset in different chunks.
         const int64_t plane_bytes = static_cast<int64_t>(p.padded_rows) * planes::row_bytes, chunk_bytes = bits * plane_bytes;
         uint8_t* base = p.codes + planes::piece_offset(start / 128, plane, bits, p.padded_rows, row, thread % 128 / 16) + thread / 4 % 4 * 4;
         uint32_t ones = 0, more_ones = 0;
@@ -346,7 +346,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         sum = (ones << plane) + (more_ones << (plane + 4));
     } else {
         int32_t codes_sum = 0;
-        constexpr int offset = 0;  // signed bytes: the code less 2^(bits-1)
+        constexpr int offset = 0;  // signed bytes: code - 2^(bits-1)
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
             const int k = static_cast<int>(8 * (v * threads + thread));

@@ -1,14 +1,14 @@
 // Every PTX instruction that anybit's kernels use, one function each, named after it.
 //
-// This file and ptx_wgmma.cuh are the only ones that hold asm, and the only seam of the host emulation: it defines
-// their include guards and gives the same functions on a CPU. So a kernel is written in plain C++ over these names.
+// The headers of this folder are the only ones with inline asm, and the only seam of the host emulator, which defines their
+// include guards and implements the same functions on a CPU. Kernels are plain C++ over these names.
 //
 // Conventions
 // - A `uint32_t` named `shared` is an address in the shared window (see shared_address); `cluster` one mapped by mapa.
-// - f16, bf16 and fp8 values travel as raw bits in uint16_t / uint32_t words, the first element in the low bits: no
-//   <cuda_fp16.h>, which would cost more time to compile than most kernels.
+// - f16, bf16 and fp8 values are raw bits in uint16_t / uint32_t words, first element in the low bits: no <cuda_fp16.h>,
+//   which would take longer to compile than most kernels.
 // - Fragments are arrays of registers in the order of the PTX manual; `mma_*` accumulates: d += a * b.
-// - A function that an architecture lacks stops the compiler with a sentence (NEEDS), and only where it is called.
+// - An instruction that the architecture lacks fails a static_assert (NEEDS) that says so, only where it is called.
 #ifndef ANYBIT_PTX_BASE_CUH
 #define ANYBIT_PTX_BASE_CUH
 
@@ -29,7 +29,7 @@ using size_t = decltype(sizeof(0));
 #ifdef __CUDA_ARCH__
 #define ANYBIT_ARCH __CUDA_ARCH__
 #else
-#define ANYBIT_ARCH 900  // nvcc's host pass: nothing is generated, so nothing needs to be refused
+#define ANYBIT_ARCH 900  // host pass: generates no device code, so nothing needs to be refused
 #endif
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define ANYBIT_WGMMA_ARCH 900
@@ -43,16 +43,16 @@ using size_t = decltype(sizeof(0));
 #endif
 
 #define PTX __device__ __forceinline__
-// A function that not every architecture has is a template, so that its NEEDS is checked only where a kernel calls it.
+// For instructions that not every architecture has: a template, so that NEEDS is checked only where a kernel calls it.
 #define CHECKED template <int arch = ANYBIT_ARCH> __device__ __forceinline__
 #define NEEDS(minimum, what) static_assert(arch >= minimum, what)
 
 namespace ptx {
 
-// ---- Where am I ----------------------------------------------------------------------------------------------------
+// ---- Special registers ---------------------------------------------------------------------------------------------
 
 PTX uint32_t lane_id() { uint32_t r; asm("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }
-// The warp's number in its block, known to the compiler to be the same in all lanes.
+// Warp index in the CTA; the shuffle makes it warp-uniform for the compiler.
 PTX uint32_t warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 PTX uint32_t smid() { uint32_t r; asm volatile("mov.u32 %0, %%smid;" : "=r"(r)); return r; }
 PTX uint64_t globaltimer() { uint64_t r; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(r)); return r; }
@@ -75,7 +75,7 @@ CHECKED bool elect_one() {
 
 // ---- Shared memory -------------------------------------------------------------------------------------------------
 
-// The dynamic shared memory of the block, aligned to 1024 bytes: the only shared memory that kernels use.
+// The CTA's dynamic shared memory, 1024-byte aligned; kernels use no static shared memory.
 PTX uint8_t* dynamic_shared() { extern __shared__ __align__(1024) uint8_t anybit_shared[]; return anybit_shared; }
 PTX uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -108,7 +108,7 @@ PTX void st_shared_v4(uint32_t shared, uint4 v) {
                  :: "r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Lane i gives the address of one 8 x 16-byte row; lanes 0-7 those of matrix 0, 8-15 of matrix 1, and so on.
+// Each lane gives the address of one 16-byte row: lanes 0-7 of matrix 0, 8-15 of matrix 1, and so on.
 PTX void ldmatrix_x1(uint32_t (&r)[1], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(shared) : "memory");
 }
@@ -141,7 +141,7 @@ CHECKED void stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                  :: "r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
-// Transposes an 8 x 8 matrix of 16-bit elements held as an mma fragment.
+// Transposes an 8 x 8 matrix of 16-bit elements held as an MMA fragment.
 PTX uint32_t movmatrix_trans(uint32_t a) {
     uint32_t d; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a)); return d;
 }
@@ -149,7 +149,7 @@ PTX uint32_t movmatrix_trans(uint32_t a) {
 // ---- Global memory -------------------------------------------------------------------------------------------------
 // Loads are volatile so that none moves above griddepcontrol_wait.
 
-// Data that no one writes while the kernel runs; kept out of L1.
+// For data that nothing writes while the kernel runs; no L1 allocation.
 PTX uint32_t ld_global_nc_u32(const void* p) {
     uint32_t v; asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v;
 }
@@ -164,14 +164,14 @@ PTX uint4 ld_global_nc_v4(const void* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-// As above with an L2 policy from createpolicy_evict_first or _last.
+// As above, with an L2 cache policy from createpolicy_evict_first or _last.
 PTX uint4 ld_global_nc_v4_hint(const void* p, uint64_t policy) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
     return v;
 }
-// Cached in L2 only: sees what other blocks of this launch wrote.
+// Cached in L2 only: sees writes of other CTAs of this launch.
 PTX uint32_t ld_global_cg_u32(const void* p) {
     uint32_t v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v;
 }
@@ -184,7 +184,7 @@ PTX uint4 ld_global_cg_v4(const void* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
-// Streaming stores: results that this kernel does not read again.
+// Streaming stores, for results that this kernel does not read again.
 PTX void st_global_cs_u32(void* p, uint32_t v) {
     asm volatile("st.global.cs.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
 }
@@ -228,9 +228,9 @@ PTX void red_add_f32(float* p, float v) {
 }
 PTX void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// ---- cp.async: copies of 4, 8 or 16 bytes, each thread waiting for its own ------------------------------------------
+// ---- cp.async: copies of 4, 8 or 16 bytes; each thread waits for its own --------------------------------------------
 
-// Copies the first `valid` bytes and fills the rest with zeros; `valid` 0 reads nothing.
+// Copies the first `valid` bytes and zero-fills the rest; `valid` 0 reads nothing.
 template <int bytes> PTX void cp_async(uint32_t shared, const void* global, int valid = bytes) {
     static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
     if constexpr (bytes == 16)
@@ -244,14 +244,14 @@ PTX void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "me
 template <int groups> PTX void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;"
                                                                     :: "n"(groups) : "memory"); }
 PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Arrives on the barrier when all earlier cp.async of this thread have landed; counts as one expected arrival.
+// Arrives on the mbarrier when all earlier cp.async of this thread have landed; counts as one expected arrival.
 PTX void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
-// ---- Barriers of the block ------------------------------------------------------------------------------------------
+// ---- Named barriers and mbarriers -----------------------------------------------------------------------------------
 
-// Named barrier `id` (1 to 15; 0 is __syncthreads) of `threads` threads, whole warps.
+// Named barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads, whole warps.
 PTX void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 PTX void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
@@ -269,17 +269,17 @@ CHECKED void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
     NEEDS(900, "mbarrier transaction counts need sm_90 or later");
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// Arrives on a barrier of another block of the cluster, given by mapa. The default (.cta) release: see _release.
+// Arrives on another CTA's mbarrier (address from mapa), with the default .cta release; see _release.
 CHECKED void mbarrier_arrive_cluster(uint32_t cluster) {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(cluster) : "memory");
 }
-// Also orders this thread's earlier generic writes for the whole cluster; slow (about 20 us over a kernel's loop).
+// .cluster release: also orders this thread's earlier generic writes; slow (about 20 us over a kernel's loop).
 CHECKED void mbarrier_arrive_release_cluster(uint32_t cluster) {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(cluster) : "memory");
 }
-// Has the phase of this parity completed? May suspend the thread for a while first.
+// Whether the phase of this parity has completed; may suspend the thread for a while first.
 CHECKED bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
     NEEDS(900, "mbarrier.try_wait needs sm_90 or later");
     uint32_t r;
@@ -298,7 +298,7 @@ CHECKED bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
 CHECKED void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
     while (!mbarrier_try_wait_parity<arch>(barrier, parity)) {}
 }
-// As above, and sees what other blocks of the cluster released before they arrived.
+// As above, with .cluster acquire: sees what other CTAs released before they arrived.
 CHECKED void mbarrier_wait_parity_acquire_cluster(uint32_t barrier, uint32_t parity) {
     NEEDS(900, "clusters need sm_90 or later");
     uint32_t r;
@@ -308,18 +308,18 @@ CHECKED void mbarrier_wait_parity_acquire_cluster(uint32_t barrier, uint32_t par
     } while (r == 0);
 }
 
-// Makes mbarrier_init visible to the other blocks of the cluster and to bulk copies.
+// Makes mbarrier_init visible to the cluster's other CTAs and to bulk copies.
 CHECKED void fence_mbarrier_init() {
     NEEDS(900, "fence.mbarrier_init needs sm_90 or later");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Between this thread's writes to shared memory and their reading by wgmma or by a bulk copy.
+// Needed between this thread's generic writes to shared memory and their reads by wgmma or a bulk copy.
 CHECKED void fence_proxy_async() {
     NEEDS(900, "the async proxy needs sm_90 or later");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- Bulk copies: whole tiles, 16-byte aligned, a multiple of 16 bytes ----------------------------------------------
+// ---- Bulk copies: 16-byte aligned, a multiple of 16 bytes -----------------------------------------------------------
 
 CHECKED void cp_async_bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
     NEEDS(900, "bulk copies need sm_90 or later");
@@ -332,7 +332,7 @@ CHECKED void cp_async_bulk_load_hint(
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-// To the same offset, and signalling the same barrier offset, in every block of the cluster whose bit is set.
+// Multicast: to the same offset, signalling the mbarrier at the same offset, in every CTA whose bit is set.
 CHECKED void cp_async_bulk_load_multicast(
     uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint16_t blocks) {
     NEEDS(900, "bulk copies need sm_90 or later");
@@ -352,7 +352,7 @@ template <int groups, int arch = ANYBIT_ARCH> PTX void cp_async_bulk_wait_group(
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.wait_group %0;" :: "n"(groups) : "memory");
 }
-// Waits only until shared memory was read and may be written again.
+// Waits only until the shared-memory source has been read and may be overwritten.
 template <int groups, int arch = ANYBIT_ARCH> PTX void cp_async_bulk_wait_group_read() {
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(groups) : "memory");
@@ -361,7 +361,7 @@ CHECKED void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(global), "r"(bytes) : "memory");
 }
-// From this block's shared memory to another's, signalling a barrier there.
+// From this CTA's shared memory to another's (DSMEM), signalling an mbarrier there.
 CHECKED void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t bytes, uint32_t cluster_barrier) {
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -374,7 +374,7 @@ CHECKED void barrier_cluster_arrive() {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// Orders no memory: for blocks that only say that they have come so far.
+// Without memory ordering: signals progress only.
 CHECKED void barrier_cluster_arrive_relaxed() {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -383,7 +383,7 @@ CHECKED void barrier_cluster_wait() {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The address of `shared` in block `rank` of the cluster.
+// Maps `shared` to CTA `rank` of the cluster.
 CHECKED uint32_t mapa(uint32_t shared, uint32_t rank) {
     NEEDS(900, "clusters need sm_90 or later");
     uint32_t r; asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared), "r"(rank)); return r;
@@ -408,7 +408,7 @@ CHECKED void st_shared_cluster_v4(uint32_t cluster, uint4 v) {
     asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "r"(cluster), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Asynchronous stores that count their bytes on a barrier beside the data.
+// Asynchronous stores to another CTA that count their bytes on an mbarrier there.
 CHECKED void st_async_u32(uint32_t cluster, uint32_t v, uint32_t cluster_barrier) {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
@@ -428,7 +428,7 @@ PTX void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Returns when all that earlier kernels of the stream wrote is visible.
+// Returns once the writes of all earlier kernels of the stream are visible.
 PTX void griddepcontrol_wait() {
 #if ANYBIT_ARCH >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -444,7 +444,7 @@ template <int registers, int arch = ANYBIT_WGMMA_ARCH> PTX void setmaxnreg_dec()
 }
 
 // ---- Warps ----------------------------------------------------------------------------------------------------------
-// All 32 lanes take part; T is any type that the shuffle built-ins take.
+// All 32 lanes take part; T is any type that the shuffle intrinsics take.
 
 template <class T> PTX T shfl(T v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 template <class T> PTX T shfl_xor(T v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }

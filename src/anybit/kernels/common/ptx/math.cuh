@@ -1,4 +1,4 @@
-// The arithmetic half of ptx.cuh, which includes it: bits, 16-bit and 8-bit floats, and mma.sync.
+// Arithmetic PTX, included by base.cuh: bits, 16-bit and 8-bit floats, and mma.sync.
 #ifndef ANYBIT_PTX_MATH_CUH
 #define ANYBIT_PTX_MATH_CUH
 
@@ -6,23 +6,23 @@ namespace ptx {
 
 // ---- Bits -----------------------------------------------------------------------------------------------------------
 
-// Any function of three bits: `table` is f(0xf0, 0xcc, 0xaa), for example (0xf0 & 0xcc) | 0xaa for (a & b) | c.
+// Any bitwise function of three inputs: table = f(0xf0, 0xcc, 0xaa), e.g. (0xf0 & 0xcc) | 0xaa for (a & b) | c.
 template <int table> PTX uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d; asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(table)); return d;
 }
-// Picks four of the eight bytes of (b, a): nibble i of the selector names byte i of the result.
+// Picks four of the eight bytes of (b, a): nibble i of the selector is the source of byte i of the result.
 PTX uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector)); return d;
 }
 
-// ---- 32-bit floats, never contracted into an fma: what must agree bit for bit with torch ----------------------------
+// ---- 32-bit floats, never contracted into an FMA: for bitwise agreement with torch ----------------------------------
 
 PTX float mul_rn_f32(float a, float b) { float d; asm("mul.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
 PTX float add_rn_f32(float a, float b) { float d; asm("add.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
-// Rounded down.
+// Rounds down.
 PTX float add_rm_f32(float a, float b) { float d; asm("add.rm.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
 
-// ---- 16-bit floats, two in a word -----------------------------------------------------------------------------------
+// ---- 16-bit floats, two per word ------------------------------------------------------------------------------------
 
 PTX uint32_t add_f16x2(uint32_t a, uint32_t b) {
     uint32_t d; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
@@ -57,7 +57,7 @@ PTX uint32_t abs_bf16x2(uint32_t a) { uint32_t d; asm("abs.bf16x2 %0, %1;" : "=r
 PTX uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d;
 }
-// sm_80 has no bf16 addition or multiplication of its own: x * 1 + y and x * y + (-0) round once, and alike.
+// sm_80 has bf16 FMA but no add or mul: x * 1 + y and x * y + (-0) round once, with the same result.
 PTX uint32_t add_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, 0x3f803f80u, b); }
 PTX uint32_t sub_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(b, 0xbf80bf80u, a); }
 PTX uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, b, 0x80008000u); }
@@ -76,7 +76,7 @@ PTX uint16_t cvt_bf16_f32(float v) { uint16_t d; asm("cvt.rn.bf16.f32 %0, %1;" :
 PTX float cvt_f32_f16(uint16_t v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v)); return d; }
 PTX float cvt_f32_bf16(uint16_t v) { return __uint_as_float(static_cast<uint32_t>(v) << 16); }
 
-// ---- fp8 (e4m3, saturating), two in a half word ---------------------------------------------------------------------
+// ---- fp8 (e4m3, saturating), two per half word ----------------------------------------------------------------------
 
 CHECKED uint16_t cvt_e4m3x2_f32(float low, float high) {
     NEEDS(890, "fp8 conversions need sm_89 or later");
@@ -114,7 +114,7 @@ ANYBIT_MMA(mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16.f32", float, "+f")
 ANYBIT_MMA(mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16.f32", float, "+f")
 ANYBIT_MMA(mma_m16n8k32_s8, "m16n8k32.row.col.s32.s8.s8.s32", int32_t, "+r")
 ANYBIT_MMA(mma_m16n8k32_u8s8, "m16n8k32.row.col.s32.u8.s8.s32", int32_t, "+r")
-// Of half as many columns: the first word of each row of a alone, and of b.
+// Half as many k: only the first word of each row of a, and of b.
 PTX void mma_m16n8k16_u8s8(int32_t (&d)[4], const uint32_t (&a)[2], uint32_t b) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                  : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
@@ -128,7 +128,7 @@ ANYBIT_MMA(mma_m16n8k64_s4u4, "m16n8k64.row.col.s32.s4.u4.s32", int32_t, "+r")
 ANYBIT_MMA(mma_m16n8k64_u4, "m16n8k64.row.col.s32.u4.u4.s32", int32_t, "+r")
 #undef ANYBIT_MMA
 
-// Counts the ones of a & b. Native on sm_80 to sm_90; from sm_100 on it is emulated, so it is refused there.
+// popc(a & b). Native on sm_80 to sm_90; emulated from sm_100 on, so refused there.
 template <class Int, int arch = ANYBIT_ARCH>
 PTX void mma_m16n8k256_b1(Int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     static_assert(arch < 1000, "1-bit tensor cores end with sm_90: sm_100 and later emulate them on integer units");
@@ -143,7 +143,7 @@ CHECKED void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// 2:4 sparse: of every four values of a row of a, two are kept, and `metadata` holds their 2-bit positions in order.
+// 2:4 sparse: of every four values of a row of a, two are kept; `metadata` holds their 2-bit positions in order.
 // 16-bit types: lanes 2s and 2s + 1 of each quad (s the selector) give it for the two halves of k, row g in the low half of
 // the word and row g + 8 in the high half. 8-bit types: lanes 0 and 2 give the two halves of k of row g, 1 and 3 of row g + 8.
 #define ANYBIT_MMA_SP(name, types, reg, c)                                                                           \
@@ -173,7 +173,7 @@ PTX void mma_m16n8k64_nvf4(float (&d)[4], const uint32_t (&a)[4], const uint32_t
           "h"(static_cast<uint16_t>(0)), "r"(b_scale), "h"(static_cast<uint16_t>(0)), "h"(static_cast<uint16_t>(0)));
 }
 
-// Two floats as e2m1, the first in the low four bits of a byte, and back as float16.
+// Two floats to e2m1, the first in the low four bits of a byte, and back to float16.
 template <int arch = ANYBIT_FP4_ARCH> PTX uint32_t cvt_e2m1x2_f32(float low, float high) {
     NEEDS(1200, "fp4 conversions need sm_120a");
     uint32_t d;

@@ -1,6 +1,6 @@
-// Tensor-map copies: a box of a row-major matrix in global memory to shared memory, swizzled on the way.
-// See ptx.cuh for the conventions. The host encodes the map (TensorMap, 128 opaque bytes) and passes it by value.
-// Elements outside the matrix arrive as zeros, and a box always counts its full bytes on the barrier.
+// TMA tensor copies: a box of a row-major global matrix to shared memory, swizzled on the way.
+// See base.cuh for the conventions. The host encodes the map (TensorMap, 128 opaque bytes) and passes it by value.
+// Out-of-bounds elements are zero-filled, and a box always counts its full bytes on the mbarrier.
 #ifndef ANYBIT_PTX_TMA_CUH
 #define ANYBIT_PTX_TMA_CUH
 
@@ -22,7 +22,7 @@ CHECKED void cp_async_bulk_tensor_2d(uint32_t shared, const TensorMap* map, int 
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  :: "r"(shared), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
 }
-// To the same offset, and signalling the same barrier offset, in every block of the cluster whose bit is set.
+// Multicast: to the same offset, signalling the mbarrier at the same offset, in every CTA whose bit is set.
 CHECKED void cp_async_bulk_tensor_2d_multicast(
     uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier, uint16_t blocks) {
     NEEDS(900, "tensor maps need sm_90 or later");
@@ -30,7 +30,7 @@ CHECKED void cp_async_bulk_tensor_2d_multicast(
                  " [%0], [%1, {%2, %3}], [%4], %5;"
                  :: "r"(shared), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks) : "memory");
 }
-// Stores a box; what lies outside the matrix is left out. Commit and wait as for cp_async_bulk_store.
+// Stores a box, clipped to the matrix. Commit and wait as for cp_async_bulk_store.
 CHECKED void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
     NEEDS(900, "tensor maps need sm_90 or later");
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"

@@ -1,6 +1,6 @@
-// wgmma: the matrix products of Hopper's warpgroups, d = a * b (+ d), asynchronous. See ptx.cuh for the conventions.
+// wgmma: Hopper's asynchronous warpgroup MMA, d = a * b (+ d). See base.cuh for the conventions.
 //
-// All 128 threads of a warpgroup call wgmma_fence (after any register of d or a was written), some products,
+// All 128 threads of a warpgroup call wgmma_fence (after any register of d or a was written), some wgmmas,
 // wgmma_commit_group and later wgmma_wait_group<n>; until then they touch neither d nor a, nor the shared operands.
 // d is 64 x N: register 4j + 2h + e is row 16 * warp + lane / 4 + 8h, column 8j + 2 * (lane % 4) + e.
 // a is 64 rows of shared memory (a descriptor) or four registers laid out as for mma.sync, warp w holding rows 16w to
@@ -12,7 +12,7 @@
 
 namespace ptx {
 
-// How the 16-byte chunks c of row r of an operand tile lie in shared memory (r, c from 0; tiles 1024-byte aligned).
+// Shared-memory layout of an operand tile: where 16-byte chunk c of row r lies (from 0; tiles 1024-byte aligned).
 // Swizzled: row * bytes + ((c ^ x) * 16), bytes = 128, 64, 32 and x = r & 7, (r >> 1) & 3, (r >> 2) & 1; a row is one
 // chunk of k and instruction i of it adds 32 * i bytes to the address.
 enum class Swizzle { none = 0, bytes_128 = 1, bytes_64 = 2, bytes_32 = 3 };
@@ -23,7 +23,7 @@ PTX constexpr uint64_t wgmma_descriptor(uint32_t shared, Swizzle swizzle, uint32
     return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | static_cast<uint64_t>((leading & 0x3ffffu) >> 4) << 16 |
            static_cast<uint64_t>((stride & 0x3ffffu) >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
-// The descriptor `bytes` further on; bytes is a multiple of 16.
+// Advances a descriptor by `bytes`, a multiple of 16.
 PTX constexpr uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 template <int arch = ANYBIT_WGMMA_ARCH> PTX void wgmma_fence() {
@@ -48,8 +48,8 @@ template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
     for (int i = 0; i < count; i++) asm volatile("" : "+r"(d[i]) :: "memory");
 }
 
-// ---- The instructions -----------------------------------------------------------------------------------------------
-// Registers are %0 to %(N / 2 - 1), and what follows them is numbered from there: each N states its own numbers.
+// ---- Instructions ---------------------------------------------------------------------------------------------------
+// Accumulators are %0 to %(N / 2 - 1); the operands behind them are numbered from there, so each N states its own.
 
 #define ANYBIT_REGS_8 "%0,%1,%2,%3"
 #define ANYBIT_OUTS_8(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
@@ -91,7 +91,7 @@ template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
     c(d[118]), c(d[119]), c(d[120]), c(d[121]), c(d[122]), c(d[123]), c(d[124]), c(d[125]), c(d[126]), c(d[127])
 
 // One struct a type, specialised by N. HEAD: the instruction up to ".n"; TYPES: after it. The flag `accumulate` is an
-// operand: a product that must not add d passes 0. EXTRA is what follows the flag: signs, and for 16-bit b its major-ness.
+// operand (scale-d): 0 overwrites d. EXTRA is what follows the flag: signs, and for 16-bit b its major-ness.
 #define ANYBIT_WGMMA(KIND, N, K, TYPES, REG, C, EXTRA_SS, EXTRA_RS, i0, i1, i2, i3, i4, i5)                          \
     template <> struct KIND<N> {                                                                                     \
         static PTX void ss(REG (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {                                \
@@ -145,12 +145,12 @@ ANYBIT_WGMMA_ALL(WgmmaBf16, 16, ".f32.bf16.bf16", float, "+f", ", 1, 1, 0, 0", "
         NEEDS(900, "wgmma needs sm_90a");                                                                      \
         detail::KIND<N>::rs(d, a, b, accumulate);                                                                    \
     }
-ANYBIT_WGMMA_NAME(wgmma_b1, WgmmaB1, int32_t)      // counts the ones of a & b
+ANYBIT_WGMMA_NAME(wgmma_b1, WgmmaB1, int32_t)      // popc(a & b)
 ANYBIT_WGMMA_NAME(wgmma_s8, WgmmaS8, int32_t)
 ANYBIT_WGMMA_NAME(wgmma_u8, WgmmaU8, int32_t)
 ANYBIT_WGMMA_NAME(wgmma_u8s8, WgmmaU8S8, int32_t)
 ANYBIT_WGMMA_NAME(wgmma_s8u8, WgmmaS8U8, int32_t)
-ANYBIT_WGMMA_NAME(wgmma_e4m3, WgmmaE4m3, float)    // keeps about 14 bits between promotions: see the limits page
+ANYBIT_WGMMA_NAME(wgmma_e4m3, WgmmaE4m3, float)    // accumulates with about 14 bits: promote often
 ANYBIT_WGMMA_NAME(wgmma_f16, WgmmaF16, float)
 ANYBIT_WGMMA_NAME(wgmma_bf16, WgmmaBf16, float)
 

@@ -1,7 +1,7 @@
-// Sparse wgmma: d = a * b (+ d) where two of every four values of a row of a are kept. See wgmma.cuh for the rest.
+// wgmma.sp: d = a * b (+ d) with 2:4 sparse a (two of every four values of a row kept). See wgmma.cuh for the rest.
 //
-// a is four registers, laid out as those of wgmma.cuh for the kept values alone; `metadata` is a register a lane, and stays
-// untouched until the product was waited for, as a does. One instruction covers 64 bytes of k of b: 32 16-bit or 64 8-bit.
+// a is four registers, laid out as in wgmma.cuh but for kept values alone; `metadata` is one register per lane. Neither may
+// be touched until the wgmma has been waited for. One instruction covers 64 bytes of k of b: 32 16-bit or 64 8-bit.
 // 16-bit types: lanes 2s and 2s + 1 of each quad (s the selector) hold the two halves of k, row g in the low half of a word
 // and row g + 8 in the high half. 8-bit types: lanes 0 and 2 hold the halves of k of row g, lanes 1 and 3 those of row g + 8.
 // A nibble of metadata is a group of four: the place of its first kept value, then of its second; places ascend.
