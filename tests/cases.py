@@ -1,4 +1,4 @@
-"""The formats, shapes and random layers that every rung of tests draws from."""
+"""The formats, shapes and random layers of all tests."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ from anybit.scheme import (
 )
 
 EXHAUSTIVE = os.environ.get("ANYBIT_EXHAUSTIVE") == "1"
-"""Whether tests on a GPU sweep everything (minutes: every format is compiled) or a sample of it (seconds)."""
+"""Whether GPU tests sweep everything (minutes: every format is compiled) or a sample (seconds)."""
 
 BITS = range(1, 9)
 PAIRS = list(itertools.product(BITS, BITS))
@@ -64,7 +64,7 @@ def random_codes(shape: tuple[int, ...], bits: int, seed: int = 0) -> torch.Tens
 
 
 def random_weight(n: int, k: int, format: WeightFormat, seed: int = 0) -> QuantizedWeight:
-    """A layer of uniform codes, scales around 1/16, and uniform zeros, minima, 2:4 masks where the format has them."""
+    """A layer with uniform codes, scales around 1/16, and uniform zeros, minima, 2:4 masks if the format has them."""
     codes, groups = random_codes((n, k), format.bits, seed), format.groups(k)
     if format.code == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0  # NaN

@@ -1,4 +1,4 @@
-"""Random operands of the bit-plane GEMMs, and the integers that it must give: shared by every rung."""
+"""Random operands of bit-plane GEMMs, and the exact integer results: shared by all tests."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,38 +27,38 @@ from cases import random_codes
 
 H200 = Device.named("sm_90a")
 EMULATED = replace(H200, sms=2)
-"""What the emulator is asked to be: so few multiprocessors that blocks of tiny products have several tiles."""
+"""The emulated device: so few SMs that blocks process several tiles of tiny products."""
 DEPENDENT = ("activations", "activation_scale", "activation_sum", "activation_zero", "y")
-"""The parameters of a launch that the kernel ahead may still be writing or reading."""
+"""Launch parameters that the preceding kernel may still be writing or reading."""
 POISON = 0x5A
 TOKENS_A = {"tile_b": 32, "a_operand": AOperand.activations}
 """Tiles of 64 tokens and 32 weights."""
 
 
 def rings(a_stages: int, b_stages: int, pass_chunks: int) -> dict[str, Any]:
-    """The rings of a skinny config."""
+    """The pipelines of a skinny config."""
     return {"a_stages": a_stages, "b_stages": b_stages, "pass_chunks": pass_chunks}
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Both operands, prepared, and V: the exact sum over k of the integers that the codes stand for, float64 [m, n]."""
+    """Both operands, prepared, and V: the exact sum over k of the dequantized integers, float64 [m, n]."""
 
     x: Packed
     weight: PlaneWeight
     exact: Tensor
     unit: Tensor
-    """What V is multiplied with, float64 [m, n]."""
+    """The scale of V, float64 [m, n]."""
 
 
 def emulated(scheme: str, m: int, n: int, k: int, output: Output) -> LinearProblem:
-    """A product by the text of its scheme, on the emulator."""
+    """The problem of a scheme on the emulator."""
     parsed = Scheme.parse(scheme)
     return LinearProblem(m, n, k, parsed.weights, parsed.activations, output.dtype, EMULATED)
 
 
 def on_host(given: Operands, y: Tensor, bias: Tensor | None, y_map: Any) -> Params:
-    """The parameters of a launch in the emulator, which takes tensors for addresses."""
+    """Launch parameters in the emulator, which takes tensors for addresses."""
     return replace(
         bitplane_problem.arguments(given.x, given.weight, y, bias),
         activations=given.x.codes,
@@ -72,7 +72,7 @@ def on_host(given: Operands, y: Tensor, bias: Tensor | None, y_map: Any) -> Para
 def operands(
     m: int, n: int, k: int, weights: WeightFormat, activations: ActivationFormat, device: str = "cpu", seed: int = 0
 ) -> Operands:
-    """Uniform codes, scales and zeros; all of the buffer that a kernel must not depend on is poisoned."""
+    """Uniform codes, scales and zeros; buffer contents that a kernel must not depend on are poisoned."""
     codes = random_codes((n, k), weights.bits, seed).to(device)
     scale = ((torch.rand(n, 1, generator=torch.Generator().manual_seed(seed)) + 0.5) / 64).to(device)
     stored = random_codes((n, 1), weights.bits, seed + 1).to(device) if weights.code == "asym" else None
@@ -100,12 +100,12 @@ def operands(
 
 
 def code_pairs() -> list[tuple[str, str]]:
-    """The three families on both sides, and two that mix them."""
+    """The three code families on both sides, and two mixed pairs."""
     return [*((code, code) for code in CODES), ("asym", "bipolar"), ("sym", "asym")]
 
 
 def gemm(problem: LinearProblem, tile_m: int, **change: Any) -> sm90_bitplane_gemm.Config:
-    """A config for many tokens with the fewest slots that are legal, whatever the default would be."""
+    """A config for many tokens with the fewest legal stages, independent of the default."""
     p, q = problem.weights.bits, problem.activations.bits
     config = sm90_bitplane_gemm.Config(*facts(problem), tile_m, 2 if p == 1 else 1, 2 if q == 1 else 1)
     return replace(config, **change)
@@ -122,14 +122,14 @@ def skinny(
 
 
 def columns(problem: LinearProblem, tile_b: int, a_operand: AOperand) -> int:
-    """N of a product that holds all planes of so many rows of B."""
+    """The MMA's N for all planes of ``tile_b`` rows of B."""
     return wgmma_n((problem.activations if a_operand is AOperand.weights else problem.weights).bits * tile_b)
 
 
 def resident(
     problem: LinearProblem, tile_b: int, a_operand: AOperand = AOperand.weights, **change: Any
 ) -> sm90_bitplane_resident.Config:
-    """A config that holds all of its tile in shared memory."""
+    """A config that holds its whole tile in shared memory."""
     n, chunks = columns(problem, tile_b, a_operand), problem.chunks
     return replace(
         sm90_bitplane_resident.Config(*facts(problem), a_operand, tile_b, n, chunks, prologue_stages=chunks), **change
@@ -137,6 +137,6 @@ def resident(
 
 
 def stacked(problem: LinearProblem, tile_m: int, **change: Any) -> sm90_bitplane_stacked.Config:
-    """A config whose tokens' planes stand side by side, with the fewest stages that are legal."""
+    """A config with the tokens' planes side by side and the fewest legal stages."""
     config = sm90_bitplane_stacked.Config(*facts(problem), tile_m, max(problem.weights.bits, 2), 2)
     return replace(config, **change)

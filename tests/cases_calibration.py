@@ -1,4 +1,4 @@
-"""What tests of calibrated methods share: a tiny random model, token sequences of several lengths, a distance."""
+"""Shared by tests of calibrated methods: a tiny random model, token sequences of several lengths, an error metric."""
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def divergence(model, weights, tokens) -> float:
 
 
 def sweep_case(channels: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Values, coupling, scale, zero and reference of ``anybit.ops.gptq_update``."""
+    """Values, coupling, scale, zero and reference for ``anybit.ops.gptq_update``."""
     g = torch.Generator().manual_seed(seed)
     values, reference = torch.randn(2, channels, columns, generator=g)
     coupling = torch.randn(channels, channels, generator=g) * 0.1
@@ -53,7 +53,7 @@ def sweep_case(channels: int, columns: int, seed: int = 0) -> tuple[torch.Tensor
 
 
 def loud(model):
-    """Give a model what trained ones have: gains that differ, and a few loud channels."""
+    """Make a model resemble trained ones: varied gains, and a few outlier channels."""
     g = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -75,7 +75,7 @@ def models():
 
 
 def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """tr((W - Q) H (W - Q)^T) over tr(W H W^T): the part of a layer's output energy that quantization loses."""
+    """tr((W - Q) H (W - Q)^T) / tr(W H W^T): the fraction of a layer's output energy lost to quantization."""
     difference = (weight - quantized).double()
     h, w = hessian.double(), weight.double()
     return float((difference @ h * difference).sum() / (w @ h * w).sum())

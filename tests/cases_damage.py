@@ -1,7 +1,7 @@
 """Damaged model folders: seeded mutations of configurations, indexes, headers, tensors, tokenizers and GGUF files.
 
-A mutation changes one thing in a copy of a good folder. ``kind`` says what it is; ``VALID`` lists the kinds after which
-no loader can tell that the folder was changed, since what is left is the folder of another model.
+A mutation changes one thing in a copy of a good folder. ``kind`` names it; ``VALID`` lists the kinds after which
+no loader can detect the change, since the result is a valid folder of another model.
 """
 
 import json
@@ -26,7 +26,7 @@ VALID = {
     "gguf: a byte": "metadata that change a hyperparameter, or values of tensors",
     "gguf: an entry is renamed": "a hyperparameter at its default",
 }
-"""Kinds of changes that may give another model without an error, and what that model differs in."""
+"""Mutations that may give another model without an error, and how that model differs."""
 
 NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 100, 10_000, 10**9, 2**31, 2**63, 10**30, 0.5, 1.5, -0.0, 1e30, 1e300,
@@ -39,7 +39,7 @@ NASTY: tuple[Any, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What was done to a folder. kind: one of ``kinds``; what: the rest, for a message."""
+    """One mutation of a folder. kind: one of ``kinds``; what: details, for a message."""
 
     kind: str
     what: str
@@ -57,7 +57,7 @@ def damaged(rng: random.Random, folder: Path, groups: tuple[str, ...]) -> Damage
 
 
 def copy(source: Path, target: Path) -> Path:
-    """A copy of a folder that replaces an earlier one."""
+    """Copy a folder, replacing an earlier copy."""
     shutil.rmtree(target, ignore_errors=True)
     return shutil.copytree(source, target)
 
@@ -78,10 +78,10 @@ HYPERPARAMETERS = {
     *("max_position_embeddings", "mlp_bias", "pad_token_id", "pretraining_tp", "rms_norm_eps", "rope_parameters"),
     *("rope_theta", "rope_type", "tie_word_embeddings", "torch_dtype", "use_cache"),
 }
-"""Entries of config.json that say nothing of the tensors: with another value they are those of another model."""
+"""Entries of config.json unrelated to the tensors: other values give another valid model."""
 
 UNREADABLE = {"config", "hyperparameter", "config: spoilt", "config: deep"}
-"""Kinds that `from_pretrained` may refuse in transformers' own words: it reads config.json before it asks anybit."""
+"""Kinds that `from_pretrained` may refuse in transformers' own words: it reads config.json before asking anybit."""
 
 
 def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
@@ -207,7 +207,7 @@ def index_entry(rng: random.Random, folder: Path) -> Damage | None:
         index["weight_map"] = rng.choice(NASTY)
     else:
         index["weight_map"][name] = 3 if what == "number" else "model-00009-of-00009.safetensors"
-    # A tensor that the index leaves out is there all the same: the files decide.
+    # A tensor missing from the index is still in its file, and files decide.
     return _written(file, index, f"index: {what}", name)
 
 
@@ -374,9 +374,9 @@ def save_gguf(
     kinds: Mapping[str, str] | None = None,
     rope: Mapping[str, float | str | np.ndarray] | None = None,
 ) -> Path:
-    """A llama of one block in 16-bit floats with a tokenizer of single bytes.
+    """A llama of one block in float16 with a byte tokenizer.
 
-    kinds: the types of tensors that are quantized instead, of random blocks.  rope: metadata and tensors that scale.
+    kinds: block types of tensors that are quantized instead, at random.  rope: RoPE scaling metadata and tensors.
     """
     import gguf
 
@@ -427,7 +427,7 @@ def save_gguf(
     return file
 
 
-# The places of a block's half-precision numbers; all other bytes may be anything.
+# Positions of a block's half-precision numbers; all other bytes may be anything.
 _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ4_NL": (0,), "IQ4_XS": (0,),
@@ -436,7 +436,7 @@ _HALVES = {
 
 
 def random_blocks(kind: str, n: int, k: int) -> np.ndarray:
-    """A matrix of n x k in blocks of random bytes with sensible scales, uint8 [n, bytes of a row]."""
+    """Random n x k matrix in quantized blocks with sensible scales, uint8 [n, bytes per row]."""
     import gguf
 
     random = np.random.default_rng(len(kind) + n + k)
@@ -448,7 +448,7 @@ def random_blocks(kind: str, n: int, k: int) -> np.ndarray:
     if kind == "MXFP4":
         data[..., 0] = random.integers(110, 130, data.shape[:2])
     if kind == "TQ2_0":
-        data[..., :64] &= 0b10101010  # pairs of 3 are no ternary digits
+        data[..., :64] &= 0b10101010  # pairs of 3 are not ternary digits
     return data.reshape(n, -1)
 
 

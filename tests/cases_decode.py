@@ -1,4 +1,4 @@
-"""Decode attention: what every rung of the tests runs."""
+"""Decode attention cases of all tests."""
 
 import zlib
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from anybit.scheme import KVFormat
 
 @dataclass(frozen=True)
 class Case:
-    """A format, a model's shape, lengths (the new tokens included), and what the model does to its logits."""
+    """A format, a model's shape, sequence lengths (new tokens included), and the model's attention features."""
 
     format: str
     head_dim: int = 128
@@ -51,7 +51,7 @@ class Case:
         return Masks(window=self.window, softcap=self.softcap, sinks=sinks, alibi=alibi)
 
     def build(self, device="cpu"):
-        """A cache filled as a model would fill it, the sequences in it, and the queries of the newest tokens."""
+        """A cache filled as by a model, its sequences, and the queries of the newest tokens."""
         generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
         cache = KVCache(
             self.format,
@@ -64,7 +64,7 @@ class Case:
             dtype=self.dtype,
             device=device,
         )
-        cache.add()  # an empty stranger, so that rows and sequences differ
+        cache.add()  # an empty sequence, so that rows and sequences differ
         sequences = [cache.add() for _ in self.lengths]
         for sequence, length in zip(sequences, self.lengths, strict=True):
             k, v = self.tokens(length - self.queries, generator)
@@ -91,9 +91,9 @@ class Case:
             k = k * (1 + torch.arange(shape[1])[None, :, None, None] / 60)
         if self.data == "huge values":
             v = v * 3000
-        if self.data == "sink" and n > 100:  # most attention goes to a token that says nothing
+        if self.data == "sink" and n > 100:  # attention sink: most attention goes to a meaningless token
             k[:, 0], v[:, 0] = 1.0, v[:, 0] / 100
-        if self.data == "edges" and n > 100:  # for packing only: no numbers, numbers too large, ranges too small
+        if self.data == "edges" and n > 100:  # for packing only: NaN, overflow, tiny ranges
             k[:, 3, :, 5], k[:, 9, :, 6], v[:, 7, :, 8], v[:, 70, :, 9] = torch.nan, -torch.inf, torch.inf, torch.nan
             k[..., 16:20], v[:, 20:24] = k[..., 16:20] * 3e-7, v[:, 20:24] * 3e-7
             k[..., 21], v[:, 30] = 2.5, -1.5
@@ -161,7 +161,7 @@ def relative_error(got, want):
 
 
 def problem(case: Case) -> decode.Problem:
-    """What a case asks of the kernel."""
+    """The kernel's problem of a case."""
     capacity = -(-max(case.lengths) // case.page) * case.page
     return decode.Problem(
         PageLayout(KVFormat.parse(case.format), case.head_dim, case.page),

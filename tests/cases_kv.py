@@ -1,11 +1,11 @@
-"""Random histories of a KV cache, refused steps among them, against a model of a few lines.
+"""Random histories of a KV cache, with invalid steps among them, against a small model.
 
-The model knows no reference counts and no plans. It holds lists of token names and of page objects; a step is done
-naively on a copy, and the copy is thrown away if something that cannot be came of it. After every step the cache's
-ledger and its tables on the device are those of the model, whether the step was refused or not; now and then and at
-the end so are the tokens that it holds and the attention of sequences over them.
+The model has no reference counts or plans. It holds lists of token names and of page objects; a step runs
+naively on a copy, which is discarded if the step proves impossible. After every step, refused or not, the cache's
+ledger and device tables must match the model; now and then, and at
+the end, so must its tokens and the attention of sequences over them.
 
-    python tests/cases_kv.py 20000        as many histories, by hand: about half an hour on one core
+    python tests/cases_kv.py 20000        run so many histories, by hand: half an hour on one core
 """
 
 import random
@@ -29,11 +29,11 @@ def values(names):
 
 
 class Refused(Exception):
-    """What the model does not do."""
+    """The model refuses the step."""
 
 
 class Model:
-    """Sequences as lists of token names and page objects; ``None`` where there is no sequence."""
+    """Sequences as lists of token names and page objects; ``None`` for no sequence."""
 
     def __init__(self, pages, page, window):
         self.pages, self.page, self.window = pages, page, window
@@ -42,7 +42,7 @@ class Model:
         self.named = 0
 
     def do(self, step, *arguments):
-        """A step, all or nothing; what it returns."""
+        """Run a step, all or nothing; returns its result."""
         before = [None if t is None else list(t) for t in self.tokens], [list(o) for o in self.owned]
         try:
             found = getattr(self, step)(*arguments)
@@ -56,7 +56,7 @@ class Model:
             raise
 
     def live(self, *sequences):
-        """Whether these are names of sequences, and each once."""
+        """Whether these are distinct names of sequences."""
         for s in sequences:
             if type(s) is not int or not 0 <= s < SEQUENCES or self.tokens[s] is None:
                 raise Refused("no sequence")
@@ -68,7 +68,7 @@ class Model:
             raise Refused("no number")
 
     def held(self, s):
-        """How many pages hold tokens."""
+        """Number of pages that hold tokens."""
         packed = len(self.tokens[s]) // self.window * self.window
         return -(-packed // self.page)
 
@@ -152,7 +152,7 @@ STEPS = (
 
 
 class History:
-    """One random life of a cache beside its model. ``refused`` and ``done`` count steps."""
+    """One random history of a cache and its model. ``refused`` and ``done`` count steps."""
 
     def __init__(self, seed):
         self.seed, self.rng = seed, random.Random(seed)
@@ -199,7 +199,7 @@ class History:
                     for layer in range(LAYERS):
                         self.cache.write(layer, [s], new[0, layer][None], new[1, layer][None])
 
-    # ---- arguments: mostly what can be, sometimes one that cannot
+    # ---- arguments: mostly valid, sometimes invalid
 
     def _sequences(self):
         live = [s for s in range(SEQUENCES) if self.model.tokens[s] is not None]
@@ -246,7 +246,7 @@ class History:
     # ---- the cache against the model
 
     def compare_tables(self):
-        """The ledger, and the tables on the device: lengths, which pages are whose, how often each is counted."""
+        """Compare ledger and device tables: lengths, page owners, reference counts."""
         ledger, model = self.cache.ledger, self.model
         table, lengths = self.cache.table.tolist(), self.cache.lengths.tolist()
         numbers, objects = [], []
@@ -264,7 +264,7 @@ class History:
         assert ledger.pool.available == model.pages - len(set(numbers)), self.seed
 
     def compare_tokens(self):
-        """What the cache holds, to the bit, and attention over it."""
+        """Compare cache contents, bit for bit, and attention over them."""
         rows = [s for s, tokens in enumerate(self.model.tokens) if tokens]
         held = {s: values(self.model.tokens[s]).transpose(2, 3).float() for s in rows}
         for layer in range(LAYERS):
@@ -280,7 +280,7 @@ class History:
 
 
 def run(histories, first=0):
-    """That many histories; how many steps were done, and how many refused."""
+    """Run so many histories; returns the numbers of steps done and refused."""
     done = refused = 0
     for seed in range(first, first + histories):
         history = History(seed)

@@ -1,4 +1,4 @@
-"""Tiny configurations of the causal language models that people run, with the facts that make each one special."""
+"""Tiny configurations of popular causal language models, with what makes each special."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ SIZES = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
 BODY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, **BODY, "num_key_value_heads": 2, "max_position_embeddings": 64}
 WIDE = {**LLAMA, "head_dim": 16}
-LINEAR = {  # gated delta nets: three layers of four have linear attention
+LINEAR = {  # gated delta nets: three of four layers have linear attention
     **WIDE,
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
@@ -39,7 +39,7 @@ GEMMA4 = {
     **WIDE, "global_head_dim": 16, "sliding_window": 16, "vocab_size_per_layer_input": 96,
     "hidden_size_per_layer_input": 16,
 }  # fmt: skip
-LATENT = {  # keys and values of all heads from one small vector; the first MLP is plain, the second has experts
+LATENT = {  # MLA: one latent vector for keys and values of all heads; the first MLP is dense, the second has experts
     **LLAMA, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,

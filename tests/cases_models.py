@@ -1,4 +1,4 @@
-"""Tiny models of every architecture that anybit promises, with random weights."""
+"""Tiny models of every supported architecture, with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ _LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "n
 
 
 def configs() -> dict[str, Any]:
-    """Architecture -> configuration. Widths are ragged against groups of 64 and 128 where the architecture allows."""
+    """Architecture -> configuration. Widths are not multiples of groups of 64 and 128 where the architecture allows."""
     t = transformers
     return {
         "llama": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2),
-        # Heads as wide as a KV format needs.
+        # Head sizes that a KV format needs.
         "llama-wide": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2, head_dim=64),
         "llama-tied": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2, tie_word_embeddings=True),
         "qwen2": t.Qwen2Config(**_LLAMA, **_SIZES, num_key_value_heads=2),
@@ -42,7 +42,7 @@ ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma3", "opt", "bloo
 
 
 def tiny_model(architecture: str) -> Any:
-    """A tiny model in float32 whose greedy tokens are decided clearly enough to compare."""
+    """A tiny float32 model whose greedy tokens have clear margins."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(configs()[architecture]).eval()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def tokens_of(model: Any, count: int = 12, **options: Any) -> list[int]:
 
 
 def save_byte_tokenizer(folder: Path) -> int:
-    """Save a tokenizer of single bytes, with a chat template, beside a model; returns the size of its vocabulary."""
+    """Save a byte tokenizer with a chat template beside a model; returns its vocabulary size."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-"""Products of packed weights that tests of all their kernels draw: weights, activations, what must come out."""
+"""Random products of packed weights for tests of all their kernels: weights, activations, expected results."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import random_codes, random_weight
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Mean relative error that a product of 16-bit activations may have."""
+"""Maximum mean relative error of a product with 16-bit activations."""
 
 
 FOREIGN = tuple(
@@ -25,20 +25,20 @@ FOREIGN = tuple(
         "w4a16g64nf4", "w4a16g32iq4", "w8a16e4m3", "w8a16g128e4m3",
     )
 )  # fmt: skip
-"""Formats that other tools write: float minima, groups of 16, tables of values."""
+"""Formats that other tools write: float minima, groups of 16, lookup tables."""
 
 
 HOPPER = Device.named("sm_90a")
 
 
 def scheme_of(format: WeightFormat) -> str:
-    """The format in a word, for a test's name."""
+    """The format as part of a test's name."""
     return str(Scheme(format))
 
 
 @dataclass(frozen=True)
 class PackedCase:
-    """y = x W^T + bias, all on one device; `expected` is float64, of the weight as it was before it went into tiles."""
+    """y = x W^T + bias on one device; `expected` is float64, from the weight before repacking."""
 
     packed: PackedWeight
     x: Tensor
@@ -48,11 +48,11 @@ class PackedCase:
 
     @property
     def output(self) -> torch.dtype:
-        """The type of y: that of x, or float16 with int8 activations."""
+        """The dtype of y: that of x, or float16 with int8 activations."""
         return self.x.dtype if self.x.is_floating_point() else torch.float16
 
     def empty(self) -> Tensor:
-        """Room for y, not a number yet."""
+        """An output buffer, filled with NaN."""
         return torch.full(self.expected.shape, torch.nan, dtype=self.output, device=self.x.device)
 
     def error(self, y: Tensor) -> float:
@@ -63,14 +63,14 @@ class PackedCase:
 def problem(
     m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, device: Device = HOPPER, **more: Any
 ) -> LinearProblem:
-    """The problem of 16-bit activations of a dtype, or of int8 ones and outputs in float16."""
+    """The problem with 16-bit activations of a dtype, or with int8 ones and float16 outputs."""
     coded = dtype == torch.int8
     x, output = (ActivationFormat(8, "sym"), torch.float16) if coded else (ActivationFormat(), dtype)
     return LinearProblem(m, n, k, format, x, output, device, **more)
 
 
 def act_order(weight: QuantizedWeight, generator: torch.Generator) -> QuantizedWeight:
-    """The same layer with its columns' groups shuffled, where it has groups."""
+    """The same layer with its columns' groups shuffled, if it has groups."""
     group, k = weight.format.group, weight.shape[1]
     if group is None:
         return weight
@@ -82,7 +82,7 @@ def product(
     format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, ordered: bool = False,
     bias: bool = False, seed: int = 0, device: str = "cpu",
 ) -> PackedCase:  # fmt: skip
-    """A random product. dtype: of the activations; int8 ones have a scale a token. ordered: in an activation order."""
+    """A random product. dtype: of the activations; int8 ones have a scale per token. ordered: with activation order."""
     generator = torch.Generator().manual_seed(seed)
     weight = random_weight(n, k, format, seed)
     if ordered:
@@ -105,7 +105,7 @@ def product(
 
 
 def unpack(packed: PackedWeight) -> Tensor:
-    """The weights that tiles stand for, float64 [N, K]: reads the placement back."""
+    """Dequantize tiles by reading the layout back: float64 [N, K]."""
     format = packed.format
     units = packed_tiles._units(packed.tiles, format)
     if format.sparse:
@@ -127,7 +127,7 @@ def unpack(packed: PackedWeight) -> Tensor:
     values *= packed.row_scale.double()[:, None]
     n, k = packed.shape
     if format.sparse:
-        values = values.where(values.isfinite(), 0.0)  # what is not kept
+        values = values.where(values.isfinite(), 0.0)  # pruned weights
     if packed.permutation is None:
         return values[:n, :k]
     result = values.new_zeros(n, k)
@@ -142,7 +142,7 @@ def _known(tensor: Tensor | None) -> Tensor:
 
 
 def _by_column(values: Tensor, parts: int) -> Tensor:
-    """The inverse of `packed_tiles._by_unit`, spread over columns: float64 [N', K']."""
+    """Inverse of `packed_tiles._by_unit`, expanded to columns: float64 [N', K']."""
     blocks, tile_count = values.shape[:2]
     rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
     return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)

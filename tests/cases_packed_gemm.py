@@ -1,4 +1,4 @@
-"""What sm90_packed_gemm is tested on: formats, shapes and blocks, for the emulator (tiny), the compiler and the GPU."""
+"""Cases of sm90_packed_gemm: formats, shapes and configs, for the emulator (tiny), the compiler and the GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -17,14 +17,14 @@ FP8 = ActivationFormat(8, "float")
 
 
 _DIRECT = (None, False, 1)
-"""Between the blocks of a cut and how its weights come: stages as fit, nothing halved, one block."""
+"""Positional arguments after a cut's blocks: automatic stages, not halved, one block per SM."""
 _BY_MAP = (*_DIRECT, None, None, 0, True)
-"""After the blocks of a cut: its outputs leave by a tensor map."""
+"""Positional arguments after a cut's blocks: outputs stored by a tensor map."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how it is cut: what config_for is given, in its order."""
+    """A problem and its cut: the arguments of config_for, in order."""
 
     problem: LinearProblem
     cut: tuple[int | bool | None, ...]
@@ -39,7 +39,7 @@ class Case:
         return f"w{w.bits}{kind}g{w.group}{w.code}{'s24' * w.sparse}-{p.m}x{p.n}x{p.k}-" + "_".join(map(str, self.cut))
 
 
-# Every way of cutting: one block, K shared inside it, K shared over a cluster, X shared over a cluster, both.
+# Every kind of cut: one block, split K within a block, over a cluster, X multicast over a cluster, both.
 CUTS = [
     (64, 2, 1, 1, 1),
     (16, 1, 4, 1, 1),
@@ -73,13 +73,13 @@ def weight_formats(activations: ActivationFormat) -> list[WeightFormat]:
 
 
 def gpu_cases(every: int = 1) -> list[Case]:
-    """Every so many formats on ragged shapes, cut in ways that walk along; then marlin's and Machete's own lists."""
+    """Every n-th format on ragged shapes, cycling through cuts; then marlin's and Machete's own lists."""
     cases = []
     for activations in (A16, INT8, FP8):
         for i, weights in enumerate(weight_formats(activations)):
             dtype = (torch.float16, torch.bfloat16)[i % 2]
             problem = LinearProblem(*_RAGGED[i % len(_RAGGED)], weights, activations, dtype)
-            # The nearest cut that is legal for this format: promoted sums want smaller tiles, few units fewer blocks.
+            # The next legal cut for this format: promoted sums need smaller tiles, few units fewer blocks.
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
     cases = cases[::every] + _gpu_sparse_cases()[:: 1 + every // 3]
@@ -90,7 +90,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
     for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
         problem = LinearProblem(m, 512, 1024, w4)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
-    cases.append(Case(LinearProblem(1024, 512, 1024, w4), (64, 2, 1, 1, 1)))  # more tiles than multiprocessors
+    cases.append(Case(LinearProblem(1024, 512, 1024, w4), (64, 2, 1, 1, 1)))  # more tiles than SMs
     for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
         cases.append(Case(LinearProblem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, None, True)))
         cases.append(Case(LinearProblem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, None, True)))
@@ -99,7 +99,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (60, 1500, 4096, (64, 1, 2, 1, 1)),
         (32, 700, 4096, (32, 1, 1, 2, 1)),
     ):
-        cases.append(Case(LinearProblem(m, n, k, w4), (*cut, None, False, 2)))  # two blocks a multiprocessor
+        cases.append(Case(LinearProblem(m, n, k, w4), (*cut, None, False, 2)))  # two blocks per SM
     cases.append(Case(LinearProblem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, None, False, 2)))  # both of one launch
     for m, n, k, activations in (
         (32, 4096, 4096, A16),
@@ -109,7 +109,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
     ):
         problem = LinearProblem(m, n, k, w4 if activations is A16 else WeightFormat(2), activations)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))  # stages of two steps
-    for weights, m, n, k, cut in (  # weights past shared memory
+    for weights, m, n, k, cut in (  # more weights than shared memory holds
         (w4, 64, 4096, 14336, (64, 1, 2, 2, 1, *_DIRECT, 2)),
         (WeightFormat(2, "asym", 64), 40, 1500, 4096, (48, 1, 2, 1, 1, *_DIRECT, 3)),
         (WeightFormat(3, "sym", None), 50, 700, 4224, (64, 1, 3, 2, 1, *_DIRECT, 2)),
@@ -120,7 +120,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
     ):
         for dtype in (torch.float16, torch.bfloat16):
             cases.append(Case(LinearProblem(m, n, k, weights, A16, dtype), cut))
-    for weights, m, n, k, activations, cut in (  # stages with code of their own
+    for weights, m, n, k, activations, cut in (  # stages with specialized code
         (w4, 128, 6144, 4096, A16, (64, 3, 1, 2, 1, *_DIRECT, 0, True)),
         (w4, 64, 4096, 14336, A16, (64, 1, 2, 2, 1, *_DIRECT, 0, True)),
         (WeightFormat(3, "asym", 64), 50, 700, 4224, A16, (48, 2, 1, 2, 1, *_DIRECT, 0, True)),
@@ -129,7 +129,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (w4, 16, 4096, 14336, A16, (16, 1, 3, 2, 1, *_DIRECT, 0, True)),
     ):
         cases.append(Case(LinearProblem(m, n, k, weights, activations, torch.float16), cut))
-    for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
+    for m in (256, 1024):  # bytes that are not widened, in tiles of many tokens
         problem = LinearProblem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
     for m, n, k in ((1, 128, 128), (13, 8192, 4096), (26, 4096, 8192), (64, 4096, 4096), (257, 128, 4096),
@@ -147,7 +147,7 @@ def cut_of(config: Config) -> tuple[int | bool | None, ...]:
 
 
 def tiny_cases() -> list[Case]:
-    """For the emulator: one unit or a few, every operand, every way of sharing."""
+    """Emulator cases: one unit or a few, every operand, every kind of cut."""
     chosen = [
         (20, 70, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1)),
         (9, 64, 256, WeightFormat(3, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1)),
@@ -165,30 +165,30 @@ def tiny_cases() -> list[Case]:
         (20, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 1, 2, 2, 1)),
         (20, 70, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 3, 1)),  # tokens divide unevenly
         (9, 64, 512, WeightFormat(3, "sym", None), INT8, torch.float16, (16, 1, 1, 3, 1)),  # one finishes none
-        # Inputs that are no multiple of 8: rows of x have a pitch of their own.
+        # K is not a multiple of 8: rows of x have their own pitch.
         (20, 70, 261, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1)),
         (9, 64, 395, WeightFormat(3, "asym", None), A16, torch.bfloat16, (16, 1, 2, 1, 1)),
         (20, 64, 33, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 1, 1, 1)),
         (12, 64, 129, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
-        # Two blocks halve a row tile: three tiles a pair, and a last pair that lacks some.
+        # Two blocks halve a row tile: three tiles a pair, and an incomplete last pair.
         (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, None, True)),
         (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, None, True)),
         (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, None, True)),
         (50, 190, 1024, WeightFormat(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, None, True)),  # span 2
-        # Weights past shared memory: batches of one, where every stage has code of its own, then of two.
+        # More weights than shared memory holds: batches of one, where every stage has specialized code, then of two.
         (20, 64, 1152, WeightFormat(4, "asym", 64), A16, torch.float16, (32, 1, 2, 2, 1, *_DIRECT, 1)),
         (48, 64, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 1)),
         (20, 70, 1408, WeightFormat(3, "asym", 128), A16, torch.bfloat16, (32, 1, 3, 1, 1, *_DIRECT, 2)),
         (20, 70, 520, WeightFormat(2, "sym", None), A16, torch.float16, (16, 2, 1, 1, 2, *_DIRECT, 2)),
-        # Stages with code of their own.
+        # Stages with specialized code.
         (48, 70, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 0, True)),
         (20, 130, 896, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 2, 1, 3, 1, *_DIRECT, 0, True)),
     ]
-    for i, weights in enumerate(FOREIGN):  # in the ring, and past shared memory
+    for i, weights in enumerate(FOREIGN):  # in the pipeline, and beyond shared memory
         direct = (48, 1, 2, 2, 1, *_DIRECT, 1) if weights.group != 16 and i % 2 else (16, 1, 1, 1, 1)
         chosen.append((12, 64, 640, weights, A16, (torch.float16, torch.bfloat16)[i // 2 % 2], direct))
     cases = [Case(LinearProblem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
-    # Two blocks a multiprocessor, and blocks without work on a small device.
+    # Two blocks per SM, and idle blocks on a small device.
     small = replace(Device.named("sm_90a"), sms=4)
     problem = LinearProblem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
     spanned = LinearProblem(13, 128, 1024, WeightFormat(4, "sym", 128), device=replace(small, sms=3))
@@ -199,7 +199,7 @@ def tiny_cases() -> list[Case]:
         Case(problem, (16, 1, 2, 2, 1, None, False, 2)),
         Case(spanned, (16, 1, 2, 2, 1)),
         Case(walking, (48, 2, 1, 1, 1, *_DIRECT, 2)),
-        # 2:4 sparse: neighbours that load x for each other and store by tensor maps, two pairs for all tiles.
+        # 2:4 sparse: X multicast within a cluster, tensor map stores, two pairs for all tiles.
         *(
             Case(LinearProblem(m, n, k, w, a, dtype, small), (*cut, *_BY_MAP))
             for m, n, k, w, a, dtype, cut in (
@@ -213,19 +213,19 @@ def tiny_cases() -> list[Case]:
 
 
 def silu_cases() -> list[Case]:
-    """Products that end with SiLU: each way in which sums become outputs, tokens and rows that do not fill tiles."""
+    """Products with fused SiLU: every reduction, and tokens and rows that do not fill tiles."""
     w4, w3 = WeightFormat(4), WeightFormat(3, "asym", 64)
     chosen = [
         (37, 208, 256, w4, INT8, torch.float16, (32, 2, 1, 1, 1)),
         (70, 112, 384, WeightFormat(4, "asym"), INT8, torch.bfloat16, (48, 1, 1, 1, 1)),
         (20, 64, 256, w3, A16, torch.float16, (24, 1, 1, 1, 1)),
         (130, 272, 128, w4, INT8, torch.float16, (128, 4, 1, 1, 1)),
-        (20, 128, 256, w4, INT8, torch.float16, (32, 1, 1, 1, 2)),  # neighbours load x for each other
+        (20, 128, 256, w4, INT8, torch.float16, (32, 1, 1, 1, 2)),  # X multicast
         (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
-        (20, 80, 640, WeightFormat(4, "sym", 128), A16, torch.bfloat16, (32, 2, 1, 3, 1)),  # sums of blocks
-        (20, 64, 256, w4, INT8, torch.float16, (32, 1, 2, 1, 1)),  # of warpgroups
-        (45, 64, 1152, w3, A16, torch.float16, (48, 1, 2, 2, 1)),  # of both
-        (13, 208, 512, w4, INT8, torch.float16, (16, 2, 1, 1, 1, None, True)),  # of two blocks that halve a row tile
+        (20, 80, 640, WeightFormat(4, "sym", 128), A16, torch.bfloat16, (32, 2, 1, 3, 1)),  # split K over blocks
+        (20, 64, 256, w4, INT8, torch.float16, (32, 1, 2, 1, 1)),  # over warpgroups
+        (45, 64, 1152, w3, A16, torch.float16, (48, 1, 2, 2, 1)),  # over both
+        (13, 208, 512, w4, INT8, torch.float16, (16, 2, 1, 1, 1, None, True)),  # two blocks halve a row tile
         (20, 64, 520, WeightFormat(2), A16, torch.float16, (16, 2, 1, 1, 2, *_DIRECT, 2)),
     ]
     return [Case(LinearProblem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
@@ -236,7 +236,7 @@ def _sparse(bits: int, code: str = "sym", group: int | None = 128) -> WeightForm
 
 
 def _tiny_sparse_cases() -> list[Case]:
-    """2:4 sparse weights: every width, codes and groups, every way of sharing."""
+    """2:4 sparse weights: every width, codes and groups, every kind of cut."""
     chosen = [
         (20, 70, 264, _sparse(4), A16, torch.float16, (32, 2, 1, 1, 1)),
         (9, 64, 512, _sparse(4, "asym", 32), A16, torch.bfloat16, (16, 1, 2, 1, 1)),  # span 1
@@ -257,7 +257,7 @@ def _tiny_sparse_cases() -> list[Case]:
         (12, 64, 384, _sparse(8, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 256, _sparse(2, "sym", 128), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 256, _sparse(6, "sym", 32), INT8, torch.bfloat16, (16, 1, 1, 1, 1)),
-        # Two blocks a multiprocessor.
+        # Two blocks per SM.
         (40, 128, 1024, _sparse(4, "sym", None), INT8, torch.float16, (32, 1, 2, 1, 1, None, False, 2)),
         (12, 70, 1024, _sparse(2, "asym", None), INT8, torch.bfloat16, (16, 1, 2, 2, 1, None, False, 2)),
     ]
@@ -265,7 +265,7 @@ def _tiny_sparse_cases() -> list[Case]:
 
 
 def _gpu_sparse_cases() -> list[Case]:
-    """Every width with and without zeros, groups in turn, cut in ways that walk along; then cuts of many tokens."""
+    """Every width with and without zeros, groups in turn, cycling through cuts; then cuts for many tokens."""
     cases = []
     kinds = [(bits, code, x) for x in (A16, INT8) for bits in range(2, 9) for code in ("sym", "asym")]
     for i, (bits, code, activations) in enumerate(kinds):
@@ -275,14 +275,14 @@ def _gpu_sparse_cases() -> list[Case]:
         if sm90_packed_gemm.why_not(problem) is None:
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
-    for m, n in ((9, 4096), (16, 4096), (32, 6144), (64, 4096), (128, 6144), (256, 6144)):  # as users have them
+    for m, n in ((9, 4096), (16, 4096), (32, 6144), (64, 4096), (128, 6144), (256, 6144)):  # realistic shapes
         problem = LinearProblem(m, n, 4096, _sparse(4, "sym", None), INT8)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
     for m, n, activations in ((256, 28672, A16), (300, 1504, A16), (1024, 6144, INT8)):  # ranges of rows, tensor maps
         problem = LinearProblem(m, n, 1024, _sparse(4, "sym", None if activations is INT8 else 128), activations)
         for block_tiles in (0, 7):
             cases.append(Case(problem, (128, 4, 1, 1, 1, None, False, 1, None, None, block_tiles, True)))
-    for m, n, weights, activations, cut in (  # neighbours that load x for each other, too
+    for m, n, weights, activations, cut in (  # also X multicast
         (1021, 28672, _sparse(4, "sym", None), INT8, (192, 3, 1, 1, 2)),
         (1999, 4232, _sparse(4, "asym", None), INT8, (256, 2, 1, 1, 2)),
         (777, 6152, _sparse(8, "sym", None), INT8, (128, 4, 1, 1, 2)),

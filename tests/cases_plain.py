@@ -1,4 +1,4 @@
-"""Attention over plain pages of 16 bits: what every rung runs. Pages lie in any order, with NaNs where no token is."""
+"""Attention over plain 16-bit pages: cases of all tests. Pages are in random order, with NaN where no token is."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from anybit.ops.kv import Masks
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shape, tokens of each sequence (0: padding) and of a page, and what the model does to its logits."""
+    """A model's shape, tokens per sequence (0: padding) and per page, and the model's attention features."""
 
     head_dim: int = 128
     heads: int = 8
@@ -22,7 +22,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
-    apart: bool = False  # keys and values in tensors of their own, as older versions of vLLM have them
+    apart: bool = False  # separate key and value tensors, as in older versions of vLLM
 
     def __str__(self):
         names = ("bf16", "window", "softcap", "sinks", "alibi", "apart")
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def problem(self):
-        """What a kernel is asked for."""
+        """The kernel's problem."""
         return kv_plain.problem(
             self.page, self.heads, self.kv_heads, self.head_dim, self.dtype, self.masks(), self.capacity,
             len(self.lengths),
@@ -69,7 +69,7 @@ class Pool:
         free = torch.randperm(pages, generator=generator).tolist()
         table = torch.full(
             (len(case.lengths), width), 1 << 30, dtype=torch.int32
-        )  # beyond a sequence anything may stand
+        )  # beyond a sequence, contents are arbitrary
         want = torch.zeros(len(case.lengths), case.heads, case.head_dim, dtype=torch.float64)
         q = draw(len(case.lengths), case.heads, case.head_dim).to(case.dtype)
         for row, n in enumerate(case.lengths):
@@ -86,14 +86,14 @@ class Pool:
         self.out = torch.full_like(self.q, torch.nan)
 
     def error(self):
-        """The largest error of a sequence and head, over what is there; checks that all is finite and padding zero."""
+        """Largest relative error of a sequence and head; checks that all is finite and padding zero."""
         out, there = self.out.cpu().double(), self.lengths.cpu() > 0
         assert out.isfinite().all() and not out[~there].any()
         return float(((out - self.want).abs().mean(-1) / self.want.abs().mean(-1))[there].max())
 
 
 def attention(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Of one query [heads, dim] over tokens [n, kv_heads, dim]."""
+    """Attention of one query [heads, dim] over tokens [n, kv_heads, dim]."""
     group, n, masks = case.heads // case.kv_heads, len(k), case.masks()
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     logits = torch.einsum("hd,nhd->hn", q, k) / case.head_dim**0.5

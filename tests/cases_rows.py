@@ -1,4 +1,4 @@
-"""Rows of a pool: what every rung of the tests runs. A pool full of garbage, with sequences of any lengths in it."""
+"""Rows of a pool: cases of all tests. A pool full of garbage, with sequences of any lengths in it."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from anybit.scheme import KVFormat
 
 @dataclass(frozen=True)
 class Case:
-    """A format, a model's shape, tokens of each sequence before the step and new ones; 0 new ones: padding."""
+    """A format, a model's shape, each sequence's tokens before the step and new ones; 0 new ones: padding."""
 
     format: str
     head_dim: int = 128
@@ -57,17 +57,17 @@ class Case:
 
 
 class Step:
-    """A pool after the tokens before a step, the step's tokens, and its rows as kernels and the reference take them."""
+    """A pool after the tokens before a step, the step's tokens, and its rows for kernels and the reference."""
 
     def __init__(self, case: Case, seed: int = 0, device: str = "cpu", layer: int = 0):
-        """layer: other tokens in the same blocks."""
+        """layer: selects other tokens in the same blocks."""
         self.case, rows = case, case.rows
         generator = torch.Generator().manual_seed(seed)
         lengths = [b + n if n else 0 for b, n in zip(case.before, case.new, strict=True)]
         width = rows.front + -(-max(lengths) // PAGE)
         blocks = sum(rows.front + n // PAGE for n in lengths if n) + 3
         size = rows.layout.page_bytes * case.kv_heads
-        # What was in a block before reads as NaN, in 16 bits and as scales.
+        # Stale block contents read as NaN, in 16 bits and as scales.
         raw = torch.full((blocks, size + case.gap), 0xFF, dtype=torch.uint8)
         self.pages = raw.as_strided(
             (blocks, case.kv_heads, rows.layout.page_bytes), (size + case.gap, rows.layout.page_bytes, 1)
@@ -113,7 +113,7 @@ class Step:
         return kv_rows.view(self.case.rows, self.pages, self.table, self.lengths, self.case.dtype, capacity)
 
     def jobs(self):
-        """Every page that anyone may read: full ones packed, and in 16 bits those that the ring has."""
+        """Every page that may be read: full ones packed, and those in the ring in 16 bits."""
         return [
             (i, 2 * page + exact)
             for i, (b, n) in enumerate(zip(self.case.before, self.case.new, strict=True))
@@ -125,9 +125,9 @@ class Step:
 
 
 class Drafts:
-    """Steps that check drafts, as a captured graph sees them: the same tensors every time, with room for all.
+    """Speculative decoding steps as a CUDA graph sees them: the same tensors every time, with room for all.
 
-    Every sequence brings one token and up to ``most`` - 1 drafts, of which some are taken back after the step; the
+    Every sequence has one token and up to ``most`` - 1 drafts, some of which are rejected after the step; the
     last row is padding. Reference and kernels have a pool each.
     """
 
@@ -156,13 +156,13 @@ class Drafts:
         return [torch.randn(count, n, case.head_dim, generator=self.draw).to(case.dtype) for n in heads]
 
     def run(self):
-        """One layer of a step: what a graph holds."""
+        """One layer of a step: what a graph captures."""
         ragged = kv_rows.Ragged(self.starts, self.most)
         kv_rows.store(self.view, self.k, self.v, ragged)
         kv_rows.decode(self.q, self.view, self.case.masks(self.q.device), out=self.out, overlaps=True, ragged=ragged)
 
     def advance(self, run) -> float:
-        """A step, by ``run`` and by the reference; the largest error of a query and head, of its mean size."""
+        """Step by ``run`` and by the reference; returns the largest relative error of a query and head."""
         new = [int(torch.randint(1, self.most + 1, (), generator=self.draw)) for _ in self.rows]
         total = sum(new)
         ends = torch.tensor([0, *new, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -181,7 +181,7 @@ class Drafts:
 
 
 def unpacked(step: Step, pool: Pool, jobs):
-    """What ``unpack`` writes, in plain torch; from before ``keep``."""
+    """The output of ``unpack``, in plain torch, starting before ``keep``."""
     out = torch.zeros(len(jobs), 2, step.case.kv_heads, PAGE, step.case.head_dim, dtype=step.case.dtype)
     rows = {int(row.begin): row for row in step.batch}
     for place, (i, asked) in enumerate(jobs):
@@ -237,17 +237,17 @@ FEW = [
     Case("k8v4g32", before=(126, 140), new=(3, 2), slack=32, head_dim=256, heads=2, kv_heads=1),
     Case("kv4g128", before=(254, 3), new=(4, 2), slack=32, alibi=True, heads=16, kv_heads=1),
 ]
-"""A step that checks drafts: few new tokens of each, in one page or two."""
+"""A speculative step: few new tokens per sequence, in one page or two."""
 DRAFTED = [
     Case("kv4g128", before=(100, 250, 0), new=(5, 5, 5), slack=32, heads=32, kv_heads=8),
     Case("kv2g128", before=(120, 5), new=(3, 3), slack=32, bf16=True),
     Case("kv8", before=(383, 127), new=(2, 2), slack=32, head_dim=64, heads=4),
 ]
-"""How lives of ``Drafts`` begin."""
+"""Initial states of ``Drafts``."""
 
 
 def paged_attention(masks: Masks):
-    """What FlashAttention does with pages, slowly; as ``kv_step.run`` asks for it."""
+    """FlashAttention over pages, slowly, with the interface of ``kv_step.run``."""
 
     def prompts(q, keys, values, starts, seen, table, most, out):
         assert most == int(seen.max())
@@ -284,7 +284,7 @@ STEPS = [
         "kv2g128", before=(127, 128, 0, 0), new=(1, 1, 130, 5), bf16=True, window=150, heads=4, kv_heads=1, together=2
     ),
     Case("kv4", before=(511, 30), new=(1, 226), head_dim=64, softcap=20.0, sinks=True, heads=4, kv_heads=1),
-    # Prompts that begin a page, one of them behind a page that this step fills; and prompts of one page.
+    # Prompts that begin a page, one of them after a page that this step fills; and prompts of one page.
     Case("kv4g128", before=(300, PAGE, 0, 2 * PAGE, 0), new=(1, 1, 300, 130, 40), heads=4, kv_heads=1),
     Case("kv4t", before=(127, 300, 0, 0), new=(5, 1, PAGE, 100), slack=32, heads=4, kv_heads=1),
     Case("kv2g32", before=(0, 0), new=(20, PAGE), bf16=True, window=50, heads=4, kv_heads=1),

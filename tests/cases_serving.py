@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and what a client may do to it: the same for every engine."""
+"""A real server in its own process, and checks of it that all engines share."""
 
 import concurrent.futures
 import contextlib
@@ -22,10 +22,10 @@ CONTEXT = 256
 
 
 def save_small_llama(folder: Path, tied: bool = False) -> Path:
-    """A Llama of random weights whose greedy answers do not hang on the last bit, with a tokenizer of bytes."""
+    """A random Llama whose greedy outputs do not depend on the last bit, with a byte tokenizer."""
     torch.manual_seed(0)
     size = save_byte_tokenizer(folder)
-    ids = AutoTokenizer.from_pretrained(folder)  # programs stop at the tokenizer's end, or at the model's
+    ids = AutoTokenizer.from_pretrained(folder)  # programs stop at the tokenizer's EOS, or at the model's
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=size, max_position_embeddings=CONTEXT, bos_token_id=ids.bos_token_id,
@@ -40,7 +40,7 @@ def save_small_llama(folder: Path, tied: bool = False) -> Path:
 
 
 class Running:
-    """A server that answers. said: what it wrote so far."""
+    """A server that is up. said: its output so far."""
 
     def __init__(self, model: Path, url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
         self.model, self.url, self.process, self._log = str(model), url, process, log
@@ -61,7 +61,7 @@ class Running:
         return str(answer.json()["choices"][0]["text"])
 
     def hang_up(self, prompt: str) -> None:
-        """Ask for a stream, read the first piece of it, and close the connection."""
+        """Open a stream, read its first piece, and close the connection."""
         import httpx
 
         body = {"model": self.model, "prompt": prompt, "max_tokens": 200, "temperature": 0, "stream": True}
@@ -97,7 +97,7 @@ def served(model: Path, log: Path, *options: str, seconds: float = 120) -> Itera
 
 
 def check_answers(server: Running) -> None:
-    """Health, chat, a stream, and the line that is printed for pasting."""
+    """Health, chat, a stream, and the printed command."""
     import httpx
 
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -130,7 +130,7 @@ def check_many_at_once(server: Running, count: int) -> None:
 
 
 def check_odd_prompts(server: Running) -> None:
-    """What makes no sense is answered, with words or an error, and the server lives on."""
+    """Meaningless prompts get an answer or an error, and the server survives."""
     before = server.text("still here")
     for prompt in ("", "q" * (4 * CONTEXT)):
         answer = server.complete(prompt)
@@ -139,7 +139,7 @@ def check_odd_prompts(server: Running) -> None:
 
 
 def check_strangers(server: Running) -> None:
-    """A request gets answers of the one model, and no more: no other model, no template of its own, no file."""
+    """Requests can get answers of the one model, and nothing else: no other model, no chat template, no file."""
     import httpx
 
     before = server.text("still here")
@@ -171,7 +171,7 @@ def check_strangers(server: Running) -> None:
 
 
 def check_shutdown(server: Running) -> None:
-    """Told to end in the middle of an answer, the server ends."""
+    """Told to shut down during an answer, the server ends."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.complete, "to be cut off", 200)
         time.sleep(0.5)

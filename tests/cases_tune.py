@@ -1,4 +1,4 @@
-"""Products, points and maps of the tuner's tests."""
+"""Products, points and maps for the tuner's tests."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def other_than_default(one: LinearProblem, kernel: str) -> Candidate:
 
 
 def point(one: LinearProblem, us: dict[str, float], default_us: float = 20.0) -> Point:
-    """A point whose kernels take these microseconds, none of them by a built-in config."""
+    """A point with these kernel times in microseconds, none of a built-in config."""
     found = {}
     for kernel, time in us.items():
         candidate = other_than_default(one, kernel)

@@ -1,4 +1,4 @@
-"""What tests of vLLM's layers share."""
+"""Shared by tests of vLLM's layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, sc
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """What makes this process a rank of so many; it is the only one until then."""
+    """Makes this process rank I of N; it is the only one until then."""
 
     def become(number: int, count: int) -> None:
         for module in (linear, vocab_parallel_embedding, parameter):

@@ -1,18 +1,18 @@
-"""A small Llama whose answers no order of sums can change, in a vLLM engine and in anybit's own generate.
+"""A small Llama whose outputs do not depend on summation order, in a vLLM engine and in anybit's own generate.
 
-Everything between the roundings to a KV cache's 16-bit tokens is computed in float64. Sums in another order then differ
-by 1e-16 and not by 1e-7, so that no value falls to another side of a rounding, and an engine's greedy tokens must be
+Everything but rounding to a KV cache's 16-bit tokens is computed in float64. Other summation orders then differ
+by 1e-16 rather than 1e-7, so no value rounds differently, and an engine's greedy tokens must match
 those of ``generate`` one for one whatever the scheduler does: chunks, prefix hits, preemption, drafts.
 
-    python tests/cases_vllm_exact.py kv4 [chunks hits ...]      prints one line of JSON for every life
-    python tests/cases_vllm_exact.py kv4 --model FOLDER --text FILE     a real Llama's folder, over a real text
-    python tests/cases_vllm_exact.py kv4 --kernels ...          as a user has it: float16, on a GPU anybit's kernels
+    python tests/cases_vllm_exact.py kv4 [chunks hits ...]      print one line of JSON per scenario
+    python tests/cases_vllm_exact.py kv4 --model FOLDER --text FILE     a real Llama, on a real text
+    python tests/cases_vllm_exact.py kv4 --kernels ...          as users run it: float16, with anybit's kernels on a GPU
 
-On a GPU, too, exact answers are plain torch's, in float64. With --kernels orders of sums do change answers, so that
-each token of the engine's is also held against generate's logits after the same tokens: how many are the largest of
-them, and how far below the largest the others are. The same is said of generate itself in float32, whose roundings
-alone differ. Every life is a process; one that does not happen (nothing preempted, no hit, no draft taken) or, in
-float64, parts is an error.
+Exact outputs come from plain torch in float64 on GPUs, too. With --kernels, summation order does change outputs, so
+each token of the engine is also compared with generate's logits after the same tokens: how many are the largest,
+and how far below it the others are. The same is reported for generate itself in float32, which only
+rounds differently. Every scenario is a process; it is an error if it does not happen (no preemption, no hit, no
+accepted draft) or, in float64, if outputs differ.
 """
 
 import argparse
@@ -49,7 +49,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "everything": {"speculative_config": DRAFTS, "enable_prefix_caching": True, "tight": True,
                    "max_num_batched_tokens": 67},
 }  # fmt: skip
-"""What requests live through, as options of an engine; tight: a pool of the first prompts, without their answers."""
+"""Scenarios, as engine options; tight: a pool for the first prompts, without room for their outputs."""
 COUNTS = {
     "hits": "prefix_cache_hits",
     "preempted": "num_preemptions",
@@ -58,14 +58,14 @@ COUNTS = {
 }
 HAPPENS = {"hits": ("hits",), "preempted": ("preempted",), "drafts": ("drafts",)}
 HAPPENS["everything"] = tuple(HAPPENS)
-"""Which counts of a life may not be zero."""
+"""Counts of a scenario that must not be zero."""
 SIZE = 16
 LONGEST = 1024
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def save_model(folder: Path) -> Path:
-    """Random weights, large enough in queries and keys that attention peaks and old pages matter."""
+    """Random weights, with queries and keys large enough that attention peaks and old pages matter."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -85,7 +85,7 @@ Asked = tuple[list[int], int]
 
 
 def requests(seed: int = 3, count: int = 10) -> list[Asked]:
-    """Prompts with common beginnings, and how many tokens each is answered with. Some repeat themselves, for drafts."""
+    """Prompts with shared prefixes, and how many tokens to generate. Some repeat themselves, for drafts."""
     draw = random.Random(seed)
     begins = [[draw.randrange(3, SIZE) for _ in range(n)] for n in (384, 300, 128)]
     found = []
@@ -97,7 +97,7 @@ def requests(seed: int = 3, count: int = 10) -> list[Asked]:
 
 
 def requests_of(folder: Path, text: Path) -> list[Asked]:
-    """The same of a real model: a text goes on, after beginnings that are shared."""
+    """The same for a real model: a text continues after shared prefixes."""
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(folder)(text.read_text()[:20_000]).input_ids
@@ -107,7 +107,7 @@ def requests_of(folder: Path, text: Path) -> list[Asked]:
 
 
 def tight(format: str, asked: list[Asked], head_dim: int, slack: int) -> int:
-    """Blocks that the first half's prompts take, pages in common once: one of its answers must lack a page."""
+    """Blocks for the first half's prompts, counting shared pages once: one of its outputs must run out of pages."""
     from anybit.ops import kv_rows
     from anybit.scheme import KVFormat
 
@@ -120,7 +120,7 @@ def tight(format: str, asked: list[Asked], head_dim: int, slack: int) -> int:
 
 
 class Doubled(nn.Module):
-    """transformers' Llama in float64 for vLLM, but its attention, which is the engine's."""
+    """transformers' Llama in float64 for vLLM, except its attention, which is the engine's."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         from vllm.model_executor.layers.attention import Attention
@@ -170,14 +170,14 @@ class Doubled(nn.Module):
 
 
 def turn_alike(model: Any) -> None:
-    """Frequencies of rotary embeddings as a CPU computes them: a GPU's powers may differ in the last place."""
+    """Rotary frequencies as computed on a CPU: a GPU's powers may differ in the last bit."""
     with torch.device("cpu"):
         found = LlamaRotaryEmbedding(model.config).inv_freq
     model.model.rotary_emb.inv_freq.copy_(found)
 
 
 def in_float64() -> None:
-    """Have both programs attend in float64, over the values that the cache holds; by no kernel, on a GPU neither."""
+    """Make both programs attend in float64, over the values in the cache, without kernels, even on a GPU."""
     from anybit import attention, kvrows
     from anybit.integrations.vllm.kv_backend import RowBuilder
     from anybit.integrations.vllm.kv_step import Batch
@@ -221,7 +221,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def by_generate(model: Any, format: str, asked: list[Asked]) -> list[list[int]]:
-    """Greedy answers of anybit's own generate. Prompts come a page at a time, so that they read older pages packed."""
+    """Greedy outputs of anybit's own generate. Prompts are fed page by page, so that they read older pages packed."""
     from anybit.integrations.cache import AnyBitCache
 
     found = []
@@ -237,7 +237,7 @@ def by_generate(model: Any, format: str, asked: list[Asked]) -> list[list[int]]:
 
 @torch.inference_mode()
 def below_the_largest(model: Any, format: str, asked: list[Asked], answers: list[list[int]]) -> list[float]:
-    """How far each token of answers is below the largest logit of generate's model, after the same tokens."""
+    """How far each output token is below the largest logit of generate's model, after the same tokens."""
     from anybit.integrations.cache import AnyBitCache
 
     gaps = list[float]()
@@ -250,7 +250,7 @@ def below_the_largest(model: Any, format: str, asked: list[Asked], answers: list
 
 
 def draft_without_numba() -> None:
-    """Another drafter in the place of vLLM's n-gram one where numba is missing."""
+    """Replace vLLM's n-gram drafter if numba is missing."""
     if find_spec("numba") is None:
         sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
         from serving_kv_checks import LastTime
@@ -263,7 +263,7 @@ def draft_without_numba() -> None:
 def by_vllm(
     folder: Path, format: str, asked: list[Asked], life: dict[str, Any], kernels: bool = False
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """Greedy answers of an engine, and its counts of what requests lived through."""
+    """Greedy outputs of an engine, and its counts of scenario events."""
     draft_without_numba()
     from transformers import AutoConfig
     from vllm import LLM, ModelRegistry, SamplingParams
@@ -277,7 +277,7 @@ def by_vllm(
         "max_num_batched_tokens": 512, "num_gpu_blocks_override": 400, "enable_prefix_caching": False,
         "enforce_eager": True, "disable_log_stats": False, "gpu_memory_utilization": 0.2,
     }  # fmt: skip
-    if DEVICE == "cuda":  # other engines may be beside it
+    if DEVICE == "cuda":  # other engines may share it
         options |= {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 512 << 20}
     if kernels:
         options |= {"dtype": "float16", "enforce_eager": DEVICE == "cpu"}
@@ -306,7 +306,7 @@ def by_vllm(
 
 
 def compared(expected: list[list[int]], found: list[list[int]]) -> dict[str, Any]:
-    """How many tokens are alike, and which answers part."""
+    """How many tokens match, and which outputs diverge."""
     pairs = list(zip(expected, found, strict=True))
     alike = sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
     parted = [i for i, (x, y) in enumerate(pairs) if x != y]
@@ -331,7 +331,7 @@ def main() -> None:
     if args.answers:
         found, counts = by_vllm(folder, args.format, asked, LIVES[args.lives[0]], args.kernels)
         args.answers.write_text(json.dumps([found, counts]))
-        os._exit(0)  # a clean end of an engine takes seconds
+        os._exit(0)  # a clean engine shutdown takes seconds
     lives, logs = args.lives or list(LIVES), Path(tempfile.mkdtemp())
 
     def start(life: str) -> "subprocess.Popen[bytes]":

@@ -1,11 +1,11 @@
-"""Small hybrid models of random weights in vLLM: attention over anybit's rows beside layers that keep a state.
+"""Small random hybrid models in vLLM: attention over anybit's rows beside layers with recurrent state.
 
     python tests/cases_vllm_hybrid.py NAME FORMAT    prints one line of JSON; NAME: falcon-h1, lfm2 ...
 
-The same engine once with vLLM's own cache and once with anybit's, and greedy answers of both. Each token of anybit's is
-also held against the logits of vLLM's own cache after the same tokens. In "kv16" both hold the same values; in fewer
-bits, answers of one token at a time are held against those of a prompt that holds them, which unpacks its pages.
-States take another way in prompts: how far vLLM's own answers are from its own prompts is what to measure both by.
+The same engine with vLLM's own cache and with anybit's, and greedy outputs of both. Each token with anybit's is
+also compared with the logits over vLLM's cache after the same tokens. In "kv16" both caches hold the same values; at
+fewer bits, outputs decoded token by token are compared with those of one prefill over them, which unpacks its pages.
+Prefills update states differently: the difference between vLLM's own decode and prefill is the yardstick for both.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def save(name: str, folder: Path) -> Path:
 
 
 def engine(folder: Path, format: str | None, eager: bool = False, most: int = 8) -> Any:
-    """An engine for ``most`` requests at once; format None: vLLM's own cache."""
+    """An engine for ``most`` concurrent requests; format None: vLLM's own cache."""
     from vllm import LLM
 
     from anybit.integrations.vllm import register
@@ -96,7 +96,7 @@ def answers(llm: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
 
 
 def below_the_largest(llm: Any, prompts: list[list[int]], found: list[list[int]]) -> list[float]:
-    """How far each answered token is below the largest logit of an engine, of prompts that hold answers."""
+    """How far each output token is below the largest logit of an engine, in a prefill over the outputs."""
     from vllm import SamplingParams
 
     again = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)

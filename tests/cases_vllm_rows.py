@@ -1,11 +1,11 @@
-"""Lives of random requests through vLLM's real scheduler and block manager, against a model of the memory.
+"""Random request lifetimes through vLLM's real scheduler and block manager, against a model of the memory.
 
-The worker here sees what a real one sees, SchedulerOutput alone, and moves names of tokens instead of keys and values.
-A token's name is a hash of its whole prefix, so that a wrong block, a stale page and a page that is handed out before
-it is packed all show. After every step every token of every running request is where it should be, no residual is
-shared, reference counts are those of the rows, and what the prefix cache could hand out is packed.
+The worker here sees only SchedulerOutput, as a real one does, and moves token names instead of keys and values.
+A token's name is a hash of its whole prefix, so a wrong block, a stale page and a page published before
+it is packed all show. After every step, every token of every running request is where it should be, no residual is
+shared, reference counts match the rows, and whatever the prefix cache could hand out is packed.
 
-    python tests/cases_vllm_rows.py 20        so many seeds of every kind, by hand
+    python tests/cases_vllm_rows.py 20        20 seeds of every kind, by hand
 """
 
 import collections
@@ -41,8 +41,8 @@ LONGEST = 2048
 
 @dataclass(frozen=True)
 class Life:
-    """What requests live through. pages: of the pool.  budget: tokens of a step.  ahead: steps in flight.
-    beside: other layers with a 16-bit sliding window.  together: pages of a block, beside layers that keep a state.
+    """A scenario. pages: of the pool.  budget: tokens per step.  ahead: steps in flight.
+    beside: other layers with a 16-bit sliding window.  together: pages per block, beside layers with recurrent state.
     late: a fault, pages are packed one step too late.
     """
 
@@ -95,7 +95,7 @@ def names(tokens):
 
 
 class Worker:
-    """What a backend does with rows: it packs, then everybody reads, then the newest tokens go to the ring."""
+    """What a backend does with rows: pack, then all read, then the newest tokens go to the ring."""
 
     def __init__(self, life: Life, group: int) -> None:
         rows = life.rows
@@ -113,7 +113,7 @@ class Worker:
         return self.entry(request, self.front + index)
 
     def entry(self, request, index):
-        """What a kernel's table has at a place: a page of the pool, of which a block is ``together``."""
+        """The kernel's table entry at an index: a page of the pool, whose blocks are ``together`` pages."""
         together = self.life.together
         return self.rows[request][self.group][index // together] * together + index % together
 
@@ -155,7 +155,7 @@ class Worker:
 
 
 def model() -> str:
-    """The folder of a tiny Llama's configuration."""
+    """A folder with a tiny Llama's configuration."""
     folder = Path(tempfile.gettempdir()) / "anybit-rows-model"
     folder.mkdir(exist_ok=True)
     config = {
@@ -212,7 +212,7 @@ def build(life: Life) -> tuple[Any, int, Any]:
 
 
 def configs_of(config, layers, memory):
-    """What a worker of these layers would get; the planner has another home from 0.33 on."""
+    """KV cache configs of workers with these layers; the planner moves in vLLM 0.33."""
     try:
         from vllm.v1.core import kv_cache_planning
     except ImportError:
@@ -253,7 +253,7 @@ class World:
         )  # fmt: skip
 
     def live_through(self) -> dict[str, int]:
-        """All requests from their beginning to their end; what happened."""
+        """Run all requests to their end; returns event counts."""
         flying: collections.deque[Any] = collections.deque()
         scheduler = self.scheduler
         while self.waiting or scheduler.has_requests():

@@ -1,4 +1,4 @@
-"""What all tests share: their cases and helpers (importable), their settings, and the model that make fetches."""
+"""Shared by all tests: import paths of cases and helpers, settings, and the model that make fetches."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 # cases and kernels, the emulator (import emulate), the checks of machine code (from machine_code import check)
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "emulate", "compile")]
 
-# The machines that test are shared and small: a slow example is no failure.
+# Test machines are shared and small: a slow example is not a failure.
 settings.register_profile("anybit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("anybit")
 

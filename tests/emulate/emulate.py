@@ -1,9 +1,9 @@
-"""Runs a jit.Kernel on the CPU: the same .cuh file, compiled by g++, its threads run as fibers.
+"""Runs a jit.Kernel on the CPU: the same .cuh file, compiled by g++, with threads as fibers.
 
     emulate.run(kernel, Params(x, y, 8, 100, 2.0), grid=(2, 1, 1))
 
-writes into the tensors that the parameters name, as a launch would, or raises EmulationError with the name of what is
-wrong: an overrun, a misaligned vector, a race, a missing wait, a divergent barrier, a deadlock. See
+writes the tensors that the parameters name, as a launch would, or raises EmulationError naming the
+fault: an overrun, a misaligned vector, a race, a missing wait, a divergent barrier, a deadlock. See
 docs/writing-kernels.md.
 """
 
@@ -39,19 +39,19 @@ KERNEL_FLAGS = [
 
 
 class EmulationError(AssertionError):
-    """A kernel did what it must not do; the message names the instruction, the thread and the place."""
+    """A kernel did something illegal; the message names the instruction, the thread and the address."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Stands for a tensor map among the parameters: a matrix [rows, columns] read in boxes of 128-byte rows."""
+    """A tensor map among the parameters: a matrix [rows, columns] read in boxes of 128-byte rows."""
 
     matrix: torch.Tensor
     columns: int
     rows: int
 
     def packed(self, address: int) -> bytes:
-        """The map as the emulated copies read it, its matrix at `address`."""
+        """The map as emulated copies read it, with its matrix at `address`."""
         matrix, size = self.matrix, self.matrix.element_size()
         assert self.columns * size == 128, "a row of a swizzled box has 128 bytes"
         rows, columns = matrix.shape
@@ -86,11 +86,11 @@ def run(
 ) -> None:
     """Run one launch of `kernel`; tensors among `params` are CPU tensors, changed in place.
 
-    seed: decides the order of threads and of asynchronous copies; run a few.
-    races: also look for accesses of shared memory with no barrier between them (slower).
-    resident: so many clusters run at a time; raise it for kernels whose blocks wait for each other.
+    seed: determines the order of threads and asynchronous copies; try a few.
+    races: also detect shared memory accesses without a barrier between them (slower).
+    resident: clusters that run concurrently; raise it for kernels whose blocks wait for each other.
     dependent: names of parameters that an earlier kernel may still write: touching them before griddepcontrol_wait is
-    an error, and so is a launch in which no thread calls it.
+    an error, as is a launch in which no thread calls it.
     """
     if grid[0] >= 1 << 31 or max(grid[1:]) > 65535:
         raise EmulationError(f"{kernel.entry}: a grid of {grid} has more blocks than CUDA launches")
@@ -132,14 +132,14 @@ def _tensor(value: Any) -> Any:
 
 
 def prepare(kernel: jit.Kernel) -> tuple[Any, Any]:
-    """Compile what `run` needs, the runtime and the kernel; safe to call from many threads."""
+    """Compile the runtime and the kernel for `run`; thread-safe."""
     with _building:
         runtime = _runtime()
     return runtime, _entry(kernel)
 
 
 def _extents(values: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Start and size of the memory that each tensor spans; tensors that overlap share one, named "a = b"."""
+    """Start and size of the memory that each tensor spans; overlapping tensors share one, named "a = b"."""
     spans: list[tuple[int, int, str]] = []
     for name, tensor in values.items():
         if not isinstance(tensor, torch.Tensor):
@@ -174,7 +174,7 @@ def _entry(kernel: jit.Kernel) -> Any:
 
 @cache
 def _device_header() -> Path:
-    """device.h as g++ has parsed it, which takes half of a kernel's time: once for all kernels."""
+    """device.h as a precompiled header, since parsing it takes half of a kernel's compile time."""
     own = (RUNTIME / "device.h", RUNTIME / "device_math.h", RUNTIME / "device_calls.h")
     digest = _digest(*(path.read_bytes() for path in own), " ".join(KERNEL_FLAGS).encode())
     return _build(f"{digest}/device.h.gch", f'#include "{own[0]}"\n', [*KERNEL_FLAGS, "-x", "c++-header"])
@@ -199,14 +199,14 @@ def _digest(*parts: bytes) -> str:
 
 
 def _build(name: str, source: str, flags: list[str]) -> Path:
-    """Compile `source` to a shared object or, if the flags say so, to a header; kept beside the temporary files."""
+    """Compile `source` to a shared object or, by the flags, to a header; cached in the temporary folder."""
     folder = Path(os.environ.get("ANYBIT_EMULATE_DIR", Path(tempfile.gettempdir()) / "anybit-emulate"))
     built = folder / name
     if built.exists():
         return built
     built.parent.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name[:2]}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # many test processes want the runtime at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # many test processes build the runtime at once
         if not built.exists():
             _compile(source, flags, built)
     return built
@@ -219,7 +219,7 @@ def _compile(source: str, flags: list[str], target: Path) -> None:
         text, built, linked = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
         text.write_text(source)
         commands = [[compiler, *flags, "-c", str(text), "-o", str(built)]]
-        if "c++-header" not in flags:  # linked without -fsanitize: its hooks are the runtime's own
+        if "c++-header" not in flags:  # linked without -fsanitize: the runtime defines its hooks
             commands.append([compiler, "-shared", str(built), "-o", str(linked)])
         for command in commands:
             done = subprocess.run(command, check=False, capture_output=True, text=True)
