@@ -251,7 +251,7 @@ template <class Config> struct Packer : Loader<Config> {
                 at[(j * units * U::words + part) * 32] = (sum - rounding) << more;
             }
     }
-    // Runs of tokens g and g + 8 from each lane's packed (two-channel) minima and maxima; returns whether own is plain.
+    // Runs of tokens g and g + 8 from each lane's two-channel minima and maxima; returns whether its own run is plain.
     template <int bits> PTX static bool of_tokens(const uint32_t (&ends)[2][2], Run (&runs)[2]) {
         // Even lanes go on with token g, odd lanes with token g + 8.
         const bool second = threadIdx.x % 2;

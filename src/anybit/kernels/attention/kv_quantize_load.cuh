@@ -59,7 +59,7 @@ template <class Config> struct Loader {
             }
             return;
         }
-        if (from.old <= from.begin + token) {  // all new: a prompt
+        if (from.old <= from.begin + token) {  // all new (prefill)
             const uint16_t* at = row(from, token + g) + 16 * j + 4 * t;
             const int64_t step = static_cast<int64_t>(8) * from.token_stride;
 #pragma unroll
@@ -140,7 +140,7 @@ template <class Config> struct Loader {
         if (held < 16) {
             constexpr int pieces = span / 8;  // 16-byte pieces per token
             __syncwarp();
-            if (held <= 0 && 32 % pieces == 0) {  // all new: a prompt
+            if (held <= 0 && 32 % pieces == 0) {  // all new (prefill)
                 const uint16_t* at = row(from, token + lane / pieces) + first + lane % pieces * 8;
                 const int64_t step = static_cast<int64_t>(32 / pieces) * from.token_stride;
 #pragma unroll

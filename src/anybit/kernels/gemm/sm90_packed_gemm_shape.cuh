@@ -11,7 +11,7 @@ struct Params {
     ptx::TensorMap x_tail;    // the same, boxes of Shape::tail_rows rows, for token tiles far from full
     const uint8_t* tiles;     // [units][weight_tiles][tile_bytes]
     const float* row_scale;   // [rows padded to 64]
-    const uint8_t* row_zero;  // whole rows with zero points: [rows padded to 64], else null
+    const uint8_t* row_zero;  // asym with per-row scales: [rows padded to 64], else null
     const float* x_scale;     // 8-bit activations: [tokens], else null
     const int32_t* x_sum;     // int8 with per-row scales: each token's sum of codes, [tokens], else null
     const uint16_t* bias;     // [rows] in y's type, or null

@@ -294,7 +294,7 @@ CHECKED bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
                  : "=r"(r) : "r"(barrier), "r"(parity) : "memory");
     return r != 0;
 }
-// Waits until the phase of this parity has completed; a fresh barrier counts as having completed parity 1.
+// Waits until the phase of this parity has completed; a fresh mbarrier counts as having completed parity 1.
 CHECKED void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
     while (!mbarrier_try_wait_parity<arch>(barrier, parity)) {}
 }

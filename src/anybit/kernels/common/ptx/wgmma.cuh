@@ -17,8 +17,8 @@ namespace ptx {
 // chunk of k and instruction i of it adds 32 * i bytes to the address.
 enum class Swizzle { none = 0, bytes_128 = 1, bytes_64 = 2, bytes_32 = 3 };
 
-// Descriptor of a k-contiguous operand. `stride` is the distance of groups of eight rows: 8 * row bytes if swizzled.
-// Without swizzle an 8-row group of 16-byte chunks is 128 contiguous bytes, and `leading` the distance of chunks c, c + 1.
+// Descriptor of a k-contiguous operand. stride: bytes between 8-row groups, 8 * row bytes if swizzled. Without swizzle an
+// 8-row group of 16-byte chunks is 128 contiguous bytes, and leading: bytes between chunks c and c + 1.
 PTX constexpr uint64_t wgmma_descriptor(uint32_t shared, Swizzle swizzle, uint32_t stride, uint32_t leading = 16) {
     return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | static_cast<uint64_t>((leading & 0x3ffffu) >> 4) << 16 |
            static_cast<uint64_t>((stride & 0x3ffffu) >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
@@ -90,7 +90,7 @@ template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
 #define ANYBIT_OUTS_256(c) ANYBIT_OUTS_224(c), c(d[112]), c(d[113]), c(d[114]), c(d[115]), c(d[116]), c(d[117]), \
     c(d[118]), c(d[119]), c(d[120]), c(d[121]), c(d[122]), c(d[123]), c(d[124]), c(d[125]), c(d[126]), c(d[127])
 
-// One struct a type, specialised by N. HEAD: the instruction up to ".n"; TYPES: after it. The flag `accumulate` is an
+// One struct per type, specialized by N. HEAD: the instruction up to ".n"; TYPES: after it. The flag `accumulate` is an
 // operand (scale-d): 0 overwrites d. EXTRA is what follows the flag: signs, and for 16-bit b its major-ness.
 #define ANYBIT_WGMMA(KIND, N, K, TYPES, REG, C, EXTRA_SS, EXTRA_RS, i0, i1, i2, i3, i4, i5)                          \
     template <> struct KIND<N> {                                                                                     \

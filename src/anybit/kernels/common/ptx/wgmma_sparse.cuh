@@ -4,7 +4,7 @@
 // be touched until the wgmma has been waited for. One instruction covers 64 bytes of k of b: 32 16-bit or 64 8-bit.
 // 16-bit types: lanes 2s and 2s + 1 of each quad (s the selector) hold the two halves of k, row g in the low half of a word
 // and row g + 8 in the high half. 8-bit types: lanes 0 and 2 hold the halves of k of row g, lanes 1 and 3 those of row g + 8.
-// A nibble of metadata is a group of four: the place of its first kept value, then of its second; places ascend.
+// A nibble of metadata describes a group of four: index of its first kept value, then of its second, ascending.
 #ifndef ANYBIT_PTX_WGMMA_SPARSE_CUH
 #define ANYBIT_PTX_WGMMA_SPARSE_CUH
 
