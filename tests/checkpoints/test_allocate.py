@@ -1,4 +1,4 @@
-"""Widths chosen by what a text shows: the choice itself, the sizes that are met, and what is refused."""
+"""Bit-widths chosen from text: the choice itself, size budgets, and refusals."""
 
 import itertools
 import random
@@ -39,7 +39,7 @@ def test_the_choice_is_near_the_best_there_is() -> None:
 
 
 def test_the_loss_is_the_divergence_that_is_measured() -> None:
-    """To second order, for one layer at a time: within a factor of two of the KL divergence itself."""
+    """To second order, one layer at a time: within a factor of two of the KL divergence itself."""
     model = tiny_model("llama")
     sequences = [torch.tensor(row) for row in TEXT["sequences"]]
     names = ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
@@ -89,7 +89,7 @@ def test_a_size_in_memory_is_met_with_a_head_that_is_given(source: Path, tmp_pat
 
 @pytest.mark.parametrize(("scheme", "context", "bits"), [("w4a16g64", 140, 16), ("w4a16g64-kv4", 500, 4.5625)])
 def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: float, tmp_path: Path) -> None:
-    """Of 2 layers, and 2 heads of 64 channels."""
+    """Of 2 layers with 2 heads of 64 channels."""
     source, cache = save_tiny("llama-wide", tmp_path / "source"), context * 2 * 2 * 2 * 64 * bits / 8
     saved = quantize_folder(source, tmp_path / "out", scheme, memory=300_000, context=context, options=TEXT)
     assert 280_000 < saved.bytes_after + cache <= 300_000

@@ -89,7 +89,7 @@ def test_what_it_cannot_express_is_refused_by_name(
 
 
 def test_models_with_experts_stay_anybits(tmp_path: Path) -> None:
-    """transformers and vLLM would look for codes of experts, which stay in 16 bits."""
+    """transformers and vLLM would look for quantized experts, but they stay in 16 bits."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(
@@ -157,7 +157,7 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict
 
 
 def test_what_others_leave_out_is_written(sources: dict[str, Path], tmp_path: Path) -> None:
-    """Defaults, whole rows as groups of -1, and the format of the group alone."""
+    """Defaults, group size -1 for whole rows, and a format only in the config group."""
     quantize_folder(sources["llama"], tmp_path / "out", "w4a16")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     convert(tmp_path / "out", "compressed-tensors")
@@ -169,7 +169,7 @@ def test_what_others_leave_out_is_written(sources: dict[str, Path], tmp_path: Pa
 
 
 def test_words_that_compressed_tensors_padded_are_written_anew(sources: dict[str, Path], tmp_path: Path) -> None:
-    """As versions before 0.18 packed 3 bits; config.json alone cannot make them anybit's."""
+    """As versions before 0.18 packed 3 bits; changing config.json alone cannot make them anybit's."""
     quantize_folder(sources["llama"], tmp_path / "old", "w3a16g32")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "old").eval()
     convert(tmp_path / "old", "compressed-tensors")

@@ -1,8 +1,8 @@
-"""1,800 damaged folders a run, by every door: each is refused in a sentence, or the model is what it was, or is valid.
+"""1,800 damaged folders per run through every loader: each is refused with a message, loads unchanged, or is valid.
 
 test_damage_doors.py has 226 more; DAMAGE_ROUNDS=4 makes four times as many of each (``make fuzz``).
 
-Fails on a model that changed without a word, an exception that is no sentence, more than 4 s, and 1 GB of memory.
+Fails on a silently changed model, an exception without a clear message, more than 4 s, and 1 GB of memory.
 """
 
 import collections
@@ -41,12 +41,12 @@ Run = Callable[..., Any]
 
 
 class _TooSlow(BaseException):
-    """A load that would not end; no handler of errors takes it."""
+    """A load that takes too long; a BaseException, so that no error handler catches it."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Good folders: in compressed-tensors' format, in several files, in anybit's own, and not quantized."""
+    """Good folders: in compressed-tensors' format, sharded, in anybit's own format, and unquantized."""
     root = tmp_path_factory.mktemp("good")
     (root / "plain").mkdir()
     words = save_byte_tokenizer(root / "plain")
@@ -63,19 +63,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """What a model makes of a fixed prompt."""
+    """A model's logits of a fixed prompt."""
     with torch.inference_mode():
         return model.eval()(torch.arange(3, 15)[None]).logits[0]
 
 
 def by_load_model(folder: Path) -> Any:
-    """The model and what its tokenizer makes of a text."""
+    """Logits, and token ids of a text."""
     loaded = load_model(folder, device="cpu", scheme="w4a16g32" if is_plain(folder) else None)
     return logits(loaded.model), loaded.tokenizer("It is so.").input_ids
 
 
 def by_from_pretrained(folder: Path) -> Any:
-    """As a program that uses transformers does it."""
+    """Load as a program that uses transformers does."""
     options = {"quantization_config": AnyBitConfig("w4a16g32")} if is_plain(folder) else {}
     return logits(AutoModelForCausalLM.from_pretrained(folder, **options)), None
 
@@ -85,7 +85,7 @@ def is_plain(folder: Path) -> bool:
 
 
 def outcome(load: Callable[[], Any], good: Any) -> tuple[str, str]:
-    """(what came of it, more about it): refused, theirs, same, other, raw, slow or memory."""
+    """(result, details): refused, theirs, same, other, raw, slow or memory."""
     peak, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     signal.setitimer(signal.ITIMER_PROF, 4 * SECONDS)
     try:
@@ -111,7 +111,7 @@ def _compared(load: Callable[[], Any], good: Any) -> tuple[str, str]:
     except Exception as error:
         frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         ours = [name for name in frames if "/anybit/" in name and "/tests/" not in name]
-        # What transformers refuses before it asks anybit is in its words.
+        # What transformers refuses before asking anybit has its own wording.
         return ("raw" if ours else "theirs"), f"{type(error).__name__}: {error}"
     same = all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(found, good, strict=True))
     return ("same" if same else "other"), ""
@@ -119,7 +119,7 @@ def _compared(load: Callable[[], Any], good: Any) -> tuple[str, str]:
 
 @pytest.fixture
 def bounded() -> Iterator[None]:
-    """Memory and time that a mistake may take before it ends."""
+    """Limit the memory and time that a fault may take."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -140,10 +140,10 @@ def bounded() -> Iterator[None]:
 def judged(
     results: list[tuple[Damage, str, str, str]], allowed: Collection[str] = VALID, theirs: Collection[str] | None = ()
 ) -> None:
-    """Fail for what must not be, by kind; print what was.
+    """Fail for forbidden results, by kind; print all results.
 
-    allowed: kinds after which another model may load.  theirs: kinds that the library below may refuse in its own
-    words, before it asks anybit; None: any.
+    allowed: kinds after which another model may load.  theirs: kinds that transformers may refuse in its own words,
+    before it asks anybit; None: any.
     """
     print(collections.Counter(result for _, _, result, _ in results))
     print(collections.Counter(damage.kind for damage, _, result, _ in results if result == "theirs"))
@@ -207,7 +207,7 @@ def test_gguf_files(tmp_path: Path, bounded: None, kinds: dict[str, str]) -> Non
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A command in this process; what it says if it ends well, else AnyBitError with its one sentence."""
+    """Run a command in this process; returns its output, or raises AnyBitError with its error message."""
 
     def command(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["anybit", *words])
@@ -239,7 +239,7 @@ def test_commands(folders: dict[str, Path], tmp_path: Path, bounded: None, run: 
         found, detail = outcome(
             lambda folder=folder, words=words: (run(words[0], str(folder), *words[1:]),), good[name, words]
         )
-        # What info says of a folder is true of the folder as it is.
+        # info's output must be true of the damaged folder.
         results.append((damage, name, "same" if found == "other" and words[0] == "info" else found, detail))
     judged(results)
 

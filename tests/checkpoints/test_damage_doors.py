@@ -1,7 +1,7 @@
-"""Damaged folders and files by the doors that write, measure, explain or go on: 226 a run, judged as in test_damage.
+"""Damaged folders and files by commands that write, measure, explain or resume: 226 a run, judged as in test_damage.
 
 ``convert`` to every format, from anybit's folders, other tools' and GGUF files; ``info``, ``explain`` and ``eval`` of
-strangers' files; a calibration that goes on from remembered blocks.
+foreign files; calibration resumed from stored blocks.
 """
 
 import json
@@ -29,7 +29,7 @@ COUNTS = {"convert": 150, "ask": 60, "resume": 16}
 OTHERS = ("gptq-4-asym", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32-asym", "hqq-3", "bnb-nf4-nested", "ct-nvfp4")
 TARGETS = ("anybit", "compressed-tensors", "gptq", "gguf")
 NAMES = {*VALID, "config"}
-"""What says nothing of the tensors may stand in a converted config.json as it stood in the source's."""
+"""Entries unrelated to tensors may be copied from the source's config.json as they are."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def sources(folders: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
 
 
 def spoilt(rng: random.Random, source: Path, place: Path, groups: tuple[str, ...]) -> tuple[Path, Damage]:
-    """A damaged copy of a model, and what was done to it."""
+    """A damaged copy of a model, and the mutation."""
     if source.is_file():
         shutil.copy(source, place.with_suffix(".gguf"))
         return place.with_suffix(".gguf"), damage_gguf(rng, place.with_suffix(".gguf"))
@@ -52,7 +52,7 @@ def spoilt(rng: random.Random, source: Path, place: Path, groups: tuple[str, ...
 
 
 def written(place: Path) -> Any:
-    """The tensors of what convert has written, by name."""
+    """The tensors that convert has written, by name."""
     if place.is_file():
         import gguf
 
@@ -116,14 +116,14 @@ def test_commands_that_ask(sources: dict[str, Path], tmp_path: Path, bounded: No
             good[name, command] = asked(command, sources[name])
         source, damage = spoilt(rng, sources[name], tmp_path / "damaged", tuple(MUTATIONS))
         kind, detail = outcome(lambda source=source, command=command: asked(command, source), good[name, command])
-        # What info and explain say of a folder is true of the folder as it is.
+        # The output of info and explain must be true of the damaged folder.
         kind = "same" if kind == "other" and command != "eval" else kind
         results.append((damage, f"{command} {name}", kind, detail))
     judged(results)
 
 
 def spoil_memory(rng: random.Random, folder: Path) -> Damage:
-    """Damage what a calibration remembers, in place."""
+    """Damage a calibration's stored blocks, in place."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     file, what = rng.choice(files), rng.choice(["byte", "cut", "empty", "swapped", "folder", "pipe", "longer", "gone"])
     data = bytearray(file.read_bytes())

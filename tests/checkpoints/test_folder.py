@@ -1,4 +1,4 @@
-"""Reading and writing folders: what is broken is named, and nothing broken is left behind."""
+"""Reading and writing folders: errors name what is broken, and nothing broken is left behind."""
 
 import json
 import os
@@ -236,7 +236,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = slow_command(tmp_path)
-    for _ in range(1 if number == signal.SIGINT else 3):  # a terminal that closes may send more than one
+    for _ in range(1 if number == signal.SIGINT else 3):  # a closing terminal may send more than one
         process.send_signal(number)
     assert process.wait(60) == 128 + number
     assert list(tmp_path.iterdir()) == []
@@ -252,9 +252,9 @@ def test_nohup_is_obeyed(tmp_path: Path) -> None:
 
 
 def slow_command(tmp_path: Path, before: str = "") -> subprocess.Popen[bytes]:
-    """A command that is writing a folder; before: what runs ahead of it."""
+    """Start a command that is writing a folder; before: code to run first."""
     script = (
-        # Tests that run in the background ignore some signals, and so would what they start.
+        # Background tests ignore some signals, and child processes would inherit that.
         "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"signal.signal(signal.SIGHUP, signal.SIG_DFL)\n{before}\n"
         "from anybit import cli; from anybit.checkpoints import new_folder\n"

@@ -1,4 +1,4 @@
-"""anybit convert -o: from what other tools have written, and to it, with every code as it was."""
+"""anybit convert -o: from and to other tools' formats, with every code preserved."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from anybit.quantization.methods.registry import quantize_folder
 
 
 def quantized(place: Path, scheme: str) -> Path:
-    """A tiny Llama that anybit itself has quantized."""
+    """A tiny Llama quantized by anybit."""
     config = transformers.LlamaConfig(
         vocab_size=save_byte_tokenizer(place / "plain"), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, head_dim=32, pad_token_id=0,

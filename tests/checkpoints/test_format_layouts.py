@@ -1,4 +1,4 @@
-"""Layouts that no tool here writes on a CPU, made by hand as their documentation has them, and what is refused."""
+"""Layouts that no tool here can write on a CPU, constructed by hand from their documentation, and refusals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ N, K = 32, 64
 
 @dataclass
 class Memory:
-    """A source of tensors that are there already."""
+    """An in-memory tensor source."""
 
     tensors: dict[str, torch.Tensor]
     entries: dict[str, Entry] = field(init=False)
@@ -49,7 +49,7 @@ def random(*shape: int, top: int = 16) -> torch.Tensor:
 
 
 def gptq(zero: torch.Tensor, g_idx: torch.Tensor, **config: Any) -> tuple[StoredLayer, torch.Tensor]:
-    """A 4-bit layer of v1, and what it stands for: scale * (q - (stored zero + 1))."""
+    """A 4-bit layer of v1, and its weight: scale * (q - (stored zero + 1))."""
     codes, scales = random(K, N), (torch.rand(zero.shape[0], N, generator=generator(1)) / 8).half()
     made = layer(
         {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": False, "group_size": 32, **config},
@@ -93,7 +93,7 @@ def test_gptq_groups_that_are_not_there_are_refused(group: int) -> None:
     [(512, "in order", True), (512, "shuffled", False), (128, "unset", True), (128, "shuffled", True)],
 )
 def test_activation_orders_of_compressed_tensors(size: int, kind: str, fine: bool) -> None:
-    """Groups of 512 are two of 256 here, of which an order knows nothing; -1 stands for no order there."""
+    """A group of 512 is two of 256 here, unknown to an activation order; -1 means no order there."""
     k = 1024
     codes, scale, index = random(N, k), torch.rand(N, k // size, generator=generator(3)), torch.arange(k) // size
     if kind == "shuffled":
@@ -113,7 +113,7 @@ def test_activation_orders_of_compressed_tensors(size: int, kind: str, fine: boo
 
 
 def test_compressed_tensors_with_one_scale_for_a_layer() -> None:
-    """int-quantized with the strategy tensor; its zero point is one number, too."""
+    """int-quantized with strategy tensor; its zero point is a single number, too."""
     codes = random(N, K, top=256).sub(128).to(torch.int8)
     one = {"weight_scale": torch.tensor([0.5]), "weight_zero_point": torch.tensor([3], dtype=torch.int8)}
     made = layer({"format": "int-quantized"}, weight=codes, **one)
@@ -133,7 +133,7 @@ def padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def packed(
     bits: int, k: int, pack: Callable[[torch.Tensor, int], torch.Tensor], **config: Any
 ) -> tuple[StoredLayer, torch.Tensor]:
-    """An asymmetric layer of 21 outputs, its codes packed by ``pack``, and what it stands for."""
+    """An asymmetric layer of 21 outputs, its codes packed by ``pack``, and its weight."""
     codes, zero, scale = random(21, k, top=2**bits), random(21, 1, top=2**bits), torch.rand(21, 1)
     made = layer(
         {"format": "pack-quantized", **config},
@@ -150,7 +150,7 @@ def saying(bits: int) -> dict[str, Any]:
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 @pytest.mark.parametrize("k", [2048, 100])
 def test_words_that_compressed_tensors_padded(bits: int, k: int) -> None:
-    """Of 7 bits they are as many as those of 8 bits, and those of 100 inputs may be as many as dense ones."""
+    """7-bit codes take as many words as 8-bit ones, and 100 inputs may take as many as dense ones."""
     for pack, version in ((padded, "0.17.1"), (pack_words, "0.18.0")):
         made, expected = packed(bits, k, pack, config_groups=saying(bits), version=version)
         assert READERS["compressed-tensors"].scheme(made).weights.bits == bits
@@ -177,7 +177,7 @@ def test_few_codes_have_the_bits_that_are_said() -> None:
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_packing_agrees_with_the_installed_compressed_tensors(bits: int, symmetric: bool) -> None:
-    """What it packs is read, whether it pads or not; from 0.18 on it takes anybit's words for the same weights."""
+    """Its packed tensors can be read, padded or not; from 0.18 on it produces anybit's words for the same weights."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -235,7 +235,7 @@ def test_modelopt_nvfp4() -> None:
 
 @pytest.mark.parametrize(("method", "shape"), [("fbgemm_fp8", (N, 1)), ("modelopt", ())])
 def test_fp8_of_fbgemm_and_modelopt(method: str, shape: tuple[int, ...]) -> None:
-    """A scale a row, with a bound for activations in config.json; or one number, and one for inputs."""
+    """A scale per row, with a bound for activations in config.json; or one scale, and one for inputs."""
     weight = torch.randn(N, K, generator=generator(5)).to(torch.float8_e4m3fn)
     scale = torch.rand(shape, generator=generator(6)) / 64
     more = {"input_scale": torch.tensor(0.5)} if method == "modelopt" else {}
@@ -245,7 +245,7 @@ def test_fp8_of_fbgemm_and_modelopt(method: str, shape: tuple[int, ...]) -> None
 
 
 def test_mxfp8() -> None:
-    """A power of two for every 32 inputs, as its exponent."""
+    """A power-of-two scale per 32 inputs, stored as its exponent."""
     weight = torch.randn(N, K, generator=generator(7)).to(torch.float8_e4m3fn)
     exponents = random(N, K // 32, top=20).add(110).to(torch.uint8)
     made = layer({"quant_method": "mxfp8"}, weight=weight, weight_scale=exponents)
@@ -274,7 +274,7 @@ def test_fp8_scales_that_are_not_those_of_the_stated_blocks_are_refused() -> Non
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
 def test_the_last_group_may_be_shorter(name: str) -> None:
-    """96 inputs in groups of 64 have two of them, as have 96 in groups of 48."""
+    """96 inputs in groups of 64 have two groups, as have 96 in groups of 48."""
     k, scale = 96, (torch.rand(N, 2, generator=generator(1)) / 8).half()
     codes = torch.full((N, k), 9)
     nines = torch.full((k, N // 8), -0x66666667, dtype=torch.int32)  # in any order

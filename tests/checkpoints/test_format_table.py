@@ -1,4 +1,4 @@
-"""docs/formats.md is true, cell by cell: what is read, on what it runs, what it converts to."""
+"""docs/formats.md is true, cell by cell: what is read, where it runs, what it converts to."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ TABLE = re.search(r"<!-- formats -->(.*?)<!-- end -->", PAGE, re.DOTALL)
 assert TABLE is not None
 ROWS = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in TABLE[1].strip().splitlines()[2:]]
 BY_HAND = {("gptq", "w4a16g128min"), ("modelopt NVFP4", "w4a16g16e2m1")}
-"""What tests/checkpoints/test_format_layouts.py reads, since no tool here writes it."""
+"""Read only by tests/checkpoints/test_format_layouts.py, since no tool here writes it."""
 
 
 _FAMILIES = {
@@ -32,7 +32,7 @@ _FAMILIES = {
 
 
 def scheme_runs(scheme: Scheme) -> Callable[[tuple[str, str]], bool]:
-    """Whether a family on an architecture runs a layer of one token in a scheme."""
+    """Whether a family on an architecture runs a one-token layer in a scheme."""
 
     def runs(where: tuple[str, str]) -> bool:
         family, arch = where
@@ -48,7 +48,7 @@ def kind_of(weights: WeightFormat) -> tuple[int, str]:
 
 
 def kinds_of(names: Iterable[str]) -> set[tuple[str, tuple[int, str]]]:
-    """Formats and kinds of layers of fixtures."""
+    """Formats and layer kinds of fixtures."""
     return {
         (CASES[name].format, kind_of(Scheme.parse(text).weights))
         for name in names

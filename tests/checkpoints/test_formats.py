@@ -1,4 +1,4 @@
-"""Other tools' files (tests/fixtures/make_formats.py) against the weights that those tools make of them."""
+"""Other tools' files (tests/fixtures/make_formats.py) against those tools' own dequantized weights."""
 
 import json
 import shutil
@@ -24,14 +24,14 @@ from anybit.quantization.methods.registry import quantize_folder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "formats"
 STRIDE = 9
-"""Of the expected weights every ninth output is kept."""
+"""Every ninth output of the expected weights is stored."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a fixture has to be: its format, the schemes of q_proj and down_proj, and how near its tool's weights.
+    """Expectations of a fixture: its format, the schemes of q_proj and down_proj, and the tolerance.
 
-    steps: how far a weight may be, in float16's rounding steps of the layer's largest weight; 0 is bit for bit in the
+    steps: tolerance in float16 rounding steps of the layer's largest weight; 0 is bit-exact in the
     dtype that the tool dequantizes to.
     """
 
@@ -84,11 +84,11 @@ CASES = {
 }
 
 MASKED = "ct-f16-24"
-"""Not quantized: 16-bit weights behind bitmasks."""
+"""Not quantized: 16-bit weights compressed with bitmasks."""
 
 
 def near(found: torch.Tensor, theirs: torch.Tensor, steps: float) -> bool:
-    """Whether weights are a tool's own, bit for bit, or within so many rounding steps."""
+    """Whether weights are a tool's own, bit for bit or within ``steps`` rounding steps."""
     if steps == 0:
         return torch.equal(found.to(theirs.dtype), theirs)
     return float((found - theirs).abs().max()) <= steps * 2**-11 * float(theirs.abs().max())
@@ -111,7 +111,7 @@ def test_a_layer_is_what_its_tool_makes_of_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_default_type_of_floats_changes_nothing(name: str) -> None:
-    """vLLM has made it the model's 16 bits when it loads one."""
+    """vLLM sets it to the model's 16-bit dtype while loading."""
     source = FolderTranslation.of(Folder(FIXTURES / name))
     assert source is not None
     expected = {layer: source.tensors(layer, torch.float32) for layer in source.layers}
@@ -131,7 +131,7 @@ def test_every_fixture_is_looked_at() -> None:
 
 
 def whole_model(name: str, place: Path) -> Path:
-    """A model folder whose q_proj and down_proj are a fixture's, all else as it was before it was quantized."""
+    """A model folder with q_proj and down_proj of a fixture, all else unquantized."""
     config = transformers.AutoConfig.from_pretrained(FIXTURES / name)
     del config.quantization_config
     torch.manual_seed(1)
@@ -231,12 +231,12 @@ def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float
 
 
 def test_a_tied_head_with_codes_of_its_own_is_tied_no_longer(tmp_path: Path) -> None:
-    """As GPTQ's tools write it whose ``lm_head`` is on, and leave ``tie_word_embeddings`` as it was."""
+    """As GPTQ's tools write it with ``lm_head`` on, leaving ``tie_word_embeddings`` as it was."""
     folder = whole_model("gptq-4-sym", tmp_path / "theirs")
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"]
     q_proj = {part: tensors[f"model.layers.0.self_attn.q_proj.{part}"] for part in ("qweight", "qzeros", "scales")}
-    count = len(tensors["model.embed_tokens.weight"])  # q_proj has more outputs than the model has words
+    count = len(tensors["model.embed_tokens.weight"])  # q_proj has more outputs than the vocabulary
     tensors["lm_head.qweight"], tensors["lm_head.scales"] = (q_proj[p][:, :count] for p in ("qweight", "scales"))
     tensors["lm_head.qzeros"] = q_proj["qzeros"][:, : count // 8]
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -249,7 +249,7 @@ def test_a_tied_head_with_codes_of_its_own_is_tied_no_longer(tmp_path: Path) -> 
 
 
 def test_groups_of_different_sizes_are_not_taken_for_equal_ones(tmp_path: Path) -> None:
-    """The first 40 inputs of 64 in one group, the rest in another: in order, and yet no groups of 32."""
+    """The first 40 inputs of 64 in one group, the rest in another: in order, but not groups of 32."""
     folder, name = whole_model("gptq-4-sym", tmp_path), "model.layers.0.self_attn.q_proj.g_idx"
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = (torch.arange(len(tensors[name])) >= 40).int()
@@ -262,7 +262,7 @@ def test_groups_of_different_sizes_are_not_taken_for_equal_ones(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_tensor_that_is_gone_is_noticed(name: str) -> None:
-    """Or changes nothing; that a whole layer is gone is for the model to notice (``Translation.check``)."""
+    """Or it changes nothing; the model notices a missing whole layer (``Translation.check``)."""
     good = FolderTranslation.of(Folder(FIXTURES / name))
     assert good is not None
     for tensor in list(Folder(FIXTURES / name).entries):

@@ -75,7 +75,7 @@ def test_a_file_runs_as_it_does_dequantized(tmp_path: Path) -> None:
     assert str(layers["model.layers.0.self_attn.v_proj"].scheme) == "w6a16g16" and len(layers) == 8
     with local_folder(file) as folder:
         plain = load_model(folder)
-    for name, layer in layers.items():  # the rows of queries and keys lie in another order in the file
+    for name, layer in layers.items():  # the file permutes rows of queries and keys
         torch.testing.assert_close(
             layer.dequantize(), plain.model.get_submodule(name).weight.data, rtol=2**-10, atol=2**-24
         )
@@ -131,7 +131,7 @@ def test_texts_end_where_the_file_says(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_texts_of_llama_3_begin_with_a_token_unless_the_file_says_otherwise(tmp_path: Path) -> None:
-    """As llama.cpp has it: many files of 2024 say how text is split, and nothing of add_bos_token."""
+    """As in llama.cpp: many files of 2024 name the pre-tokenizer, but have no add_bos_token."""
     file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
     assert open_gguf(file)[1]("a").input_ids[0] != 1
     data = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Rotary embeddings turn as the GGUF file says: kept or dequantized, by factors or by metadata."""
+"""Rotary embeddings follow the GGUF file: kept or dequantized, by factors or by metadata."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def test_metadata(tmp_path: Path, kind: str) -> None:
 
 
 def described(file: Path, architecture: str, layers: int = 1, **said: float | str) -> Any:
-    """The configuration of a file that says these things, and holds a norm a layer; heads have 64 channels."""
+    """The configuration of a file with these metadata and one norm per layer; heads have 64 channels."""
     import gguf
 
     writer = gguf.GGUFWriter(file, architecture)

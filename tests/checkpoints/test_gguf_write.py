@@ -1,4 +1,4 @@
-"""anybit convert --to gguf: codes as they were, read back by gguf, by transformers and by anybit; the rest refused."""
+"""anybit convert --to gguf: codes unchanged, read back by gguf, by transformers and by anybit; all else refused."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ gguf = pytest.importorskip("gguf")
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_come_back(kind: str) -> None:
-    """Every type that is read is written, but TQ1_0, whose codes TQ2_0 holds."""
+    """Every readable type can be written, except TQ1_0, whose codes go to TQ2_0."""
     weight = read_blocks(torch.from_numpy(random_blocks(kind, 3, 512)), kind, (3, 512))
     written, data = encode(weight)
     assert written == ("TQ2_0" if kind == "TQ1_0" else kind)
@@ -111,7 +111,7 @@ def test_a_model_comes_back(kind: str, scheme: str, tmp_path: Path) -> None:
 
 
 def test_a_mixed_file_comes_back(tmp_path: Path) -> None:
-    """Scales that a file multiplies out of two numbers: these are found again, and every layer has its own type."""
+    """Scales that a file stores as products of two numbers are recovered, and every layer has its own type."""
     file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
     convert_into(file, "anybit", tmp_path / "ours")
     kinds = convert_into(tmp_path / "ours", "gguf", tmp_path / "back.gguf")

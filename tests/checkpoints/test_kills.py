@@ -1,6 +1,6 @@
-"""Commands that are killed at any moment: a folder stays whole, and the next run leaves nothing of it behind.
+"""Commands killed at any moment: a folder stays whole, and the next run leaves no leftovers.
 
-ANYBIT_KILLS says how many (24); a process that has imported everything is forked for each, so that they take their time
+ANYBIT_KILLS is the number of kills (24); each forks a process that has imported everything, so that the time is spent
 in the work and not before it.
 """
 
@@ -31,7 +31,7 @@ Place = Callable[[str], Path]
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Every finished file in a folder, and what is in it."""
+    """Every finished file in a folder, and its content."""
     return {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(folder.rglob("*"))
@@ -40,7 +40,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 class Job:
-    """What puts a folder into one of two states; ``turn`` says which."""
+    """Puts a folder into one of two states; ``turn`` selects which."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.out = root, root / "out"
@@ -50,7 +50,7 @@ class Job:
         quantize_folder(self.source, self.out, ("w4a16g32", "w2a16g32asym")[turn], overwrite=True)
 
     def after(self) -> None:
-        """Forget what has been remembered, so that there is something to do."""
+        """Discard stored progress, so that there is something to do."""
 
 
 class Calibrate(Job):
@@ -67,12 +67,12 @@ class Calibrate(Job):
 
 class Convert(Job):
     def run(self, turn: int) -> None:
-        with contextlib.suppress(ConversionError):  # it is so already
+        with contextlib.suppress(ConversionError):  # already done
             convert(str(self.out), ("anybit", "compressed-tensors")[turn], as_json=False)
 
 
 def killed(job: Job, turn: int, seconds: float) -> None:
-    """Do a job over and over, and die in the middle of it."""
+    """Run a job repeatedly, and die in the middle of it."""
     child = os.fork()
     if not child:
         try:

@@ -1,4 +1,4 @@
-"""Calibrated methods from folder to folder: they save, reload, convert and refuse as rounding does, and lose less."""
+"""Calibrated methods from folder to folder: save, reload, convert and refuse like rounding, with less loss."""
 
 import json
 import math
@@ -46,14 +46,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def divergence(source: Path, quantized: Path) -> float:
-    """KL of a quantized folder from its source."""
+    """KL divergence of a quantized folder from its source."""
     p, q = (AutoModelForCausalLM.from_pretrained(f).eval()(CHECK).logits.log_softmax(-1) for f in (source, quantized))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @torch.no_grad()
 def check_saved_again(model: Any, folder: Path) -> None:
-    """Saved and loaded, a model gives the same logits; dequantized, nearly the same."""
+    """Saved and reloaded, a model gives the same logits; dequantized, nearly the same."""
     before = model(CHECK).logits
     model.save_pretrained(folder)
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -193,7 +193,7 @@ def test_masks_of_one_width_serve_others(llama: Path, tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(out)
         kept = [module.quantized_weight().mask() for module in model.modules() if isinstance(module, QuantLinear)]
         masks = masks or kept
-        # Error feedback moves what was pruned, and few bits move it further than what was kept.
+        # Error feedback moves pruned weights, further than kept ones at few bits.
         assert torch.cat([(a == b).flatten() for a, b in zip(kept, masks, strict=True)]).float().mean() > 0.9
 
 
@@ -284,7 +284,7 @@ def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama:
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_no_sequence_is_longer_than_a_table_of_positions(method: str, tmp_path: Path) -> None:
-    """gpt2's has 64; without length a text comes in sequences that fit."""
+    """gpt2's has 64 positions; without length, text is cut into sequences that fit."""
     source, text = save_tiny("gpt2", tmp_path / "source"), tmp_path / "text.txt"
     text.write_text(" ".join(map(chr, range(97, 123))) * 40)
     config = json.loads((source / "config.json").read_text()) | {"vocab_size": save_byte_tokenizer(source)}
@@ -367,7 +367,7 @@ def test_other_architectures_cannot_be_rotated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["rotate", "smooth", "smooth_rotate"])
 def test_what_would_compute_otherwise_is_refused(method: str, llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Gains that are stored less one, as many families and models with code of their own have them."""
+    """Gains stored minus one, as in many families and custom models."""
     norm = modeling_llama.LlamaRMSNorm
     plain = norm.forward
 

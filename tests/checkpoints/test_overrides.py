@@ -1,4 +1,4 @@
-"""Layers with schemes of their own: streamed or quantized while loading, saved, fused, refused; tied heads, too."""
+"""Per-layer schemes: streamed or quantized while loading, saved, fused, refused; tied heads, too."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Where a folder may be written: nothing that is no model is replaced, nor what is read, and links are followed."""
+"""Where a folder may be written: only models are replaced, never the source, and links are followed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_at(path: Path, *more: str) -> Path:
-    """What looks like a model folder, with more files in it."""
+    """Something like a model folder, with extra files."""
     path.mkdir()
     (path / "config.json").write_text('{"model_type": "llama"}')
     for name in ("model.safetensors", "tokenizer.json", *more):
@@ -30,7 +30,7 @@ def model_at(path: Path, *more: str) -> Path:
 
 
 def refused(path: Path, message: str, source: Path | None = None) -> None:
-    """Replacing a folder is refused, and changes nothing."""
+    """Replacing the folder is refused, and changes nothing."""
     before = sorted(path.rglob("*"))
     with pytest.raises(CheckpointError, match=message), new_folder(path, overwrite=True, source=source):
         pass
@@ -39,7 +39,7 @@ def refused(path: Path, message: str, source: Path | None = None) -> None:
 
 
 def written(path: Path, **files: str) -> Path:
-    """A folder as anybit writes it."""
+    """A folder written by anybit."""
     with new_folder(path) as work:
         (work / "config.json").write_text('{"model_type": "llama"}')
         for name in ("model.safetensors", "tokenizer.json"):
@@ -50,7 +50,7 @@ def written(path: Path, **files: str) -> Path:
 
 
 def test_what_is_no_models_is_not_replaced(tmp_path: Path) -> None:
-    """Folders that no manifest describes: of an earlier version, or of another tool."""
+    """Folders without a manifest: of an earlier version, or of another tool."""
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "thesis.tex").write_text("years of work")
@@ -92,7 +92,7 @@ def test_what_anybit_wrote_is_replaced_and_nothing_else(tmp_path: Path) -> None:
         mine = written(tmp_path / f"mine{index}", README="of the model")
         (mine / name).write_text(text)
         refused(mine, f"it holds {name}, which would be lost, since anybit did not write it")
-    (mine / writing.MANIFEST).write_text("{")  # what it said is gone: README is nobody's
+    (mine / writing.MANIFEST).write_text("{")  # its manifest is lost: README is of unknown origin
     refused(mine, "it holds README, which")
     sly = written(tmp_path / "sly")
     (sly / "thesis.tex").write_text("years of work")
@@ -135,7 +135,7 @@ def test_the_source_is_never_replaced(llama: Path, tmp_path: Path) -> None:
         quantize_folder(tmp_path / "link", source, "w4a16g32", overwrite=True)
     (tmp_path / "link").unlink()
     assert sorted(tmp_path.rglob("*")) == before
-    # A folder of links, as in the cache of the hub: what is read lies where they point.
+    # A folder of links, as in the hub's cache: the source is where they point.
     links = tmp_path / "links"
     links.mkdir()
     for file in source.iterdir():
@@ -180,7 +180,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_there_is_a_folder_at_every_moment(tmp_path: Path) -> None:
-    """Where the system can exchange folders; a reader that opens it over and over always finds one."""
+    """If the system can exchange folders; a reader that opens the folder repeatedly always finds one."""
     out = written(tmp_path / "out")
     absent, stop = [], threading.Event()
 

@@ -1,4 +1,4 @@
-"""From folder to folder: every architecture, every refusal, and the figures that are reported."""
+"""From folder to folder: every architecture, every refusal, and the reported figures."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(source: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
-    """A copy of a model with some tensors replaced, added, or taken away (None)."""
+    """A copy of a model with some tensors replaced, added, or removed (None)."""
     shutil.copytree(source, target)
     old = safetensors.torch.load_file(source / "model.safetensors")
     new = {k: v for k, v in {**old, **tensors}.items() if v is not None}

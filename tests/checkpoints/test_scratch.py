@@ -1,4 +1,4 @@
-"""Scratch folders: locked while their process lives, and swept by the next run once it has been killed."""
+"""Scratch folders: locked while their process lives, and removed by the next run if it was killed."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Folders as they lie on the hub, with what tools of all ages say of them: read right, or refused in a sentence."""
+"""Folders as found on the hub, with metadata of old and new tools: read right, or refused clearly."""
 
 import json
 import warnings
@@ -27,10 +27,10 @@ KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "s
 
 @dataclass(frozen=True)
 class Strange:
-    """A fixture under another description.
+    """A fixture with different metadata.
 
-    entry: config.json's quantization_config, None for none; a function changes the fixture's own.  files: others
-    beside it.  rename: of the safetensors.  more: entries of config.json.  tensors: some more.
+    entry: config.json's quantization_config, None for none; a function edits the fixture's own.  files: additional
+    ones.  rename: new name of the safetensors.  more: entries of config.json.  tensors: additional ones.
     """
 
     fixture: str

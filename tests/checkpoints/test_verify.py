@@ -38,7 +38,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(source: Path, target: Path) -> Path:
-    """A folder of the same files, hard links but for the JSON, which tests change."""
+    """A folder with the same files, hard-linked except JSON, which tests change."""
     target.mkdir()
     for file in source.iterdir():
         if file.suffix == ".json":
@@ -58,7 +58,7 @@ def changed(folder: Path, **entries: Any) -> Path:
 def test_nothing_in_a_folder_is_executed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str
 ) -> None:
-    """Neither by the configuration nor by the tokenizer, also where a terminal could be asked."""
+    """Neither by the configuration nor by the tokenizer, even where a terminal could be asked."""
     monkeypatch.setattr("builtins.input", lambda *words: "y")
     folder = linked(llama, tmp_path / "model")
     code = f"open({str(tmp_path / 'pwned')!r}, 'w').close()\n"
@@ -320,7 +320,7 @@ def test_a_good_folder_is_not_refused(llama: Path) -> None:
 @pytest.mark.parametrize("method", ["x", "", None, {"a": 1}, 3])
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w4a8g32"])
 def test_a_damaged_method_is_refused_and_not_made_up(llama: Path, tmp_path: Path, scheme: str, method: object) -> None:
-    """transformers only warns of a method that it does not know, and fills the model with random weights."""
+    """transformers only warns about an unknown method, and initializes the model randomly."""
     quantize_folder(llama, tmp_path / "q", scheme)
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     config["quantization_config"]["quant_method"] = method

@@ -1,4 +1,4 @@
-"""A program that has never heard of anybit gets the right model from a saved folder, or an error, nothing else."""
+"""A program that does not import anybit gets the right model from a saved folder, or an error, nothing else."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from anybit.integrations.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 HELD = ("w4a16g32", "w8a16", "w3a16g32asym", "w1a16asym")
-"""Schemes that compressed-tensors can hold."""
+"""Schemes that compressed-tensors can express."""
 OTHERS = ("w1a16", "w4a8", "w4a16g32s24", "w4a16-kv4", "w4a16g64")
 """Schemes that it cannot; groups of 64 do not divide a layer of 96 inputs."""
 
@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 
 def without_anybit(*folders: Path) -> dict[str, Any]:
-    """What a process of transformers alone makes of each folder, by its name: tokens, or an error in words."""
+    """Run transformers alone on each folder, by name: tokens, or an error message."""
     done = subprocess.run(
         [sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True, check=False
     )
@@ -62,7 +62,7 @@ def without_method(folder: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that both ways of saving have written, named by the way and the scheme."""
+    """Folders written by both ways of saving, named by way and scheme."""
     root = tmp_path_factory.mktemp("saved")
     for architecture in ("llama", "llama-wide", "gpt2"):
         save_tiny(architecture, root / architecture)
@@ -85,7 +85,7 @@ def test_saved_folders(folders: Path) -> None:
     gone = [without_method(folder, folders / f"gone {folder.name}") for folder in others]
     found = without_anybit(*held, *others, *gone)
     for folder in held:
-        # Here anybit is there, and takes the folder over.
+        # Here anybit is present, and takes over the folder.
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert any(isinstance(module, QuantLinear) for module in model.modules())
         assert found[folder.name] == tokens_of(model), folder.name
@@ -94,12 +94,12 @@ def test_saved_folders(folders: Path) -> None:
         assert tokens_of(AutoModelForCausalLM.from_pretrained(folder).eval())
     for folder in gone:
         assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # anybit is here, and nobody asks it
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # anybit is present, but not asked
             AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: Path) -> None:
-    """Of a lost quantization_config transformers makes weights up, and with anybit it refuses."""
+    """Without quantization_config, transformers initializes weights randomly; with anybit it refuses."""
     whole_model("gptq-4-sym", tmp_path / "gptq")
     for source in (
         *(folders / f"{way} {scheme}" for way in ("quantize", "save") for scheme in HELD),
@@ -125,7 +125,7 @@ def test_loading_says_nothing_of_the_empty_tensors(folders: Path, capfd: pytest.
 
 
 def test_folders_of_earlier_versions_load(folders: Path, tmp_path: Path) -> None:
-    """They have anybit's words alone, and no empty tensors."""
+    """They have only anybit's entries, and no empty tensors."""
     for scheme in ("w4a16g32", "w4a8"):
         source, old = folders / f"quantize {scheme}", tmp_path / scheme
         old.mkdir()

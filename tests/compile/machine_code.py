@@ -1,4 +1,4 @@
-"""Rung 3: what a kernel's machine code must and must not hold, in one line a kernel.
+"""What a kernel's machine code must and must not contain, in one line per kernel.
 
 check(gemm.kernel(config), "sm_90a", has="BGMMA.*AND", registers=168)
 """
@@ -16,7 +16,7 @@ from anybit.device import Device
 from anybit.jit.compile import Compiled
 
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a"]
-"""The architectures that every kernel of the mma.sync family compiles for."""
+"""All architectures of the mma.sync family."""
 
 
 def check(
@@ -28,10 +28,10 @@ def check(
     registers: int | None = None,
     stack_bytes: int = 0,
 ) -> Compiled:
-    """Compile `kernel` for `arch` and check it: no spills, no calls, it fits the multiprocessor, and what is given.
+    """Compile `kernel` for `arch` and check it: no spills, no calls, it fits an SM, and the given conditions.
 
     has, lacks: regular expressions that some, or no, SASS instruction matches from its name on ("BMMA.*AND.POPC").
-    registers: the most a thread may use.  stack_bytes: the most local memory, for arrays indexed at run time.
+    registers: maximum per thread.  stack_bytes: maximum local memory, for arrays indexed at run time.
     """
     compiled = jit.cached(kernel, arch)
     what = f"{kernel.entry} for {arch} with {kernel.config}"
@@ -57,9 +57,9 @@ def sass(cubin: bytes) -> list[str]:
 
 
 def before_wait(cubin: bytes) -> set[str]:
-    """The names of the instructions on some path from a kernel's entry that does not pass griddepcontrol.wait.
+    """The names of instructions reachable from a kernel's entry without passing griddepcontrol.wait.
 
-    {"LDG.E", "UBLKCP.S.G", ...}. A path follows both ways of every branch, whatever its condition.
+    {"LDG.E", "UBLKCP.S.G", ...}. Both ways of every branch are followed, whatever its condition.
     """
     instructions: list[tuple[bool, str]] = []  # whether it has a predicate
     places: dict[str, int] = {}
@@ -81,7 +81,7 @@ def before_wait(cubin: bytes) -> set[str]:
         target = re.search(r"\.L_x_\d+", instruction)
         if target is not None:
             todo.append(places[target[0]])
-        # A branch whose condition is an operand, or which waits for lanes to meet, may go on behind itself.
+        # A branch with an operand as its condition, or one that waits for lanes to converge, may fall through.
         always = re.fullmatch(r"(EXIT|BRA `?\(?\.L_x_\d+\)?`?)", instruction) is not None
         if predicated or not always:
             todo.append(at + 1)
@@ -89,7 +89,7 @@ def before_wait(cubin: bytes) -> set[str]:
 
 
 def count(cubin: bytes, pattern: str) -> int:
-    """How many instructions of a cubin match `pattern` from their name on."""
+    """The number of instructions of a cubin that match `pattern` from their name on."""
     return sum(bool(re.match(pattern, instruction)) for instruction in sass(cubin))
 
 
@@ -107,7 +107,7 @@ def _disassembly(cubin: bytes) -> str:
 
 @cache
 def _tool() -> str:
-    """nvdisasm: of the pip package, of the toolkit, or on the path."""
+    """nvdisasm of the pip package, of the toolkit, or on the path."""
     candidates = [Path("/usr/local/cuda/bin/nvdisasm")]
     try:
         import nvidia

@@ -1,4 +1,4 @@
-"""jit.cache: many processes compile once, damage is noticed, and a folder that cannot be written only costs time."""
+"""jit.cache: concurrent processes compile once, damage is noticed, and an unwritable folder only costs time."""
 
 import errno
 import hashlib
@@ -63,7 +63,7 @@ def test_memory_then_disk(folder: Path, compilations: list[str]) -> None:
     cache.clear_memory()
     start = time.perf_counter()
     again = jit.cached(KERNEL, ARCH)
-    assert time.perf_counter() - start < 0.1  # the aim is 0.02, which the GPU tests check on an idle machine
+    assert time.perf_counter() - start < 0.1  # the goal is 0.02, which GPU tests check on an idle machine
     assert again == first
     assert compilations == [ARCH]
     assert not list(folder.glob(".new-*"))
@@ -92,7 +92,7 @@ def test_key_follows_content(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert len(keys) == 6
     again = deeper.read_bytes()
     deeper.unlink()
-    deeper.write_bytes(again)  # a new file time, the same content
+    deeper.write_bytes(again)  # new mtime, same content
     assert cache.key(kernel, ARCH) in keys
 
 
@@ -115,7 +115,7 @@ def test_damaged_entries_are_rebuilt(folder: Path, compilations: list[str], dama
 
 
 def stored(figures: object, cubin: bytes) -> bytes:
-    """An entry that is whole."""
+    """A valid entry."""
     header = json.dumps(figures).encode()
     body = len(header).to_bytes(4, "little") + header + cubin
     return cache._MAGIC + hashlib.sha256(body).digest() + body
@@ -196,7 +196,7 @@ def test_what_others_may_have_put_there_is_not_loaded(
     assert replace(jit.cached(KERNEL, ARCH), seconds=first.seconds) == first
     assert len(compilations) == 2
     assert said in caplog.text or (what == "stranger" and "belongs to another user" in caplog.text)
-    if what not in ("folder", "stranger"):  # the new one has taken its place
+    if what not in ("folder", "stranger"):  # the new one has replaced it
         cache.clear_memory()
         jit.cached(KERNEL, ARCH)
         assert len(compilations) == 2
@@ -211,7 +211,7 @@ def test_a_folder_that_others_can_write_is_not_used(
     assert f"{folder} cannot be used: others can write it (mode 1777); set ANYBIT_CACHE_DIR to a folder" in caplog.text
     assert not list(folder.iterdir())
     assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
-    # The default one, made by an earlier version under a umask that let a group write, is closed to it.
+    # The default folder, made by an earlier version under a umask with group write permission, is closed to the group.
     own = folder.parent / "xdg" / "anybit"
     own.mkdir(parents=True)
     own.chmod(0o775)
@@ -365,7 +365,7 @@ def test_what_a_call_would_launch_is_listed_and_compiled_ahead_by_other_processe
 
 
 def test_a_daemonic_process_compiles_ahead_too(folder: Path) -> None:
-    """As a rank of vLLM's tensor parallelism does: Python refuses it children."""
+    """As a tensor-parallel rank of vLLM does: Python does not allow it child processes."""
 
     def rank() -> None:
         assert compile_kernels([(KERNEL, ARCH)], jobs=2) == []

@@ -78,7 +78,7 @@ def test_packing_compiles(arch: str):
 
 
 def disassembly(cubin: bytes, folder: Path) -> str:
-    """The machine code as text."""
+    """Disassemble a cubin."""
     (folder / "kernel.cubin").write_bytes(cubin)
     beside = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvdisasm"
     tool = shutil.which("nvdisasm") or (str(beside) if beside.exists() else None)

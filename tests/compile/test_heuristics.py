@@ -1,4 +1,4 @@
-"""Kernels for few tokens become machine code without spills, with the instructions that were meant."""
+"""Kernels for few tokens compile without spills, to the intended instructions."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -52,7 +52,7 @@ def test_tables_are_multiplied_as_floats(scheme: str, m: int, dtype: torch.dtype
 
 
 def test_e2m1_takes_eight_instructions_for_eight_codes() -> None:
-    """Four ANDs, as symmetric codes take, and four shifts, most of which IMAD does."""
+    """Four ANDs, as for symmetric codes, and four shifts, mostly done by IMAD."""
     ands = {}
     for scheme in ("w4a16g32", "w4a16g32e2m1"):
         it = LinearProblem(8, 28672, 4096, Scheme.parse(scheme).weights)
@@ -69,7 +69,7 @@ def test_digits_of_a_norm(bits: int, m: int) -> None:
 
 
 def test_digits_that_end_with_something_else() -> None:
-    """SiLU, whose division is called, or the rotary embedding and the store: no spills."""
+    """Fused SiLU, whose division is a call, or rotary embedding and store: no spills."""
     for bits, m in ((4, 1), (3, 2), (1, 2)):
         gate_up, qkv = (sm90_packed_gemv.norm_default(problem(bits, m, n, 4096)) for n in (28672, 6144))
         check(sm90_packed_gemv.rotary_kernel(qkv), "sm_90a", has="IMMA", lacks="HMMA")
@@ -90,8 +90,8 @@ def test_gate_up_lets_the_next_kernel_begin_as_measured() -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("m", [1, 2])
 def test_room_for_one_block_of_the_next(bits: int, m: int) -> None:
-    """In a fused layer two blocks of any kernels fit a multiprocessor, and two of a product that norms do not."""
-    sm = HOPPER.shared_bytes + 1024  # of which each block costs 1 KB
+    """In a fused layer, any two blocks fit an SM, except two blocks of a product with a fused norm."""
+    sm = HOPPER.shared_bytes + 1024  # including 1 KB per block
     for n, k in ((6144, 4096), (28672, 4096), (960, 576), (3072, 576)):
         it = replace(problem(bits, m, n, k), columns=-(-k // 128) * 128)
         config = heuristics.limit_occupancy_normed(sm90_packed_gemv.norm_default(it), HOPPER)
@@ -111,7 +111,7 @@ def test_room_for_one_block_of_the_next(bits: int, m: int) -> None:
 
 
 def test_codes_stay_where_they_lie() -> None:
-    """Four bits: a mask for each four codes and no shift, in the loop that matters."""
+    """Four bits: a mask per four codes and no shift, in the main loop."""
     compiled = check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(problem(4, 1, 28672, 4096))), "sm_90a")
     units = count(compiled.cubin, "IMMA") // 4
     assert count(compiled.cubin, "LOP3.*0xf0f0f0f") == 16 * units
@@ -128,7 +128,7 @@ def test_mid(bits: int, m: int, dtype: torch.dtype) -> None:
 
 
 def test_one_block_of_many_tokens_among_small_kernels() -> None:
-    """Fused layers of more than 8 tokens: o and down on one block a multiprocessor, qkv as it is with more blocks."""
+    """Fused layers with more than 8 tokens: o and down at one block per SM, qkv at more, as usual."""
     for m, n, k, changes in (
         (16, 4096, 4096, True),
         (16, 4096, 14336, True),
@@ -143,7 +143,7 @@ def test_one_block_of_many_tokens_among_small_kernels() -> None:
 
 
 def test_sparse_weights_and_int8_beside_the_next_product() -> None:
-    """Alone in a chain two blocks a multiprocessor, all weights asked for first; among small kernels one, and fewer."""
+    """Alone in a chain two blocks per SM, with all weights prefetched; among small kernels one, and fewer."""
     parsed = Scheme.parse("w4a8s24")
     it = LinearProblem(16, 4096, 4096, parsed.weights, parsed.activations)
     chosen = sm90_packed_gemm.default(it)
@@ -195,7 +195,7 @@ def test_one_block_is_always_legal(scheme: str) -> None:
     ],
 )
 def test_layers_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleType | None]) -> None:
-    """On an H200, us at 3 tokens: 21.1 for the f16 kernel's 23.5, 31.8 for 33.6, and 10.6 for the skinny one's 12.2."""
+    """On an H200, us at 3 tokens: 21.1 (f16 kernel: 23.5), 31.8 (33.6), and 10.6 (skinny: 12.2)."""
     assert {m: heuristics.kernel(problem(4, m, n, k)) for m in kernels} == kernels
 
 
@@ -211,7 +211,7 @@ def test_layers_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleTy
     ],
 )
 def test_small_layers_of_int8_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleType | None]) -> None:
-    """On an H200 576 x 576 at 8 tokens took 2.7 us for sm90_packed_gemm's 3.8."""
+    """On an H200, 576 x 576 at 8 tokens took 2.7 us, and 3.8 by sm90_packed_gemm."""
     weights = WeightFormat(4, "sym", None)
     its = {m: LinearProblem(m, n, k, weights, ActivationFormat(8, "sym"), device=HOPPER) for m in kernels}
     assert {m: heuristics.kernel(it) for m, it in its.items()} == kernels
@@ -222,7 +222,7 @@ def test_small_layers_of_int8_run_what_was_fastest(n: int, k: int, kernels: dict
 )
 @pytest.mark.parametrize("family", [sm90_packed_gemv, sm90_packed_skinny])
 def test_a_few_more_units_spare_a_second_wave(family: ModuleType, n: int, units: int, blocks: int) -> None:
-    """34816 x 5120 took 34.1 us in 136 blocks for 132 multiprocessors, and takes 25.6 (int8, two tokens)."""
+    """34816 x 5120 took 34.1 us in 136 blocks on 132 SMs, and takes 25.6 now (int8, two tokens)."""
     it = problem(4, 2, n, 5120)
     config = family.default(it)
     assert it.block_units == units

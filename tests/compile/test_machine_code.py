@@ -1,4 +1,4 @@
-"""The checks of machine code, tried on the example kernel and on one instruction of each kind."""
+"""The machine code checks, tried on the example kernel and on one instruction of each kind."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class Nothing:
 
 def kernel(folder: Path, body: str, threads: int = 128) -> jit.Kernel:
     """A kernel of one statement list, in which d, a and b are fragments that come from p.x and go back to it."""
-    header = folder / f"one{len(list(folder.iterdir()))}.cuh"  # a kernel that was loaded is not looked at again
+    header = folder / f"one{len(list(folder.iterdir()))}.cuh"  # a loaded kernel is not read again
     header.write_text(
         '#include "common/ptx/wgmma.cuh"\n' + PARAMS + "template <class Config> __global__ void "
         "__launch_bounds__(Config::threads) one(const __grid_constant__ Params p) {\n"
@@ -83,7 +83,7 @@ def test_wgmma_instructions(tmp_path: Path, product: str, has: str) -> None:
 
 
 def test_what_hopper_emulates_is_noticed(tmp_path: Path) -> None:
-    """4-bit products are native before sm_90 and a crowd of other instructions on it."""
+    """4-bit products are native before sm_90, and emulated by many instructions on it."""
     s4 = kernel(tmp_path, "ptx::mma_m16n8k64_s4(d, a, b);")
     check(s4, "sm_80", has=r"IMMA.16864.S4.S4")
     assert count(jit.cached(s4, "sm_90a").cubin, r"IMMA.16864") == 0

@@ -1,4 +1,4 @@
-"""Under programmatic dependent launch: what kernels may do before griddepcontrol.wait, seen in their machine code.
+"""Programmatic dependent launch: what kernels may do before griddepcontrol.wait, checked in machine code.
 
 docs/writing-kernels.md, "Kernels that overlap", has the rules.
 """
@@ -33,7 +33,7 @@ PREFETCHES = r"UTMACCTL|CCTL|UBLKPF"
 
 
 def quantizers() -> list[jit.Kernel]:
-    """Quantize-and-pack after each source, in both layouts, for few tokens and for many."""
+    """Quantize-and-pack of each source, in both layouts, for few tokens and for many."""
     found = []
     for form, target, m in ((A8, Target.bytes, 1), (A4, Target.planes, 4096)):
         for source, k in ((Source.plain, 4096), (Source.rms_norm, 8192), (Source.silu_mul, 14336)):
@@ -55,7 +55,7 @@ def small_kernels() -> list[jit.Kernel]:
 
 
 def few() -> list[jit.Kernel]:
-    """Products of few tokens: all threads wait."""
+    """Products for few tokens: all threads wait."""
     problem = LinearProblem(1, 4096, 4096, WeightFormat(4, "sym", 128))
     norm = sm90_packed_gemv.norm_default(problem)
     return [
@@ -70,7 +70,7 @@ def few() -> list[jit.Kernel]:
 
 
 def large() -> list[jit.Kernel]:
-    """Products whose threads that multiply may leave the waiting to those that load."""
+    """Products whose MMA threads may leave waiting to producer threads."""
     found = []
     for scheme, m in (("w1a1", 1), ("w2a2", 64), ("w1a2", 1024), ("w4a4", 4096)):
         s = Scheme.parse(scheme)
@@ -103,7 +103,7 @@ def test_all_threads_wait_before_they_write_or_end(kernel: jit.Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", [*quantizers(), *small_kernels()], ids=lambda k: k.entry)
 def test_activations_are_read_after_the_wait(kernel: jit.Kernel) -> None:
-    """Before it there is a norm's gamma at most, as often as a thread has vectors."""
+    """Before it, at most a norm's gamma is loaded, once per vector of a thread."""
     code = jit.cached(kernel, "sm_90a").cubin
     early = matching(before_wait(code), LOADS)
     norms = kernel.entry == "add_rms_norm" or getattr(kernel.config, "source", None) is Source.rms_norm
@@ -113,7 +113,7 @@ def test_activations_are_read_after_the_wait(kernel: jit.Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", large(), ids=lambda k: k.entry)
 def test_large_tiles_ask_for_activations_after_the_wait(kernel: jit.Kernel) -> None:
-    """Weights come by bulk copies before it; tensor maps bring activations."""
+    """Weights are bulk-copied before it; tensor maps load activations after."""
     code = jit.cached(kernel, "sm_90a").cubin
     assert any(one.startswith("ACQBULK") for one in sass(code))
     assert not matching(before_wait(code), "UTMALDG")
@@ -121,5 +121,5 @@ def test_large_tiles_ask_for_activations_after_the_wait(kernel: jit.Kernel) -> N
 
 @pytest.mark.parametrize("kernel", [*quantizers(), *small_kernels(), *few(), *large(), sync()], ids=lambda k: k.entry)
 def test_nothing_is_read_as_constant(kernel: jit.Kernel) -> None:
-    """ld.global.nc is for what nobody writes while a kernel runs; the one ahead may still be writing."""
+    """ld.global.nc is for data that nobody writes while a kernel runs; the preceding kernel may still be writing."""
     assert not [one for one in sass(jit.cached(kernel, "sm_90a").cubin) if "CONSTANT" in one]

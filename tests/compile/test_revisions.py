@@ -1,9 +1,9 @@
 """A family's revision (``anybit.tune.registry.REVISIONS``) is raised when its kernels' machine code changes.
 
-Maps hold by these revisions, so a change of machine code that nobody noticed would leave times of other kernels in
-force. ``revisions.json`` holds hashes of the machine code of a few configs of each family. After a change on purpose:
+Maps depend on these revisions: after an unnoticed change of machine code, times of other kernels would stay
+in force. ``revisions.json`` has hashes of the machine code of a few configs per family. After an intended change:
 
-    python tests/compile/test_revisions.py          # compiles, and writes the hashes of now
+    python tests/compile/test_revisions.py          # compile, and write the new hashes
 """
 
 import functools
@@ -31,7 +31,7 @@ _EACH = 4
 
 
 def configs(family: str) -> Iterator[tuple[LinearProblem, Candidate]]:
-    """A few configs of a family, far apart in the shipped map; the defaults of one that is not in it."""
+    """A few configs of a family, far apart in the shipped map; the defaults if it is not in the map."""
     found: dict[Candidate, LinearProblem] = {}
     for (scheme, dtype, n, k), points in read(SHIPPED / "nvidia-h200.json").layers.items():
         form = Scheme.parse(scheme)
@@ -52,7 +52,7 @@ def configs(family: str) -> Iterator[tuple[LinearProblem, Candidate]]:
 
 @functools.cache
 def kernels(family: str) -> dict[str, Kernel]:
-    """Kernels that stand for a family, by a name that config fields do not change."""
+    """Representative kernels of a family, by a name independent of config fields."""
     if family == "quantize_activations":
         found: dict[str, Kernel] = {}
         for other in ("sm90_bitplane_gemm", "sm90_packed_gemm"):
@@ -67,7 +67,7 @@ def kernels(family: str) -> dict[str, Kernel]:
 
 
 def hashes(family: str) -> dict[str, str]:
-    """The machine code of a family's kernels, by name."""
+    """Hashes of a family's machine code, by name."""
     return {name: machine_code(kernel, ARCH) for name, kernel in kernels(family).items()}
 
 

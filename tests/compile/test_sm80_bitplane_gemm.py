@@ -72,7 +72,7 @@ def test_pack(bits: int, code: str, source: Source, target: Target, arch: str) -
     asked = quantize_activations.Problem(64, 4096, ActivationFormat(bits, code), source=source, target=target)
     compiled = jit.cached(
         quantize_activations.kernel(quantize_activations.default(asked)), arch
-    )  # a division's rare cases are a call: no check()
+    )  # a division's slow path is a call: no check()
     assert compiled.spill_bytes == compiled.stack_bytes == 0
     assert compiled.registers <= 64
 

@@ -1,4 +1,4 @@
-"""sm80_packed_gemm.cuh becomes machine code without spills for sm_80 to sm_120a; int4 tensor cores where they exist."""
+"""sm80_packed_gemm.cuh compiles without spills for sm_80 to sm_120a; int4 tensor cores where they exist."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None
         compiled = jit.cached(sm80_packed_gemm.kernel(config), arch)
         assert compiled.spill_bytes == 0 and compiled.stack_bytes == 0
         assert count(compiled.cubin, instruction) > 0
-        # The assembler writes the jump that ends the line as a call, once; a call of a subroutine would be more.
+        # The assembler encodes the line's final jump as a call, once; subroutine calls would be more.
         assert count(compiled.cubin, "CALL") <= 1
 
 
@@ -53,7 +53,7 @@ def test_sparse_weights(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
 def test_repacking(arch: str) -> None:
-    """Tiles are made where they are multiplied."""
+    """Weights are repacked on the GPU that multiplies them."""
     for config in (repack.Config(3, False), repack.Config(4, True), repack.Config(4, False, float_order=True)):
         compiled = jit.cached(repack.kernel(config), arch)
         assert compiled.spill_bytes == compiled.stack_bytes == 0
@@ -64,7 +64,7 @@ def test_repacking(arch: str) -> None:
 
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
 def test_no_default_for_int8_spills(m: int) -> None:
-    """Sums of integers and of floats, and the scales of groups: what needs most registers."""
+    """Integer sums, float sums, and group scales: what needs most registers."""
     device = Device.named("sm_80")
     every = list(itertools.product((1, 2, 4, 5, 8), (32, 128, None)))
     for bits, group in every if m == 64 else every[m // 8 % 4 :: 4]:

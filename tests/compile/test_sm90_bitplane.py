@@ -1,4 +1,4 @@
-"""The bitwise GEMM compiles for sm_90a without a GPU: 1-bit products in the machine code, no spills, no calls."""
+"""The bit-plane GEMMs compile for sm_90a without a GPU: 1-bit MMAs in the machine code, no spills, no calls."""
 
 import dataclasses
 from typing import Any
@@ -61,7 +61,7 @@ def test_threads_copy_tokens_of_four_planes() -> None:
     ],
 )
 def test_products_of_several_sets_of_sums_overlap(scheme: str, change: dict[str, Any]) -> None:
-    """The assembler waits after every product where it does not see that sums are left alone until they are there."""
+    """The assembler serializes MMAs unless it sees that accumulators are untouched until they complete."""
     asked = problem(scheme, 64)
     config = resident(asked, 32, AOperand.weights, **change)
     assert sm90_bitplane_resident.why_not(asked, config) is None
@@ -73,7 +73,7 @@ def test_products_of_several_sets_of_sums_overlap(scheme: str, change: dict[str,
 
 @pytest.mark.parametrize(("scheme", "m"), [("w1a2", 1024), ("w2a2", 1024), ("w2a2", 4096), ("w3a4", 4096)])
 def test_products_of_large_tiles_wait_once_a_diagonal(scheme: str, m: int) -> None:
-    """Where products of two shapes find too few registers the assembler waits after each of them."""
+    """If MMAs of two shapes run short of registers, the assembler waits after each."""
     config = sm90_bitplane_gemm.default(problem(scheme, m))
     diagonals = config.weight_bits + config.activation_bits - 1
     shapes = 2 if config.tail_tile_m else 1
@@ -83,7 +83,7 @@ def test_products_of_large_tiles_wait_once_a_diagonal(scheme: str, m: int) -> No
 
 @pytest.mark.parametrize("scheme", ["w1a2", "w2a2", "w4a2asym-xasym"])
 def test_results_are_written_while_the_next_products_run(scheme: str) -> None:
-    """Sums of two tiles fit the registers, and the assembler waits no more than the source does."""
+    """The accumulators of two tiles fit the registers, and the assembler adds no waits to the source's."""
     asked = problem(scheme, 1024)
     config = sm90_bitplane_stacked.default(asked)
     check(sm90_bitplane_stacked.kernel(config), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA")
@@ -151,7 +151,7 @@ def test_every_listed_config_is_legal_and_fits() -> None:
 
 
 def test_warpgroups_that_share_k_need_stages_for_all_planes() -> None:
-    """Where stages are used again a warpgroup cannot tell one use from the next but one: such configs hung on a GPU."""
+    """When stages are reused, a warpgroup cannot tell a use from the one two later: such configs hung on a GPU."""
     asked = problem("w2a4", 16, k=4096)
     shared = [c for c in sm90_bitplane_skinny.configs(asked) if c.split_k_warpgroups > 1]
     assert shared and all(config.pass_chunks == 4 and config.a_stages >= 8 for config in shared)
@@ -160,7 +160,7 @@ def test_warpgroups_that_share_k_need_stages_for_all_planes() -> None:
 
 
 def test_tokens_that_threads_copy_come_in_sixteens() -> None:
-    """128 threads copy 2048 bytes of a plane at a time: of a tile of 8 tokens they would copy nothing."""
+    """128 threads copy 2048 bytes of a plane at a time: for a tile of 8 tokens they would copy nothing."""
     asked = problem("w3a4", 64)
     copied = bitplane.default(asked)
     assert copied.cp_async_activations
@@ -185,7 +185,7 @@ def test_config_of_another_problem_is_refused() -> None:
         ("w2a2", 4096, 2048, 1, 16),  # two chunks of k: blocks would wait for each other longer than they read
         ("w2a2", 4096, 2049, 2, 8),
         ("w2a2", 4096, 4096, 4, 8),
-        ("w2a4", 4096, 11008, 4, 6),  # with 8 slots clusters would need all of the room
+        ("w2a4", 4096, 11008, 4, 6),  # with 8 stages clusters would need all shared memory
         ("w2a2", 8192, 8192, 4, 4),
         ("w2a2", 7168, 5120, 2, 8),  # 448 blocks of short rows are too many
         ("w2a2", 10240, 5120, 2, 8),
@@ -196,7 +196,7 @@ def test_config_of_another_problem_is_refused() -> None:
     ],
 )
 def test_blocks_of_few_tokens(scheme: str, n: int, k: int, cluster_k: int, a_stages: int) -> None:
-    """All run at once, with 8 to 24 planes ahead on a multiprocessor: 8192 x 8192 took 1.28 times as long by 4."""
+    """All are resident, with 8 to 24 planes in flight per SM: with 4, 8192 x 8192 took 1.28 times as long."""
     for m in (1, 8):
         asked = problem(scheme, m, n, k)
         config = sm90_bitplane_skinny.default(asked)

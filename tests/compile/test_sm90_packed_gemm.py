@@ -1,4 +1,4 @@
-"""sm90_packed_gemm to machine code with no GPU: the instruction that was meant, no spills, no calls."""
+"""sm90_packed_gemm compiles without a GPU: the intended instruction, no spills, no calls."""
 
 import shutil
 import subprocess
@@ -74,7 +74,7 @@ def check(problem: LinearProblem, cut: tuple[int, ...], tmp_path: Path, silu: bo
 
 
 def disassembly(cubin: bytes, folder: Path) -> str:
-    """The SASS of a cubin; skips where no disassembler is installed."""
+    """The SASS of a cubin; skips if no disassembler is installed."""
     places = [Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin", Path("/usr/local/cuda/bin")]
     tool = shutil.which("nvdisasm") or next((str(p / "nvdisasm") for p in places if (p / "nvdisasm").exists()), None)
     if tool is None:
@@ -86,7 +86,7 @@ def disassembly(cubin: bytes, folder: Path) -> str:
 
 @pytest.mark.parametrize("m", [16, 64, 128, 256, 4096])
 def test_bytes_that_are_not_widened_have_one_register_set(m: int, tmp_path: Path) -> None:
-    """Loaded straight into the operands: with two sets the next load overwrites what products under way still read."""
+    """Loaded directly as operands: with two register sets, the next load would overwrite operands of MMAs in flight."""
     problem = LinearProblem(m, 4096, 4096, WeightFormat(8), ActivationFormat(8, "sym"), torch.float16)
     config = sm90_packed_gemm.default(problem)
     assert config.register_sets == 1
@@ -118,7 +118,7 @@ def test_configs_of_many_tokens_are_those_of_their_own_number(text: str, monkeyp
     ],
 )
 def test_sparse_bytes_of_many_tokens_leave_by_maps(m: int, n: int, k: int, blocks: tuple[int, int, int]) -> None:
-    """And where many tiles follow one another neighbours load x for each other: docs/notes/2026-11-28-sparse.md."""
+    """And with many tiles per block, X is multicast: docs/notes/2026-11-28-sparse.md."""
     scheme = Scheme.parse("w4a8s24")
     config = sm90_packed_gemm.default(LinearProblem(m, n, k, scheme.weights, scheme.activations))
     assert (config.tile_m, config.row_warpgroups, config.cluster_n) == blocks
@@ -130,7 +130,7 @@ def test_refusals_are_sentences() -> None:
     assert "e4m3" in str(sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(6), FP8)))
     assert (
         sm90_packed_gemm.why_not(LinearProblem(16, 64, 131, WeightFormat(4))) is None
-    )  # rows of x have a pitch of their own
+    )  # rows of x have their own pitch
     sparse = LinearProblem(256, 512, 1024, WeightFormat(4, "sym", None, True), INT8)
     apart = sm90_packed_gemm.config_for(sparse, 128, 4, cluster_n=2, block_tiles=7)
     assert "cluster_n=1" in str(sm90_packed_gemm.why_not(sparse, apart))

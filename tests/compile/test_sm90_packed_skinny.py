@@ -1,4 +1,4 @@
-"""sm90_packed_skinny.cuh becomes machine code without spills, with the tensor-core instruction that was meant."""
+"""sm90_packed_skinny.cuh compiles without spills, to the intended tensor core instruction."""
 
 from dataclasses import replace
 
