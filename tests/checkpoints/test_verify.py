@@ -257,13 +257,15 @@ def test_words_are_checked(words: dict[str, Any], message: str) -> None:
         check_config({"quantization_config": entry}, "config.json")
 
 
-def test_places_of_sparse_weights_are_two(llama: Path) -> None:
-    places = torch.tensor([[0, 1, 3, 2, 2, 2, 0, 3]])
-    tensors = {"weight_indices": pack_words(places, 2), "weight_shape": torch.tensor([1, 16])}
-    with pytest.raises(CheckpointError, match="layer x: weight_indices name the same of four inputs twice"):
-        check_values("x", tensors)
-    places[0, 5] = 1
-    check_values("x", {**tensors, "weight_indices": pack_words(places, 2)})
+def test_places_of_sparse_weights_are_two_in_order(llama: Path) -> None:
+    """Tensor cores take no others."""
+    places = torch.tensor([[0, 1, 2, 3, 1, 2, 0, 3]])
+    shape = torch.tensor([1, 16])
+    check_values("x", {"weight_indices": pack_words(places, 2), "weight_shape": shape})
+    for wrong in (2, 3):
+        places[0, 4] = wrong
+        with pytest.raises(CheckpointError, match="layer x: weight_indices must name two of four inputs each"):
+            check_values("x", {"weight_indices": pack_words(places, 2), "weight_shape": shape})
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "hqq", "unheard-of", None])

@@ -105,6 +105,22 @@ def test_heads_that_drafters_bring_are_held_against_codes(
         assert draft.model.embed_tokens is (own if has else embedding)
 
 
+@pytest.mark.parametrize(("k", "ranks"), [(36, 1), (144, 2)])
+def test_sparse_layers_whose_indices_end_within_a_word(rank: Any, k: int, ranks: int) -> None:
+    """Of inputs that are no multiple of 32: what is left of a row's last word names nothing."""
+    part, x = cases_vllm.layer_of("w4a16s24", 48, k), torch.randn(5, k)
+    total = torch.zeros(5, 48)
+    for number in range(ranks):
+        rank(number, ranks)
+        config = AnyBitConfig("w4a16s24")
+        config.stored = ["o"]
+        layer = RowParallelLinear(k, 48, bias=False, params_dtype=torch.float32, prefix="o", quant_config=config)
+        load(layer, part.tensors_of(part.quantized_weight()))
+        layer.quant_method.process_weights_after_loading(layer)
+        total += layer.quant_method.apply(layer, x.chunk(ranks, -1)[number])
+    torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_head_of_codes_is_not_tied() -> None:
     """vLLM skips the tensors of a tied head, whose codes would stay zeros."""
     head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", Ledger(set()), False, False)

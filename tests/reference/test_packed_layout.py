@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from anybit.errors import KernelError
+from anybit.errors import KernelError, LayerError
 from anybit.kernels.gemm import sparse_layout
 from anybit.kernels.gemm.packed_layout import float_order, from_float_order, pieces, tile_bytes
 from anybit.kernels.gemm.packed_tiles import _normalized, _signed32, codes, prepare
-from anybit.packing import QuantizedWeight, pack_words, table_of
+from anybit.packing import QuantizedWeight, pack_words, table_of, unpack_words
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, act_order, scheme_of, unpack
@@ -126,6 +126,17 @@ def test_sparse_layers_have_no_activation_order() -> None:
     order = torch.arange(128).flip(0).div(64, rounding_mode="floor").int()
     with pytest.raises(KernelError, match="2:4 sparse weights in an activation order"):
         prepare(replace(weight, group_index=order))
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (2, 1), (3, 3)])
+def test_sparse_layers_name_two_of_four_in_order(pair: tuple[int, int]) -> None:
+    """What sparse products make of other metadata is undefined."""
+    weight = random_weight(64, 128, WeightFormat(4, "sym", 64, True))
+    places = unpack_words(weight.indices, 2, 64)
+    places[63, 62:] = torch.tensor(pair)
+    for order in ("a16", "a8"):
+        with pytest.raises(LayerError, match="must name two of four inputs each, the lower one first"):
+            prepare(replace(weight, indices=pack_words(places, 2)), order)
 
 
 def test_scales_of_any_size_survive():

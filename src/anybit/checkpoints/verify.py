@@ -157,8 +157,8 @@ def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
     places = unpack_words(words, 2, words.shape[-1] * 16).unflatten(-1, (-1, 2))
     shape = tensors.get("weight_shape")
     pairs = places.shape[-2] if shape is None else int(shape[1]) // 4
-    if bool((places[..., :pairs, 0] == places[..., :pairs, 1]).any()):
-        raise CheckpointError(f"layer {layer}: weight_indices name the same of four inputs twice, not two of them")
+    if bool((places[..., :pairs, 0] >= places[..., :pairs, 1]).any()):
+        raise CheckpointError(f"layer {layer}: weight_indices must name two of four inputs each, the lower one first")
 
 
 def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, Entry]) -> None:

@@ -10,6 +10,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.utils import set_weight_attrs
 
 from anybit import ops
+from anybit.checkpoints.verify import check_values
 from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm.parameters import ANOTHER, empty, nothing_of, unpacked_zeros
 from anybit.integrations.vllm.product import Product
@@ -20,6 +21,8 @@ from anybit.scheme import Scheme
 
 _OPTIONAL = ("weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum")
 """Optional tensors of a stored head, in the order of QuantizedWeight's fields."""
+_ANY_TWO = 0x44444444
+"""A word of 2:4 indices: the first two of each four inputs."""
 
 
 class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
@@ -118,7 +121,10 @@ class AnyBitHeadMethod(_HeadMethod):
         if "weight_packed" not in dict(layer.named_parameters(recurse=False)):
             return  # already prepared
         found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
-        words, scale = found["weight_packed"], found["weight_scale"]
+        words, scale, indices = found["weight_packed"], found["weight_scale"], found.get("weight_indices")
+        if indices is not None:  # rows that pad the vocabulary are zeros, which name no two of four inputs
+            indices[(scale == 0).all(1)] = _ANY_TWO
+        check_values(self.name, {**found, "weight_shape": torch.tensor([len(words), layer.embedding_dim])})
         optional = [found.get(name) for name in _OPTIONAL]
         shape = (len(words), layer.embedding_dim)
         weight = QuantizedWeight(words, scale, optional[0], shape, self.scheme.weights, *optional[1:])

@@ -268,7 +268,7 @@ class AnyBitLinearMethod(_Method):
         weights = []
         for index, (part, start, n) in enumerate(self._each(layer)):
             found = {name: loaded[name].part(start, n) for name in _ROWS if name in loaded}
-            check_values(part.name, found)
+            check_values(part.name, {**found, "weight_shape": torch.tensor([n, layer.anybit_inputs])})
             fmt = part.scheme.weights
             mine = shard_format(fmt, layer.anybit_start, layer.anybit_inputs)
             order = loaded["weight_g_idx"].data[index].contiguous() if self.group_index else None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
+from anybit.errors import LayerError
 from anybit.packing import QuantizedWeight, pack_words, unpack_words
 
 ORDERED = "no kernel runs 2:4 sparse weights in an activation order: quantize with natural order"
@@ -65,7 +66,10 @@ def pieces(bits: int, register: int) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def place(units: Tensor, weight: QuantizedWeight, order: str, rows: int) -> None:
-    """Fill codes and metadata of units, uint8 [K'/128, N'/64, 4, unit bytes], ``rows`` rows at a time."""
+    """Fill codes and metadata of units, uint8 [K'/128, N'/64, 4, unit bytes], ``rows`` rows at a time.
+
+    Raises LayerError for indices that are not two of four in order.
+    """
     (n, k), bits = weight.shape, weight.format.bits
     padded_n, padded_k = units.shape[1] * 64, units.shape[0] * 128
     assert weight.indices is not None
@@ -75,6 +79,8 @@ def place(units: Tensor, weight: QuantizedWeight, order: str, rows: int) -> None
         pad = (0, (padded_k - k) // 2, 0, stop - start - (mine.stop - mine.start))
         codes = padded(unpack_words(weight.words[mine], bits, k // 2), pad)
         places = unpack_words(weight.indices[mine], 2, k // 2).view(-1, k // 4, 2)
+        if bool((places[..., 0] >= places[..., 1]).any()):  # what sparse products make of such is undefined
+            raise LayerError("indices of a 2:4 sparse layer must name two of four inputs each, the lower one first")
         nibbles = places[..., 0] | places[..., 1] << 2
         pad = (0, (padded_k - k) // 4, *pad[2:])
         nibbles = padded(nibbles, pad, value=_PADDING)
