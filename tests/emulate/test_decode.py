@@ -1,4 +1,4 @@
-"""Decode attention and the packing of the cache on the CPU, thread by thread: the cases of every rung, made small."""
+"""Decode attention and cache packing on the CPU, thread by thread: the shared cases, made small."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from cases_decode import Case, relative_error
 
 pytestmark = pytest.mark.emulate
 
-LENGTHS = (260, 7, 128, 390)  # two packed blocks and a part, one short, one full, and enough to share among blocks
+LENGTHS = (260, 7, 128, 390)  # two packed blocks and a part, one short, one full, and enough to split among blocks
 
 
 def small(format: str, **kw) -> Case:
@@ -61,13 +61,13 @@ def test_against_the_dequantized_cache(case: Case):
 
 @pytest.mark.parametrize("case", [small("kvfp4"), small("kvfp4", head_dim=64, heads=6, bf16=True, window=150)], ids=str)
 def test_floats_of_4_bits_on_the_tensor_cores_of_sm_120(case: Case):
-    """Queries and probabilities are pairs of 4-bit floats here: good to about 2^-7, and not run on hardware yet."""
+    """Queries and probabilities are two-term 4-bit floats here: accurate to about 2^-7; not run on hardware yet."""
     run(case, arch="sm_120a", tolerance=1.5e-2)
 
 
 @pytest.mark.parametrize("format", ["kv8", "kv8g32t"])
 def test_small_probabilities_keep_their_bits(format: str):
-    """Times the small scales of 8-bit values they were subnormal float16 numbers: 2e-3 and more instead of 3e-4."""
+    """Times the small scales of 8-bit values, they were subnormal in float16: errors over 2e-3 instead of 3e-4."""
     run(small(format, data="sink", lengths=(260, 390)), tolerance=1e-3)
 
 
@@ -107,13 +107,13 @@ def test_a_pair_of_many_parts(pieces: int, length: int):
 
 
 def test_more_sequences_than_a_warp_has_lanes():
-    """Lanes know several rows each then, and one or more passes find the row of a place."""
+    """Each lane then handles several rows, and finding a unit's row takes one or more passes."""
     run(small("kv2g128", lengths=(130, 1, 3, 260, 17) * 7, heads=2, head_dim=64), blocks=4)
 
 
 @pytest.mark.parametrize(("stages", "ahead", "after"), [(2, 1, 0), (3, 1, 1), (2, 0, 2)])
 def test_what_l2_is_asked_for_ahead(stages: int, ahead: int, after: int):
-    """Long stretches only: so one block of two warps here, whose stretches go from head to head and row to row."""
+    """Only for long ranges: so one block of two warps here, whose ranges cross heads and rows."""
     case = MEMBERS[0]
     cache, sequences, q = case.build("cpu")
     device = dataclasses.replace(Device.named("sm_90a"), sms=1)
@@ -150,7 +150,7 @@ def test_a_fixed_split_makes_results_independent_of_the_batch():
 
 
 def test_lengths_from_zero_as_only_the_device_sees_them():
-    """Rows whose sequence is empty give 0 and a log-sum-exp of -inf, as in a graph before their first token."""
+    """Rows of empty sequences give 0 and a log-sum-exp of -inf, as in a graph before their first token."""
     case = MEMBERS[0]
     cache, sequences, q = case.build("cpu")
     want, want_lse = decode_reference(q, cache, 1, sequences, precision=torch.float64)
@@ -262,10 +262,10 @@ def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
 @pytest.mark.parametrize("format", ["kv4g128", "kv2g32t", "kv8g128t", "k16v2g32"])
 @pytest.mark.parametrize("known", [True, False])
 def test_one_token_completes_a_window(format: str, stored: bool, known: bool, monkeypatch):
-    """All of the window but that token is in the ring, or it is there too; a length read too early is noticed."""
+    """The rest of the window is in the ring, with or without that token; reading a length too early is detected."""
 
     def launch(kernel, params, grid, *, pdl, device):
-        if not known:  # no sequence is taken to be there: before the previous kernel has ended, lengths seem to be 0
+        if not known:  # no sequence is assumed present: before the previous kernel has ended, lengths seem to be 0
             params = dataclasses.replace(params, sequences_count=0)
         emulate.run(kernel, params, grid, resident=64, dependent=("k", "v"))
 

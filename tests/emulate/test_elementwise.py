@@ -1,4 +1,4 @@
-"""The small kernels between products on the emulator: norms, SiLU, rotary embedding, and its way into a ring."""
+"""Elementwise kernels on the emulator: norms, SiLU, rotary embedding with and without a cache write."""
 
 import pytest
 import torch
@@ -44,14 +44,14 @@ def test_silu_mul(dtype, k, paired):
     grid = (2, -(-k // (8 * config.threads)), 1)
     emulate.run(norm_act.kernel("silu_mul", config), params, grid, seed=k, dependent=("x",))
     close(y, ops._silu_mul_cpu(x, paired), dtype)
-    if paired:  # rows of a projection in that order say the same
+    if paired:  # rows of a projection in paired order give the same
         inverse = torch.empty(2 * k, dtype=torch.long).scatter_(0, norm_act.paired_rows(k), torch.arange(2 * k))
         assert torch.equal(ops._silu_mul_cpu(x, paired), ops._silu_mul_cpu(x[:, inverse]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_silu_of_extremes(dtype):
-    """Values whose exponential overflows, underflows or is none: what torch says, within what coding them loses."""
+    """Values whose exponential overflows, underflows or is NaN: equal to torch, within quantization error."""
     large = torch.finfo(dtype).max
     few = [0.0, 6e-8, 5, 17, 86, 90, 128, 3e4, large, float("inf")]
     gate = torch.tensor([*few, *(-x for x in few), float("nan")] * 8).to(dtype)  # 168 values
@@ -124,7 +124,7 @@ def check_rotary_embedding(dtype, dim, norms, stores=False, paired=False):
 
 @pytest.mark.parametrize("ordered", [None, False, True])  # without a ring; with one, by number or by name
 def test_rotary_embedding_in_parts(ordered, monkeypatch):
-    """More tokens than a grid has blocks along y: what one launch makes, in several."""
+    """With more tokens than a grid has blocks along y, several launches equal one."""
     heads, kv_heads, dim, tokens, batch, ring = 2, 1, 32, 1 if ordered is None else 2, 5, 32
     rows = batch * tokens
     qkv, (cosine, sine) = torch.randn(rows, 4 * dim).half(), torch.rand(2, rows, dim).half()
@@ -162,7 +162,7 @@ def test_rotary_embedding_into_pages(dtype, dim, norms, paired):
     angles = torch.rand(40, dim // 2) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
     gammas = [torch.rand(dim).to(dtype) + 0.5 for _ in range(2)] if norms else [None, None]
-    positions, slots = torch.tensor([39, 0, 7, 8, 1]), torch.tensor([33, -1, 15, 16])  # of the last token none
+    positions, slots = torch.tensor([39, 0, 7, 8, 1]), torch.tensor([33, -1, 15, 16])  # the last token has none
     got, wanted = torch.zeros(2, 3, kv_heads, page, 2 * dim, dtype=dtype)  # a page as vLLM has it
     given = qkv[:, rope.paired_channels(heads, kv_heads, dim)].contiguous() if paired else qkv
     q = torch.full((tokens, heads, dim), torch.nan, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The emulator itself: it computes what hardware would, and names what is wrong with a kernel that is wrong."""
+"""The emulator itself: it computes what hardware would, and names the faults of wrong kernels."""
 
 import re
 from dataclasses import dataclass
@@ -126,14 +126,14 @@ def test_clusters(seed: int) -> None:
     y = run("cluster_exchange", 0, x, torch.zeros_like(x), seed, blocks=4, cluster=2)
     assert torch.equal(y.view(4, 64), x.view(4, 64)[[1, 0, 3, 2]])
     for fault, message in ((1, r"race: |has ended"), (2, "has ended, and its shared memory")):
-        with pytest.raises(emulate.EmulationError, match=message):  # some orders of threads go well
+        with pytest.raises(emulate.EmulationError, match=message):  # some thread orders succeed
             for other in range(20):
                 run("cluster_exchange", fault, x, torch.zeros_like(x), other, blocks=4, cluster=2)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rings_are_dealt_evenly(seed: int) -> None:
-    """Whatever the order of threads: a wait that another order would end too early is named, though it was in time."""
+    """In any thread order, a wait that could end too early in another order is reported, even if it was in time."""
     x = words(32 * 12)
     assert torch.equal(run("ring", 0, x, torch.zeros_like(x), seed, threads=96), x)
     with pytest.raises(emulate.EmulationError, match="skipped wait: the mbarrier at shared memory"):
@@ -169,7 +169,7 @@ def test_instructions_do_not_depend_on_the_order_of_threads(case: instructions.C
 
 
 def test_every_instruction_is_emulated_and_compared_with_hardware() -> None:
-    """Whoever adds a function to a ptx header adds its host version, and a use in tests/kernels/instructions.cuh."""
+    """Every function in a ptx header needs a host version, and a use in tests/kernels/instructions.cuh."""
     names: set[str] = set()
     for path in (KERNELS / "common" / "ptx").glob("*.cuh"):
         text = re.sub(r"//.*", "", path.read_text())

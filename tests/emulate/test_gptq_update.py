@@ -41,7 +41,7 @@ def test_masked_codes_are_zeros(referenced: bool) -> None:
 def test_masks_are_those_of_the_plain_loop() -> None:
     values, coupling, scale, zero, _ = sweep_case(16, 70)
     diagonal = torch.rand(16, generator=torch.Generator().manual_seed(1)) + 0.5
-    values[:4] = diagonal[:4, None]  # of equal ones the first
+    values[:4] = diagonal[:4, None]  # of equals the first
     codes, errors, kept = _sparse_sweep(values, coupling, scale, zero, Grid(3, "asym", None, torch.float32), diagonal)
     found = [torch.full_like(values, torch.nan) for _ in range(2)]
     mask = torch.zeros_like(kept)

@@ -78,7 +78,7 @@ def test_sparse_weights(bits: int) -> None:
 def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> None:
     for i, (m, n, k) in enumerate(((3, 40, 328), (1, 64, 512), (2, 20, 132))):
         if i == (FOREIGN.index(format) + (module is sm90_packed_gemv)) % 3:
-            continue  # two of three for a kernel; the two kernels see all
+            continue  # two of three cases per kernel; together the two kernels run all
         run(module, format, m, n, k, HALVES[(FOREIGN.index(format) + i) % 2], bias=i == 0, ordered=i == 1)
 
 
@@ -95,7 +95,7 @@ def test_ragged(module: ModuleType, m: int, n: int, k: int) -> None:
 
 
 def test_rings_of_digits() -> None:
-    """Rings that turn over many times, activations that are converted again, warps without columns."""
+    """Pipelines that wrap around many times, activations converted again, idle warps without columns."""
     format = WeightFormat(4, "sym", 128)
 
     def small(p: LinearProblem) -> sm90_packed_gemv.Config:
@@ -135,7 +135,7 @@ def test_numbers_that_are_not_finite() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("residual", [True, False])
 def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
-    """The product of an RMSNorm of x + residual, for one and two tokens, with warps that have no columns."""
+    """A product with fused RMSNorm of x + residual, for one and two tokens, with idle warps."""
     for m, n, k, warps, format in (
         (1, 192, 1024, 3, WeightFormat(4, "sym", 128)),
         (2, 64, 256, 4, WeightFormat(3, "sym", 128)),
@@ -165,7 +165,7 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_ends_with_silu(dtype: torch.dtype) -> None:
-    """silu(gate) * up of rows that are eight and eight in turn, also where the last tile is not full."""
+    """silu(gate) * up with rows interleaved in eights, and an incomplete last tile."""
     for m, n, k, warps, bits in ((1, 208, 512, 3, 4), (2, 64, 256, 4, 3)):
         case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
         gamma = (torch.rand(k) + 0.5).to(dtype)
@@ -187,7 +187,7 @@ def test_ends_with_silu(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize(("dim", "warps"), [(64, 3), (32, 1)])
 def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, warps: int) -> None:
-    """Queries come out turned, keys and values lie in the ring, of sequences in any order."""
+    """Queries are rotated, keys and values stored in the ring, for sequences in any order."""
     heads, kv_heads, k, slots = 3, 2, 256, 32
     n = (heads + 2 * kv_heads) * dim
     case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)
@@ -217,7 +217,7 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
 
 @pytest.mark.parametrize(("m", "dtype", "dim"), [(1, torch.float16, 64), (2, torch.bfloat16, 32)])
 def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None:
-    """Keys and values lie in the pages that their slots say; a token without one leaves its queries alone."""
+    """Keys and values go to the pages of their slots; a token without a slot only has its queries rotated."""
     heads, kv_heads, k, page = 3, 2, 256, 16
     n = (heads + 2 * kv_heads) * dim
     case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)

@@ -94,7 +94,7 @@ def test_heads_and_types_that_no_kernel_reads_are_refused():
 
 
 def test_how_many_long_sequences_are_attended_together():
-    """A line of units has 32 bits: of very many long sequences some, then in larger chunks, none is no answer."""
+    """Work units are counted in 32 bits, which limits long sequences: then larger chunks, finally a refusal."""
     device = Device.named("sm_90a")
     assert len(kv_plain.kernels_for(asked(8192, 1024), device)) == 1024
     found = kv_plain.kernels_for(asked(131072, 1024), device)
@@ -117,6 +117,6 @@ def test_launches_of_one_capture_share_a_workspace(monkeypatch: pytest.MonkeyPat
     eager = space(1, 0)
     first, second = space(2, 71), space(2, 71)
     assert first == second != eager
-    kept = kv._spaces.copy()  # or what is freed comes back at its place
+    kept = kv._spaces.copy()  # else freed memory may be reused at the same address
     assert space(2, 72) not in (eager, first) and space(3, 72) != space(2, 72) and space(1, 0) == eager
     assert len(kept) == 2

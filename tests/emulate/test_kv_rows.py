@@ -1,4 +1,4 @@
-"""Kernels over rows of a pool on the CPU, thread by thread: storing, attention, and pages as plain keys and values."""
+"""Kernels over rows of a pool on the CPU, thread by thread: cache writes, attention, and unpacking pages."""
 
 import dataclasses
 import importlib
@@ -30,12 +30,12 @@ SMALL = [
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Kernels of ops run in the emulator, as on a device of three multiprocessors."""
+    """Kernels of ops run in the emulator, as on a device with three SMs."""
     device = dataclasses.replace(Device.named("sm_90a"), sms=3)
     kernels, known = set(), {}
 
     class Launcher:
-        """As jit's; what is launched again has addresses, of tensors in ``known``."""
+        """Like jit's; relaunches pass addresses, of tensors in ``known``."""
 
         def __init__(self, kernel, device, pdl):
             self.kernel, self.pdl = kernel, pdl
@@ -72,7 +72,7 @@ def launched(monkeypatch):
 
 
 def alike(a: Step, b: Step) -> None:
-    """Pools are the same, but for what lies between a page's blocks."""
+    """Pools are equal, except between a page's blocks."""
     layout, front = a.case.rows.layout, a.case.rows.front
     owned = a.table[:, front:].flatten().long()
     owned = owned[owned > 0]
@@ -115,12 +115,12 @@ def test_a_few_tokens_of_each_sequence(case: Case, launched):
     alike(here, there)
     out = torch.full_like(there.q, torch.nan)
     kv_rows.decode(there.q, there.view(), case.masks(), out=out, overlaps=True, ragged=ragged)
-    error = (out.double() - want.double()).abs().mean(-1) / want.double().abs().mean(-1)  # of each query and head
+    error = (out.double() - want.double()).abs().mean(-1) / want.double().abs().mean(-1)  # per query and head
     assert error.max() < (2e-2 if case.bf16 else 6e-3)
 
 
 def test_steps_of_drafts_some_of_which_are_taken_back(launched):
-    """Pages that fill, are packed with a draft, and packed again without it."""
+    """Pages fill, are packed with a draft, and packed again without it."""
     life = Drafts(dataclasses.replace(DRAFTED[0], heads=4, kv_heads=1, before=(118, 250)), 300)
     assert max(life.advance(life.run) for _ in range(8)) < 6e-3
     assert life.have[0] > PAGE and life.have[1] > 2 * PAGE
@@ -145,14 +145,14 @@ def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
 
 @pytest.mark.parametrize(("case", "room"), [(STEPS[0], 1), *((case, 100) for case in STEPS[1:])], ids=str)
 def test_a_step_of_vllm(case: Case, room: int, launched):
-    """Requests with one new token and prompts, some of which hit pages that this step packs."""
+    """Requests with one new token and prompts, some with prefix hits on pages that this step packs."""
     layers = [(Step(case, layer=i), Step(case, layer=i)) for i in range(2)]
     kernels, device, known = launched
     batch = None
     for here, there in layers:
         fills = [i for i, (b, n) in enumerate(zip(case.before, case.new, strict=True)) if b < PAGE <= b + n]
         for one in (here, there):
-            if case.before[1] == PAGE:  # its first page is one that another request fills
+            if case.before[1] == PAGE:  # its first page is filled by another request
                 one.table[1, case.rows.front] = one.table[fills[0], case.rows.front]
         want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
         batch = batch or batch_of(there, room)

@@ -1,4 +1,4 @@
-"""Quantize-and-pack on the emulator: the reference's codes, in the layout that the products read."""
+"""Quantize-and-pack on the emulator: the reference's codes, in the layout of the GEMMs."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from anybit.scheme import ActivationFormat
 
 pytestmark = pytest.mark.emulate
 
-# Each width of the code, each code, each element type and both ways of loading, a few at a time: configs cost a second.
+# Every code width, code, dtype and way of loading, a few at a time: each config takes a second.
 CASES = [
     (ActivationFormat(1, "bipolar"), torch.float16, 1100, Target.planes),
     (ActivationFormat(1, "sym"), torch.bfloat16, 72, Target.planes),
@@ -144,7 +144,7 @@ def test_rms_norm_with_residual() -> None:
     ],
 )
 def test_rotated_on_the_way_as_by_a_kernel_of_its_own(k, format, dtype, source) -> None:
-    """The same codes as of the rows that hadamard.cuh writes."""
+    """The same codes as for rows written by hadamard.cuh."""
     m, target = 3, Target.bytes if format.bits == 8 else Target.planes
     x = torch.randn(m, 2 * k if source is Source.silu_mul else k, generator=torch.Generator().manual_seed(k)).to(dtype)
     x[1] = 0

@@ -1,4 +1,4 @@
-"""packed_rows.cuh on the CPU: rows of tiles are what their codes stand for, bit for bit."""
+"""packed_rows.cuh on the CPU: rows dequantized from tiles, bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""repack.cuh on the CPU: the same tiles and factors of rows as packed_layout's torch code, byte for byte."""
+"""repack.cuh on the CPU: tiles and row scales equal packed_layout's torch code, byte for byte."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.emulate
 
 
 def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
-    """Tiles and factors of rows as the kernel writes them, over what would be wrong."""
+    """Tiles and row scales written by the kernel over poisoned memory."""
     expected = packed_tiles.prepare(weight, order)
     (n, k), format = weight.shape, weight.format
     tiles, groups = torch.full_like(expected.tiles, 0xA5), None

@@ -66,7 +66,7 @@ def test_sparse_weights(bits: int, code: str, group: int | None) -> None:
 
 @pytest.mark.parametrize("sms", [1, 3, 5])
 def test_stripes(sms: int) -> None:
-    """Stripes shorter than a row tile, and longer; several token tiles; fewer rows than the last row tile has."""
+    """Stripes shorter than a row tile, and longer; several token tiles; an incomplete last row tile."""
     for seed in range(2):
         run(
             WeightFormat(4, "sym", 128),

@@ -68,7 +68,7 @@ def run(asked: LinearProblem, config: Facts, seed: int = 0, padding: int = 0, bi
         ("w2a2asym-xbipolar", 3, 65, 4200, {"tile_b": 8, "cluster_k": 4}),
         ("w2a1", 20, 40, 2500, TOKENS_A),
         ("w3a4", 70, 50, 2100, TOKENS_A | {**rings(4, 3, 3)}),
-        ("w1a1", 23, 40, 5000, TOKENS_A | {"a_stages": 4}),  # slots for more chunks than stages
+        ("w1a1", 23, 40, 5000, TOKENS_A | {"a_stages": 4}),  # more chunks than stages
         ("w1a2bipolar-xasym", 12, 33, 2100, TOKENS_A | {"cluster_k": 2}),
         ("w1a1", 9, 70, 4100, {"tile_b": 8, "split_k_warpgroups": 2, **rings(5, 5, 5)}),
         ("w2a1", 70, 60, 2100, TOKENS_A | {"split_b_warpgroups": 2, "wgmma_n": 32}),
@@ -124,7 +124,7 @@ def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, c
     for output in (Output.s32, Output.f16):
         asked = problem(scheme, m, n, k, output)
         run(asked, resident(asked, **change), bias=output is Output.f16)
-    run(asked, resident(asked, **change), seed=1, padding=3)  # rows that begin anywhere
+    run(asked, resident(asked, **change), seed=1, padding=3)  # unaligned rows
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, c
         ("w3a1bipolar-xasym", 130, 100, 1000, {"tile_m": 128}),
         ("w1a2", 100, 300, 2000, STATIONARY | {"schedule": Schedule.pingpong}),
         ("w2a2", 100, 300, 1100, STATIONARY | {"weight_chunks": 1}),
-        ("w2a1", 300, 300, 1100, {"tile_m": 128, "tail_tile_m": 64}),  # the tile that is left has one piece with tokens
+        ("w2a1", 300, 300, 1100, {"tile_m": 128, "tail_tile_m": 64}),  # the remaining tile has one piece with tokens
         ("w1a1", 120, 300, 1100, {"tile_m": 128, "tail_tile_m": 64, "schedule": Schedule.pingpong}),
         ("w2a1", 150, 140, 2100, {"tile_m": 64, "cluster_n": 2}),
         ("w1a2", 300, 300, 1100, {"tile_m": 128, "tail_tile_m": 64, "cluster_n": 2}),
-        ("w1a2", 200, 100, 1100, {"tile_m": 256, "tail_tile_m": 64}),  # less than a round: all of it is cut
+        ("w1a2", 200, 100, 1100, {"tile_m": 256, "tail_tile_m": 64}),  # less than a wave: all of it is split
     ],
 )
 def test_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:

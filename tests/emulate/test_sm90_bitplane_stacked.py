@@ -1,4 +1,4 @@
-"""sm90_bitplane_stacked.cuh on the CPU: what stays in shared memory, small rings, warpgroups that lag, ragged sizes."""
+"""sm90_bitplane_stacked.cuh on the CPU: stationary operands, short pipelines, lagging warpgroups, ragged sizes."""
 
 from typing import Any
 

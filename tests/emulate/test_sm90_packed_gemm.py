@@ -1,4 +1,4 @@
-"""sm90_packed_gemm through the host emulation: every operand, every way of sharing, with races looked for."""
+"""sm90_packed_gemm on the emulator: every operand, every kind of cut, with race detection."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ _SPARSE = WeightFormat(4, "asym", 64, True)
 
 
 def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Path | None = None) -> float:
-    """The mean error of a product, relative to its mean size; `header` stands in for sm90_packed_gemm.cuh."""
+    """A product's mean error, relative to its mean size; `header` replaces sm90_packed_gemm.cuh."""
     y, exact = made(case, config, seed, header=header)
     return float((y.double() - exact).abs().mean() / exact.abs().mean())
 
@@ -30,7 +30,7 @@ def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Pat
 def made(
     case: Case, config: sm90_packed_gemm.Config, seed: int, silu: bool = False, header: Path | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel writes, and the exact product."""
+    """The kernel's output, and the exact product."""
     p = case.problem
     weight = random_weight(p.n, p.k, p.weights)
     x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(1)).to(p.dtype)
@@ -46,7 +46,7 @@ def made(
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")
     y = torch.full((p.m, p.n // (1 + silu)), torch.nan, dtype=p.dtype)
     pitch = -(-p.k // 16) * 16
-    if p.k < pitch:  # rows that start on 16 bytes, and no number between them
+    if p.k < pitch:  # rows aligned to 16 bytes, with NaN between them
         wide = torch.full((p.m, pitch), 127 if operand.dtype == torch.int8 else torch.nan, dtype=operand.dtype)
         wide[:, : p.k] = operand
         operand = wide[:, : p.k]
@@ -77,7 +77,7 @@ def test_product(case: Case) -> None:
 
 @pytest.mark.parametrize("case", silu_cases(), ids=str)
 def test_ends_with_silu(case: Case) -> None:
-    """What the kernel for SiLU makes of the plain product, bit for bit."""
+    """Equal to SiLU's own kernel on the plain product, bit for bit."""
     config, p = replace(case.config, stages=2 * case.config.split_k_warpgroups, prologue_stages=0), case.problem
     assert sm90_packed_gemm.why_not(p, config) is None
     plain, exact = made(case, config, 1)
@@ -92,7 +92,7 @@ def test_ends_with_silu(case: Case) -> None:
 
 @pytest.mark.parametrize("block_tiles", [0, 3])
 def test_sparse_products_of_many_tokens(block_tiles: int) -> None:
-    """Ranges of row tiles, with a warpgroup that has none in the end; outputs by a tensor map; a staggered start."""
+    """Ranges of row tiles, with a warpgroup that has none at the end; tensor map stores; a staggered start."""
     for weights, activations, dtype in (
         (_SPARSE, A16, torch.bfloat16),
         (replace(_SPARSE, group=None), INT8, torch.float16),
@@ -109,7 +109,7 @@ def test_sparse_products_of_many_tokens(block_tiles: int) -> None:
 
 @pytest.mark.parametrize("stages", [3, 5])
 def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
-    """Wrong once in thousands of launches on hardware; here in every order of threads."""
+    """Wrong once in thousands of launches on hardware; detected here in every thread order."""
     case = Case(LinearProblem(12, 64, 1024, WeightFormat(4, "sym", 128)), (16, 1, 2, 1, 1))
     config = replace(case.config, stages=stages, prologue_stages=2)
     assert "stages must be a multiple of split_k_warpgroups" in str(sm90_packed_gemm.why_not(case.problem, config))

@@ -58,7 +58,7 @@ def test_widths(bits: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("m", "n", "dtype"), [(1, 208, torch.int8), (4, 48, torch.int8), (3, 112, torch.bfloat16)])
 def test_ends_with_silu(m: int, n: int, dtype: torch.dtype) -> None:
-    """What the plain product's rows, eight and eight in turn, become; rows of a block that ends in a tile."""
+    """SiLU of the plain product's rows, interleaved in eights; rows of a block that ends within a tile."""
     case = product(WeightFormat(4), m, n, 384, dtype, bias=True, seed=n)
     problem = packed_problem.problem_of(case.packed, m, dtype, case.output, HOPPER)
     config, made = sm90_packed_skinny.default(problem), []
@@ -109,7 +109,7 @@ def test_ragged(m: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_small_rings(seed: int) -> None:
-    """Rings that turn over many times, activations that are fetched again, warps that share rows."""
+    """Pipelines that wrap around many times, activations loaded again, warps that share rows."""
     format = WeightFormat(4, "sym", 128)
     run(
         format,
@@ -149,7 +149,7 @@ def test_refusals() -> None:
 
 
 def test_copies_are_paced() -> None:
-    """Built in, as all that is searched: with all copies at once int8 took 6.7 us for 5.7 (5120 x 5120, 4 tokens)."""
+    """In default and searched configs: with all copies at once int8 took 6.7 us, now 5.7 (5120 x 5120, 4 tokens)."""
 
     def int8(m: int, n: int, k: int) -> LinearProblem:
         return LinearProblem(m, n, k, WeightFormat(4), ActivationFormat(8, "sym"))
@@ -158,6 +158,6 @@ def test_copies_are_paced() -> None:
         own = sm90_packed_skinny.default(problem)
         assert own.paced and own.prologue_stages < own.stages
         assert all(config.paced for config in sm90_packed_skinny.configs(problem))
-    missed = (3, 1, 3, 1)  # what a search lacked: 5.9 us, 6.7 built in
+    missed = (3, 1, 3, 1)  # lacking in a search: 5.9 us, 6.7 built in
     configs = sm90_packed_skinny.configs(int8(5, 5120, 5120))
     assert missed in [(c.row_units, c.row_chunks, c.stages, c.prologue_stages) for c in configs]

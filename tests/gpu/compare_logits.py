@@ -1,9 +1,9 @@
-"""A real model's logits on the GPU kernels beside the reference backend's, and each layer's integer sums exactly:
+"""A real model's logits with the GPU kernels against the reference backend's, and exact checks of integer sums:
 
     python tests/gpu/compare_logits.py /path/to/SmolLM2-135M [--schemes w4a4 w2a4 w8a8] [--backend bitwise]
 
-Both run on the same GPU in float16, so that everything but the linear layers is the same arithmetic. Sums are exact on
-both, and are scaled and rounded in the same order, so that results are to be equal bit for bit. Prints a line a
+Both run on the same GPU in float16, so only the arithmetic of linear layers differs. Sums are exact on
+both, and are scaled and rounded in the same order, so results should be bitwise equal. Prints a line per
 scheme, writes rows to benchmarks/results/h200/logits.json (``--out``) and exits with 1 if a code or a sum differs.
 """
 
@@ -32,7 +32,7 @@ PROMPT = (
 
 
 def wrong_sums(layer: QuantLinear, x: torch.Tensor) -> tuple[int, int]:
-    """How many codes of ``x``, and how many integer sums of the layer, differ from the reference's."""
+    """The number of codes of ``x``, and of the layer's integer sums, that differ from the reference's."""
     form, weight = layer.scheme.activations, layer.quantized_weight()
     expected = quantize_activations(x, form)
     packed = activation_kernel.quantize(x.reshape(-1, x.shape[-1]), form)
@@ -44,7 +44,7 @@ def wrong_sums(layer: QuantLinear, x: torch.Tensor) -> tuple[int, int]:
 
 
 def compare(folder: str, scheme: str, backends: list[str], new_tokens: int = 32) -> list[dict[str, object]]:
-    """One scheme: prints what differs, and returns a row a backend; ``checked`` if codes and sums are all equal."""
+    """One scheme: prints differences, and returns a row per backend; ``checked`` if all codes and sums are equal."""
     rows: list[dict[str, object]] = []
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=AnyBitConfig(scheme), dtype=torch.float16, device_map="cuda"

@@ -1,4 +1,4 @@
-"""Compiles what the collected tests will launch, in parallel, before the first of them runs (see precompile.py)."""
+"""Compiles kernels of the collected tests in parallel, before the first of them runs (see precompile.py)."""
 
 import subprocess
 import sys

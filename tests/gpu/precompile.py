@@ -1,6 +1,6 @@
-"""Compile what GPU tests launch, in parallel and without touching the GPU: `python tests/gpu/precompile.py test_pack`.
+"""Compile the GPU tests' kernels in parallel, without touching the GPU: `python tests/gpu/precompile.py test_pack`.
 
-The tests compile what they need by themselves, one kernel after another; this fills the cache on disk first.
+Tests also compile what they need, one kernel after another; this fills the disk cache first.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from anybit import jit  # noqa: E402
 
 
 def main(names: list[str], arch: str = "sm_90a") -> None:
-    """Compile the kernels that the modules `names` list."""
+    """Compile the kernels that the modules ``names`` list."""
     kernels = list(
         {kernel for name in names for kernel in importlib.import_module(name.rpartition(".")[2]).kernels_used()}
     )

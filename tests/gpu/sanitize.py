@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py
 
 (without API errors: a newer cuda-bindings asks an older driver for functions that it lacks; racecheck with
---kernel-name regex=bitplane --kernel-name regex=quantize, as it may fail on kernels that are not ours). Each product is
-also compared with the reference, so that a tool that changes the timing changes nothing else.
+--kernel-name regex=bitplane --kernel-name regex=quantize, as it may fail on other kernels). Each product is
+also compared with the reference, to catch errors that only appear under the tool's timing.
 """
 
 import sys
@@ -43,8 +43,8 @@ CASES = [
     (150, 264, 1100, "w2a2"),  # float16 results leave by tensor map
 ]
 RINGS: dict[str, Any] = {"weight_chunks": 2, "activation_chunks": 2}
-# Ways that small products do not take by themselves, with 16-bit results: tiles that are cut, tokens that blocks load
-# for each other, warpgroups that share k or rows of B, clusters that share k, several tiles of planes side by side.
+# Ways that small products do not take by default, with 16-bit results: split tiles, multicast activations,
+# warpgroups that share k or rows of B, clusters that share k, several tiles of stacked planes.
 Way = tuple[int, int, int, str, Callable[..., Facts], dict[str, Any]]
 WAYS: list[Way] = [
     (150, 264, 1100, "w1a1", gemm, {"tile_m": 128, "tma_store": True, "tail_tile_m": 64, "epilogue_stages": 4}),
@@ -102,13 +102,13 @@ def ways() -> list[tuple[LinearProblem, Facts]]:
 
 
 def problem_of(m: int, n: int, k: int, text: str) -> LinearProblem:
-    """Of a product with 16-bit results."""
+    """A product with 16-bit results."""
     scheme = Scheme.parse(text)
     return LinearProblem(m, n, k, scheme.weights, scheme.activations, device=H200)
 
 
 def kernels_used() -> list[Kernel]:
-    """What is launched below, for precompile.py."""
+    """All kernels used here, for precompile.py."""
     found = set()
     for m, n, k, scheme in problems():
         for output in (Output.s32, Output.f16):

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_kv.py [case ...]
 
 Packing (prompts, steps, windows that become full) and decode attention (even split, masks), each compared with
-the reference, so that a tool that changes the timing changes nothing else.
+the reference.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ CASES = [
 
 
 def kernels_used() -> list[Kernel]:
-    """What is launched below, for precompile.py."""
+    """All kernels used here, for precompile.py."""
     device, found = Device.named("sm_90a"), set()
     for case in CASES:
         asked = problem(case)

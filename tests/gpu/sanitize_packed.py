@@ -2,8 +2,7 @@
 
     compute-sanitizer --tool memcheck --report-api-errors no python3 tests/gpu/sanitize_packed.py [digits] ...
 
-Every way in which they share work (rings, clusters), each compared with float64,
-so that a tool that changes the timing changes nothing else.
+Every way in which they share work (pipelines, clusters), each compared with float64.
 """
 
 import sys
@@ -52,10 +51,10 @@ LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
     (30, 192, 1024, (32, 2, 1, 3, 1)),
     (16, 448, 1024, (16, 4, 1, 1, 1, None, True)),
     (16, 192, 1024, (16, 1, 2, 2, 1, None, False, 2)),
-    # Stages of two steps, as qkv and down have them at 16 tokens.
+    # Stages of two steps, as for qkv and down at 16 tokens.
     (16, 4352, 1024, (16, 1, 2, 2, 1, None, False, 2)),
     (16, 192, 8192, (16, 1, 3, 2, 1)),
-    # Weights past shared memory, as qkv has them at 64 tokens.
+    # More weights than shared memory holds, as for qkv at 64 tokens.
     (60, 192, 4096, (64, 1, 2, 1, 1)),
 ]
 WAYS = {"large": LARGE}
@@ -66,7 +65,7 @@ def problem_of(m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype,
 
 
 def kernels_used() -> list[Kernel]:
-    """What is launched below, for precompile.py."""
+    """All kernels used here, for precompile.py."""
     found = {
         module.kernel(module.default(problem_of(m, n, k, format, dtype, ordered and format.group is not None)))
         for cases in FEW.values()
@@ -78,7 +77,7 @@ def kernels_used() -> list[Kernel]:
 
 
 def ends() -> None:
-    """Products that norm what they read and end with SiLU, or with the rotary embedding and the store of keys."""
+    """Products with a fused norm and SiLU, or with fused rotary embedding and key store."""
     for m, k, dim in ((1, 576, 64), (2, 512, 32)):
         heads, kv_heads, slots = 4, 2, 32
         n = (heads + 2 * kv_heads) * dim

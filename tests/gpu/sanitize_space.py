@@ -1,9 +1,9 @@
-"""Every legal config of a product by bit planes, for compute-sanitizer, or in graphs of many in random order:
+"""Every legal config of a bit-plane product, for compute-sanitizer, or in graphs of many in random order:
 
     compute-sanitizer --tool memcheck --report-api-errors no python3 tests/gpu/sanitize_space.py w4a8 1176 5120 5120
     python3 tests/gpu/sanitize_space.py w4a8 1176 5120 5120 --graphs 40
 
-All must give the same bits. ``--part 0 2`` takes every second config; ``--compile`` only compiles, without a GPU.
+Results must be bitwise equal. ``--part 0 2`` takes every second config; ``--compile`` only compiles, without a GPU.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from cases import random_weight  # noqa: E402
 from cases_bitplane import H200  # noqa: E402
 
 TOGETHER = 24
-"""Products in one graph."""
+"""Products per graph."""
 
 
 def space(m: int, n: int, k: int, scheme: Scheme) -> list[tuple[ModuleType, Any]]:
-    """Every family's configs."""
+    """All families' configs."""
     problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, device=H200)
     families = (sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm80_bitplane_gemm)
     return [(family, config) for family in families for config in family.configs(problem)]
@@ -89,7 +89,7 @@ def main() -> None:
 def in_graphs(
     found: list[tuple[ModuleType, Any]], x: torch.Tensor, weight: Any, first: torch.Tensor, options: Any
 ) -> None:
-    """Configs in random order, the quantizer ahead of each, as the tuner's races have them."""
+    """Configs in random order, each after the quantizer, as in the tuner's races."""
     stream, began, rounds = torch.cuda.Stream(), time.perf_counter(), 0
     while time.perf_counter() - began < options.graphs:
         rounds += 1

@@ -1,10 +1,10 @@
-"""A server under more than it can hold, for a minute: python tests/gpu/soak_serving.py [--requests 1000]
+"""A server under overload, for a minute: python tests/gpu/soak_serving.py [--requests 1000]
 
-vLLM over a small quantized model with a cache of few pages: 1,000 requests of mixed lengths at once, of which some hang
-up, some ask for more than the context and some for nothing; requests that do not fit are preempted. Every answer that
-is finished equals the one that its request gets alone, up to a token that was as likely as the one there (another batch
-adds in another order), no page stays taken, and a signal in the middle ends the server.
-Not a test of pytest's: it needs vLLM, and a minute.
+vLLM over a small quantized model with few cache pages: 1,000 concurrent requests of mixed lengths, some of which hang
+up, some exceed the context and some are empty; requests that do not fit are preempted. Every finished answer
+must equal that of its request alone, up to a token that was equally likely (another batch
+sums in another order); no page leaks, and a signal during an answer ends the server.
+Not a pytest test: it needs vLLM, and a minute.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from anybit.quantization.methods.registry import quantize_folder  # noqa: E402
 
 CONTEXT = cases.CONTEXT
 TIE = 0.03
-"""Logarithms of probabilities no further apart than this are the same to float16: those of the two likeliest tokens
-move by 0.016 at most beside float32 (by 0.12 in bfloat16), in each of the two answers that are compared."""
+"""Log-probabilities within this distance are ties in float16: those of the two likeliest tokens
+differ by at most 0.016 from float32 (by 0.12 in bfloat16), in each of the two answers compared."""
 Answer = tuple[list[int], list[dict[str, float]]]
-"""Tokens, and for each the likeliest ones with the logarithms of their probabilities, where they were asked for."""
+"""Tokens, and for each the likeliest ones with their log-probabilities, if requested."""
 
 
 def requests_of(count: int) -> list[tuple[str, str, int]]:
-    """(kind, prompt, new tokens) of each request; a few dozen different ones that are to be finished."""
+    """(kind, prompt, new tokens) of each request; those to be finished are of a few dozen kinds."""
     draw = random.Random(0)
     kinds = ["whole"] * 17 + ["hang up", "cancel", "empty", "beyond"]
     found = []
@@ -47,7 +47,7 @@ def requests_of(count: int) -> list[tuple[str, str, int]]:
 async def ask(
     client: Any, server: cases.Running, kind: str, prompt: str, new: int, likely: int | None = None
 ) -> Answer | int | None:
-    """What came: the answer, the status of a refusal, None where the client went away. likely: tokens to tell of."""
+    """The answer, the status of a refusal, or None if the client hung up. likely: log-probabilities per token."""
     import httpx
 
     body = {"model": server.model, "prompt": prompt, "max_tokens": new, "temperature": 0, "return_token_ids": True}
@@ -72,7 +72,7 @@ async def ask(
 
 
 def differs(got: Answer | int | None, alone: Answer | int | None) -> float:
-    """How much less likely than the request's own token the first other one was; 0 where there is none."""
+    """How much less likely than the request's own token the first differing one was; 0 if none differs."""
     if not isinstance(got, tuple) or not isinstance(alone, tuple) or not len(got[0]) <= len(alone[0]) == len(alone[1]):
         return float("inf")
     for one, other, likely in zip(got[0], *alone, strict=False):
@@ -82,7 +82,7 @@ def differs(got: Answer | int | None, alone: Answer | int | None) -> float:
 
 
 async def everything(server: cases.Running, asked: list[tuple[str, str, int]]) -> tuple[int, int, list[str]]:
-    """How many answers were compared, in how many another token was as likely, and what is wrong."""
+    """The number of answers compared, of ties, and what is wrong."""
     import httpx
 
     limits = httpx.Limits(max_connections=None)
@@ -110,7 +110,7 @@ async def everything(server: cases.Running, asked: list[tuple[str, str, int]]) -
 
 
 def metrics(server: cases.Running) -> dict[str, float]:
-    """vLLM's figures by name, labels dropped."""
+    """vLLM's metrics by name, without labels."""
     import httpx
 
     lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
@@ -122,10 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--scheme", default="w4a16g64")
-    parser.add_argument("--pages", type=int, default=160, help="of the cache: too few for all that run at once")
+    parser.add_argument("--pages", type=int, default=160, help="of the cache: too few for all concurrent requests")
     parser.add_argument("--patience", type=float, default=300, help="seconds until the server is up")
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--serve", default="", help="options of anybit serve, in one word")
+    parser.add_argument("--serve", default="", help="options of anybit serve, as one argument")
     parser.add_argument("--vllm", default="", help="of vllm serve")
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -138,7 +138,7 @@ def main() -> None:
         begin = time.perf_counter()
         compared, ties, wrong = asyncio.run(everything(server, requests_of(args.requests)))
         seconds = time.perf_counter() - begin
-        for _ in range(50):  # what clients left behind ends a step or two later
+        for _ in range(50):  # the server releases disconnected clients' requests a step or two later
             figures = metrics(server)
             left = [figures.get(f"vllm:{name}", -1) for name in ("num_requests_running", "num_requests_waiting")]
             left.append(figures.get("vllm:kv_cache_usage_perc", -1))

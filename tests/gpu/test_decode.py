@@ -1,6 +1,6 @@
 """Decode attention and packing on a GPU against exact attention over what the cache holds.
 
-A third of the cases; all of them with ANYBIT_EXHAUSTIVE=1. ActivationPrologue: `python tests/gpu/precompile.py
+A third of the cases; all of them with ANYBIT_EXHAUSTIVE=1. To compile first: `python tests/gpu/precompile.py
 test_decode`.
 """
 
@@ -28,7 +28,7 @@ OUTLIERS = [
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     device, found = Device.named("sm_90a"), set()
     for case in [*CHOSEN, *OUTLIERS]:
         asked = problem(case)
@@ -71,7 +71,7 @@ def test_a_graph_stays_right_while_lengths_grow():
     with torch.cuda.graph(graph, stream=stream):
         cache.write(1, sequences, k, v)
         decode_kernel(q, cache, 1, sequences, out=out)
-    for _ in range(90):  # across the end of a window of the first sequence
+    for _ in range(90):  # across the end of the first sequence's window
         for x in (k, v, q):
             x.normal_()
         cache.extend(sequences, 1)

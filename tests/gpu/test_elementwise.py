@@ -1,4 +1,4 @@
-"""The small kernels between products against their plain torch forms."""
+"""Elementwise kernels against their plain torch forms."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def close(actual, expected, dtype):
 
 
 def turned(actual, expected, dtype):
-    """Whether heads agree within a rounding or two of each pair of channels that turns: one of them may be small."""
+    """Whether heads agree within a rounding or two of each rotated pair of channels: one of them may be small."""
     size = torch.hypot(*expected.float().chunk(2, dim=-1))
     return bool(((actual.float() - expected.float()).abs() <= TOLERANCE[dtype] * torch.cat((size, size), -1)).all())
 
@@ -90,7 +90,7 @@ def test_codes_made_by_norms_and_silu(scheme, backend, m):
     assert torch.equal(total, expected)
     pairs = [(y, layer(normed)), (layer.norm_linear(x, None, gamma, 1e-5)[0], layer(rms_norm(x, gamma, 1e-5)))]
     pairs.append((layer.silu_linear(gate_up), layer(silu_mul(gate_up))))
-    for got, wanted in pairs:  # both norms round alike but for the last bit of a sum, which may turn a code
+    for got, wanted in pairs:  # norms round alike except for a sum's last bit, which may flip a code
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=0.3)
 
 
@@ -99,7 +99,7 @@ def test_codes_made_by_norms_and_silu(scheme, backend, m):
     ("m", "n", "k"), [(1, 6144, 4096), (2, 28672, 4096), (1, 7168, 5120), (3, 512, 1024), (1, 576, 576)]
 )
 def test_products_that_norm_their_activations(dtype, m, n, k):
-    """One launch, where the kernel can; the same by two of them elsewhere. Also while x is still being made."""
+    """One launch if the kernel can, else the same by two. Also while x is still being written."""
     scheme = Scheme.parse("w4a16g128")
     weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
     layer = QuantLinear.from_weight(weight, scheme, None, "packed").prepare()
@@ -126,7 +126,7 @@ def test_products_that_norm_their_activations(dtype, m, n, k):
 )
 @pytest.mark.parametrize("text", ["w4a16g128", "w4a8", "w4a8fp"])
 def test_products_that_end_with_silu(dtype, m, n, k, text):
-    """Bit for bit what the product, and then SiLU of its rows in turns of eight, make."""
+    """Bitwise equal to the product, then SiLU of its rows interleaved in eights."""
     scheme = Scheme.parse(text)
     weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
     layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
@@ -141,7 +141,7 @@ def test_products_that_end_with_silu(dtype, m, n, k, text):
 
 @pytest.mark.parametrize("m", [3, 300])
 def test_products_in_activation_order_end_with_silu(m):
-    """The same of layers whose calls are not kept: many tokens' in the product, few tokens' after it."""
+    """The same for layers whose calls are not cached: fused for many tokens, a second kernel for few."""
     n, k, scheme = 1040, 512, Scheme.parse("w4a16g128")
     weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
     order = (torch.randperm(k, device="cuda") // 128).int()
@@ -165,7 +165,7 @@ def test_products_in_activation_order_end_with_silu(m):
     ],
 )
 def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k):
-    """What the product, the rotary embedding and the store make: the same, to the last bit of a turned pair."""
+    """Equal to product, rotary embedding and store, up to the last bit of a rotated pair."""
     n, ring = (heads + 2 * kv_heads) * dim, 160
     scheme = Scheme.parse("w4a16g128")
     weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
@@ -190,7 +190,7 @@ def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k)
 
 
 def _paged(m: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple:
-    """Two caches as vLLM has them, and steps of m tokens that go to the first and to the second."""
+    """Two caches in vLLM's layout, and steps of m tokens for the first and the second."""
     caches = torch.zeros(2, 40, 16, kv_heads, 2 * dim, dtype=dtype, device="cuda").transpose(2, 3)
     angles = torch.rand(700, dim // 2, device="cuda") * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
@@ -228,7 +228,7 @@ def test_keys_and_values_go_to_pages(dtype, m, heads, kv_heads, dim, paired, nor
     [(1, 32, 8, 128, 4096), (2, 9, 3, 64, 512), (1, 9, 3, 64, 576), (5, 4, 2, 64, 512)],
 )
 def test_products_that_turn_and_store_in_pages(dtype, m, heads, kv_heads, dim, k):
-    """What the product, and then the rotary embedding and the store, make: alike to the last bit of a turned pair."""
+    """Equal to product, then rotary embedding and store, up to the last bit of a rotated pair."""
     caches, step = _paged(m, kv_heads, dim, dtype)
     n, scheme = (heads + 2 * kv_heads) * dim, Scheme.parse("w4a16g128")
     weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)

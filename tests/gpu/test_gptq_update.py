@@ -29,9 +29,9 @@ def test_same_codes_as_the_plain_loop(channels, referenced):
     origin = reference if referenced else None
     expected = sweep(*case, 7, origin)
     moved = [t.cuda() for t in case]
-    moved[1] = moved[1].T.contiguous().T  # as a Cholesky factor comes
+    moved[1] = moved[1].T.contiguous().T  # like a Cholesky factor
     found = sweep(*moved, 7, None if origin is None else origin.cuda())
-    same = (found[0].cpu() == expected[0]).all(0)  # a sum in another order may round one code of a column otherwise
+    same = (found[0].cpu() == expected[0]).all(0)  # another summation order may round one code of a column differently
     assert float(same.float().mean()) > 0.97
     torch.testing.assert_close(found[1].cpu()[:, same], expected[1][:, same], rtol=1e-3, atol=1e-3)
 
@@ -66,7 +66,7 @@ def test_layers_are_as_good_as_on_a_cpu(format):
 
 @pytest.mark.parametrize("format", [WeightFormat(3, "asym", 64), WeightFormat(4, "sym", 128), WeightFormat(2)])
 def test_recorded_layers_are_the_same_bit_for_bit(format):
-    """The first layer of a shape runs as it is, the second is recorded, later ones are replayed."""
+    """The first layer of a shape runs eagerly, the second is captured, later ones are replayed."""
     g = torch.Generator().manual_seed(3)
     layers = []
     for _ in range(2):

@@ -53,7 +53,7 @@ def same(found: quantize_activations.Packed, wanted: quantize_activations.Packed
             return bitplane_layout.unpack(packed.codes.cpu(), packed.m, packed.k)
         return packed.codes[:, : packed.k].view(torch.uint8).cpu()
 
-    # One bit's scale is a mean, whose sum has another order in another config.
+    # A 1-bit scale is a mean, summed in an order that depends on the config.
     if not torch.allclose(found.scale, wanted.scale, rtol=1e-6 * (wanted.format.bits == 1), atol=0):
         return False
     parts = [
@@ -67,7 +67,7 @@ def same(found: quantize_activations.Packed, wanted: quantize_activations.Packed
 @pytest.mark.parametrize("k", ROTATED)
 @pytest.mark.parametrize("case", range(len(CODED)))
 def test_rotated_while_coded_is_rotated_and_coded(case, k):
-    """One kernel gives the codes of two, bit for bit, in every config."""
+    """One kernel gives the same codes as two, bit for bit, in every config."""
     format, target = CODED[case]
     x = torch.randn(5, k + 8, generator=torch.Generator().manual_seed(k)) * 3
     x[1] = 0
@@ -84,7 +84,7 @@ def test_rotated_while_coded_is_rotated_and_coded(case, k):
 
 @pytest.mark.parametrize("scheme", ["w4a4", "w2a3-xasym", "w4a8", "w4a8g64"])
 def test_layers_rotate_what_a_norm_or_an_activation_gives(scheme):
-    """With and without a launch for the rotation a layer computes the same, bit for bit."""
+    """With and without a separate launch for the rotation, a layer computes the same, bit for bit."""
     k, n, parsed = 1536, 64, Scheme.parse(scheme)
     weight = quantize_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(2)), parsed.weights)
     plain = QuantLinear.from_weight(weight.to("cuda"), scheme).prepare()
@@ -98,7 +98,7 @@ def test_layers_rotate_what_a_norm_or_an_activation_gives(scheme):
     normed, total = add_rms_norm(x, other, gamma, 1e-5)
     found, found_total = turned.norm_linear(x, other, gamma, 1e-5)
     assert torch.equal(found_total, total)
-    # The norm's sum of squares is another's: apart by what a last bit of a value does.
+    # The norm's sum of squares differs: by no more than a flipped last bit of a value.
     torch.testing.assert_close(found, plain(ops.hadamard(normed)), rtol=2e-2, atol=0.1)
     compiled = torch.compile(turned, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), turned(x))

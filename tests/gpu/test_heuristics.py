@@ -77,7 +77,7 @@ CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *TABLES, *SPARSE]
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     found = set()
     for module, m, n, k, format, dtype, act_order, _ in CASES:
         ordered = act_order and format.group is not None
@@ -101,7 +101,7 @@ def test_cases(case: Case) -> None:
 
 
 def chain(module: ModuleType, packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:
-    """y = x W^T again and again, each product the next one's activations."""
+    """y = x W^T repeatedly, each product the next one's activations."""
     buffers = [x.clone(), torch.empty_like(x)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -125,7 +125,7 @@ def test_chains_under_programmatic_launch(module: ModuleType, m: int) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         words = torch.randint(-(2**31), 2**31, (size, size // 8), generator=generator, device="cuda").to(torch.int32)
         scale = (torch.rand(size, size // 128, generator=generator, device="cuda") + 0.5) / (4.6 * 64 * 1.04)
-        # Of both signs: sym codes have a mean of half a step, which would grow from link to link.
+        # Of both signs: sym codes have a mean of half a step, which would grow along the chain.
         scale *= torch.randint(0, 2, scale.shape, generator=generator, device="cuda") * 2 - 1
         weight = QuantizedWeight(words, scale, None, (size, size), WeightFormat(4, "sym", 128))
         layers.append(packed_tiles.prepare(weight))
@@ -147,7 +147,7 @@ def test_configs_agree(module: ModuleType, m: int, step: int) -> None:
 
 
 def test_outliers_keep_their_place() -> None:
-    """Fixed point in blocks of 128 columns: a channel a thousand times the others spoils nothing."""
+    """Fixed point in blocks of 128 columns: one channel a thousand times the others harms none."""
     it = product(WeightFormat(4, "sym", 128), 1, 512, 2048, device="cuda")
     x = it.x.clone()
     x[0, 77] = 1000.0

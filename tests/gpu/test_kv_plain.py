@@ -20,7 +20,7 @@ LARGE = [
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     device, found = Device.named("sm_90a"), set[Kernel]()
     for case in [*CASES, *LARGE]:
         found.add(kv_plain.kernels_for(case.problem, device)[-1])
@@ -44,7 +44,7 @@ def test_against_float64(case: Case):
 
 
 def test_one_graph_while_sequences_grow():
-    """What a captured step reads is where it was: tokens come, sequences end, and others take their pages."""
+    """A captured step's inputs stay in place: tokens are added, sequences end, and others take their pages."""
     case = Case(heads=8, kv_heads=2, lengths=(300, 1, 0, 128, 513))
     pool = Pool(case, device="cuda")
     attend(case, pool)
@@ -76,7 +76,7 @@ def test_one_graph_while_sequences_grow():
 
 
 def test_layers_of_one_graph_share_a_workspace(monkeypatch: pytest.MonkeyPatch):
-    """Captured on another stream than it was warmed up on, as vLLM does; counters are zeroed once a replay."""
+    """Captured on another stream than the warm-up's, as vLLM does; counters are zeroed once per replay."""
     case, plain, spaces = LARGE[2], kv.workspace, []
     pools = [Pool(case, seed=i, device="cuda") for i in range(4)]
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     device, found = Device.named("sm_90a"), set()
     for case in [*DECODE, *FEW, *RAGGED, *DRAFTED]:
         most = max(case.new) if case.slack and case not in RAGGED else 1
@@ -30,7 +30,7 @@ def kernels_used() -> list[Kernel]:
 
 
 def alike(there: Step, here: Step) -> None:
-    """Pools are the same, but for what lies between a page's blocks."""
+    """Pools are equal, except between a page's blocks."""
     layout, front = here.case.rows.layout, here.case.rows.front
     owned = here.table[:, front:].flatten().long()
     owned = owned[owned > 0]
@@ -75,9 +75,9 @@ def test_any_number_of_tokens_of_each_sequence(case: Case):
 
 @pytest.mark.parametrize(("case", "room"), [(STEPS[0], 1), *((case, 100) for case in STEPS)], ids=str)
 def test_layers_of_a_step_of_vllm(case: Case, room: int):
-    """Three layers with tensors of their own through one batch; the later two launch what the first one did."""
+    """Three layers with separate tensors through one batch; the later two relaunch the first one's kernels."""
     batch, space = None, torch.empty(100, 2, case.kv_heads, PAGE, case.head_dim, dtype=case.dtype, device="cuda")
-    kept = []  # so that no layer has the addresses of another
+    kept = []  # so that no layer reuses another's addresses
     for layer in range(3):
         here, there = Step(case, layer=layer), Step(case, device="cuda", layer=layer)
         kept.append(there)
@@ -99,9 +99,9 @@ def test_layers_of_a_step_of_vllm(case: Case, room: int):
 
 @pytest.mark.parametrize("case", DRAFTED, ids=str)
 def test_steps_of_drafts_in_one_graph(case: Case):
-    """One capture, then 150 replays while lengths, rows and numbers of drafts change, and drafts are taken back."""
+    """One capture, then 150 replays while lengths, rows and draft counts change, and drafts are rejected."""
     life = Drafts(case, 1024, "cuda")
-    life.run()  # compiles, and makes the workspace
+    life.run()  # compiles, and allocates the workspace
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

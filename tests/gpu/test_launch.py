@@ -1,4 +1,4 @@
-"""jit.launch on hardware: streams, graphs, threads, several devices, torch.compile, and the cost to the host."""
+"""jit.launch on hardware: streams, graphs, threads, several devices, torch.compile, and host overhead."""
 
 import gc
 import threading
@@ -37,7 +37,7 @@ def test_current_stream() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
-        x += 1  # on any other stream, the sums would be those of x before this
+        x += 1  # on any other stream, the sums would be those of the old x
         sum_rows(x, y)
     stream.synchronize()
     assert torch.equal(y, 2 * x.sum(1))
@@ -55,7 +55,7 @@ def test_graph_capture_of_the_first_launch() -> None:
 
 
 def test_a_dead_graph_does_not_end_a_capture() -> None:
-    """The collector would find a dead cycle that holds a graph, and destroy it in the middle of another's capture."""
+    """Garbage collection would find a dead cycle with a graph, and destroy it during another's capture."""
     x, y = inputs()
     sum_rows(x, y)
     dead: list[object] = [torch.cuda.CUDAGraph(), *inputs()]
@@ -163,7 +163,7 @@ def test_first_use_and_disk(empty_cache: None) -> None:
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Microseconds of host time that a call takes, the least of 20 times: the host may be busy with other tests."""
+    """Host microseconds of a call, the minimum of 20: the host may be busy with other tests."""
     best = float("inf")
     for _ in range(20):
         torch.cuda.synchronize()
@@ -175,7 +175,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def test_host_cost_of_a_launch() -> None:
-    """Beside what torch's smallest operation takes on the same host: some are half as fast as others."""
+    """Relative to torch's smallest operation on the same host: hosts differ by a factor of two."""
     x, y = inputs()
     kernel, grid = row_sums.kernel(row_sums.Config()), (10, 1, 1)
     torchs = host_us(lambda: torch.add(y, y, out=y))

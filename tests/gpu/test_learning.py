@@ -1,4 +1,4 @@
-"""Learning on a GPU: recorded steps give the gradients of steps that run as they are."""
+"""Learning on a GPU: captured steps give the gradients of eager steps."""
 
 import copy
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_learning_on_a_gpu_improves(text):
 
 
 def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
-    """Layers that are recorded and replayed, and those of a run that begins in the middle, are the same bit for bit."""
+    """Captured and replayed layers equal those of a run that starts in the middle, bit for bit."""
     model, scheme = tiny(layers=4), Scheme.parse("w3a16g32asym")
     tokens = [row for batch in batches(8) for row in batch]
 
@@ -116,7 +116,7 @@ def test_scales_learn_on_a_gpu(rotated):
 
 @pytest.mark.parametrize("text", ["w2a16g32asym", "w4a4g32asym-xasym"])
 def test_learning_twice_is_the_same_bit_for_bit(text):
-    """What an interrupted run learns after it was resumed is what it would have learned."""
+    """What an interrupted run learns after resuming is what it would have learned."""
     model, scheme = tiny(layers=2).cuda(), Scheme.parse(text)
     weights = {
         n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights).to("cpu") for n in names_of(model)
@@ -149,7 +149,7 @@ def test_learning_twice_is_the_same_bit_for_bit(text):
     ],
 )
 def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str, tmp_path: Path) -> None:
-    """Interrupted after a block, then resumed; once more from the start; and with no folder to resume from."""
+    """Interrupted after a block, then resumed; again from the start; and without a folder to resume from."""
 
     class Interrupted(Exception):
         pass
@@ -174,7 +174,7 @@ def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str,
 
 
 def test_learning_a_block_on_a_gpu_improves(monkeypatch):
-    """Its recorded steps as well as its eager ones, which models with choices on their way take."""
+    """In captured steps as well as in eager ones, which models with data-dependent control flow need."""
     model, scheme = tiny(layers=2), Scheme.parse("w2a16g32asym")
     rows = [row for batch in batches(16) for row in batch]
 

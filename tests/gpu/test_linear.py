@@ -26,7 +26,7 @@ TOKENS = [1, 10, 70]
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     asked = [(s, n, k, m) for s in SCHEMES for n, k, _ in SHAPES for m in TOKENS]
     found = set()
     for scheme, n, k, m in asked:
@@ -54,7 +54,7 @@ def layer_of(scheme: str, n: int, k: int, bias: bool = False) -> tuple[QuantLine
 
 
 def chosen(scheme: str, n: int, k: int) -> QuantLinear:
-    """A layer on the GPU, on the backend that anybit chooses."""
+    """A layer on the GPU, with the backend that anybit chooses."""
     return QuantLinear.from_weight(random_weight(n, k, Scheme.parse(scheme).weights).to("cuda"), scheme)
 
 
@@ -92,7 +92,7 @@ def test_restores_what_it_was_given(scheme: str) -> None:
 
 def test_strided_and_bfloat16() -> None:
     on_gpu, on_cpu = layer_of("w4a4", 64, 512)
-    wide = activations(6, 1024).cuda()  # sliced on the device: copied there, a slice is dense again
+    wide = activations(6, 1024).cuda()  # slice on the device: copying a slice makes it dense
     columns = activations(512, 6).cuda()
     for x in (wide[:, :512], wide[:, 256:768], wide[:, 3:515], wide[::2, :512], columns.t(), wide.bfloat16()[:, 8:520]):
         assert not x.is_contiguous()
@@ -151,7 +151,7 @@ def test_the_first_call_may_be_on_any_stream(scheme: str) -> None:
     torch.cuda.synchronize()
     for _ in range(8):  # prepared on one stream, and called at once on another
         layer, streams, found = QuantLinear.from_weight(weight, scheme), [torch.cuda.Stream() for _ in range(2)], []
-        torch.cuda.synchronize()  # what the layer stores is there; its kernels' layout is not
+        torch.cuda.synchronize()  # stored tensors are ready; the kernels' layout is not
         for stream in streams:
             with torch.cuda.stream(stream):
                 found.append(layer(x))
@@ -209,7 +209,7 @@ def test_results_beyond_two_to_the_31(scheme: str) -> None:
     x = torch.randn(2**31 // 4096 + 8, 64, device="cuda", dtype=torch.float16, generator=generator)
     y = on_gpu(x)
     assert y.numel() > 2**31
-    # Few tokens run another kernel. Results are 2.4 in the mean; weights times scales, rounded, change them by 0.005.
+    # Few tokens run another kernel. Results are 2.4 on average; rounding weights times scales changes them by 0.005.
     for rows in (slice(0, 8), slice(-8, None)):
         torch.testing.assert_close(y[rows], on_gpu(x[rows].contiguous()), rtol=2e-3, atol=1e-2)
 

@@ -24,7 +24,7 @@ SHAPES = [(1, 1), (1, 7), (3, 576), (5, 1024), (4097, 64), (17, 4096), (9, 1031)
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     found = set()
     for dtype in (torch.float16, torch.bfloat16):
         for m, k in [*SHAPES, (10, 136)]:
@@ -41,7 +41,7 @@ def matrix(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def hard_rows(dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, one value, ties, the largest and the smallest numbers, NaN and infinities, one kind a row."""
+    """Zeros, constant rows, ties, the largest and the smallest numbers, NaN and infinities, one kind per row."""
     largest = torch.finfo(dtype).max
     tiny = torch.finfo(dtype).smallest_normal / 4  # a subnormal
     x = torch.zeros(10, 136)
@@ -60,7 +60,7 @@ def check(
     x: torch.Tensor, format: ActivationFormat, target: Target, config: activation_kernel.Config | None = None
 ) -> None:
     """Compare one launch over poisoned memory with the reference on the CPU."""
-    device = x.cuda()  # leaves what is there already as it is, strides included
+    device = x.cuda()  # no copy if already there, strides included
     expected = quantize_activations(x.cpu(), format)
     problem = activation_kernel.problem_of(device, format, target)
     packed = activation_kernel.Packed(problem.m, problem.k, format, target, device.device)
@@ -69,7 +69,7 @@ def check(
     finite = expected.scale.isfinite()
     scale = packed.scale.cpu()
     assert torch.equal(scale.isnan(), expected.scale.isnan())
-    if format.bits == 1 and format.code == "bipolar":  # a mean: summed in another order
+    if format.bits == 1 and format.code == "bipolar":  # a mean, with another summation order
         torch.testing.assert_close(scale[finite], expected.scale[finite], rtol=1e-5, atol=0)
     else:
         assert torch.equal(scale[finite], expected.scale[finite])
@@ -112,7 +112,7 @@ def test_bytes(format: ActivationFormat, dtype: torch.dtype) -> None:
 
 def test_every_config_and_strided_rows() -> None:
     format = ActivationFormat(4, "asym")
-    wide = matrix(9, 4096 + 24, torch.float16).cuda()  # sliced on the device: copied there, a slice is dense again
+    wide = matrix(9, 4096 + 24, torch.float16).cuda()  # slice on the device: copying a slice makes it dense
     for x in (wide[:, :4096], wide[:, 8:2056], wide[:, 3:1030]):  # aligned rows, aligned, not aligned
         assert not x.is_contiguous()
         problem = activation_kernel.problem_of(x, format)
@@ -121,7 +121,7 @@ def test_every_config_and_strided_rows() -> None:
 
 
 def fused(source: Source, x: torch.Tensor, k: int, format: ActivationFormat, **more: object) -> torch.Tensor:
-    """Run a fused source, check its codes against the values it says it coded, and return those values."""
+    """Run a fused source, check its codes against the values it reports, and return those values."""
     problem = activation_kernel.problem_of(x, format, Target.planes, source)
     packed = activation_kernel.Packed(problem.m, problem.k, format, Target.planes, x.device)
     values = torch.empty(x.shape[0], k, dtype=x.dtype, device=x.device)
@@ -156,6 +156,6 @@ def test_rms_norm(k: int, dtype: torch.dtype) -> None:
 def test_silu_mul(k: int, dtype: torch.dtype) -> None:
     x = matrix(3, 2 * k, dtype).cuda()
     got = fused(Source.silu_mul, x, k, ActivationFormat(8, "sym"))
-    rounding = torch.finfo(dtype).eps  # where the first of two goes the other way, the product may be two units off
+    rounding = torch.finfo(dtype).eps  # if the first of two rounds the other way, the product may be two ulps off
     expected = torch.nn.functional.silu(x[:, :k]) * x[:, k:]
     torch.testing.assert_close(got, expected, rtol=2 * rounding, atol=1e-5)

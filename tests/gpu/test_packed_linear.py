@@ -57,7 +57,7 @@ def _input(m, k):
 
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a8fp"])
 def test_calls_again_give_what_the_op_gives(scheme):
-    """Also on another stream and in a graph, where addresses are others."""
+    """Also on another stream and in a graph, where addresses differ."""
     parsed, n, k = Scheme.parse(scheme), 1024, 2048
     weight = quantize_weight((torch.randn(n, k) * 0.05).half(), parsed.weights).to("cuda")
     layer = QuantLinear.from_weight(weight, parsed, torch.randn(n, device="cuda").half()).prepare()
@@ -96,7 +96,7 @@ def test_gradients_reach_the_input(scheme):
 @pytest.mark.parametrize("backend", ["packed", "bitwise"])
 @pytest.mark.parametrize("m", [1, 5, 40, 300])
 def test_operands_that_lie_otherwise_give_the_same(m, backend):
-    """A strided bias, rows on top of each other, rows apart or anywhere, columns: kernels go by addresses alone."""
+    """A strided bias, overlapping rows, padded rows, gathered rows, columns: kernels only see addresses."""
     scheme, n, k = "w4a8", 200, 576
     weight = quantize_weight((torch.randn(n, k) * 0.05).half(), Scheme.parse(scheme).weights).to("cuda")
     both = torch.randn(n, 2, device="cuda").half()
@@ -113,7 +113,7 @@ def test_operands_that_lie_otherwise_give_the_same(m, backend):
 
 
 def test_first_calls_from_two_threads():
-    """Two layers of different widths, called first at once: each runs by its own plan."""
+    """Two layers of different widths, first called concurrently: each runs its own plan."""
     widths, k = [64 * i for i in range(1, 25)], 512
     x = _input(2, k).to("cuda", torch.float16)
     for backend in ("packed", "bitwise"):

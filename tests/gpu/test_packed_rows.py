@@ -1,4 +1,4 @@
-"""Embeddings on hardware: rows of tiles are those of the codes, a tied head multiplies by them, in graphs, too."""
+"""Embeddings on hardware: rows dequantized from tiles, a tied head multiplies by them, in graphs, too."""
 
 import pytest
 import torch

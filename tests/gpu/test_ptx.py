@@ -1,4 +1,4 @@
-"""Every function of ptx.cuh on hardware against the emulation: what the emulator's tests prove, hardware does."""
+"""Every function of ptx.cuh on hardware against the emulation: what emulator tests prove holds on hardware."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Repacking on hardware: the tiles of packed_layout's torch code, and no memory but theirs."""
+"""Repacking on hardware: equal to packed_layout's torch code, with no extra memory."""
 
 from dataclasses import replace
 
@@ -31,13 +31,13 @@ def test_tiles_are_those_of_torch(bits: int, group: int | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("bits", "group"), [(1, 128), (4, 128), (4, 32), (8, None)])
 def test_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
-    """Beside the layer that is read: its tiles, and a few numbers a row."""
+    """Besides the source layer: its tiles, and a few numbers per row."""
     weight = random_weight(4096, 4096, WeightFormat(bits, "sym", group))
     weight = replace(weight, scale=weight.scale.to(dtype)).to("cuda")
     packed_tiles.prepare(weight)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # not what the allocator rounds it up to
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # without the allocator's rounding
     packed = packed_tiles.prepare(weight)
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     assert packed.tiles.numel() < peak < packed.tiles.numel() + 16 * 4096

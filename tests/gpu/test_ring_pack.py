@@ -1,4 +1,4 @@
-"""Windows packed from the ring alone, as a replayed step leaves them, equal those packed while tokens are stored."""
+"""Windows packed from the ring alone, as by a replayed step, equal those packed while tokens are stored."""
 
 import pytest
 import torch

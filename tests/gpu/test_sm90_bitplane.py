@@ -1,4 +1,4 @@
-"""The wgmma bit-plane kernels on a GPU: every pair of widths and code family is exact, at every edge.
+"""The wgmma bit-plane kernels on a GPU: every pair of widths and code family is exact, with ragged edges.
 
 Every seventh of the 192 pairs and families is tested, all with ANYBIT_EXHAUSTIVE=1 in the environment.
 """
@@ -108,13 +108,13 @@ def exact_problems(p: int, q: int, w: str, x: str) -> list[LinearProblem]:
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     problems = [one for case in EXACT for one in exact_problems(*case)]
     problems += [asked(m, 136, 2048, "w2a2") for m in TOKENS] + [asked(*e, "w3a2asym-xbipolar") for e in EDGES]
     problems += [asked(m, 264, 1500, "w2a3-xasym", output) for m in (20, 300) for output in OUTPUTS]
     problems += [asked(m, 28672, 4096, "w1a1", Output.f16) for m in (64, 4096)]
     problems += [asked(33, 320, 1300, "w4a4", Output.f16)]
-    problems += [replace(one, y_aligned=False) for one in problems]  # rows of Y that begin anywhere
+    problems += [replace(one, y_aligned=False) for one in problems]  # unaligned rows of Y
     configs: set[Any] = {bitplane.default(problem) for problem in problems}
     configs |= {make(asked(300, 328, 2100, "w2a3asym"), **change) for make, change in VARIANTS}
     configs |= {gemm(asked(1000, 6000, 2100, "w1a1", Output.f16), tma_store=True, **change) for change in CUTS}
@@ -127,7 +127,7 @@ def kernels_used() -> list[Kernel]:
 
 
 def check(problem: LinearProblem, config: Facts | None = None, *, padding: int = 0, bias: bool = False) -> torch.Tensor:
-    """Multiply into poisoned memory, compare with the exact integers; returns what was written."""
+    """Multiply into poisoned memory, compare with the exact integers; returns the output."""
     m, n, k = problem.m, problem.n, problem.k
     given = operands(m, n, k, problem.weights, problem.activations, "cuda")
     dtype = problem.output.dtype
@@ -168,7 +168,7 @@ def test_ragged_weights_and_k(m: int, n: int, k: int) -> None:
 def test_results_are_rounded_once(m: int, output: Output) -> None:
     problem = asked(m, 264, 1500, "w2a3-xasym", output)
     check(problem, bias=True)
-    check(problem, padding=1)  # rows that do not start on 16 bytes
+    check(problem, padding=1)  # rows not aligned to 16 bytes
     check(asked(m, 263, 1500, "w2a3-xasym", output))
 
 
@@ -219,7 +219,7 @@ def test_large_layer_and_repeats(m: int) -> None:
 
 @pytest.mark.parametrize("change", AT_ONCE, ids=str)
 def test_chains_of_products_that_overlap(change: dict[str, Any]) -> None:
-    """Kernels that load their weights while those ahead of them still run: every result is the same."""
+    """Kernels that load weights while their predecessors still run: every result is the same."""
     problem = asked(64, 4096, 4096, "w2a2", Output.f16)
     config = resident(problem, **change)
     assert sm90_bitplane_resident.why_not(problem, config) is None

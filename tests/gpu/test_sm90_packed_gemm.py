@@ -1,4 +1,4 @@
-"""sm90_packed_gemm on hardware: every width, code, group and way of cutting against float64; the same bits every time.
+"""sm90_packed_gemm on hardware: every width, code, group and kind of cut against float64; bitwise repeatable.
 
 Every seventh of the 285 formats is tested, all with ANYBIT_EXHAUSTIVE=1 in the environment.
 """
@@ -37,7 +37,7 @@ SILU = [
 
 
 def operands(case: Case, seed: int = 0):
-    """The layer, x as the kernel takes it with its scales, and the exact product without bias, float64."""
+    """The layer, the kernel's x with its scales, and the exact product without bias, float64."""
     p = case.problem
     weight = random_weight(p.n, p.k, p.weights, seed).to("cuda")
     x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(seed)).to("cuda", p.dtype)
@@ -52,7 +52,7 @@ def operands(case: Case, seed: int = 0):
 
 
 def spaced(x: torch.Tensor) -> torch.Tensor:
-    """The rows of a matrix as ops give them to the kernel: each on 16 bytes, NaN or -1 between them."""
+    """A matrix with rows padded as by ops: each aligned to 16 bytes, NaN or -1 between them."""
     columns, kind = x.shape[1], torch.int16 if x.itemsize == 2 else torch.int8
     room = torch.full((len(x), pitch(columns, x.itemsize)), -1, dtype=kind, device=x.device).view(x.dtype)
     room[:, :columns] = x
@@ -74,8 +74,8 @@ def product(case: Case, packed, x, x_scale, bias=None, silu=False) -> torch.Tens
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """All kernels of the selected cases at once: compilation takes the time, and it runs in threads."""
-    importlib.import_module("cuda.core")  # before the threads race for it
+    """Compile all kernels of the selected cases in parallel, in threads, since compilation dominates."""
+    importlib.import_module("cuda.core")  # import before threads race for it
     selected = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
     kernels = {sm90_packed_gemm.kernel(case.config) for case in (*CASES, *SILU) if case in selected}
     kernels |= {sm90_packed_gemm.kernel(case.config, True) for case in SILU if case in selected}
@@ -98,7 +98,7 @@ def test_product(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SILU, ids=str)
 def test_ends_with_silu(case: Case) -> None:
-    """What SiLU's own kernel makes of the product, bit for bit."""
+    """Equal to SiLU's own kernel on the product, bit for bit."""
     weight, x, x_scale, _ = operands(case)
     packed = prepare(weight, "a8" if case.problem.activations.quantized else "a16")
     bias = torch.randn(case.problem.n, device="cuda").to(case.problem.dtype)
@@ -108,7 +108,7 @@ def test_ends_with_silu(case: Case) -> None:
 
 
 def test_integer_sums_are_exact() -> None:
-    """With scales of one and sums that fp16 holds, every output is the integer that it stands for."""
+    """With scales of one and sums that fp16 can hold, every output is the exact integer."""
     for bits in range(1, 9):
         weights = WeightFormat(bits, "sym")
         problem = LinearProblem(40, 200, 512, weights, INT8)
@@ -125,7 +125,7 @@ def test_integer_sums_are_exact() -> None:
 
 @pytest.mark.parametrize("group", [None, 128])
 def test_float_sums_are_promoted(group: int | None) -> None:
-    """e4m3's tensor cores keep about 14 bits of a sum: one of 16,384 terms of one sign would be off by a per cent."""
+    """e4m3's tensor cores accumulate in about 14 bits: a sum of 16,384 terms of one sign would be off by a percent."""
     weights = WeightFormat(4, "sym", group)
     problem = LinearProblem(64, 256, 16384, weights, FP8)
     case = Case(problem, cut_of(sm90_packed_gemm.default(problem)))
@@ -135,13 +135,13 @@ def test_float_sums_are_promoted(group: int | None) -> None:
     quantized = quantize_activations(torch.rand(64, 16384, device="cuda").half() / 64, FP8)
     exact = quantized.dequantize(torch.float64) @ weight.dequantize(torch.float64).T
     y = product(case, prepare(weight, "a8"), quantized.codes, quantized.scale)
-    assert ((y.double() - exact).abs() / exact).max() < 1e-3  # half of it may be the rounding to fp16
+    assert ((y.double() - exact).abs() / exact).max() < 1e-3  # half of it may be rounding to fp16
 
 
 def test_chain_of_dependent_launches() -> None:
-    """Programmatic dependent launch changes nothing: a chain that feeds itself gives the bits of plain launches.
+    """Programmatic dependent launch changes nothing: a chain gives the same bits as with plain launches.
 
-    Scales have both signs: uniform codes have the mean -1/2, which otherwise grows threefold a product (2e5).
+    Scales have both signs: uniform codes have mean -1/2, which would otherwise grow threefold per product (2e5).
     """
     weights = WeightFormat(4, "sym", 128)
     problem = LinearProblem(64, 1024, 1024, weights)

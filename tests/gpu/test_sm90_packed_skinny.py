@@ -53,7 +53,7 @@ def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = Fals
 
 
 def kernels_used() -> list[Kernel]:
-    """What the tests below launch, for precompile.py."""
+    """Kernels of the tests below, for precompile.py."""
     found = set()
     for m, n, k, format, dtype, ordered, _ in CASES:
         size = 1 if dtype == torch.int8 else 2

@@ -1,4 +1,4 @@
-"""The search on a GPU, layers that run by its map, and layers that are kept in two layouts."""
+"""The search on a GPU, layers that follow its map, and layers kept in two layouts."""
 
 import warnings
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def product(scheme: str, m: int, n: int = N, k: int = K) -> LinearProblem:
 
 
 def obey(tmp_path: Path, *points: tuple[LinearProblem, dict[str, float]]) -> None:
-    """A map in which the first candidate of each layout takes the microseconds that are said."""
+    """A map in which the first candidate of each layout takes the given microseconds."""
     one = points[0][0]
     policy = Policy(Origin.here(one.device.name, one.device.arch))
     for one, us in points:
@@ -93,7 +93,7 @@ def test_each_token_count_runs_its_strategy_in_two_layouts(tmp_path: Path) -> No
     obey(tmp_path, (product("w2a4", 1), few), (product("w2a4", 64), many), (product("w2a4", 512), many))
     on_gpu, reference = both("w2a4")
     weight = on_gpu.quantized_weight()
-    assert ops.choose(weight, on_gpu.scheme.activations) in ("bitwise", "packed")  # one copy, unless it is asked for
+    assert ops.choose(weight, on_gpu.scheme.activations) in ("bitwise", "packed")  # one copy by default
     use_backend(on_gpu, "bitwise+packed")
     for m in (1, 40, 512, 700):
         close(on_gpu, reference, m)
@@ -101,7 +101,7 @@ def test_each_token_count_runs_its_strategy_in_two_layouts(tmp_path: Path) -> No
     assert by.choose(product("w2a4", 1)).candidate.layout is Layout.planes
     assert by.choose(product("w2a4", 40)).candidate.layout is Layout.tiles_a8
     assert torch.equal(on_gpu.quantized_weight().words, weight.words)
-    for m in (1, 40):  # coded by the activation function's kernel, for either layout
+    for m in (1, 40):  # quantized by the activation function's kernel, for either layout
         gate_up = torch.randn(m, 2 * K, generator=torch.Generator().manual_seed(m)).half()
         actual, expected = on_gpu.silu_linear(gate_up.cuda()).float().cpu(), reference.silu_linear(gate_up).float()
         assert float((actual - expected).norm() / expected.norm()) < 5e-3

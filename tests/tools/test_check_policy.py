@@ -1,4 +1,4 @@
-"""Whole spaces on a bench that needs no GPU, and what a replay makes of rows."""
+"""Whole spaces on a bench without a GPU, and replays of rows."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def bench(check: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A bench whose candidates are their microseconds and half of that their bound; odd ones beyond 100 are wrong."""
+    """A bench whose candidates are their time, with half of it as their bound; odd ones beyond 100 are wrong."""
 
     def race(stream: Any, calls: Sequence[Callable[[int], Any]], counts: Sequence[int], replays: int) -> list[float]:
         assert calls, "an empty graph was captured"

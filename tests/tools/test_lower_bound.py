@@ -1,4 +1,4 @@
-"""Lower bounds: below every measured time, and above what leaves multiprocessors idle or multiplies padding."""
+"""Lower bounds: below every measured time, and accounting for idle SMs and padding."""
 
 import sys
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_nothing_was_measured_to_be_faster_than_its_bound() -> None:
 
 
 def test_tiles_that_leave_a_last_round_nearly_empty_are_bounded_by_whole_rounds() -> None:
-    one = product("w4a8", 128, 64 * 133, 4096)  # 133 tiles of 64 rows, and 132 multiprocessors
+    one = product("w4a8", 128, 64 * 133, 4096)  # 133 tiles of 64 rows, and 132 SMs
     config = FAMILIES["sm90_packed_gemm"].default(one)
     alone = replace(config, tile_m=128, row_warpgroups=1, split_k_warpgroups=1, cluster_k=1, cluster_n=1)
     both = [Candidate("sm90_packed_gemm", alone, one.activations)] * 2

@@ -1,4 +1,4 @@
-"""The map after a family's revision was raised: points whose kernels have the same machine code still hold."""
+"""The map after a family's revision was raised: points whose kernels have unchanged machine code still hold."""
 
 import importlib
 from dataclasses import replace
@@ -24,7 +24,7 @@ def refresh(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def older_map() -> tuple[Policy, LinearProblem, LinearProblem]:
-    """Two points, of sm90_packed_skinny and of sm90_packed_gemm, measured with kernels of before."""
+    """Two points, of sm90_packed_skinny and of sm90_packed_gemm, of older kernels."""
     scheme, device = Scheme.parse("w4a8"), Device.named("sm_90a")
     one, many = (LinearProblem(m, 4096, 4096, scheme.weights, scheme.activations, device=device) for m in (1, 64))
     changed = {"sm90_packed_skinny": 0, "sm90_packed_gemm": 0}
@@ -49,7 +49,7 @@ def test_points_of_the_same_machine_code_hold(refresh: Any) -> None:
 
 
 def test_a_config_has_other_kernels_at_other_sizes(refresh: Any) -> None:
-    """What codes the tokens is not in a config: its fields alone stand for several kernels."""
+    """A config does not say what quantizes the tokens: equal fields can mean different kernels."""
     _, _, few = older_map()
     longer = replace(few, k=14336)
     measured = Measured.of(builtin(few), few, 5.0)
