@@ -1,7 +1,8 @@
 """2:4 masks, before quantization: chosen with error feedback, then learned along with the kept weights.
 
 2:4 pruning loses more accuracy than 4-bit rounding, so masks are learned first, against the unquantized model's
-predictions. The result is a 16-bit model, half of whose weights are zero; later quantizers find the masks by the zeros.
+predictions. The result is a 16-bit model, half of whose weights are zero; later quantizers start from these zeros.
+GPTQ moves some of them, where its error feedback makes a pruned weight larger than a kept one.
 """
 
 import copy
