@@ -1,6 +1,6 @@
 // GEMV-like y = x W^T, M up to 4, 16-bit activations, packed weights of 1 to 8 bits, on int8 MMA where possible.
 //
-// Once weights stream at full bandwidth, unpacking codes is the limit. An int8 MMA takes four codes per register where a
+// Once weights stream in, unpacking codes is the limit. An int8 MMA takes four codes per register where a
 // 16-bit one takes two, and codes need no shift: a byte with code u at bit a is the number u * 2^a, so the activation that
 // meets it is multiplied by 2^(top - a) instead, once.
 //
