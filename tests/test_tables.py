@@ -1,12 +1,16 @@
 """The tables in README.md and docs/ are those of the rows in benchmarks/results: nobody types them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from anybit.kernels.attention.kv_page import PageLayout
+from anybit.scheme import KVFormat
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -15,6 +19,17 @@ def test_tables_are_those_of_the_rows() -> None:
     script = BENCHMARKS / "tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run: python benchmarks/tables.py"
+
+
+def test_the_page_of_attention_counts_bits_as_pages_do() -> None:
+    page = (BENCHMARKS.parent / "docs" / "attention.md").read_text()
+    rows = re.findall(r"^\| (`kv?\d?[^|]*) \| ([\d., ]+) \|", page, re.MULTILINE)
+    told = {
+        kv: bits for names, all_bits in rows for kv, bits in zip(names.split(", "), all_bits.split(", "), strict=True)
+    }
+    assert len(told) >= 8
+    for name, bits in told.items():
+        assert f"{PageLayout(KVFormat.parse(name.strip('`')), 128).bits_per_element:.2f}" == f"{float(bits):.2f}", name
 
 
 def test_every_table_can_be_printed_by_name() -> None:

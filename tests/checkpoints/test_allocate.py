@@ -102,6 +102,7 @@ def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: flo
         ({"memory": 1000, "context": 8, "options": TEXT}, OptionError, r"bytes, 2048 of them its KV cache"),
         ({"bits": 1.5, "options": TEXT}, OptionError, r"1.5 bits a weight cannot be met: .* the average is 2\."),
         ({"memory": 1000, "options": TEXT}, OptionError, r"the model takes \d{5} bytes"),
+        ({"memory": 1234.5678, "options": TEXT}, OptionError, "^1235 bytes cannot be met"),
         ({"bits": 4.0, "memory": 1e6, "options": TEXT}, OptionError, "give either bits .* or memory .*, not both"),
         ({"context": 5, "options": TEXT}, OptionError, "context .* needs option memory, not 5"),
         ({"bits": float("nan"), "options": TEXT}, OptionError, "bits must be a number, not nan"),

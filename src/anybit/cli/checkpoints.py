@@ -149,7 +149,9 @@ def _served_words(kv: KVFormat, head_dim: int = 128) -> str:
     except LayerError as error:
         return f"not supported: {error}"
     ratio = 4 * head_dim * _REQUEST / rows.bytes_of(_REQUEST)
-    return f"{ratio:.2f} times the tokens of 16 bits in requests of 8,192; pays from {rows.pays_from} per request"
+    return (
+        f"{ratio:.2f} times the tokens of 16 bits in requests of 8,192; pays from {rows.pays_from} tokens per request"
+    )
 
 
 def _cache_room(model: Any) -> list[str] | None:

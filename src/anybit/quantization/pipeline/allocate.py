@@ -78,7 +78,7 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
         raise OptionError("every layer has an override, so there is nothing to choose")
     cache = 0.0 if context is None else _cache_bytes(job, context)
     budget = _budget(job, free, bits, None if memory is None else memory - cache)
-    wanted = f"{bits:g} bits a weight" if bits is not None else f"{memory:g} bytes"
+    wanted = f"{bits:g} bits a weight" if bits is not None else f"{memory:.0f} bytes"
     formats = {width: replace(job.scheme.weights, bits=width) for width in WIDTHS}
     least = sum(_stored(job, layer, formats[min(WIDTHS)]) for layer in free)
     if least > budget:
