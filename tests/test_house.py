@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: imports point one way, files stay readable, asm has one home."""
+"""House rules that a machine can check: layered imports, readable file sizes, asm in one place."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "anybit"
 
-# A module may import from rooms of a lower number, and from its own room.
+# A module may import from rooms with a lower number, and from its own room.
 FLOORS = [
     {"scheme", "errors", "device"},
     {"packing", "hadamard"},
@@ -28,13 +28,13 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 
 
 def room_of(path: Path) -> str:
-    """The top-level room of a file: the folder under anybit, or the module itself."""
+    """A file's top-level room: the folder under anybit, or the module itself."""
     relative = path.relative_to(PACKAGE)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
 def imported_rooms(path: Path) -> set[str]:
-    """The rooms of anybit that a module imports at any depth of its code."""
+    """The rooms of anybit that a module imports, anywhere in its code."""
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "anybit":
@@ -57,7 +57,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_ops_is_the_only_door_to_kernels(path: Path) -> None:
-    """Elsewhere only the layout of a KV page is known, which is memory and no kernel."""
+    """Elsewhere only the layout of a KV page is known, which is a memory format and not a kernel."""
     if room_of(path) in ("kernels", "jit", "tune", "ops"):
         return
     text = path.read_text()
@@ -75,7 +75,7 @@ def test_no_import_goes_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
         found = set()
-        for node in ast.parse(path.read_text()).body:  # at the top level: what is imported when a module is
+        for node in ast.parse(path.read_text()).body:  # at the top level: imported together with the module
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         graph[name] = found & modules.keys() - {name}

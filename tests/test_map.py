@@ -1,4 +1,4 @@
-"""docs/map.md is true: every room it names exists, and every room that exists is named; and so are the other pages."""
+"""docs/map.md is true: the rooms it names are those that exist; other pages' links and names are valid, too."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_every_option_that_is_shown_exists() -> None:
 
 
 def test_the_documentation_is_short() -> None:
-    """At most 15,000 words, of README and pages for users, counted as ``wc -w`` counts."""
+    """At most 15,000 words in README and user pages, counted as by ``wc -w``."""
     read = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     words = {page.name: len(page.read_text().split()) for page in read}
     assert sum(words.values()) <= 15_000, f"{sum(words.values())} words; the longest pages: {words}"

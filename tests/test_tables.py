@@ -1,4 +1,4 @@
-"""The tables in README.md and docs/ are those of the rows in benchmarks/results: nobody types them."""
+"""Tables in README.md and docs/ match the rows in benchmarks/results: nobody types them."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A tiny model, a text and the command line, for all tests of them."""
+"""A tiny model, a text and the command line, shared by these tests."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind a
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of bytes."""
+    """A tiny Llama with a byte tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     size = save_byte_tokenizer(folder)
     torch.manual_seed(3)
@@ -51,7 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> A
 
 @pytest.fixture
 def vllm_config() -> Iterator[None]:
-    """vLLM's layers are made inside a configuration."""
+    """vLLM's layers must be created within a configuration."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     with set_current_vllm_config(VllmConfig()):
@@ -60,7 +60,7 @@ def vllm_config() -> Iterator[None]:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make this process a rank of so many, for vLLM's layers."""
+    """Make this process rank I of N for vLLM's layers."""
     import cases_vllm
 
     return cases_vllm.ranks(monkeypatch)

@@ -1,4 +1,4 @@
-"""The command line: what is printed, what is saved, exit codes."""
+"""The command line: output, saved files, exit codes."""
 
 import importlib.util
 import io
@@ -175,7 +175,7 @@ def test_errors_are_one_sentence(
 
 
 def renamed(model: Path, folder: Path, config: Any) -> Path:
-    """A model of another configuration with the tokenizer of one."""
+    """A model with another configuration, and the first one's tokenizer."""
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -388,7 +388,7 @@ def test_weights_and_kv_cache_are_evaluated_together(run: Any, model: Path, text
     plain, eight, two = (math.log(value) for value in found.values())
     assert eight == pytest.approx(plain, rel=0.01)
     assert abs(two - plain) > 2 * abs(eight - plain) > 0
-    # The comparison with another model runs through that cache, too: only codes of 2 bits part the two here.
+    # The other model runs through that cache, too: only 2-bit codes differ between the two here.
     words = ("-t", text, "--context", 320, "--device", "cpu", "--json", "--baseline")
     compared = run("eval", tmp_path / "w8a16g32-kv2g32", *words, tmp_path / "w8a16g32")
     assert json.loads(compared[1])["divergence"] > 1e-3
@@ -475,7 +475,7 @@ def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
 
 
 def test_the_commands_load_no_torch_before_they_run() -> None:
-    """Help and mistakes are answered at once, and main still has a say in how torch's threads wait."""
+    """Help and usage errors are instant, and main can still decide how torch's threads wait."""
     code = "import sys, anybit.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     env = os.environ | {"PYTHONPATH": str(Path(anybit.__file__).parents[1])}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=env).returncode == 0

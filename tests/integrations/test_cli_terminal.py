@@ -1,4 +1,4 @@
-"""The command line against strangers' files and a user's fingers: terminals, templates, Ctrl-C, options."""
+"""The command line with untrusted files and user input: terminals, templates, Ctrl-C, options."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def steering(text: str) -> list[str]:
 
 
 def copied(model: Path, to: Path, **config: Any) -> Path:
-    """A model with other entries in its configuration."""
+    """A model with changed configuration entries."""
     shutil.copytree(model, to)
     own = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps(own | config))
@@ -111,7 +111,7 @@ def test_answers_steer_no_terminal_and_reach_a_file_as_they_are(monkeypatch: pyt
 
 
 def rendered(source: str) -> str:
-    """A message through a template that transformers compiles."""
+    """Render a message through a template compiled by transformers."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def apply(messages: Any, **_: Any) -> str:
@@ -218,7 +218,7 @@ def test_top_p_is_passed_on(run: Any, model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def with_code(model: Path, to: Path) -> Path:
-    """A model of a type that transformers does not know, with the Python files that define it; they leave a trace."""
+    """A model of a type unknown to transformers, with the Python files that define it; running them leaves a file."""
     names = {"AutoConfig": "own.Configuration", "AutoModelForCausalLM": "own.Model"}
     folder = copied(model, to, model_type="own", architectures=["Model"], auto_map=names)
     (folder / "own.py").write_text(
@@ -268,7 +268,7 @@ def test_every_command_that_opens_a_model_can_trust_it() -> None:
         for name, command in commands.items()
         if any("--trust-remote-code" in parameter.opts for parameter in command.params)
     }
-    assert set(commands) - trusting == {"bench"}  # which asks a server
+    assert set(commands) - trusting == {"bench"}  # it queries a server
 
 
 def test_short_options_and_completion(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

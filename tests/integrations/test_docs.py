@@ -1,4 +1,4 @@
-"""The examples of docs/python.md, README.md and docs/quickstart.md run as they stand, one after the other, on a CPU."""
+"""The examples of docs/python.md, README.md and docs/quickstart.md run unchanged, in order, on a CPU."""
 
 import re
 import shlex
@@ -41,7 +41,7 @@ def test_examples_run(tmp_path: Path) -> None:
 
 
 def test_readme_and_quickstart_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, as they stand but for a smaller model: what `make demo` leaves, then every block."""
+    """In order and unchanged, except for a smaller model: what `make demo` leaves, then every block."""
     monkeypatch.chdir(tmp_path)
     original, quantized = ".cache/smollm2-135m-instruct", ".cache/smollm2-w4a16g128"
     save_model(tmp_path / original)

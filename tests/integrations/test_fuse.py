@@ -1,4 +1,4 @@
-"""Fused models say what unfused ones say, and come apart without a trace."""
+"""Fused models give the outputs of unfused ones, and can be unfused completely."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_fused_says_the_same(config_class, scheme, tmp_path):
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_fused_layers_look_as_far_back_as_the_model_does(config_class, tmp_path):
-    """Over packed pages, where no mask says it: Mistral keeps its window in its configuration alone."""
+    """Over packed pages, without a mask: Mistral has its window only in its configuration."""
     window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
     model = quantized(config_class(**SIZES, head_dim=64, **window), "w4a16g32", tmp_path, spread=0.2)
     model.set_attn_implementation("anybit")
@@ -107,7 +107,7 @@ def test_a_layer_left_as_it_was_is_named(tmp_path):
 
 
 def test_layers_with_inputs_of_their_own_are_not_joined(tmp_path):
-    """OneBit's value vectors differ from layer to layer: joined, all but one would be lost."""
+    """OneBit's value vectors differ from layer to layer: fusing would lose all but one."""
     model = quantized(LlamaConfig(**SIZES, head_dim=64), "w1a16", tmp_path)
     k_proj = model.model.layers[1].self_attn.k_proj
     k_proj.input_scale = torch.nn.Parameter(torch.rand(128) + 0.5, requires_grad=False)
@@ -115,7 +115,7 @@ def test_layers_with_inputs_of_their_own_are_not_joined(tmp_path):
     logits = model(ids).logits
     with pytest.raises(LayerError, match=r"layer 1 cannot be fused.*k_proj has an input_scale of its own"):
         anybit.fuse(model)
-    anybit.accelerate(model)  # what can be had without joining
+    anybit.accelerate(model)  # what is possible without fusing
     assert torch.equal(model(ids).logits, logits)
     k_proj.input_scale, k_proj.hadamard = None, True
     with pytest.raises(LayerError, match=r"only one of self_attn.q_proj and self_attn.k_proj rotates its inputs"):
@@ -167,7 +167,7 @@ def test_rotary_tables_hold_the_models_own_values(config_class, tmp_path):
     positions = torch.tensor([[3, 9], [60, 0]])
     anybit.fuse(model)
     fused = model.model.rotary_emb
-    assert fused.positions == 64 and not fused.in_tables  # outside of graphs, positions may lie anywhere
+    assert fused.positions == 64 and not fused.in_tables  # outside of graphs, positions are not limited
     fused.in_tables = True
     for got, wanted in zip(fused(x, positions), plain(x, positions), strict=True):
         assert torch.equal(got, wanted)
@@ -177,7 +177,7 @@ def test_rotary_tables_hold_the_models_own_values(config_class, tmp_path):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_product_that_turns_and_stores_says_the_same_in_two_steps(tokens):
-    """Where no kernel does both: the projection of q, k and v in their own order, turned, beside the paired one."""
+    """Without a kernel for both: the projection of q, k and v in their own order, rotated, against the paired one."""
     torch.manual_seed(0)
     heads, kv_heads, dim, k, slots = 2, 1, 64, 128, 32
     plain = quantize_weight(torch.randn((heads + 2 * kv_heads) * dim, k), Scheme.parse("w4a16g32").weights)
@@ -219,7 +219,7 @@ def test_fusing_that_runs_out_of_memory_leaves_the_model_as_it_was(at, tmp_path,
 
 
 def test_layers_that_only_share_a_name_stay_as_they_are(tmp_path):
-    """Code that a model brings copies transformers' names, and does other things under them."""
+    """Custom model code copies transformers' class names, with different behaviour."""
     model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
     kind = type(model.model.layers[0])
     model.model.layers[1].__class__ = type(kind.__name__, (kind,), {"__module__": "transformers_modules.m.modeling"})
@@ -230,7 +230,7 @@ def test_layers_that_only_share_a_name_stay_as_they_are(tmp_path):
 def test_hooks_are_not_dropped(tmp_path):
     model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
     ids = torch.randint(0, 128, (1, 5))
-    model(ids, output_hidden_states=True)  # transformers leaves hooks of its own behind
+    model(ids, output_hidden_states=True)  # transformers leaves its own hooks behind
     hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
     with pytest.raises(
         LayerError, match="layer 1 cannot be fused: forward hooks of self_attn would no longer be called"

@@ -51,11 +51,11 @@ def test_generate(folder: Path, scheme: str, backend: str) -> None:
     assert {layer._prepared.spec.backend for layer in layers if layer._prepared} == {backend}
     for hook in hooks:
         hook.remove()
-    # Sums are exact on both: on the same input a layer differs where a scaled result rounds to the other float16.
+    # Sums are exact on both: on equal inputs a layer differs only where a scaled result rounds to another float16.
     use_backend(model, "reference-packed")
     with torch.inference_mode():
         for layer, (x, y) in seen.items():
             torch.testing.assert_close(y, layer(x), rtol=1e-3, atol=1e-3)
         expected = model(prompt).logits.float()
-    # Such a difference turns codes of later layers, so whole models are compared loosely.
+    # Such differences flip codes of later layers, so whole models are compared loosely.
     assert float((logits - expected).abs().mean()) < 0.1 * float(expected.std())

@@ -1,4 +1,4 @@
-"""Models that also take images: their text is quantized, and other tools' files are read by the names they have."""
+"""Vision-language models: their text part is quantized, and other tools' files are read by their own names."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ PROMPTED: dict[str, Any] = {"sequences": [[i * k % 95 for i in range(64)] for k 
 
 
 def saved(name: str, folder: Path) -> Path:
-    """A tiny model of float16, saved by transformers, which gives some of them the names of older versions."""
+    """A tiny float16 model saved by transformers, which gives some tensors names of older versions."""
     torch.manual_seed(5)
     model = AutoModelForImageTextToText.from_config(MATRIX[name](), dtype=torch.float16)
     model.save_pretrained(folder)
@@ -36,7 +36,7 @@ def saved(name: str, folder: Path) -> Path:
 
 
 def as_gptq(folder: Path) -> dict[str, torch.Tensor]:
-    """Put the projections of the text into GPTQ's tensors, names as they are; returns what they stand for."""
+    """Store the text's projections as GPTQ's tensors, names unchanged; returns their weights."""
     tensors, expected = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if "language_model" in name and name.endswith("_proj.weight"):
@@ -56,7 +56,7 @@ def as_gptq(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_token_ids_from_a_file_are_those_of_the_text_part(tmp_path: Path) -> None:
-    """Whose configuration alone knows how many there are."""
+    """Only its configuration has the vocabulary size."""
     file = tmp_path / "ids.json"
     file.write_text(json.dumps([[i * k % 90 for i in range(64)] for k in range(1, 5)]))
     source = saved("Mistral Small 3.1 (images)", tmp_path / "in")
@@ -96,7 +96,7 @@ def test_images_say_the_same_as_with_dequantized_weights(name: str, tmp_path: Pa
     config.vision_config.image_size = size = 32 if mistral else 16
     plain = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     for part, parameter in plain.named_parameters():
-        if part.endswith("mm_input_projection_weight"):  # zeros, as Gemma 3 begins
+        if part.endswith("mm_input_projection_weight"):  # zeros, as Gemma 3 initializes it
             torch.nn.init.normal_(parameter)
     plain.save_pretrained(tmp_path / "in")
     quantize_folder(tmp_path / "in", tmp_path / "out", SCHEME)
@@ -143,7 +143,7 @@ def test_files_of_other_tools_are_read_by_their_old_names(name: str, run: Any, t
 
 
 def test_info_counts_the_experts_of_gpt_oss(run: Any, tmp_path: Path) -> None:
-    """In MXFP4: two codes a byte, and a scale for 32 of them."""
+    """In MXFP4: two codes per byte, and a scale per 32 of them."""
     AutoModelForCausalLM.from_config(MATRIX["gpt-oss"](), dtype=torch.bfloat16).save_pretrained(tmp_path)
     tensors, experts = {}, 0
     for name, weight in load_file(tmp_path / "model.safetensors").items():

@@ -1,4 +1,4 @@
-"""AnyBitCache in transformers: generate with it as without it, for families that decode in their own ways."""
+"""AnyBitCache in transformers: generate gives the same with and without it, for all families and their attention."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ MODELS = {
 
 
 def model_of(name: str, attention: str | None = None, spread: float | None = None):
-    """A model of random weights. attention: its implementation.  spread: of matrices, so that tokens are far apart."""
+    """A random model. attention: its implementation.  spread: std of weights, so that tokens are well separated."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     for parameter in model.parameters() if spread is not None else ():
@@ -111,14 +111,14 @@ def test_generate(name, options):
     call = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0, "attention_mask": padding, **options}
     torch.manual_seed(1)
     plain = model.generate(ids, **call)
-    if name != "bloom":  # it does not go through transformers' attention interface: dequantized keys and values
+    if name != "bloom":  # it bypasses transformers' attention interface: dequantized keys and values
         model.set_attn_implementation("anybit")
     torch.manual_seed(1)
     cache = AnyBitCache("kv16", config=model.config)
     ours = model.generate(ids, past_key_values=cache, **call)
     assert cache.packed_attention == (name != "bloom")
     assert ours.shape == plain.shape and len(cache.rows) == 2 * beams
-    assert (ours == plain).float().mean() > 0.95  # float16 keys may turn a near tie
+    assert (ours == plain).float().mean() > 0.95  # float16 keys may flip a near-tie
 
 
 def test_several_tokens_at_once_and_taking_them_back():
@@ -133,7 +133,7 @@ def test_several_tokens_at_once_and_taking_them_back():
         apart = torch.cat(
             [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(120, 135)], 1
         )
-    # One by one, tokens after the 128th see the first 128 packed; together they see them in 16 bits.
+    # One by one, tokens after the 128th see the first 128 packed; in one pass they see them in 16 bits.
     torch.testing.assert_close(apart[:, :9], together[:, :9], rtol=2e-2, atol=2e-2)
 
 
@@ -184,7 +184,7 @@ def test_drafts_that_are_wrong_are_taken_back(attention: str) -> None:
 
 
 def test_masks_that_are_not_causal_are_refused() -> None:
-    """Chunks, and bidirectional within images; text of the same models is served."""
+    """Chunked, and bidirectional within images; text of the same models is served."""
     chunked = hf.Llama4TextConfig(**GATED, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=16)
     torch.manual_seed(0)
     model = hf.Llama4ForCausalLM(chunked).eval()
@@ -208,7 +208,7 @@ def test_masks_that_are_not_causal_are_refused() -> None:
 
 
 def test_what_a_cache_holds_and_does_not() -> None:
-    """Values alone are kept of a pass with gradients; what other caches do layer by layer is refused."""
+    """Only values are kept of a pass with gradients; per-layer operations of other caches are refused."""
     model = model_of("llama", "anybit")
     cache = AnyBitCache("kv4", config=model.config)
     ids = torch.arange(40)[None]

@@ -29,7 +29,7 @@ HEAD = "| model | quantized in a layer | stays in 16 bits | fused layers |\n| --
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a model; cells: of its row in the table, which models share that are alike."""
+    """The result for a model; cells: of its table row, which models with equal cells share."""
 
     cells: str
     streamed: list[int]
@@ -42,7 +42,7 @@ class Found:
 
 
 def tried(name: str, folder: Path) -> Found:
-    """Quantize a tiny model with random weights, save it, load it, and generate."""
+    """Quantize a tiny random model, save it, load it, and generate."""
     torch.manual_seed(5)
     config = MATRIX[name]()
     kind = auto_class(config)
@@ -56,7 +56,7 @@ def tried(name: str, folder: Path) -> Found:
     streamed = kind.from_pretrained(folder / "out").eval()
     layers = {part: m for part, m in streamed.named_modules() if isinstance(m, anybit.QuantLinear)}
     assert len(layers) == saved.layers
-    # The original with each weight replaced by what its codes stand for has to say the same.
+    # The original with dequantized weights must generate the same.
     for part, layer in layers.items():
         module = model.get_submodule(part)
         weight = layer.dequantize()

@@ -1,4 +1,4 @@
-"""`anybit serve` over transformers: a real server and real clients; and what the command says where it cannot serve."""
+"""`anybit serve` over transformers: a real server and real clients; and its errors where it cannot serve."""
 
 import asyncio
 import contextlib
@@ -125,7 +125,7 @@ def test_a_running_server_is_measured(server: cases.Running, tmp_path: Path) -> 
 
 @has_server
 def test_transformers_server_keeps_connections_longer_than_clients_do(server: cases.Running) -> None:
-    """uvicorn's own 5 seconds are as long as clients use a connection again."""
+    """uvicorn's default of 5 seconds equals the time for which clients reuse a connection."""
     address = server.url.removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=30)
     connection.request("GET", "/health")
@@ -153,7 +153,7 @@ def test_a_picture_needs_figures_of_several_rates(tmp_path: Path) -> None:
 
 
 @has_server
-def test_a_shutdown_in_the_middle(server: cases.Running) -> None:  # the last one: the server is gone then
+def test_a_shutdown_in_the_middle(server: cases.Running) -> None:  # last, since it ends the server
     cases.check_shutdown(server)
 
 
@@ -211,15 +211,15 @@ def test_a_key_reaches_vllm_and_no_log(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_vllm_keeps_connections_longer_than_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a request goes out on one that the server is closing: 10 of 24,000 were lost beside uvicorn's 5 seconds."""
+    """Else requests are sent on connections that the server is closing: uvicorn's 5 seconds lost 10 of 24,000."""
     monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
     assert float(serving.vllm_environment(None)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > httpx.Limits().keepalive_expiry
-    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "9")  # the user's own word
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "9")  # set by the user
     assert serving.vllm_environment("secret")["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "9"
 
 
 def test_vllm_gets_other_tools_models_by_name(tmp_path: Path) -> None:
-    """A folder with the word that anybit runs it, a GGUF file as a folder, and what anybit does not read as it is."""
+    """A folder marked for anybit, a GGUF file as a folder, and unsupported folders as they are."""
     folder = whole_model("fp8-blocks", tmp_path / "fp8")
     with vllm_folder(serving.Server(str(folder))) as (path, options):
         assert (path, options) == (folder, ["--quantization", "anybit"])
@@ -289,9 +289,9 @@ def test_heads_that_gpus_cannot_share_are_refused_before_vllm_starts(tmp_path: P
 
 
 def test_so_are_kv_heads(tmp_path: Path) -> None:
-    """Of 12 heads four GPUs take three each, and of 6 KV heads they cannot take as many each."""
+    """Four GPUs can share 12 heads, but not 6 KV heads."""
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 6}))
-    for ranks in (1, 2, 3, 6, 12):  # what is named then
+    for ranks in (1, 2, 3, 6, 12):  # named as alternatives
         serving._refuse_uneven(serving.Server("m", tensor_parallel=ranks), tmp_path)
     with pytest.raises(serving.OptionError, match="4 cannot share the 6 KV heads of m: choose one of 1, 2, 3"):
         serving._refuse_uneven(serving.Server("m", tensor_parallel=4), tmp_path)
@@ -357,7 +357,7 @@ def test_what_a_server_makes_up_is_no_figure(events: list[Any], found: int | str
 
 
 class Answering(BaseHTTPRequestHandler):
-    """A server of one-token answers; heard: the keys of its completions."""
+    """A server of one-token answers; heard: the API keys of its completions."""
 
     heard: ClassVar[list[str | None]] = []
 
@@ -377,7 +377,7 @@ class Answering(BaseHTTPRequestHandler):
 
 
 def test_a_proxy_is_not_asked_about_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a server that wants a key asked without."""
+    """Nor is a server that requires a key queried without one."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     for name in ("no_proxy", "NO_PROXY"):
@@ -396,7 +396,7 @@ def test_a_proxy_is_not_asked_about_this_machine(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make a certificate")
 def test_a_certificate_that_nobody_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench names it as what is wrong, and takes it where it is named, or any is to be trusted."""
+    """bench's error names the certificate, and bench accepts it if it, or any, is to be trusted."""
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -458,7 +458,7 @@ def test_arguments_that_undo_what_was_said_before_are_refused(word: str, scheme:
 
 
 def test_a_second_interruption_ends_vllm_and_all_that_it_started(tmp_path: Path) -> None:
-    """As Ctrl-C on a terminal, which tells the whole group; here of programs that do not listen."""
+    """Like Ctrl-C on a terminal, which signals the whole group; here with programs that ignore it."""
     psutil = pytest.importorskip("psutil")
     deaf = "import signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
     child = deaf + "signal.pause()"
@@ -473,7 +473,7 @@ def test_a_second_interruption_ends_vllm_and_all_that_it_started(tmp_path: Path)
     try:
         assert process.stdout is not None and process.stdout.read(1) == b"1"
         family = psutil.Process(process.pid).children(recursive=True)
-        time.sleep(1)  # the last program started goes deaf
+        time.sleep(1)  # the last program started now ignores signals
         os.killpg(process.pid, signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=2)

@@ -1,4 +1,4 @@
-"""What a request may ask of `transformers serve`, without a server: fields, sizes, keys, lengths and templates."""
+"""What requests to `transformers serve` may contain, without a server: fields, sizes, keys, lengths and templates."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ WHOLE = b'{"messages": [{"role": "user", "content": "Hi"}]}'
 
 
 class Asked:
-    """An app that keeps the bodies that get through to it."""
+    """An app that records the bodies that reach it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.bodies: list[bytes] = []
@@ -33,7 +33,7 @@ class Asked:
 
 
 def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **headers: str) -> tuple[int, str]:
-    """(status, what an error says) of one request that comes in parts; 0 where there is no answer."""
+    """(status, error message) of one request sent in parts; 0 if there is no response."""
     head = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     rest = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     rest.append({"type": "http.request", "body": b""})

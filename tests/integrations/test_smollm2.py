@@ -1,4 +1,4 @@
-"""A real model, as a user meets it: quantized into a folder, asked, run over a quantized cache, and evaluated."""
+"""A real model, as users run it: quantized into a folder, prompted, run over a quantized cache, and evaluated."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""generate over AnyBitCaches that models make by themselves: static ones, and those of schemes with a KV format."""
+"""generate over AnyBitCaches that models create themselves: static ones, and those of schemes with a KV format."""
 
 import copy
 import pickle
@@ -47,7 +47,7 @@ def prompt(rows=2, tokens=119):  # steps go past a window of 128 tokens
 
 
 def agree(a, b, exact=DEVICE == "cpu"):
-    """Tokens are the same, but for near ties that the roundings of other kernels may turn, on a GPU."""
+    """Tokens match, except at near-ties that other kernels' rounding may flip on a GPU."""
     assert a.shape == b.shape
     if exact:
         assert torch.equal(a, b)
@@ -73,7 +73,7 @@ def test_static_caches_and_graphs_say_the_same(config_class, tmp_path):
         plain.append(model.generate(ids, **{**GREEDY, **call}))
     anybit.fuse(model)
     for call, wanted in zip(calls, plain, strict=True):
-        for _ in range(2):  # the second time from the graph of the first
+        for _ in range(2):  # the second time with the graph of the first
             torch.manual_seed(3)
             agree(model.generate(ids, **{**GREEDY, **call}, cache_implementation="static"), wanted)
     if DEVICE == "cuda":
@@ -87,7 +87,7 @@ def test_static_caches_and_graphs_say_the_same(config_class, tmp_path):
 
 
 class Listener:
-    """A streamer that keeps what it is told."""
+    """A streamer that records its input."""
 
     def __init__(self):
         self.told, self.ended = [], False
@@ -114,7 +114,7 @@ def test_greedy_answers_end_where_transformers_end_them(llama, rows, monkeypatch
     if listener is not None:
         assert listener.ended and [t for part in listener.told for t in part] == got[0].tolist()
     monkeypatch.undo()
-    usual = model.generate(ids, **call, cache_implementation="static", repetition_penalty=1.3)  # the usual loop is
+    usual = model.generate(ids, **call, cache_implementation="static", repetition_penalty=1.3)  # with the usual loop
     assert usual.shape[0] == rows
 
 
@@ -137,12 +137,12 @@ def test_a_scheme_with_a_kv_format_makes_the_cache(llama, fused):
         anybit.fuse(model)
     result = model.generate(ids, **GREEDY, return_dict_in_generate=True)
     assert isinstance(result.past_key_values, AnyBitCache) and str(result.past_key_values.format) == "kv4"
-    exact = DEVICE == "cpu" and not fused  # stacked products round differently, which turns codes of the cache
+    exact = DEVICE == "cpu" and not fused  # stacked products round differently, which flips codes of the cache
     agree(result.sequences, given, exact)
     agree(model.generate(ids, **GREEDY, cache_implementation="static"), given, exact)
     assert model.config._attn_implementation == "sdpa"
     plain = model.generate(ids, **GREEDY, past_key_values=hf.DynamicCache(config=model.config))
-    assert plain.shape == given.shape  # what the caller gives is taken
+    assert plain.shape == given.shape  # the caller's argument is used
 
 
 def test_a_static_cache_that_is_kept_is_not_used_again(llama):
@@ -154,7 +154,7 @@ def test_a_static_cache_that_is_kept_is_not_used_again(llama):
 
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w4a16g32-kv4"])
 def test_threads_share_a_model(llama, scheme):
-    """A kept cache serves one call at a time, and no pass sees another one's attention."""
+    """A cached KV cache serves one call at a time, and no pass sees another's attention."""
     model = quantized(llama, scheme)
     assert anybit.accelerate(model)
     calls = [{"cache_implementation": "static"}, {}] * 3
@@ -172,7 +172,7 @@ def test_threads_share_a_model(llama, scheme):
 
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w4a16g32-kv4"])
 def test_graphs_of_torch_compile_may_break_in_a_shared_model(llama, scheme):
-    """Dynamo cannot go on inside of a lock: a first call prepares its layers outside of the graph."""
+    """Dynamo cannot resume inside a lock: a first call prepares its layers outside of the graph."""
     model = anybit.accelerate(wanted := quantized(llama, scheme)) and wanted
     ids = prompt(1, 9)
     with torch.no_grad():
@@ -206,14 +206,14 @@ def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(hf.GenerationConfig(), "use_mtp"), reason="of newer transformers")
 def test_layers_that_draft_are_not_passed_over(llama):
-    """They were asked for, and this model has none: a static cache left them out without a word."""
+    """They were requested, and this model has none: a static cache silently ignored them."""
     call = {"cache_implementation": "static", "use_mtp": True, **GREEDY}
     with pytest.raises(ValueError, match="num_mtp_layers"):
         quantized(llama, "w4a16g64-kv16").generate(prompt(1), **call)
 
 
 def test_a_cache_without_packed_attention_is_never_captured(tmp_path, monkeypatch):
-    """Its shapes change from step to step: a graph of one step would be wrong for the next."""
+    """Its shapes change from step to step: one step's graph would be wrong for the next."""
     config = hf.BloomConfig(vocab_size=128, hidden_size=128, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
     model = quantized(folder_of(config, tmp_path), "w4a16g32-kv8")
     monkeypatch.setattr(graph, "GreedyGraph", None)
@@ -257,7 +257,7 @@ def test_graphs_are_forgotten_with_the_weights_that_they_read(llama):
     wanted, first = model.generate(prompt(), **call), next(iter(model._anybit_decoder.caches.values()))
     model.generate(prompt(), **call)
     assert next(iter(model._anybit_decoder.caches.values())) is first
-    for _ in range(3):  # what was just given back may be where the next weights come to lie
+    for _ in range(3):  # freed memory may be reused by the next weights
         anybit.use_backend(model, None)
         agree(model.generate(prompt(), **call), wanted, exact=False)
         last, first = first, next(iter(model._anybit_decoder.caches.values()))
@@ -265,7 +265,7 @@ def test_graphs_are_forgotten_with_the_weights_that_they_read(llama):
 
 
 def test_graphs_are_forgotten_with_the_layers_that_they_ran(llama):
-    """A head of other values, and a layer with an adapter around it: a graph would go on without."""
+    """With a replaced head or an adapter around a layer, an old graph would go on without it."""
     model = quantized(llama, "w4a16g32-kv4")
     decoder, attention = model._anybit_decoder, model.model.layers[0].self_attn
 

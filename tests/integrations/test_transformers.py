@@ -62,7 +62,7 @@ def test_every_linear_but_the_head_is_quantized(sources: dict[str, Path], archit
         assert (ours.dequantize() - weight).abs().max() < weight.abs().max() / 100
         assert (ours.bias is None) == (theirs.bias is None)
         assert ours.bias is None or torch.equal(ours.bias, theirs.bias)
-    # Eight bits change next to nothing.
+    # Eight bits change almost nothing.
     ids = torch.arange(3, 23)[None]
     with torch.inference_mode():
         a, b = plain(ids).logits, model(ids).logits
@@ -111,7 +111,7 @@ def test_continuous_batching(sources: dict[str, Path]) -> None:
     model = load(sources["llama"], "w4a16g64", attn_implementation="sdpa")
     config = GenerationConfig(max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
     prompts = [[5, 17, 42, 3, 88, 61], [9, 8, 7]]
-    # Left alone it takes most of the machine's memory for its cache.
+    # By default its cache takes most of the machine's memory.
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     results = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=small)
     together = sorted(tuple(result.generated_tokens) for result in results.values())
@@ -208,7 +208,7 @@ def test_a_wrong_configuration_says_what_is_allowed() -> None:
 FIRST_USES = {
     "transformers": "from transformers import LlamaForCausalLM",
     "a cache": "from anybit import AnyBitCache",
-    # It imports the package of the part that is looked for, and must not use up what waits for the part.
+    # It imports the parent package, and must not trigger what waits for the module.
     "a search": "import importlib.util; importlib.util.find_spec('transformers.modeling_utils'); "
     "import transformers.modeling_utils",
 }
@@ -216,7 +216,7 @@ FIRST_USES = {
 
 @pytest.mark.parametrize("first", FIRST_USES.values(), ids=FIRST_USES)
 def test_importing_is_enough(first: str) -> None:
-    """In a process of its own, whatever is loaded first; and nothing is loaded for anybit's sake."""
+    """In a new process, whatever is loaded first; and nothing is loaded for anybit's sake."""
     script = f"""
 import sys
 import anybit
@@ -275,7 +275,7 @@ def test_offloaded_layers_are_refused_before_anything_is_loaded(
 
 
 def test_auto_places_layers_by_the_size_of_their_codes(sources: dict[str, Path]) -> None:
-    """Not by that of the weights they are quantized from while loading, for which there may be no room."""
+    """Not by the size of unquantized weights, which may not fit."""
     whole, quantized = load(sources["llama"]), load(sources["llama"], "w4a16g32")
     before, after = (sum(p.nbytes for p in m.parameters()) for m in (whole, quantized))
     auto = load(sources["llama"], "w4a16g32", device_map="auto", max_memory={"cpu": (before + after) // 2})

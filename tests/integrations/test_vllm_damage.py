@@ -1,6 +1,6 @@
-"""Damaged folders by vLLM's loader and anybit's plug-in, in this process: refused, the same model, or a valid one.
+"""Damaged folders with vLLM's loader and anybit's plug-in, in this process: refused, the same model, or a valid one.
 
-`make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse before asking the plug-in is theirs.
+`make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse first is not checked.
 """
 
 import json
@@ -41,7 +41,7 @@ GROUPS = tuple(group for group in MUTATIONS if group != "tokenizer")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """In compressed-tensors' format, in several files, and in anybit's own."""
+    """In compressed-tensors' format, sharded, and in anybit's own."""
     root = tmp_path_factory.mktemp("good")
     (root / "plain").mkdir()
     words = save_byte_tokenizer(root / "plain")
@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def as_awq(plain: Path, place: Path) -> Path:
-    """A model whose layers are AWQ's, of random codes: eight to a word, in its order."""
+    """A model with AWQ layers of random codes: eight per word, in its order."""
     copy(plain, place)
     tensors, draw = load_file(place / "model.safetensors"), torch.Generator().manual_seed(3)
 
@@ -78,7 +78,7 @@ def as_awq(plain: Path, place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def foreign(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What other tools save: GPTQ, AWQ, and compressed-tensors without anybit's words."""
+    """Saved by other tools: GPTQ, AWQ, and compressed-tensors without anybit's entries."""
     root, plain = tmp_path_factory.mktemp("foreign"), folders["packed"].parent / "plain"
     AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float16).save_pretrained(root / "half")
     quantize_folder(root / "half", root / "ours", "w4a16g32")
@@ -96,13 +96,13 @@ def configured(folder: Path) -> Any:
         settings["quantization"] = "anybit"
     try:
         return EngineArgs(model=str(folder), **settings).create_engine_config()
-    except ValidationError as error:  # pydantic's words around what the plug-in raised
+    except ValidationError as error:  # pydantic wraps what the plug-in raised
         raise error.errors()[0].get("ctx", {}).get("error", error) from None
 
 
 @pytest.fixture(scope="module")
 def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """What vLLM makes of a folder: the outputs of its linear layers, and its other parameters."""
+    """Load a folder in vLLM: the outputs of its linear layers, and its other parameters."""
     os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"})
     torch.accelerator.empty_cache = lambda: None  # as vLLM's own worker does on a CPU
     register()
@@ -135,7 +135,7 @@ def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def test_an_option_says_nothing_else_of_stored_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any], asked: dict[str, Any], name: str | None
 ) -> None:
-    """Zeros that nobody loads and rotations that nobody makes would give wrong answers without a word."""
+    """Zeros that are not loaded and rotations that are not applied would silently give wrong answers."""
     monkeypatch.setattr("anybit.integrations.vllm.config.check_folder", lambda *_: None)
     words = {"quant_method": "anybit", "version": "0.1.0"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**words, **stored}}))
@@ -175,7 +175,7 @@ def test_a_model_of_the_hub_is_checked_before_a_layer_is_made(
 
 
 def test_weights_that_vllm_makes_up_are_no_codes(folders: dict[str, Path]) -> None:
-    """`--load-format dummy`, which fills floats alone: the folder is not damaged."""
+    """`--load-format dummy` fills only floats: the folder is not damaged."""
     config = configured(folders["packed"])
     config.load_config.load_format = "dummy"
     with set_current_vllm_config(config):
@@ -187,7 +187,7 @@ def test_weights_that_vllm_makes_up_are_no_codes(folders: dict[str, Path]) -> No
 
 
 def _results(folders: dict[str, Path], tmp_path: Path, loader: Any, count: int) -> list[str]:
-    """What became of folders that were damaged at random; nothing of it may be wrong."""
+    """Results of randomly damaged folders; none may be wrong."""
     good = {name: loader(folder) for name, folder in folders.items()}
     rng, results = random.Random(SEED), []
     for _ in range(count):

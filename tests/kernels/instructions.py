@@ -24,11 +24,11 @@ class Params:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel of instructions.cuh; results may differ by `tolerance` of the largest, 0: not at all."""
+    """One kernel of instructions.cuh; results may differ by `tolerance` of the largest (0: exact)."""
 
     entry: str
     threads: int
-    results: int  # words a thread of a block
+    results: int  # words per thread of a block
     tolerance: float = 0
     config: Config = Config()
     cluster: int = 1
@@ -42,7 +42,7 @@ class Case:
         return Kernel(header, self.entry, self.config, Params, self.threads, 64 << 10, self.cluster)
 
     def inputs(self) -> Params:
-        """Words to read, poisoned words to write, and zeros to share."""
+        """Input words, poisoned output words, and zeros to share."""
         g = torch.Generator().manual_seed(1)
         words = torch.randint(-(2**31), 2**31, (16384,), generator=g).to(torch.int32)
         if self.entry == "mma_floats":
@@ -62,7 +62,7 @@ def floats(type_: int, words: int, g: torch.Generator) -> torch.Tensor:
 
 
 def wgmma(n: int, swizzle: int, type_: int) -> Case:
-    # e4m3 products are summed with about 14 bits on Hopper
+    # Hopper accumulates e4m3 products in about 14 bits
     tolerance = (0, 1e-5, 1e-5, 1e-3)[type_]
     products = 10 if type_ == 0 and n <= 128 else 2
     return Case("wgmma", 128, products * (n // 2), tolerance, Config(n, swizzle, type_))

@@ -1,4 +1,4 @@
-"""How a backend is chosen, what the bit-plane backend keeps of a weight, and falling back: all without a GPU."""
+"""Backend selection, what the bit-plane backend keeps of a weight, and fallbacks: all without a GPU."""
 
 import warnings
 from dataclasses import replace
@@ -74,14 +74,14 @@ def test_where_tiles_run(scheme: str, arch: str, words: str | None) -> None:
     weight = random_weight(64, 512, parsed.weights)
     reason = packed.why_not(weight, parsed.activations, device)
     assert reason is None if words is None else words in str(reason)
-    if reason is None:  # then whatever the number of tokens
+    if reason is None:  # then for any number of tokens
         for m in (1, 3, 9, 70, 5000):
             product = LinearProblem(m, 64, 512, parsed.weights, parsed.activations, device=device)
             assert builtin(product, tiles_of(parsed.activations)).why_not(product) is None
 
 
 def documented(weights: WeightFormat, x: ActivationFormat, arch: str) -> bool:
-    """What the table of docs/hardware.md says."""
+    """The entry in the table of docs/hardware.md."""
     if not x.quantized:
         return True
     if not x.integer:
@@ -105,7 +105,7 @@ def test_what_the_page_on_schemes_says_runs(bits: int, code: str, group: int | N
         product = LinearProblem(m, 64, 512, weights, activations, device=Device.named(arch))
         if documented(weights, activations, arch):
             assert builtin(product).why_not(product) is None
-        elif m == 300:  # a kernel for few tokens alone is no way to run a layer
+        elif m == 300:  # a kernel only for few tokens is no backend for a layer
             with pytest.raises(KernelError):
                 builtin(product)
 
@@ -134,7 +134,7 @@ def test_what_a_layer_launches_without_wgmma(arch: str, scheme: str, monkeypatch
     tensors = tiles.prepare(weight, parsed.activations)
     spec = LinearSpec.parse(str(LinearSpec("packed", 128, 512, weight.format, parsed.activations)))
     packed._plans.clear()
-    for _ in range(2):  # the second call goes by what the first has found
+    for _ in range(2):  # the second call uses the first one's choice
         launched.clear()
         tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
         assert launched == (["quantize"] if parsed.activations.quantized else []) + ["sm80_packed_gemm"]
@@ -212,7 +212,7 @@ def test_layers_of_impossible_shapes_are_refused() -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("scheme", "hadamard"), [("w4a16", False), ("w4a16", True), ("w4a8", False)])
 def test_gradients_reach_the_input(scheme: str, hadamard: bool, scaled: bool) -> None:
-    """Of 24 inputs, whose rotation is not its own inverse; the Jacobian is what the layer without rounding gives."""
+    """With 24 inputs, whose rotation is not its own inverse; the Jacobian is that of the layer without rounding."""
     k = 24
     layer = QuantLinear(k, 8, scheme, bias=False, hadamard=hadamard, input_scale=scaled)
     layer.load_weight(random_weight(8, k, WeightFormat(4)))
@@ -269,7 +269,7 @@ def test_a_strided_bias_is_added_value_by_value() -> None:
     assert bias.stride() == (2,)
     layer = QuantLinear.from_weight(weight, "w4a16", bias)
     assert torch.equal(layer(x), QuantLinear.from_weight(weight, "w4a16", bias.clone())(x))
-    for dtype in (torch.float32, torch.float16):  # what a kernel gets, which goes by the address alone
+    for dtype in (torch.float32, torch.float16):  # as for kernels, which only see the address
         given = dense_bias(bias, dtype)
         assert given is not None and given.is_contiguous() and torch.equal(given, bias.to(dtype))
 
@@ -319,11 +319,11 @@ def test_forward_mode_is_never_lost_silently() -> None:
 
 @pytest.mark.parametrize("text", ["w8a8", "w8a7", "w7a8asym", "w7a8bipolar", "w4a8", "w4a8asym", "w8a8s24", "w4a8s24"])
 def test_sums_of_integers_never_overflow(text: str) -> None:
-    """Up to the last K that a kernel takes; a layer of more is refused where it is made, with a way out."""
+    """Up to the largest K that a kernel accepts; a wider layer is refused when created, with a solution."""
     scheme = Scheme.parse(text)
     weights, activations = scheme.weights, scheme.activations
     top, doubled = 2**weights.bits - 1, 1 + (weights.code == "bipolar")
-    # Unsigned codes; of 2:4 weights half of them, in the highest bits of signed bytes.
+    # Unsigned codes; half of them for 2:4 weights, in the high bits of signed bytes.
     largest = 128 / 2 if weights.sparse else top * doubled
     most = 2 ** (activations.bits - 1) - 1
     taken = 0
@@ -344,7 +344,7 @@ def test_sums_of_integers_never_overflow(text: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("text", ["w4a16g64s24", "w4a16s24", "w4a8g64s24", "w4a8g64"])
 def test_a_group_index_in_natural_order_is_no_activation_order(text: str, arch: str) -> None:
-    """Layers have one beside others with an activation order: of 2:4 sparse ones it was refused on a GPU."""
+    """Layers have one beside others with an activation order: 2:4 sparse ones were refused on a GPU."""
     scheme = Scheme.parse(text)
     plain = random_weight(64, 256, scheme.weights)
     weight, device = plain.with_group_index(), Device.named(arch)

@@ -1,4 +1,4 @@
-"""Which bit-plane kernel a problem gets where nothing was measured, and the enums that host and device share."""
+"""Which bit-plane kernel runs a problem without measurements, and the enums that host and device share."""
 
 import re
 from dataclasses import replace
@@ -27,7 +27,7 @@ def problem(scheme: str, m: int, n: int = 4096, k: int = 4096, arch: str = "sm_9
     ("scheme", "m", "n", "k", "name"),
     [
         ("w2a2", 1, 4096, 4096, "sm90_bitplane_skinny"),
-        ("w2a2", 64, 4096, 4096, "sm90_bitplane_resident"),  # 128 tiles for 132 multiprocessors
+        ("w2a2", 64, 4096, 4096, "sm90_bitplane_resident"),  # 128 tiles for 132 SMs
         ("w2a2", 64, 6144, 4096, "sm90_bitplane_skinny"),  # 192 tiles
         ("w2a2", 64, 28672, 4096, "sm90_bitplane_gemm"),
         ("w2a2", 1024, 28672, 4096, "sm90_bitplane_stacked"),

@@ -1,4 +1,4 @@
-"""Bit planes: the layout is what bitplane_layout.cuh says, and prepared weights carry the terms that zeros need."""
+"""Bit planes: the layout matches bitplane_layout.cuh, and prepared weights have the terms that zeros need."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_memory_beside_the_planes_does_not_grow_with_the_layer(code: str, monkey
 
 
 class _Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation has made."""
+    """Bytes of the largest tensor created by any operation."""
 
     bytes = 0
 

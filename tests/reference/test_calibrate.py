@@ -1,4 +1,4 @@
-"""Calibration block by block on a tiny random model: the right inputs, any lengths, resume, and named failures."""
+"""Block by block calibration of a tiny random model: the right inputs, any lengths, resuming, and clear errors."""
 
 import resource
 
@@ -108,12 +108,12 @@ def test_resume_refuses_another_text_and_repairs_a_damaged_block(tmp_path):
         calibrate(model, sequences(seed=5), SCHEME, names_of(model), quantizer, settings)
     (tmp_path / "block-0001").write_bytes(b"torn")
     assert same(calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings), first)
-    (tmp_path / "calibration").write_bytes(b"torn")  # blocks tell by themselves whose they are
+    (tmp_path / "calibration").write_bytes(b"torn")  # blocks identify themselves
     assert same(calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings), first)
 
 
 def test_what_is_not_as_it_was_written_is_not_resumed_from(tmp_path):
-    """Not a bit may differ; nor may a block take the place of another, of this calibration or of another one."""
+    """Not a bit may differ; nor may a block replace another, of this calibration or of another one."""
     weight = quantize_weight(torch.randn(8, 64), SCHEME.weights)
     folder = resume.Folder(tmp_path, "key")
     folder.write(0, {"layer": weight})
@@ -259,7 +259,7 @@ def test_a_store_that_cannot_be_written_is_an_error_that_names_the_option(tmp_pa
     ):
         Store(tmp_path / "file", budget=0)[0] = torch.zeros(20)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # as a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # like a full disk
     try:
         with pytest.raises(CalibrationError, match=r"option spill: 80000 bytes .* name a folder with more space"):
             Store(tmp_path, budget=0)[0] = torch.zeros(20_000)
@@ -269,7 +269,7 @@ def test_a_store_that_cannot_be_written_is_an_error_that_names_the_option(tmp_pa
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_spilled_activations_change_nothing_and_go(tmp_path, fails):
-    """Budgets of nothing: all activations lie in files, which are gone afterwards, come what may."""
+    """With a budget of zero, all activations are spilled to files, which are always deleted afterwards."""
     model, held = tiny(), []
 
     def watched(weight, statistics, name):

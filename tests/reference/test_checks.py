@@ -1,4 +1,4 @@
-"""Bad input of the ops that norm, code and multiply is named before anything is launched."""
+"""Invalid input of the ops that norm, quantize and multiply is reported before anything is launched."""
 
 from dataclasses import replace
 from typing import Any
@@ -116,7 +116,7 @@ def test_rows_of_dense_inputs_are_no_copy(shape: tuple[int, ...], k: int) -> Non
 @pytest.mark.parametrize(
     "x",
     [
-        torch.randn(64).expand(3, 64),  # rows on top of each other
+        torch.randn(64).expand(3, 64),  # overlapping rows
         torch.randn(64, 3).t(),
         torch.randn(200).as_strided((3, 64), (32, 1)),  # rows that overlap
         torch.randn(3, 2, 64).transpose(0, 1),
@@ -130,7 +130,7 @@ def test_rows_never_overlap(x: Tensor) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_far_apart_are_a_copy(rows: int) -> None:
-    """Two prompts of 131,072 tokens of 8,192 values: kernels for few tokens count a row's bytes in 32 bits."""
+    """Two prompts of 131,072 tokens of 8,192 values: kernels for few tokens use 32-bit row offsets."""
     with FakeTensorMode():
         last = torch.empty(rows, 1 << 17, 8192, dtype=torch.float16)[:, -1:]
         assert rows_of(last, 8192).stride() == (8192, 1)
@@ -169,7 +169,7 @@ ROTARY = {"cosine": half(3, 16), "sine": half(3, 16), "q_gamma": half(16), "k_ga
     ],
 )
 def test_rotary_tables_of_another_kind(changes: dict[str, Tensor], said: str) -> None:
-    """A kernel reads 16-bit patterns where the CPU would promote."""
+    """A kernel would read raw 16-bit patterns where the CPU promotes."""
     with pytest.raises(KernelError, match=said):
         elementwise._rotate_cuda(
             half(3, 64), query_heads=2, key_heads=1, epsilon=1e-5, paired=False, **(ROTARY | changes)
@@ -215,7 +215,7 @@ def strides(found: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", ["hadamard", "rms_norm", "add_rms_norm", "silu_mul"])
 def test_what_torch_compile_expects_is_what_comes(name: str) -> None:
-    """An input whose rows lie in another order: results are dense, and their fakes say so."""
+    """With an input in another row order, results are dense, and so are their fakes."""
     x = torch.randn(3, 5, 64).transpose(0, 1)
     rest = {"rms_norm": (torch.ones(64), 1e-6), "add_rms_norm": (torch.randn(5, 3, 64), torch.ones(64), 1e-6)}
     op = getattr(torch.ops.anybit, name)

@@ -1,4 +1,4 @@
-"""Learned codes: they start where they were, learn from the output, and pack to what they computed."""
+"""Learned codes: they start at the given ones, learn from the output, and pack to what they computed."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_two_of_four_are_the_largest():
 
 def test_a_model_writes_on_from_pieces_of_a_text():
     model, text = tiny(layers=2), sequences(4)
-    model.model.norm.weight.data *= 1000  # so sure of itself that sampling takes the most likely token
+    model.model.norm.weight.data *= 1000  # so confident that sampling takes the most likely token
     rows = continued(model, text, 5 * 48, 48, torch.device("cpu"))
     assert rows.shape == (5, 48) and rows.dtype == torch.int64
     assert torch.equal(rows, continued(model, text, 5 * 48, 48, torch.device("cpu")))
@@ -140,7 +140,7 @@ def test_gradients_follow_a_tokens_range(code):
     if code == "asym":
         inner = (x.detach() < x.detach().amax(1, keepdim=True)) & (x.detach() > x.detach().amin(1, keepdim=True))
     assert bool((found == weight)[inner].all())
-    # All outer gradients of a row together: those of its elements, and of its range for what is lost of it.
+    # All outer gradients of a row: those of its elements, and those of its range for clipped ones.
     reach = x.detach().abs().amax(1) if code == "sym" else x.detach().amax(1) - x.detach().amin(1)
     extra = ((found - weight) * x.detach().sign()).sum(1) / (1 if code == "sym" else 2)
     torch.testing.assert_close(extra, (weight * lost).sum(1) / reach, rtol=1e-3, atol=1e-4)
@@ -259,7 +259,7 @@ def test_other_norms_are_left():
 
 @pytest.mark.parametrize(("format", "k"), [(WeightFormat(2, "asym", 32), 64), (WeightFormat(3, "asym", 32), 80)])
 def test_a_step_forgets_the_gradients_of_the_last(format, k):
-    """Of whole groups and of a ragged last one."""
+    """With whole groups and with a ragged last one."""
     original = torch.randn(6, k, generator=torch.Generator().manual_seed(0))
     weights = {"layer": quantize_weight(original, format)}
     (bank,) = banks(weights, {"layer": original}, torch.float32, FakeQuantWeight)

@@ -1,4 +1,4 @@
-"""errors.printable: what comes from a file is shown without steering the terminal."""
+"""errors.printable: text from files is shown without terminal control sequences."""
 
 import unicodedata
 

@@ -1,4 +1,4 @@
-"""The largest and smallest values of each dtype: what a format cannot hold is refused, all else stays finite."""
+"""The largest and smallest values of each dtype: what a format cannot represent is refused, all else stays finite."""
 
 import itertools
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def test_weights_of_every_format_stay_finite(dtype: torch.dtype) -> None:
                 continue  # no code is zero, and most of these weights are
             # Half a step of the widest range, twice that where the scale may not be rounded up, and narrow codes clip.
             allowed = {1: 1.01, 2: 0.7, 3: 0.3}.get(format.bits, 2.1 / 2 ** (format.bits - 1)) * largest[i]
-            # A scale that is subnormal is rounded to a multiple of the smallest value.
+            # A subnormal scale is rounded to a multiple of the smallest value.
             allowed += 2 ** (format.bits - 1) * float(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
             assert error[i].max() <= allowed, (format, name)
 
@@ -87,7 +87,7 @@ def test_doubles_that_are_no_floats_are_refused() -> None:
 
 
 def test_extremes_change_no_ordinary_group() -> None:
-    """Groups are fitted by themselves, in units of their own."""
+    """Groups are fitted independently, in their own units."""
     ordinary = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
     mixed = torch.cat((ordinary, torch.stack([row.float() for row in rows(torch.float32).values()])))
     for format in (WeightFormat(4, "asym", 32), WeightFormat(3, "sym"), WeightFormat(2, "bipolar", 32)):
@@ -100,7 +100,7 @@ ROTATED = ["kv8rot", "kv4rot", "kv2rot", "k4v4g32rot"]
 
 
 def attended(format: str, dtype: torch.dtype, kv: Tensor, q: Tensor) -> Tensor:
-    """Outputs over kv [100, 64] as keys and values: of a step, and of a prompt that goes on."""
+    """Attention over kv [100, 64] as keys and values: of a decode step, and of a continued prompt."""
     cache = KVCache(format, layers=1, kv_heads=1, head_dim=WIDTH, sequences=1, capacity=128, page=64, dtype=dtype)
     cache.add()
     for part in (kv[None, :99, None], kv[None, 99:, None]):
@@ -140,7 +140,7 @@ def test_keys_and_values_stay_finite(format: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("format", [*KV, *ROTATED])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_keys_and_values_that_are_not_finite_are_seen(format: str, dtype: torch.dtype, value: float) -> None:
-    """Never garbage: a head with one such value in it gives NaN, packed or not."""
+    """Never garbage: a head with one such value gives NaN, packed or not."""
     for token in (3, 98):
         kv = torch.randn(100, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
         kv[token, 3] = value

@@ -1,4 +1,4 @@
-"""GPTQ on small layers: it beats rounding to nearest where it must, for every code, order and odd shape."""
+"""GPTQ on small layers: it beats round-to-nearest where it must, for every code, order and odd shape."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from cases_calibration import layer_error
 
 
 def correlated_inputs(rows: int, k: int, seed: int = 0) -> torch.Tensor:
-    """Inputs with correlated channels and a few loud ones, as those of a language model."""
+    """Inputs with correlated channels and a few outliers, as in a language model."""
     g = torch.Generator().manual_seed(seed)
     mix = torch.randn(k, k, generator=g) / k**0.5 + torch.eye(k) * 0.3
     x = torch.randn(rows, k, generator=g) @ mix
@@ -66,7 +66,7 @@ def test_refinement_never_hurts():
     weight, hessian = layer()
     format = WeightFormat(2, "asym", 32)
     losses = [loss(weight, hessian, gptq.quantize(weight, hessian, format, gptq.GPTQ(passes=p))) for p in (0, 1, 2, 6)]
-    # The refined error has the damping in it, which the measured one has not.
+    # The refined error includes the damping, the measured one does not.
     assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(losses))
     assert losses[-1] < 0.95 * losses[0]
 
@@ -117,7 +117,7 @@ def test_constant_and_zero_rows_stay_finite():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5])
 def test_small_weights_of_float16_lose_no_more_than_large_ones(size, bits):
-    """Their scales are less than float16's smallest normal number."""
+    """Their scales are below float16's smallest normal number."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(*shape, generator=generator) for shape in ((16, 128), (512, 128)))
     weight, hessian = (weight * size).half(), x.T @ x / 512
@@ -189,5 +189,5 @@ def test_sparse_layers_want_fours():
 
 def test_two_of_four_are_kept_by_what_losing_them_costs():
     weight = torch.tensor([[1.0], [3.0], [2.0], [4.0]])
-    diagonal = torch.tensor([0.1, 1.0, 1.0, 1.0])  # the first is small, but nothing can make up for it
+    diagonal = torch.tensor([0.1, 1.0, 1.0, 1.0])  # the first is small, but nothing can compensate for it
     assert gptq.keep_two(weight, diagonal)[:, 0].tolist() == [True, False, False, True]

@@ -1,4 +1,4 @@
-"""Hadamard matrices of the sizes that language models have: orthogonal, and of two values."""
+"""Hadamard matrices of language models' sizes: orthogonal, with two values."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a model's layers launch, kept on disk: a second process reads it, and chooses nothing anew."""
+"""A model's kernel choices, stored on disk: a second process reads them, and chooses nothing again."""
 
 import os
 import pickle
@@ -46,7 +46,7 @@ def problems() -> list[LinearProblem]:
 
 
 def chosen(by: Dispatcher) -> list[tuple[Kernel, ...]]:
-    """The kernels of each problem, as a dispatcher chooses them."""
+    """The kernels of each problem, chosen by a dispatcher."""
     return [tuple(by.kept(one, builtin_layout(one)).candidate.kernels(one)) for one in problems()]
 
 
@@ -128,14 +128,14 @@ def test_a_second_load_asks_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_of_several_products_before_turned_heads() -> None:
-    """Queries, keys and values of different formats are several products; what turns heads takes all their outputs."""
+    """Queries, keys and values of different formats are several products; the rotary kernel takes all their outputs."""
     values = quantize(torch.randn(128, 256), "w4a16g128")
     kind = ahead.LayerKind(values.spec_text, torch.float16, False, heads=(4, 2, 64, False))
     ahead._call(kind, values.tensors, 3)
 
 
 def test_a_map_that_may_not_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one of root's; that dispatchers ignore it is said there."""
+    """Such as one of root's; dispatchers report ignoring it."""
 
     def refuse(self: Path, *arguments: Any, **options: Any) -> bytes:
         raise PermissionError(13, "Permission denied", str(self))

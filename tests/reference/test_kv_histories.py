@@ -1,4 +1,4 @@
-"""Random histories of a KV cache, refused steps among them, against a plain model; see ``cases_kv.py``."""
+"""Random histories of a KV cache, with invalid steps among them, against a plain model; see ``cases_kv.py``."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_random_histories() -> None:
 
 
 def state(cache: KVCache) -> list[object]:
-    """All that a cache is."""
+    """A cache's whole state."""
     ledger, tensors = cache.ledger, (cache.pages, cache.residual, cache.table, cache.lengths)
     return [list(ledger.entries), list(ledger.pool.references), list(ledger.pool._free), *map(bytes_of, tensors)]
 
@@ -65,7 +65,7 @@ def test_a_refusal_says_why_and_changes_nothing(step: str, arguments: tuple[obje
 
 
 def test_a_copy_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no memory left to unpack a window with."""
+    """As when no memory is left to unpack a window."""
     cache = KVCache("kv4", **SMALL)
     cache.add()
     cache.extend([0], 200)

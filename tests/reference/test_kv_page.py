@@ -1,4 +1,4 @@
-"""The page of the KV cache: every format packs and unpacks to the same values, where the layout says."""
+"""The KV cache's page: every format packs and unpacks to the same values, at the layout's positions."""
 
 import itertools
 
@@ -122,7 +122,7 @@ def test_floats_of_4_bits(head_dim: int):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codes_made_in_float16_are_as_good_as_in_float32(bits: int):
-    """One in hundreds is the neighbour of what float32 gives, where both are almost as far from the value."""
+    """One in hundreds differs by one from float32's, where both are almost equally far from the value."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).half() * 3
     codes, scale, zero = quantize(x, bits, 1)
     exact, same_scale, same_zero = quantize(x.float(), bits, 1)
@@ -138,5 +138,5 @@ def test_runs_whose_scale_float16_cannot_hold_well_are_coded_in_float32():
     codes, _, _ = quantize(x, 4, 1)
     exact, _, _ = quantize(x.float(), 4, 1)
     assert torch.equal(codes, exact)
-    wide = torch.tensor([[-65504.0, 0.0, 65504.0, 30000.0]]).half()  # the range is no float16
+    wide = torch.tensor([[-65504.0, 0.0, 65504.0, 30000.0]]).half()  # the range overflows float16
     assert torch.equal(quantize(wide, 4, 1)[0], quantize(wide.float(), 4, 1)[0])

@@ -1,4 +1,4 @@
-"""Layers of a step of vLLM's launch what they would have launched as its first. No GPU: launches are written down."""
+"""Later layers of a vLLM step launch what they would as its first. No GPU: launches are recorded."""
 
 import ctypes
 import gc
@@ -44,11 +44,11 @@ LAUNCHES = {
     "prompts that begin a page": (3, 2),
     "prompts of a page": (3, 1),
 }
-"""What a layer launches or asks for: once, and for each group of prompts."""
+"""What a layer launches or calls: once, and per group of prompts."""
 
 
 class Driver:
-    """Writes down what the driver gets: kernel, config, whether it overlaps, grid, and parameters to the byte."""
+    """Records what the driver gets: kernel, config, PDL, grid, and parameters, byte for byte."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -58,7 +58,7 @@ class Driver:
         raw = ctypes.string_at(ctypes.c_void_p.from_address(address).value or 0, layout.size)
         values = dict(zip([field.name for field in layout.fields], layout.packer.unpack(raw), strict=True))
         values["lse"] = 0  # written, and never read
-        if values.get("sinks"):  # made for the launch: what is in them
+        if values.get("sinks"):  # created for the launch: compare contents
             values["sinks"] = ctypes.string_at(values["sinks"], 4 * HEADS)
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         self.said.append((function, config.stream, grid, values))
@@ -101,7 +101,7 @@ def batch_of(name: str, room: int = 100, front: int = 4) -> Batch:
 
 @dataclass
 class One:
-    """A layer, with what it attends into written down beside its launches."""
+    """A layer that records its attention inputs and its launches."""
 
     driver: Driver
     tokens: int
@@ -135,7 +135,7 @@ class One:
         return torch.zeros(size + self.shift, dtype=self.dtype)[self.shift :].view(self.tokens, heads, DIM)
 
     def __call__(self, batch: Batch) -> list[Any]:
-        """All that the layer does in a step."""
+        """Everything that the layer does in a step."""
 
         def prompts(*given: Any) -> None:
             self.driver.said.append(
@@ -155,7 +155,7 @@ spaces: dict[Any, Tensor] = {}
 
 
 def parts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one whenever a layer finds out for itself what it launches."""
+    """Counts the layers that determine their launches themselves."""
     plain, asked = kv_step._parts, list[int]()
     monkeypatch.setattr(kv_step, "_parts", lambda *given: asked.append(1) or plain(*given))
     return asked
@@ -265,6 +265,6 @@ def test_a_step_holds_no_tensor_of_a_layer(driver: Driver) -> None:
     del layer, tensors
     gc.collect()
     assert batch.made
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # left over by other tests, and without storage
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # left by other tests, and without storage
     alive = (x for x in gc.get_objects() if type(x) is Tensor and not wrapped(x))
     assert not homes & {x.untyped_storage().data_ptr() for x in alive}

@@ -1,7 +1,7 @@
-"""The ledger of pages against plain lists: nothing is lost, nothing leaks, whatever the order of events.
+"""The page ledger against plain lists: nothing is lost, nothing leaks, whatever the order of events.
 
-Whole caches live through random histories in ``test_kv_histories.py``; here are plans and pages alone, and smaller
-windows and pages than kernels take.
+``test_kv_histories.py`` tests whole caches; here are only plans and pages, and smaller
+windows and pages than kernels support.
 """
 
 import random
@@ -12,7 +12,7 @@ from anybit.kvpool import CacheError, CopyPages, CopyRings, Ledger, PagePool, Un
 
 
 class Memory:
-    """Pages and rings as lists of token names; carries out the ledger's actions as the cache does with tensors."""
+    """Pages and rings as lists of token names; performs the ledger's actions as the cache does on tensors."""
 
     def __init__(self, ledger):
         self.ledger = ledger
@@ -53,7 +53,7 @@ class Memory:
 
 
 def life(seed, window=16, page=32, slack=16):
-    """One random life of a small cache; returns nothing, asserts everything."""
+    """One random history of a small cache; asserts everything."""
     rng = random.Random(seed)
     ledger = Ledger(4, 10, window, page, slack, 160)
     memory, model, name = Memory(ledger), {}, 0
@@ -142,7 +142,7 @@ def test_a_plan_changes_nothing():
 
 
 def test_of_forks_that_write_to_one_page_all_but_one_copy_it():
-    """Three owners of a half-full page, and two pages left: that is enough, and for one of them one is."""
+    """Three owners of a half-full page, and two free pages: enough, and one is enough for one owner."""
     ledger = Ledger(3, 3, 16, 32, 16, 160)
     s = ledger.add()
     extend(ledger, [s], [20])

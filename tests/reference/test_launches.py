@@ -1,6 +1,6 @@
-"""What ops hand to the launcher, without a GPU: all operands are accepted, all launches can be packed and have blocks.
+"""What ops pass to the launcher, without a GPU: all operands are accepted, parameters pack, grids are valid.
 
-Nothing runs: devices are named, tensor maps are empty, and a launch is written down.
+Nothing runs: devices are named, tensor maps are empty, and launches are recorded.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ SCHEMES = (
 
 
 class Launches:
-    """Launches that were asked for; each is packed as the driver would get it."""
+    """Records launches; each is packed as for the driver."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -56,7 +56,7 @@ class Launches:
 
     @staticmethod
     def encode(matrix: Tensor, *box: int) -> bytes:
-        """An empty map; of rows that the driver takes."""
+        """An empty map; checks that the driver would accept the rows."""
         assert quantize_activations.rows_aligned(matrix) and matrix.stride(1) == 1
         return bytes(128)
 
@@ -67,7 +67,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     found = Launches(device)
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
     monkeypatch.setattr(jit, "launch", found)
-    monkeypatch.setattr(jit, "watched", lambda: True)  # calls are launched again past jit.launch
+    monkeypatch.setattr(jit, "watched", lambda: True)  # relaunches bypass jit.launch
     monkeypatch.setattr(sm90_packed_gemm, "launch", found)
     for module in (tensor_map, sm90_packed_gemm):
         monkeypatch.setattr(module, "encode", found.encode)
@@ -77,13 +77,13 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def forget() -> None:
-    """What was decided for devices of other tests."""
+    """Discard choices for other tests' devices."""
     packed._norm_configs.clear()
     dispatching.use()
 
 
 def inputs(m: int, dtype: torch.dtype) -> list[Tensor]:
-    """Dense rows, rows apart, rows that start anywhere, columns, rows on top of each other, and three dimensions."""
+    """Dense rows, padded rows, unaligned rows, columns, overlapping rows, and three dimensions."""
     return [
         torch.randn(m, K).to(dtype),
         torch.randn(m, K + 8).to(dtype)[:, :K],
@@ -95,7 +95,7 @@ def inputs(m: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def prepared(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[list[Tensor], LinearSpec] | None:
-    """A weight as a backend reads it, where one of the kernels runs it on the device."""
+    """A weight prepared for a backend, if one of its kernels runs it on the device."""
     n, k = weight.shape
     device = Device.of(weight.words)
     reasons = {
@@ -119,7 +119,7 @@ def test_linear_layers(scheme: str, launches: Launches) -> None:
             tensors, spec = found
             for dtype, bias in ((torch.float16, None), (torch.bfloat16, torch.randn(2 * N).bfloat16()[::2])):
                 for x in inputs(m, dtype):
-                    for _ in range(2):  # the second time by what the first one decided
+                    for _ in range(2):  # the second time by the first one's choice
                         before = len(launches.kernels)
                         y = backends[name].linear(x, tensors, bias, spec)
                         assert y.shape == (*x.shape[:-1], N) and y.dtype == dtype
@@ -145,7 +145,7 @@ def test_layers_with_an_activation_order(scheme: str, launches: Launches) -> Non
 @pytest.mark.parametrize("k", [260, 252, 250, 247])
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "w2a2", "w4a16s24", "w4a8s24"])
 def test_layers_of_ragged_inputs(scheme: str, k: int, launches: Launches) -> None:
-    """Tensor maps want rows that start on 16 bytes: ``Launches.encode`` refuses others, as the driver does."""
+    """Tensor maps need rows aligned to 16 bytes: ``Launches.encode`` refuses others, as the driver does."""
     parsed = Scheme.parse(scheme)
     if parsed.weights.sparse and k % 4:
         return
@@ -209,7 +209,7 @@ def test_a_prompt_of_many_tokens_is_turned(launches: Launches) -> None:
 
 @pytest.mark.parametrize("k", [14336, 28672])
 def test_rotations_of_wide_rows(k: int, launches: Launches) -> None:
-    """28,672 values take 130 KiB of shared memory, which blocks of sm_89 do not have: torch rotates them there."""
+    """28,672 values take 130 KiB of shared memory, which sm_89 does not have: torch rotates them there."""
     x, room = torch.randn(2, k).half(), launches.device.shared_bytes
     y = ops._hadamard_cuda(x)
     fits = k == 14336 or room > 130 << 10
@@ -221,7 +221,7 @@ def test_rotations_of_wide_rows(k: int, launches: Launches) -> None:
 
 @pytest.mark.parametrize("which", ["x", "gamma", "residual"])
 def test_norms_of_operands_anywhere(which: str) -> None:
-    """Kernels read eights of all three at once where all begin on 16 bytes, and never else."""
+    """Kernels use 16-byte vectors only if all three operands are aligned to them."""
     operands = {"x": torch.empty(3 * K + 1).half(), "gamma": torch.empty(K + 1).half()}
     operands["residual"] = torch.empty(3 * K + 1).half()
     for shift in (0, 1):

@@ -1,4 +1,4 @@
-"""QuantLinear as programs handle it: copied, pickled, loaded, called by threads, under autocast, given wrong input."""
+"""QuantLinear in programs: copied, pickled, loaded, called by threads, under autocast, given invalid input."""
 
 import copy
 import io
@@ -53,7 +53,7 @@ def test_copies_are_layers_of_their_own(scheme: str, prepared: bool) -> None:
     ]
     for each in copies:
         assert torch.equal(each(x), y)
-    copies[0].weight_packed = copies[1].weight_packed  # theirs alone: this one still is what it was
+    copies[0].weight_packed = copies[1].weight_packed  # only theirs: this one is unchanged
     assert torch.equal(layer(x), y)
 
 
@@ -155,7 +155,7 @@ def test_what_is_no_tensor_is_named(call: Callable[[QuantizedWeight], object], w
 
 
 def test_tensors_of_another_layer_are_not_loaded() -> None:
-    """Words and a scale a row have the same shapes for 62 and 64 inputs of 4 bits."""
+    """Words and a scale per row have the same shapes for 62 and 64 inputs of 4 bits."""
     layer, x = layer_of("w4a16", 8, 64), torch.randn(2, 64)
     y, other = layer(x), layer_of("w4a16", 8, 62)
     for state in (other.state_dict(), {**layer.state_dict(), "weight_shape": torch.tensor([64, 8])}):
@@ -178,5 +178,5 @@ def test_a_layer_prepares_itself_outside_of_a_graph(scheme: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(layer_of(scheme), backend=keep)
     assert torch.equal(compiled(x), wanted)
-    assert graphs == [["anybit.linear"]]  # and nothing of how words are unpacked
+    assert graphs == [["anybit.linear"]]  # without the unpacking of words
     assert torch.equal(torch.compile(layer_of(scheme).prepare(), backend=keep, fullgraph=True)(x), wanted)

@@ -1,4 +1,4 @@
-"""Scales learned between layers: the model computes the same, and quantized activations cost it less."""
+"""Learned scales between layers: the model computes the same, and loses less to quantized activations."""
 
 import copy
 
@@ -41,7 +41,7 @@ def test_learned_scales_lower_what_activations_cost(rotated):
         changed = copy.deepcopy(model)
         if steps:
             settings = ScaleLearning(steps, step_tokens=256, rate=0.05, half=False)
-            with torch.no_grad():  # as those who change models are
+            with torch.no_grad():  # as in code that edits models
                 put_scales(changed, learn_scales(changed, sequences(), FORMAT, rotated, settings))
             found = changed(tokens).logits.log_softmax(-1)
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)

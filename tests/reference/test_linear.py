@@ -29,7 +29,7 @@ def test_integer_products_are_exact(p: int, q: int) -> None:
         x = torch.randn(m, k, generator=generator(q))
         activations = ActivationFormat(q, x_code)
         quantized = reference.quantize_activations(x, activations)
-        # Exact, from the meaning of the codes: 4 (uw - zw)(ux - zx) in 64-bit integers.
+        # Exact, by the definition of codes: 4 (uw - zw)(ux - zx) in 64-bit integers.
         uw = half_integers(weight.codes(), weight.zeros().expand(n, 1))
         ux = half_integers(quantized.codes, quantized.zero[:, None])
         exact = ux @ uw.T
@@ -72,7 +72,7 @@ def test_activations_are_nearest(q: int, code: str, k: int, seed: int) -> None:
     assert int(quantized.codes.max()) < 2**q
     error = (quantized.dequantize(torch.float64) - x.double()).abs()
     assert torch.equal(quantized.dequantize()[3], torch.zeros(k))
-    if q > 1:  # one bit keeps the sign alone
+    if q > 1:  # one bit keeps only the sign
         assert (error <= quantized.scale[:, None].double() * 0.50001 + 1e-30).all()
     else:
         most = x.double().abs().amax(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Tiles of packed weights hold the layer they were made of: every width, code, group, order, ragged ends, act-order."""
+"""Tiles of packed weights hold their source layer: every width, code, group, order, ragged ends, act-order."""
 
 from dataclasses import replace
 
@@ -107,7 +107,7 @@ def test_sparse_round_trip(bits: int, order: str) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_every_bit_of_a_sparse_lane_has_one_owner(bits: int) -> None:
-    """By the device's twin as well: fields of 16 bits, whose higher bytes are the higher kept columns, and of 8."""
+    """Also by the device's definition: fields of 16 bits, whose high bytes are the higher kept columns, and of 8."""
     owned = [
         (word, bit + i) for j in range(8) for word, bit, _, count in sparse_layout.pieces(bits, j) for i in range(count)
     ]
@@ -153,7 +153,7 @@ def test_bad_input_is_named():
 
 @pytest.mark.parametrize("size", [1e-45, 1e-39, 2.0**-126, 1e-3, 1.0, 3.0e38])
 def test_a_power_of_two_leaves_each_row_of_scales(size: float) -> None:
-    """The factor and what is left give back the scales, from the least number of 32 bits to the largest."""
+    """The factor and the rest reproduce the scales, from the smallest float32 to the largest."""
     weight = layer(64, 256, 4, "sym", 128)
     scale = size * torch.linspace(0.25, 1, 128).view(64, 2)
     left, _, factor = _normalized(replace(weight, scale=scale), 64)

@@ -1,4 +1,4 @@
-"""A layer's second call launches what its first one did, found without looking. No GPU: launches are written down."""
+"""A layer's second call relaunches the first one's kernels from a cache. No GPU: launches are recorded."""
 
 import ctypes
 import importlib
@@ -33,7 +33,7 @@ SCHEMES = ("w4a16g128", "w3a16g64asym", "w4a8", "w8a8", "w4a8fp", "w2a8")
 
 
 class Driver:
-    """Keeps the launches of one call: each kernel's entry and its parameters as the driver gets them."""
+    """Records the launches of one call: each kernel's entry and its parameters as the driver gets them."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[str, dict[str, Any]]] = []
@@ -47,7 +47,7 @@ class Driver:
         return (0,)
 
     def take(self, y: Tensor, x: Tensor) -> list[tuple[str, dict[str, Any]]]:
-        """The launches since the last time, addresses of y, x and of codes by name."""
+        """The launches since the last time, with addresses of y, x and of codes by name."""
         launches, self.launches = self.launches, []
         known = {y.data_ptr(): "y", x.data_ptr(): "x"}
         base = launches[0][1].get("codes", 0)
@@ -107,7 +107,7 @@ def prepared(text: str, seed: int = 0) -> ops.Prepared:
 
 
 def slowly(driver: Driver, x: Tensor, layer: ops.Prepared, bias: Tensor | None = None) -> list[Any]:
-    """What a backend launches by itself."""
+    """A backend's launches without the call cache."""
     y = ops.backends["packed"].linear(x, layer.tensors, bias, layer.spec)
     driver.slow = 0
     return driver.take(y, x)
@@ -153,7 +153,7 @@ def test_what_looks_different_is_looked_at(driver: Driver) -> None:
 def test_fused_and_small_calls_launch_the_same_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, text: str, m: int
 ) -> None:
-    """Rows, residuals and weights are those of each call; addresses apart, nothing else changes."""
+    """Rows, residuals and weights are each call's own; otherwise only addresses change."""
     for name in ("rms_norm", "add_rms_norm", "silu_mul"):
         monkeypatch.setattr(fused, name, getattr(elementwise, f"_{name}_cuda"), raising=False)
     one, other = prepared(text), prepared(text, seed=1)
@@ -192,7 +192,7 @@ def test_fused_and_small_calls_launch_the_same_again(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(jit, "watched", lambda: True)  # nothing is kept then
+        patch.setattr(jit, "watched", lambda: True)  # then nothing is cached
         expected = launches(one)
     assert all(expected)
     assert launches(one) == expected  # made
@@ -202,7 +202,7 @@ def test_fused_and_small_calls_launch_the_same_again(
 
 @pytest.mark.parametrize("m", [4, 300])
 def test_products_that_are_not_kept_end_with_silu_too(driver: Driver, monkeypatch: pytest.MonkeyPatch, m: int) -> None:
-    """Layers in activation order are not kept: what ends with SiLU does so again, and what does not is asked once."""
+    """Layers with activation order are not cached: those with fused SiLU repeat it, others are asked once."""
     scheme, asked = Scheme.parse("w4a16g32"), []
     fmt, activations = scheme.weights, scheme.activations
     weight = replace(random_weight(N, K, fmt), group_index=torch.arange(K, dtype=torch.int32) % fmt.groups(K))
@@ -217,7 +217,7 @@ def test_products_that_are_not_kept_end_with_silu_too(driver: Driver, monkeypatc
 
 
 def test_projections_that_begin_at_odd_places_are_copied(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their kernel reads sixteen bytes at a time."""
+    """Their kernel reads 16-byte vectors."""
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
     step = RopePagesArgs(torch.randn(64, 64).half(), torch.zeros(3, dtype=torch.int64), None, None, None, 4, 2)
     qkv = torch.randn(3 * 8 * 64 + 1).half()[1:].view(3, 8 * 64)

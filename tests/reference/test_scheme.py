@@ -1,4 +1,4 @@
-"""The grammar of schemes: what is written is read back, and what is impossible is refused in a sentence."""
+"""The grammar of schemes: what is written can be parsed, and invalid schemes are refused with a message."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A shard of a layer's inputs holds the same weights, wherever it is cut."""
+"""A shard of a layer's inputs has the same weights, wherever it is split."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Smoothing and rotation: the model computes the same afterwards, and its activations are easier to quantize."""
+"""Smoothing and rotation: the model computes the same, and its activations are easier to quantize."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_smoothing_refuses_nan_and_odd_strengths():
 
 
 def test_four_bit_inputs_lose_less_than_by_rotation_alone():
-    """Channels that matter little to the weights are quiet after smoothing: what rounding adds is quieter too."""
+    """Smoothing shrinks channels that matter little to the weights: rounding errors in them shrink, too."""
     from anybit.quantization.pipeline.calibrate import _round_inputs
     from anybit.scheme import Scheme
 

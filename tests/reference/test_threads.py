@@ -1,4 +1,4 @@
-"""Several threads at a layer's first calls: one object a spec, one thread that prepares, nobody without a weight."""
+"""Concurrent first calls of a layer: one object per spec, one thread that prepares, none without a weight."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def threads_that_change_often() -> Iterator[None]:
 
 
 def at_once(call: Callable[[], object]) -> list[object]:
-    """What ``call`` gave, or raised, in each of several threads that begin together."""
+    """Results, or exceptions, of ``call`` in several threads that start together."""
     barrier, found = threading.Barrier(THREADS), []
 
     def run() -> None:
@@ -45,7 +45,7 @@ def at_once(call: Callable[[], object]) -> list[object]:
 
 
 def test_a_spec_is_one_object_whoever_asks_first() -> None:
-    """Plans go by its identity: another one at the address of one that was dropped got another layer's plan."""
+    """Plans are keyed by its identity: a new spec at a freed one's address got another layer's plan."""
     for n in range(64, 1064):
         found = at_once(lambda n=n: LinearSpec.parse(f"packed:{n}x128:w4a16g64"))
         assert len({id(one) for one in found}) == 1
@@ -63,13 +63,13 @@ def test_a_layers_first_call_from_several_threads() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_a_copy_of_a_prepared_layer_is_another_one(copied: Callable[[QuantLinear], QuantLinear]) -> None:
-    """CUDA graphs are thrown away where the numbers of a model's layers are others than they were."""
+    """CUDA graphs are discarded when the ids of a model's layers change."""
     layer = QuantLinear.from_weight(random_weight(8, 64, WeightFormat(4)), "w4a16").prepare()
     other = copied(layer)
     assert layer._prepared is not None and other._prepared is not None
     assert other._prepared.number != layer._prepared.number
     assert other._prepared.spec == layer._prepared.spec
     for prepared in (layer._prepared, other._prepared, layer._prepared.in_fused(True)):
-        assert prepared.spec is LinearSpec.parse(prepared.spec_text)  # plans go by its identity
+        assert prepared.spec is LinearSpec.parse(prepared.spec_text)  # plans are keyed by its identity
     x = torch.randn(2, 64)
     assert torch.equal(other(x), layer(x))

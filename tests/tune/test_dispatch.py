@@ -1,4 +1,4 @@
-"""What a dispatcher makes of maps: the rules of docs/tuning.md, what explain says of them, and what a look-up costs."""
+"""How a dispatcher uses maps: the rules of docs/tuning.md, explain's reasons, and the cost of a look-up."""
 
 import timeit
 from dataclasses import replace
@@ -34,12 +34,12 @@ def test_the_fastest_measured_config_runs() -> None:
     assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "sm90_packed_gemm", 8.25)
     by = explain(replace(one, m=13), Dispatcher("NVIDIA H200", [map_]))
     assert "at M = 16, by" in by.why, "the count that was measured, not the one that was asked for"
-    # In one layout, the fastest that reads it; for 13 tokens, what was measured for 16.
+    # In one layout, its fastest; for 13 tokens, the measurement at 16.
     choice = Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=13), [Layout.planes])
     assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "sm90_bitplane_skinny", 9.5)
-    # Half way to a power of two, the power's point.
+    # Halfway to a power of two, the power's point.
     assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=11)).origin == "map"
-    # Integer products take the same time whichever 16 bits their results have.
+    # Integer products take the same time with either 16-bit output type.
     assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, dtype=torch.bfloat16)).origin == "map"
 
 
@@ -67,7 +67,7 @@ def test_a_nearby_config_runs_if_it_is_legal_and_won_clearly() -> None:
 
 
 def test_between_two_measured_token_counts_runs_what_fills_the_last_round() -> None:
-    """Times of an H200: tiles of 192 tokens take one round of multiprocessors at 1056 tokens, and two at 1280."""
+    """Times of an H200: tiles of 192 tokens take one wave at 1056 tokens, and two at 1280."""
     upper, here = product("w4a4", 1280, 4096, 16384), product("w4a4", 1056, 4096, 16384)
     large = {c.config.tile_m: c for c in space(upper).candidates if _tile(c, 2, 160) or _tile(c, 3, 192)}
     narrow, wide = (Measured.of(large[tokens], upper, us) for tokens, us in ((160, 122.6), (192, 178.0)))
@@ -127,7 +127,7 @@ def test_few_tokens_take_another_config_rather_than_another_layout(us: float, ke
     ("tiles", "kernel"), [(None, "sm90_bitplane_skinny"), (9.42, "sm90_bitplane_skinny"), (8.8, "sm90_packed_skinny")]
 )
 def test_another_layout_does_not_keep_the_built_in_config(tiles: float | None, kernel: str) -> None:
-    """What wins by 5 % in the built-in layout runs, whatever has won by less than 6 % of it in another."""
+    """The winner by 5 % in the built-in layout runs, whatever wins by less than 6 % of it in another."""
     one = product("w2a4", 1)
     configs = (c for c in space(one).candidates if c.kernel == "sm90_bitplane_skinny" and c != builtin(one))
     other = next(c for c in configs if preserves_pdl_overlap(one, c))
@@ -149,7 +149,7 @@ def test_between_two_measured_token_counts_the_built_in_choice_must_be_beaten(us
     choice = Dispatcher("NVIDIA H200", [found]).choose(here)
     assert choice.origin == origin
     assert choice.candidate == (other if origin == "expected" else builtin(here))
-    # In the other 16-bit type the same decides, and says no more than is so.
+    # The same decides for the other 16-bit type.
     alike = Dispatcher("NVIDIA H200", [found]).choose(replace(here, dtype=torch.bfloat16))
     assert alike.origin == ("expected" if origin == "expected" else "built in")
     assert (alike.candidate == builtin(replace(here, dtype=torch.bfloat16))) == (origin == "built in")
@@ -192,7 +192,7 @@ def test_few_tokens_run_no_config_that_leaves_others_less_room_than_the_built_in
     deeper = replace(own, config=replace(own.config, stages=own.config.stages + 2))
     least = min(own.config.prologue_stages, own.config.stages - 2)
     flatter = replace(own, config=replace(own.config, stages=own.config.stages - 2, prologue_stages=least))
-    share = 0.75 * one.device.shared_bytes  # what another kernel may take
+    share = 0.75 * one.device.shared_bytes  # another kernel's limit
     large = {
         c: sm90_packed_gemm.shared_bytes(c.config) for c in space(one).candidates if c.kernel == "sm90_packed_gemm"
     }
@@ -209,7 +209,7 @@ def test_few_tokens_run_no_config_that_leaves_others_less_room_than_the_built_in
 
 
 def test_bit_planes_of_few_tokens_may_take_half_of_a_multiprocessor() -> None:
-    """Several of their blocks share one: w4a4 5120 x 5120 took 5.8 us in larger rings than built-in ones, for 6.4."""
+    """Several of their blocks share one: w4a4 5120 x 5120 took 5.8 us with longer pipelines, 6.4 by default."""
     one = product("w4a4", 3, n=5120, k=5120)
     family = FAMILIES["sm90_bitplane_skinny"]
     own, half = family.module.shared_bytes(family.default(one)), one.device.shared_bytes // 2 - 1024
@@ -250,7 +250,7 @@ def test_two_layouts_are_kept_where_each_wins_somewhere() -> None:
 
 
 def test_a_look_up_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a call's input to its plan, as every eager call goes: the count's bucket, and a dictionary."""
+    """From a call's input to its plan, as in every eager call: the count's bucket, and a dictionary."""
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: H200))
     rows = torch.zeros(37, 512, dtype=torch.float16)
     spec = LinearSpec.parse("bitwise:64x512:w2a2")
@@ -276,15 +276,15 @@ def test_a_search_tries_every_kind_of_bit_plane_tile(scheme: str, m: int) -> Non
     assert not FAMILIES["sm90_packed_gemm"].kinds(one)
     rings = {config for family in families for config in family.kinds(one, rings=True)}
     assert set(kinds) <= rings <= whole
-    if 8 < m <= 64:  # what won on an H200 and had not been tried: two stages, and more chunks in the prologue
+    if 8 < m <= 64:  # the best on an H200, previously untried: two stages, and more chunks in the prologue
         assert {2, 4, 6, 8} <= {config.a_stages for config in families[1].kinds(one, rings=True)}
         of_tokens = {one for one in families[2].configs(one) if one.a_operand.name == "activations"}
         assert of_tokens <= rings and max(config.prologue_stages for config in of_tokens) > 2
-    assert families[2].kinds(product(scheme, 100, n=576, k=576))  # large tiles leave multiprocessors idle
+    assert families[2].kinds(product(scheme, 100, n=576, k=576))  # large tiles leave SMs idle
 
 
 def test_few_tokens_of_16_bit_activations_run_by_times_of_their_own_weights_alone() -> None:
-    """Which kernel is built in depends on the weights' bits there; float16 and bfloat16 have the same."""
+    """There the built-in kernel depends on the weights' bits; float16 and bfloat16 have the same."""
     one = product("w4a16g128", 4, n=4096, k=14336)
     rooms = (c for c in space(one).candidates if c.kernel == builtin(one).kernel and c != builtin(one))
     other = next(c for c in rooms if preserves_pdl_overlap(one, c))
@@ -315,19 +315,19 @@ def test_few_tokens_do_not_run_by_times_of_another_layer(m: int, origin: str) ->
 
 
 def test_fewer_bits_run_on_tiles_what_was_measured_with_eight() -> None:
-    """The kernels are the same: bytes, whatever they were rounded to."""
+    """The kernels are the same: bytes, whatever their rounding."""
     measured, one = product("w4a8", 256), product("w4a4", 256)
     by = Dispatcher("NVIDIA H200", [policy((measured, point(measured, {"sm90_packed_gemm": 5.0})))])
     choice = by.choose(one)
     assert choice.origin == "expected" and choice.candidate.fields == by.choose(measured).candidate.fields
     assert choice.candidate.activations == one.activations and choice.candidate.why_not(one) is None
-    assert by.choose(product("w2a2", 256)).origin == "built in"  # planes
+    assert by.choose(product("w2a2", 256)).origin == "built in"  # bit planes
     assert by.choose(product("w4a4-xasym", 256)).origin == "built in"
     assert by.choose(one, [Layout.planes]).candidate.layout is Layout.planes
 
 
 def test_bfloat16_runs_what_won_clearly_in_float16() -> None:
-    """The kernels differ in how codes are widened alone; the shipped map is of float16, and models are of bfloat16."""
+    """The kernels differ only in how codes are converted; the shipped map is of float16, and models are bfloat16."""
     measured, one = product("w4a16g128", 64), product("w4a16g128", 64, dtype=torch.bfloat16)
     won = policy((measured, point(measured, {"sm90_packed_gemm": 10.0})))
     choice = Dispatcher("NVIDIA H200", [won]).choose(one)
@@ -361,13 +361,13 @@ def test_other_codes_and_groups_run_what_won_clearly_with_those_of_maps() -> Non
         one = product(scheme, 64)
         maps = [hardly] if scheme.endswith("asym") else [won]
         assert Dispatcher("NVIDIA H200", maps).choose(one).candidate == builtin(one), scheme
-    eight, groups = product("w4a8", 64), product("w4a8g128", 64)  # whose sums are kept in another way
+    eight, groups = product("w4a8", 64), product("w4a8g128", 64)  # its sums are kept differently
     bytes_ = policy((eight, point(eight, {"sm90_packed_gemm": 10.0})))
     assert Dispatcher("NVIDIA H200", [bytes_]).choose(groups).candidate == builtin(groups)
 
 
 def test_what_every_family_runs_can_be_read_back_where_it_was_measured() -> None:
-    """Also of families that run many tokens alone: a map's points of planes side by side were passed over."""
+    """Also for families that only run many tokens: a map's points of stacked planes were ignored."""
     for scheme, m, n, k in (("w2a2", 4096, 16384, 4096), ("w4a8", 1, 4096, 4096), ("w4a16g128", 4096, 4096, 4096)):
         parsed = Scheme.parse(scheme)
         one = LinearProblem(m, n, k, parsed.weights, parsed.activations)

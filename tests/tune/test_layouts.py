@@ -1,4 +1,4 @@
-"""Layers in two layouts, with backends that say who was asked: what is kept, which part runs, what it is given."""
+"""Layers in two layouts, with backends that record calls: what is kept, which part runs, its arguments."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ N, K = 64, 512
 
 
 class Part(ReferencePacked):
-    """The reference, under another name, with a tensor more; remembers its calls."""
+    """The reference, under another name, with an extra tensor; records its calls."""
 
     def __init__(self, name: str) -> None:
         self.name, self.calls = name, list[tuple[int, LinearSpec]]()
@@ -96,7 +96,7 @@ def test_each_token_count_runs_the_part_that_won(monkeypatch: pytest.MonkeyPatch
     assert [m for m, _ in one.calls] == [1, 1]
     assert [m for m, _ in two.calls] == [40, 64]
     assert {spec.backend for _, spec in one.calls} == {"bitwise"}
-    assert one.calls[0][1] is one.calls[1][1]  # plans go by a spec's identity
+    assert one.calls[0][1] is one.calls[1][1]  # plans are keyed by a spec's identity
     assert torch.equal(ready.restore().words, weight.words)
     assert both.linear(torch.zeros(0, K).half(), ready.tensors, None, LinearSpec.parse(ready.spec_text)).shape == (0, N)
 
@@ -148,14 +148,14 @@ def test_eight_bits_run_where_they_won_and_it_is_said(monkeypatch: pytest.Monkey
     ("found", "wanted"),
     [
         ((Layout.tiles_a16, Layout.tiles_a8), True),
-        ((Layout.tiles_a8,), True),  # 16-bit tiles stay for what no map decides
+        ((Layout.tiles_a8,), True),  # 16-bit tiles remain for what no map decides
         ((Layout.tiles_a16,), False),
     ],
 )
 def test_eight_bits_that_won_everywhere_are_kept_too(
     found: tuple[Layout, ...], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The map's one layout was not what the backend of both asked for: what had been allowed was never run."""
+    """The map's only layout did not match the combined backend: what had been allowed never ran."""
     monkeypatch.setattr(layouts, "layouts_of", lambda *_: found)
     monkeypatch.setattr(layouts, "_room", lambda weight: True)
     parts = Part("test-16"), Part("test-8")

@@ -1,4 +1,4 @@
-"""Spaces of products, and maps on disk: what is obeyed, what is only a hint, what is ignored by name."""
+"""Config spaces, and maps on disk: what is followed, what is only a hint, what is ignored with a message."""
 
 import contextlib
 import json
@@ -84,7 +84,7 @@ def test_plans_are_made_for_token_counts_within_three_percent() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_a_search_chooses_no_fact_of_the_problem(family: KernelFamily) -> None:
-    """What a map says of a config holds for every problem: one of another type, width or code has the same choices."""
+    """A map's configs apply to every problem: other dtypes, widths or codes have the same choices."""
     for scheme in ("w4a8", "w2a16g128", "w4a16g128", "w2a2"):
         few, other = product(scheme, 4), product(scheme, 4, n=4088, k=4088, dtype=torch.bfloat16)
         if family.configs(few) and family.configs(other):
@@ -158,7 +158,7 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["family", "field", "kind of field", "size below 0", "size beyond int", "strategy"])
 def test_a_name_that_is_unknown_drops_its_point(what: str, tmp_path: Path) -> None:
-    """Not the file: a map may be of a later version; of kernels that have changed since no field is looked at."""
+    """Not the file: a map may be of a later version; fields of changed kernels are not read."""
     one, other = product(), product(m=64)
     map_ = policy((one, point(one, {"sm90_packed_gemm": 8.25})), (other, point(other, {"sm90_bitplane_skinny": 8.25})))
     content = json.loads(policies.text(map_))
@@ -185,7 +185,7 @@ def test_a_name_that_is_unknown_drops_its_point(what: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_config_with_a_size_of_zero_is_illegal_or_runs(name: str) -> None:
-    """Legality divides by some sizes; a map that names them 0 must not end a model's step."""
+    """Legality divides by some sizes; a map with a 0 must not crash a model's step."""
     for one in (product(m=m, scheme=scheme) for m in (4, 64) for scheme in ("w4a8", "w4a16g128")):
         family = FAMILIES[name]
         if family.why_not(one) is None:
@@ -253,7 +253,7 @@ def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path:
     stale = replace(own, origin=replace(own.origin, kernels={"sm90_packed_gemm": 0}), path=Path("stale.json"))
     assert "other kernels" in str(stale.why_hint("NVIDIA H200"))
     older = replace(own, origin=replace(own.origin, library="0.0.1"))
-    assert older.why_hint("NVIDIA H200") is None  # another release of anybit voids nothing
+    assert older.why_hint("NVIDIA H200") is None  # another release of anybit invalidates nothing
     monkeypatch.setattr(dispatching, "_given", [stale])
     monkeypatch.setattr(dispatching, "_dispatchers", {})
     monkeypatch.setattr(dispatching, "_told", set())
@@ -265,7 +265,7 @@ def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(dispatching, "_dispatchers", {})
     with pytest.warns(UserWarning, match=r"h100.json is only a hint .* measured on NVIDIA H100"):
         dispatching.dispatcher("NVIDIA H200")
-    # What is measured anew does not mix with it.
+    # New measurements do not mix with it.
     save(stale, tmp_path / "map.json")
     save(policy((product(m=2), Point(1.0, {}))), tmp_path / "map.json")
     assert read(tmp_path / "map.json").points == 1

@@ -1,4 +1,4 @@
-"""The search with a runner that needs no GPU: its times are made up, and some of its candidates misbehave."""
+"""The search with a runner that needs no GPU: times are made up, and some candidates fail."""
 
 import multiprocessing
 import os
@@ -37,7 +37,7 @@ def product(scheme: str = "w4a8", m: int = 1, n: int = 4096, k: int = 4096) -> L
 
 
 def made_up_us(candidate: Candidate) -> float:
-    """A time that only a config's name decides."""
+    """A time determined by a config's name."""
     return 5 + sum(candidate.name.encode()) % 97 / 10
 
 
@@ -106,7 +106,7 @@ def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
     found = run(wanted, tmp_path / "map.json")
     assert found.points == 2
     for one in wanted:
-        # What keeps the next layer's kernels from starting is no candidate of a search (preserves_pdl_overlap).
+        # A search has no candidates that keep the next layer's kernels from starting (preserves_pdl_overlap).
         candidates = [c for c in candidates_of(one, (), Options(each=3)) if preserves_pdl_overlap(one, c)]
         point = found.exact(one)
         assert point is not None
@@ -133,7 +133,7 @@ def test_a_candidate_that_misbehaves_is_excluded_by_name(trouble: str, tmp_path:
 
 @pytest.mark.parametrize("who", ["candidate", "built in", "product"])
 def test_what_finds_no_memory_is_not_excluded_and_tried_again(who: str, tmp_path: Path) -> None:
-    """Another program may have had it."""
+    """Another program may have used it."""
     one = product(m=64)
     tried = candidates_of(one, (), Options(each=3))
     bad = {"candidate": excluded_name(one, tried[2]), "built in": excluded_name(one, tried[0]), "product": str(one)}[
@@ -165,7 +165,7 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:
 
 
 class NamedRunner(FakeRunner):
-    """Says in a folder which GPU it was shown."""
+    """Records in a folder which GPU it sees."""
 
     folder: ClassVar[Path]
 
@@ -193,7 +193,7 @@ def test_layers_are_measured_on_several_gpus_and_written_into_one_map(
 
 
 def test_what_is_allowed_later_is_measured_then(tmp_path: Path) -> None:
-    """`anybit tune` and then `anybit tune --allow a8`: every product was known, and nothing of 8 bits."""
+    """`anybit tune`, then `anybit tune --allow a8`: all products were known, but nothing with 8 bits."""
     path, one, coded = tmp_path / "map.json", product("w4a16g128", 64), product("w4a8", 64)
     run([one, coded], path)
     seen: list[LinearProblem] = []
@@ -211,7 +211,7 @@ def test_what_is_allowed_later_is_measured_then(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_no_kernel_runs_with_8_bits_is_not_measured_again_for_them(tmp_path: Path) -> None:
-    """8 bits of asym in groups: `anybit tune --allow a8`, run again to go on, measured them anew and never ended."""
+    """8 bits of asym in groups: `anybit tune --allow a8`, rerun to continue, remeasured them and never ended."""
     path, one = tmp_path / "map.json", product("w8a16g128asym", 64)
     assert run([one], path).points == 1
     seen: list[LinearProblem] = []
@@ -280,7 +280,7 @@ def test_two_searches_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 class DyingBench(FakeBench):
-    """A bench whose process dies soon after it has answered, as by a fault that shows late."""
+    """A bench whose process dies shortly after its answer, as by an asynchronous fault."""
 
     def times(self, *arguments: Any) -> list[Time]:
         found = super().times(*arguments)
@@ -337,7 +337,7 @@ def test_what_is_excluded_is_tried_again_with_other_kernels() -> None:
 def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(
     m: int, built_in: float, us: float, own: bool
 ) -> None:
-    """A chain of one product is off by up to a microsecond from what it takes in a step, however long it is."""
+    """A chain of one product is off by up to a microsecond from its time in a step, however long it is."""
     here = product("w4a8", m)
     rooms = (c for c in space(here).candidates if c.kernel == builtin(here).kernel and c != builtin(here))
     other = next(c for c in rooms if preserves_pdl_overlap(here, c))

@@ -1,4 +1,4 @@
-"""The maps that come with anybit: whole, and legal wherever they speak."""
+"""The maps shipped with anybit: complete, and legal for all their points."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from anybit.tune.space import preserves_pdl_overlap
 
 MAPS = sorted(SHIPPED.glob("*.json"))
 _HOLD = 0.75
-"""The share of a shipped map's points that must be of the kernels as they are; the rest runs by built-in choices."""
+"""Minimum share of a shipped map's points that must match the current kernels; the rest runs by built-in choices."""
 
 
 def stale(policy: Policy) -> str | None:
-    """What to do about a map of which too much was measured with kernels that have changed; None where there is not."""
+    """What to do about a map with too many points of changed kernels; None if it is fine."""
     if policy.current().points >= _HOLD * policy.points:
         return None
     return (
@@ -58,6 +58,6 @@ def test_every_config_is_legal_where_it_was_measured(path: Path) -> None:
             seen += 1
             for measured in point.strategies.values():
                 assert measured.us < point.default_us
-                candidate = measured.candidate(product)  # raises where it is not legal
+                candidate = measured.candidate(product)  # raises if illegal
                 assert preserves_pdl_overlap(product, candidate)
     assert seen == policy.points > 0

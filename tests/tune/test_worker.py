@@ -1,4 +1,4 @@
-"""What a search makes of times; the timing itself needs a GPU (tests/gpu/test_tune.py)."""
+"""How a search evaluates times; the timing itself needs a GPU (tests/gpu/test_tune.py)."""
 
 import gc
 import sys
@@ -63,7 +63,7 @@ class _FakeLauncher:
 
 
 def test_a_recorded_launch_keeps_the_memory_that_it_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """marlin's sums and locks have no other owner: launched again, it waited on what others had written there."""
+    """marlin's sums and locks have no other owner: relaunched, it waited on others' writes."""
     scratch, made = sm80_packed_gemm.scratch, []
 
     def watched(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -89,7 +89,7 @@ def test_a_recorded_launch_keeps_the_memory_that_it_was_made_with(monkeypatch: p
 
 
 def test_candidates_of_marlin_share_one_set_of_sums_and_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kept its own, some 10 GB for one product of many tokens."""
+    """Each used to keep its own, some 10 GB for one product with many tokens."""
     device, scheme = Device.named("sm_80"), Scheme.parse("w4a8")
     monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
