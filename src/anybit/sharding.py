@@ -58,9 +58,16 @@ def shard_ordered(
     """``shard_groups`` for activation order.
 
     values: scales, zeros and minima [N, G] of the layer.  group_index: [inputs] of the shard, which may use any of the
-    groups; unused ones are dropped. Returns values, index and format of the shard.
+    groups; unused ones are dropped. Returns values, index and format of the shard; where groups lie in a row, as they
+    do if the layer is in natural order, the index says so, with smaller groups if need be.
     Raises LayerError if it uses more groups than the smallest group size gives a layer of its width.
     """
+    places = torch.arange(len(group_index), device=group_index.device)
+    for size in reversed([size for size in _SMALLER if size <= (format.group or 0)]):
+        if torch.equal(group_index[places // size * size], group_index):  # no group ends within ``size`` inputs
+            columns = group_index[::size].long()
+            cut = tuple(None if one is None else one[:, columns] for one in values)
+            return cut, (places // size).to(torch.int32), replace(format, group=size)
     used, index = group_index.unique(return_inverse=True)
     inputs, count = len(group_index), len(used)
     sizes = [size for size in _SMALLER if format.groups(inputs) <= replace(format, group=size).groups(inputs) >= count]

@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anybit.device import Device
 from anybit.errors import LayerError
+from anybit.kernels.gemm.packed_tiles import is_ordered
+from anybit.ops import packed
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Code, Scheme, WeightFormat
 from anybit.sharding import shard, shard_format
@@ -62,3 +65,15 @@ def test_a_shard_of_an_activation_order_keeps_the_groups_that_it_uses(code: Code
         assert torch.equal(part.dequantize(), weight.dequantize()[:, start : start + 256])
     with pytest.raises(LayerError, match="activation order uses 4 groups"):
         shard(weight, 0, 64)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g128asym", "w4a16g128s24", "w4a8g128s24"])
+@pytest.mark.parametrize(("start", "inputs"), [(0, 192), (192, 192), (128, 256), (32, 64), (64, 100)])
+def test_a_shard_of_a_layer_in_natural_order_has_no_activation_order(scheme: str, start: int, inputs: int) -> None:
+    """Though its index is stored: 2:4 sparse weights run in natural order alone."""
+    parsed = Scheme.parse(scheme)
+    plain = random_weight(64, 384, parsed.weights)
+    part = shard(plain.with_group_index(), start, inputs)
+    assert torch.equal(part.dequantize(), plain.dequantize()[:, start : start + inputs])
+    assert packed.why_not(part, parsed.activations, Device.named("sm_90a")) is None
+    assert not is_ordered(part)
