@@ -404,7 +404,7 @@ def main() -> None:
                     add(make)
         others.wait()
         attention(rest)
-    print(f"{time.monotonic() - begun:.0f} s in all", flush=True)
+    print(f"{time.monotonic() - begun:.0f} s in total", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: st
     tokens = batch * 1e3 / ms
     fields = {"case": case, "scheme": scheme, "batch": batch, "context": context}
     print(
-        f"{case:22s} {scheme:14s} batch {batch:3d} context {context:6d}: {ms:7.3f} ms a step, {tokens:8.1f} tokens/s"
+        f"{case:22s} {scheme:14s} batch {batch:3d} context {context:6d}: {ms:7.3f} ms/step, {tokens:8.1f} tokens/s"
         f"  ({checked})",
         flush=True,
     )

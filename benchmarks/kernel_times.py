@@ -47,8 +47,8 @@ class KernelRecorder:
             until, before = max(until, end), short
         span = until - events[0][0]
         said = [
-            f"{span / count:.0f} us a step under the profiler, the GPU works {busy / count:.0f} us of it, "
-            f"{1 - busy / span:.1%} of it no kernel ran"
+            f"{span / count:.0f} us per step under the profiler, the GPU is busy {busy / count:.0f} us, "
+            f"{1 - busy / span:.1%} idle"
         ]
         for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:26]:
             middle = sorted(times)[len(times) // 2]
@@ -72,7 +72,7 @@ class CallRecorder:
         self._profile.disable()
         table = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]  # (file, line, name): calls, .., own, all
         whole = sum(own for _, _, own, _, _ in table.values())
-        said = [f"{whole / count * 1e6:.0f} us of the host a step under its profiler"]
+        said = [f"{whole / count * 1e6:.0f} us of host time per step under its profiler"]
         for (file, _, name), (_, calls, own, spent, _) in sorted(table.items(), key=lambda item: -item[1][3])[:most]:
             where = "/".join(file.split("/")[-2:])
             said.append(

@@ -294,7 +294,7 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
             tokens += sum(len(answer.outputs[0].token_ids) for answer in core.step())
         return (time.perf_counter() - begin) / count * 1e3
 
-    print(f"== {mode}, {requests} requests: {some_steps():.3f} ms a step")
+    print(f"== {mode}, {requests} requests: {some_steps():.3f} ms/step")
     for table in ("calls", "kernels"):  # steps run between these calls: count is off by about one
         llm.apply_model(partial(serving.begin_table, table))
         some_steps()

@@ -138,7 +138,7 @@ class Generated:
         import anybit
 
         found = {"generate": self.answers()}
-        print(f"its closest choice is by {min(min(self.below(i, a)[1]) for i, a in enumerate(found['generate'])):.4f}")
+        print(f"smallest logit margin: {min(min(self.below(i, a)[1]) for i, a in enumerate(found['generate'])):.4f}")
         anybit.fuse(self.model)
         found["fused generate"] = self.answers()
         if self.device.type == "cuda" and static:
@@ -170,8 +170,8 @@ class Generated:
             parted = {i: one.index(False) for i, one in enumerate(alike) if not all(one)}
             by = [round(gaps[i][first], 4) for i, first in parted.items()]
             print(
-                f"{name} beside {how}: {sum(map(all, alike))} of {len(alike)} answers and {sum(map(sum, alike))} of "
-                f"{len(alike) * NEW} tokens are the same; parted at {list(parted.values())}, by {by}"
+                f"{name} against {how}: {sum(map(all, alike))} of {len(alike)} answers and {sum(map(sum, alike))} of "
+                f"{len(alike) * NEW} tokens are equal; diverged at {list(parted.values())}, by {by}"
             )
         every = [gap for one in gaps for gap in one]
         print(

@@ -251,7 +251,7 @@ def run(mode: str, args: argparse.Namespace) -> None:
                 took = time.time() - begin
             if any(len(requests.answers[name]) != new for name in names):
                 raise SystemExit("an answer does not have the requested length")
-            print(f"{mode} {n} x {prompt} + {new}: {n * new / took:.0f} tokens/s in all, {took:.2f} s", flush=True)
+            print(f"{mode} {n} x {prompt} + {new}: {n * new / took:.0f} tokens/s in total, {took:.2f} s", flush=True)
             found.append(
                 result(
                     mode,
@@ -289,7 +289,7 @@ def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: in
     rate = (sum(len(requests.answers[name]) for name in names) - known) / STEPS  # tokens per step
     said = "" if watch is None else f"; {watch.calls - calls} calls outside graphs; " + watch.check()
     if parts(mode)[2]:
-        said = f", {rate / n:.2f} tokens a request{said}"
+        said = f", {rate / n:.2f} tokens per request{said}"
     requests.end(names)
     print(
         f"{mode} {n} x {prompt}: first tokens {first * 1e3:.0f} ms, step {step:.3f} ms (most {max(times):.2f}){said}",
@@ -316,7 +316,7 @@ def agreement(gate: Path, modes: list[str]) -> None:
             same = [[s == t for s, t in zip(x, y, strict=False)] for x, y in pairs]
             alike = sum([*found, False].index(False) for found in same) / len(pairs)
             said = f"{mode} {shape}: first tokens as in 16 bits {first} of {len(pairs)}"
-            print(f"{said}, {alike:.1f} tokens until answers part", flush=True)
+            print(f"{said}, {alike:.1f} tokens until outputs diverge", flush=True)
 
 
 def shape(text: str) -> Shape:

@@ -172,7 +172,7 @@ def compare(work: Path, names: list[str], here: Generated, expected: dict[str, A
         while not file.exists() and not (work / f"{name}.failed").exists():
             time.sleep(0.2)
         if not file.exists():
-            print(f"{name}: no answers; {last_words(work / f'{name}.log')}", flush=True)
+            print(f"{name}: no outputs; {last_words(work / f'{name}.log')}", flush=True)
             continue
         got = json.loads(file.read_text())
         first = first or {"name": name, **got}

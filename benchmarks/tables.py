@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(TABLES)):
-        parser.error(f"there is no table {', '.join(unknown)}: --list names them")
+        parser.error(f"there is no table {', '.join(unknown)}: --list shows their names")
     if arguments.list or arguments.names:
         print("\n\n".join(TABLES[name]() for name in arguments.names) or "\n".join(TABLES))
         return
@@ -212,7 +212,7 @@ def main() -> None:
             stale.append(page.name)
             if not arguments.check:
                 page.write_text(new)
-    print(f"{'out of date' if arguments.check else 'written anew'}: {', '.join(stale) or 'nothing'}")
+    print(f"{'out of date' if arguments.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
     sys.exit(arguments.check and bool(stale))
 
 

@@ -149,11 +149,11 @@ def main() -> None:
         print(
             f"{args.requests} requests in {seconds:.1f} s: {compared} answers compared, {len(wrong)} wrong, {ties} ties"
         )
-        print(f"preemptions {preempted:.0f}; afterwards running, waiting, part of the cache in use: {left}")
+        print(f"preemptions {preempted:.0f}; afterwards running, waiting, fraction of the cache in use: {left}")
         print(*wrong[:5], sep="\n")
         cases.check_odd_prompts(server)
         cases.check_shutdown(server)
-        print(f"ended in the middle of an answer with {server.process.returncode}")
+        print(f"ended during an answer with {server.process.returncode}")
     if wrong or any(left) or not preempted:
         raise SystemExit("the soak failed")
 

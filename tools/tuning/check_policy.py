@@ -287,7 +287,7 @@ def summary(ratios: Sequence[float]) -> str:
     ordered = sorted(ratios)
     mean = math.exp(sum(map(math.log, ordered)) / len(ordered))
     tenth = ordered[int(0.9 * (len(ordered) - 1))]
-    return f"{len(ordered)} problems, geometric mean {mean:.4f}, nine in ten {tenth:.3f}, worst {ordered[-1]:.3f}"
+    return f"{len(ordered)} problems, geometric mean {mean:.4f}, 90th percentile {tenth:.3f}, worst {ordered[-1]:.3f}"
 
 
 def main() -> None:

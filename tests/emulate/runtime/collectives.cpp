@@ -1,4 +1,4 @@
-// What a whole warp or block does together: barriers, shuffles, matrix fragments and products.
+// Warp-wide and block-wide operations: barriers, shuffles, matrix fragments and MMAs.
 #include "device_calls.h"
 #include "runtime.h"
 
@@ -33,7 +33,7 @@ void finish_shuffle(void** arguments) {
         if (a.how == Shuffle::exclusive_or && (lane ^ by) <= last) from = lane ^ by;
         if (a.how == Shuffle::up && lane - by >= first) from = lane - by;
         if (a.how == Shuffle::down && lane + by <= last) from = lane + by;
-        a.result = lanes[from] ? lanes[from]->value : ~uint64_t{0};  // a lane that takes no part gives poison
+        a.result = lanes[from] ? lanes[from]->value : ~uint64_t{0};  // inactive lanes give poison
     }
 }
 
@@ -72,7 +72,7 @@ void finish_movmatrix(void** arguments) {
         for (int c = 0; c < 8; c++) *half(&lanes[4 * c + r / 2]->d, r % 2) = *half(&lanes[4 * r + c / 2]->a, c % 2);
 }
 
-// ---- Products: rows of 32 bytes of k, whatever the type --------------------------------------------------------------
+// ---- MMAs: rows of 32 bytes of k, for every type ---------------------------------------------------------------------
 
 bool is_float(Kind kind) { return kind >= Kind::f16; }
 int elements(Kind kind) {  // in 32 bytes
@@ -118,10 +118,10 @@ void accumulate_dot(Kind kind, uint32_t* d, const Row& a, const Row& b, int coun
     }
 }
 
-// The row of a 2:4 sparse operand that its kept values and the metadata of the row's four lanes stand for.
+// Expand a row of a 2:4 sparse operand from its kept values and the metadata of the row's four lanes.
 Row expand(Kind kind, const Row& compressed, const uint32_t (&metadata)[4], int selector, int r, const char* name) {
     const int kept = elements(kind);
-    // As found on hardware. 16-bit types: a pair of lanes of the quad, the halves of k, rows g and g + 8 in the low and
+    // As on hardware. 16-bit types: a pair of lanes of the quad, the halves of k, rows g and g + 8 in the low and
     // high half of each word. 8-bit types: lanes 0 and 2 hold row g, 1 and 3 row g + 8.
     const bool wide = kept == 16;
     Row a{};
@@ -220,7 +220,7 @@ struct WgmmaArgument {
     int selector;
 };
 
-// The 16-byte chunks of 32 bytes of k of one row, or of 64 for sparse products, as the descriptor finds them.
+// The 16-byte chunks of a row's 32 bytes of k, or 64 for sparse MMAs, at the descriptor's addresses.
 struct RowChunks { const uint8_t* chunk[4]; };
 RowChunks find_row(uint64_t descriptor, int row, int chunks, const char* what) {
     const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
@@ -371,7 +371,7 @@ void barrier(int id, uint32_t threads, bool waits, int line) {
 bool elect_one() {
     uint32_t lanes = ballot(true, 0xffffffffu, "elect_one");
     return current->lane ==
-           31 - static_cast<uint32_t>(__builtin_clz(lanes));  // any lane may be chosen: not the usual 0
+           31 - static_cast<uint32_t>(__builtin_clz(lanes));  // any lane may be elected: not the usual 0
 }
 void ldmatrix(uint32_t* r, uint32_t address, int count, bool trans) {
     MatrixArgument argument{r, nullptr, count, trans};

@@ -29,7 +29,7 @@ Barrier& barrier_at(uint32_t address, const char* what) {
     return found->second;
 }
 
-// They look again: the phase is complete, or something can land now.
+// Wake them: the phase is complete, or something can land now.
 void wake_waiting(Barrier& barrier) {
     for (Thread* thread : barrier.waiting) wake(thread);
     barrier.waiting.clear();
@@ -89,7 +89,7 @@ void source_still_there(Copy& copy) {
     copy.from = nullptr;
 }
 
-// Lands one asynchronous operation that will signal the barrier, in any order; false if there is none.
+// Complete one asynchronous operation of the barrier, in any order; false if there is none.
 bool advance(Barrier& barrier, uint32_t address) {
     if (!barrier.copies.empty()) {
         const uint32_t chosen = random_below(barrier.copies.size());
@@ -304,7 +304,7 @@ void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes) {
     check_bulk(shared, global, bytes, "cp.async.bulk store");
     store(static_cast<uint8_t*>(global), shared, bytes, "cp.async.bulk store");
 }
-// The other way round: what lies outside the matrix is left out.
+// The reverse: elements outside the matrix are skipped.
 void cp_async_bulk_tensor_store_2d(const void* map, int x, int y, uint32_t shared) {
     const char* what = "cp.async.bulk.tensor store";
     Map box;

@@ -1,5 +1,5 @@
-// What a kernel sees instead of ptx.cuh, ptx_math.cuh, ptx_wgmma.cuh and CUDA's built-ins: included before everything
-// else, it defines those headers' include guards.
+// Replaces ptx.cuh, ptx_math.cuh, ptx_wgmma.cuh and CUDA's built-ins in kernels: included first,
+// it defines those headers' include guards.
 #pragma once
 #define ANYBIT_PTX_BASE_CUH
 #define ANYBIT_PTX_MATH_CUH
@@ -212,7 +212,7 @@ PTX uint32_t warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 PTX uint32_t smid() { return blockIdx.x; }
 PTX uint64_t globaltimer() { return 0; }
 inline uint32_t cycles = 0;
-PTX uint32_t clock32() { return cycles += 64; }  // no time: whoever waits for some gets it
+PTX uint32_t clock32() { return cycles += 64; }  // no real time, but spinning on it ends
 PTX uint32_t cluster_ctarank() { return emulate::cluster_rank(); }
 PTX uint32_t cluster_nctarank() { return emulate::cluster_size(); }
 PTX bool elect_one() { return emulate::elect_one(); }
@@ -325,7 +325,7 @@ using emulate::cp_async_bulk_shared_to_cluster;
 using emulate::cp_async_bulk_store;
 template <int groups> PTX void cp_async_bulk_wait_group() { emulate::cp_async_bulk_wait_group(groups, false); }
 template <int groups> PTX void cp_async_bulk_wait_group_read() { emulate::cp_async_bulk_wait_group(groups, true); }
-PTX void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {  // reads nothing, but only what is there
+PTX void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {  // reads nothing, but checks the range
     uint8_t end;
     emulate::read_global(&end, global, 1, "cp_async_bulk_prefetch_L2");
     emulate::read_global(&end, static_cast<const uint8_t*>(global) + bytes - 1, 1, "cp_async_bulk_prefetch_L2");

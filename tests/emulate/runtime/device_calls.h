@@ -1,4 +1,4 @@
-// What emulated kernels call in the runtime: device.h wraps these under the names of ptx.cuh and CUDA.
+// The runtime's interface for emulated kernels: device.h wraps it with the names of ptx.cuh and CUDA.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Fibers, the order in which they run, and the places where they meet.
+// Fibers, their scheduling, and their rendezvous.
 #include "runtime.h"
 
 #include <cstdarg>
@@ -244,7 +244,7 @@ void meet(Meeting& meeting, const char* what, int line, uint32_t expected, void*
         return;
     }
     if (finish) {
-        // Sorted by lane: instructions see their arguments in order, whatever the order of arrival was.
+        // Sorted by lane: instructions see arguments in lane order, not in order of arrival.
         std::vector<void*> sorted(32, nullptr);
         for (size_t i = 0; i < meeting.present.size(); i++) sorted[meeting.present[i]->lane] = meeting.arguments[i];
         finish(sorted.data());
@@ -272,7 +272,7 @@ using namespace emulate;
 
 namespace {
 
-// A plain access of an address that is no memory at all, a null pointer for example, ends the launch and not the process.
+// A plain access of an unmapped address, such as a null pointer, ends the launch and not the process.
 void on_wild_access(int, siginfo_t* info, void*) {
     fail("access of address %p, which is no memory (a null or wild pointer, or a stack beyond %zu bytes)",
          info->si_addr, STACK);
@@ -300,10 +300,10 @@ struct WildAccessGuard {
 
 }  // namespace
 
-// Runs one launch. Returns null, or what went wrong; the text lives until the next call.
+// Run one launch. Returns null, or an error message, valid until the next call.
 extern "C" const char* emulate_run(const Launch* what) {
     launch = *what;
-    static std::unique_ptr<WildAccessGuard> guard;  // outlives the jump of a failure
+    static std::unique_ptr<WildAccessGuard> guard;  // survives a failure's longjmp
     guard = std::make_unique<WildAccessGuard>();
     struct Remove { ~Remove() { guard.reset(); } } remove;
     random_state = 0x9E3779B97F4A7C15ull * (launch.seed + 1);
@@ -334,7 +334,7 @@ extern "C" const char* emulate_run(const Launch* what) {
     while (next < clusters || !running.empty()) {
         while (next < clusters && running.size() < resident) running.push_back(new_cluster(next++, shared_free));
         if (runnable.empty()) report_deadlock();
-        // Three habits of scheduling: any order, the newest first (some threads run far ahead), the oldest first.
+        // Three scheduling policies: random, newest first (some threads run far ahead), oldest first.
         const uint32_t size = runnable.size(), habit = launch.seed % 3;
         const uint32_t chosen = habit == 0 || random_below(8) == 0 ? random_below(size) : habit == 1 ? size - 1 : 0;
         current = runnable[chosen];

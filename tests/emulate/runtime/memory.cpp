@@ -1,4 +1,4 @@
-// Device memory: one arena, a state for every byte, and who touched each byte of shared memory last.
+// Device memory: one arena, a state per byte, and the last accesses to each byte of shared memory.
 #include "runtime.h"
 
 #include <algorithm>

@@ -7,7 +7,7 @@
 namespace emulate {
 namespace {
 
-// Any binary format of at most 16 bits, its sign left out of `overflow`: what stands for anything larger than the rest.
+// Encode in any binary format of at most 16 bits; `overflow`: the code for larger values, without sign.
 uint32_t encode(double v, int mantissa, int exponent_bits, uint32_t overflow) {
     const int bias = (1 << (exponent_bits - 1)) - 1, smallest = 1 - bias;
     const uint32_t sign = static_cast<uint32_t>(std::signbit(v)) << (mantissa + exponent_bits);
@@ -16,7 +16,7 @@ uint32_t encode(double v, int mantissa, int exponent_bits, uint32_t overflow) {
     if (std::isinf(v)) return sign | overflow;
     int exponent = v == 0 ? smallest : std::ilogb(v);
     if (exponent < smallest) exponent = smallest;
-    // A carry out of the mantissa runs into the exponent, as it should; `exponent - smallest` is 0 for subnormals too.
+    // A carry out of the mantissa correctly increments the exponent; `exponent - smallest` is 0 for subnormals too.
     const auto units = static_cast<uint64_t>(std::nearbyint(std::ldexp(v, mantissa - exponent)));
     const uint64_t bits = units + (static_cast<uint64_t>(exponent - smallest) << mantissa);
     return sign | (bits > overflow ? overflow : static_cast<uint32_t>(bits));

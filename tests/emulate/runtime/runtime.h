@@ -1,8 +1,8 @@
-// The machine that emulated kernels run on: blocks of fibers, a memory that knows what each byte is, and the errors.
+// The emulated machine: blocks of fibers, memory with a state per byte, and errors.
 //
-// CUDA threads are fibers of one host thread, run in an order that a seed decides. Device memory (shared and global) is
-// one arena with a state for every byte; kernels are compiled with the hooks of -fsanitize=thread, which we define, so
-// every plain load and store is checked too. Asynchronous copies and products land only when they are waited for.
+// CUDA threads are fibers of one host thread, run in an order set by a seed. Device memory (shared and global) is
+// one arena with a state for every byte; kernels are compiled with -fsanitize=thread and our own hooks, so
+// every plain load and store is checked too. Asynchronous copies and MMAs complete only when they are waited for.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -16,7 +16,7 @@
 namespace emulate {
 
 struct Index { uint32_t x, y, z; };
-struct Here { Index thread, block, block_dim, grid; };  // what threadIdx and its kin read
+struct Here { Index thread, block, block_dim, grid; };  // threadIdx etc.
 
 struct Thread;
 struct Warp;
@@ -29,7 +29,7 @@ using Clock = std::vector<uint32_t>;
 void join(Clock& into, const Clock& from);
 uint32_t& entry(Clock& clock, uint32_t index);
 
-// A place where a fixed number of threads meet; the last to arrive does the work for all.
+// A rendezvous of a fixed number of threads; the last to arrive does the work for all.
 struct Meeting {
     const char* what = nullptr;
     int line = 0;
@@ -39,7 +39,7 @@ struct Meeting {
     Clock clock;
 };
 
-struct Copy {  // an asynchronous copy that has been issued and has not landed
+struct Copy {  // an asynchronous copy in flight
     uint8_t* to;
     const uint8_t* from;
     uint32_t bytes, valid;
@@ -52,7 +52,7 @@ struct Copy {  // an asynchronous copy that has been issued and has not landed
 struct Barrier {  // an mbarrier
     uint32_t arrivals, pending;
     int64_t bytes;
-    uint32_t phase;        // complete ones
+    uint32_t phase;        // number completed
     uint32_t clock_index;
     std::vector<Thread*> waiting;
     std::deque<Copy> copies;            // bulk copies and st.async that will signal it
@@ -85,12 +85,12 @@ struct Thread {
     void* stack_pointer = nullptr;
     uint8_t* stack = nullptr;
     bool done = false;
-    std::function<std::string()> waits_for;  // for the report of a deadlock
+    std::function<std::string()> waits_for;  // for deadlock reports
     std::vector<Copy> copies;              // cp.async not yet committed
     std::deque<std::vector<Copy>> groups;  // and committed
     std::vector<Copy> stores;              // bulk stores not yet committed
     std::deque<std::vector<Copy>> store_groups;
-    uint32_t cluster_phase = 0;            // that it arrived at
+    uint32_t cluster_phase = 0;            // the phase it arrived at
     Clock clock;
 };
 
@@ -133,7 +133,7 @@ uint32_t random_below(uint32_t n);
 void block_on(std::function<std::string()> what);  // until someone wakes this thread
 void wake(Thread* thread);
 void yield(const char* what);            // a spin on global memory: lets others run
-void progress();                         // something happened that a spin may wait for
+void progress();                         // wakes spins: something changed
 void tick(Thread* thread);
 // Joins `threads` of them; `finish` is called once, with every thread's argument. False for bar.arrive.
 void meet(Meeting& meeting, const char* what, int line, uint32_t expected, void* argument, void (*finish)(void**),
@@ -148,7 +148,7 @@ void free_everything();
 void poison_shared(Block& block);
 void check_read(const void* p, size_t bytes, const char* what, Proxy proxy = Proxy::generic);
 void check_write(const void* p, size_t bytes, const char* what, Proxy proxy = Proxy::generic);
-void check_untimed(const void* p, size_t bytes, const char* what);  // an atomic: no race with others of its kind
+void check_untimed(const void* p, size_t bytes, const char* what);  // an atomic: does not race with other atomics
 void set_state(const void* p, size_t bytes, uint8_t bit, bool on);
 std::string place(const void* p);
 uint8_t* resolve(uint32_t address, size_t bytes, const char* what);  // an address of this block or of its cluster
