@@ -135,7 +135,7 @@ class Weights:
         packed = packed_tiles.prepare(layer, order)
         torch.cuda.synchronize()
         self.prepare_gb_s = layer.words.numel() * 4e-9 / (time.perf_counter() - begin)
-        # Repacking's extra memory, relative to the size of the packed layer.
+        # Repacking's peak memory besides its input, in packed layers.
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         self.prepare_layers = (peak - before) / (packed.tiles.nbytes + packed.row_scale.nbytes)
         self.rows = torch.randint(0, case.n, (256,), device="cuda")

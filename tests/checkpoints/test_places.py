@@ -116,7 +116,7 @@ def test_what_was_copied_from_the_source_is_replaced(llama: Path, tmp_path: Path
     quantize_folder(source, tmp_path / "out", "w4a16g32")
     assert (tmp_path / "out" / "figure.png").exists()
     quantize_folder(source, tmp_path / "out", "w2a16g32", overwrite=True)
-    (tmp_path / "out" / writing.MANIFEST).unlink()  # as of an earlier version: what the source has as well is not lost
+    (tmp_path / "out" / writing.MANIFEST).unlink()  # as in an earlier version: what the source has, too, is kept
     quantize_folder(source, tmp_path / "out", "w4a16g32", overwrite=True)
     (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"never copied")
     with pytest.raises(CheckpointError, match=r"it holds pytorch_model\.bin"):
@@ -142,7 +142,7 @@ def test_the_source_is_never_replaced(llama: Path, tmp_path: Path) -> None:
         (links / file.name).symlink_to(file)
     with pytest.raises(CheckpointError, match="holds the model that is read"):
         quantize_folder(links, source, "w4a16g32", overwrite=True)
-    quantize_folder(source, source / "w4", "w4a16g32")  # beside its files there is room
+    quantize_folder(source, source / "w4", "w4a16g32")  # a new folder beside its files is fine
 
 
 def test_the_current_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ class Nothing:
 
 
 def kernel(folder: Path, body: str, threads: int = 128) -> jit.Kernel:
-    """A kernel of one statement list, in which d, a and b are fragments that come from p.x and go back to it."""
+    """A kernel with this body, in which d, a and b are fragments loaded from p.x and stored to it."""
     header = folder / f"one{len(list(folder.iterdir()))}.cuh"  # a loaded kernel is not read again
     header.write_text(
         '#include "common/ptx/wgmma.cuh"\n' + PARAMS + "template <class Config> __global__ void "

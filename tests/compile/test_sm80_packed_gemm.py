@@ -53,7 +53,7 @@ def test_sparse_weights(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
 def test_repacking(arch: str) -> None:
-    """Weights are repacked on the GPU that multiplies them."""
+    """Repacking runs on every such architecture."""
     for config in (repack.Config(3, False), repack.Config(4, True), repack.Config(4, False, float_order=True)):
         compiled = jit.cached(repack.kernel(config), arch)
         assert compiled.spill_bytes == compiled.stack_bytes == 0

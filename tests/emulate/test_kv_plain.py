@@ -94,7 +94,7 @@ def test_heads_and_types_that_no_kernel_reads_are_refused():
 
 
 def test_how_many_long_sequences_are_attended_together():
-    """Work units are counted in 32 bits, which limits long sequences: then larger chunks, finally a refusal."""
+    """Work units times blocks must fit 32 bits: many long sequences get larger chunks, too many a refusal."""
     device = Device.named("sm_90a")
     assert len(kv_plain.kernels_for(asked(8192, 1024), device)) == 1024
     found = kv_plain.kernels_for(asked(131072, 1024), device)

@@ -31,7 +31,7 @@ Answer = tuple[list[int], list[dict[str, float]]]
 
 
 def requests_of(count: int) -> list[tuple[str, str, int]]:
-    """(kind, prompt, new tokens) of each request; those to be finished are of a few dozen kinds."""
+    """(kind, prompt, new tokens) of each request; a few dozen distinct ones are to be finished."""
     draw = random.Random(0)
     kinds = ["whole"] * 17 + ["hang up", "cancel", "empty", "beyond"]
     found = []

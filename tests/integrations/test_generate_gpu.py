@@ -1,4 +1,4 @@
-"""A Llama of SmolLM2's widths with integer activations generates on the GPU what the reference backend generates."""
+"""A Llama of SmolLM2's widths with integer activations: the GPU generates what the reference backend does."""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ PROMPTED: dict[str, Any] = {"sequences": [[i * k % 95 for i in range(64)] for k 
 
 
 def saved(name: str, folder: Path) -> Path:
-    """A tiny float16 model saved by transformers, which gives some tensors names of older versions."""
+    """A tiny float16 model saved by transformers, which gives some models' tensors older names."""
     torch.manual_seed(5)
     model = AutoModelForImageTextToText.from_config(MATRIX[name](), dtype=torch.float16)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""AnyBitCache in transformers: generate gives the same with and without it, for all families and their attention."""
+"""AnyBitCache in transformers: generate gives the same with and without it, for families with special decoding."""
 
 import pytest
 import torch

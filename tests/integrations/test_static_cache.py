@@ -154,7 +154,7 @@ def test_a_static_cache_that_is_kept_is_not_used_again(llama):
 
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w4a16g32-kv4"])
 def test_threads_share_a_model(llama, scheme):
-    """A cached KV cache serves one call at a time, and no pass sees another's attention."""
+    """A reused cache serves one call at a time, and no pass sees another's attention."""
     model = quantized(llama, scheme)
     assert anybit.accelerate(model)
     calls = [{"cache_implementation": "static"}, {}] * 3

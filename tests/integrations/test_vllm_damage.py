@@ -1,6 +1,6 @@
 """Damaged folders with vLLM's loader and anybit's plug-in, in this process: refused, the same model, or a valid one.
 
-`make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse first is not checked.
+`make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse first is theirs.
 """
 
 import json

@@ -107,7 +107,7 @@ def test_heads_that_drafters_bring_are_held_against_codes(
 
 @pytest.mark.parametrize(("k", "ranks"), [(36, 1), (144, 2)])
 def test_sparse_layers_whose_indices_end_within_a_word(rank: Any, k: int, ranks: int) -> None:
-    """Of inputs that are no multiple of 32: what is left of a row's last word names nothing."""
+    """Inputs are not a multiple of 32: the rest of a row's last word is unused."""
     part, x = cases_vllm.layer_of("w4a16s24", 48, k), torch.randn(5, k)
     total = torch.zeros(5, 48)
     for number in range(ranks):

@@ -344,7 +344,7 @@ def test_sums_of_integers_never_overflow(text: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("text", ["w4a16g64s24", "w4a16s24", "w4a8g64s24", "w4a8g64"])
 def test_a_group_index_in_natural_order_is_no_activation_order(text: str, arch: str) -> None:
-    """Layers have one beside others with an activation order: 2:4 sparse ones were refused on a GPU."""
+    """Layers get one beside others with activation order: 2:4 sparse ones were refused on a GPU."""
     scheme = Scheme.parse(text)
     plain = random_weight(64, 256, scheme.weights)
     weight, device = plain.with_group_index(), Device.named(arch)

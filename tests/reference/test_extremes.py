@@ -112,7 +112,7 @@ def attended(format: str, dtype: torch.dtype, kv: Tensor, q: Tensor) -> Tensor:
 
 
 def tokens(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Keys and values [100, 64]. Pages hold scales and zeros in float16, so bfloat16 goes as far as that does."""
+    """Keys and values [100, 64]. Pages hold scales and zeros in float16, which limits bfloat16's range, too."""
     noise = torch.randn(100, WIDTH, generator=torch.Generator().manual_seed(2))
     kind, most = torch.finfo(dtype), 65504.0
     found = {

@@ -98,7 +98,7 @@ def test_explains_the_parts_of_tensor_parallel_ranks(
     ranks: int, qkv: str, o: str, gate_up: str, down: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Four ranks have one of two heads of keys each, and cut a group of o's, which becomes two."""
+    """Each of four ranks has one of two KV heads; o's groups are split in two."""
     config = transformers.LlamaConfig(
         vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, architectures=["LlamaForCausalLM"],
@@ -115,7 +115,7 @@ def test_explains_the_parts_of_tensor_parallel_ranks(
 def test_explains_each_layer_in_its_own_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a recipe, and of a GGUF file, whose blocks stay in the file."""
+    """For a recipe, and for a GGUF file, whose blocks are not read."""
     overrides = {"*.v_proj": "w6a16g64", "lm_head": "w8a16"}
     quantize_folder(save_tiny("llama", tmp_path / "source"), tmp_path / "recipe", "w4a16g32", overrides=overrides)
     code, out, _ = run(monkeypatch, capsys, "explain", str(tmp_path / "recipe"), "-m", "1")
