@@ -73,7 +73,7 @@ def test_convert(sources: dict[str, Path], tmp_path: Path, bounded: None, run: R
         try:
             run("convert", str(source), "--to", to, "-o", str(out))
         except AnyBitError:
-            assert sorted(tmp_path.iterdir()) == before, "a refused conversion leaves something"
+            assert sorted(tmp_path.iterdir()) == before, "a refused conversion leaves files"
             raise
         return (written(out),)
 

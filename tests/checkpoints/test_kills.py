@@ -119,9 +119,9 @@ def test_a_killed_command_loses_nothing_and_the_next_one_cleans_up(
             name, left = type(job).__name__, list(job.root.rglob(f"{PREFIX}*"))
             seen.update([name, *[f"{name}: left something"] * bool(left)])
             job.run(turn)
-            assert content(job.out) == states[turn], f"{name} {number}: the next run is another"
+            assert content(job.out) == states[turn], f"{name} {number}: the next run differs"
             left = list(job.root.rglob(f"{PREFIX}*"))
-            assert not left, f"{name} {number}: {left} stays behind"
+            assert not left, f"{name} {number}: {left} left behind"
             job.after()
             names = {path.name for path in job.root.iterdir()}
             assert names <= {"source", "out", "spill"}, names

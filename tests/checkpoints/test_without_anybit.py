@@ -112,7 +112,7 @@ def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: P
         with pytest.raises(CheckpointError):
             load_model(lost)
     alone = without_anybit(*(tmp_path / f"lost {way} {scheme}" for way in ("quantize", "save") for scheme in HELD))
-    assert len(set(map(str, alone.values()))) > 1, "loads of random weights are all one"
+    assert len(set(map(str, alone.values()))) > 1, "loads of random weights are equal"
 
 
 def test_loading_says_nothing_of_the_empty_tensors(folders: Path, capfd: pytest.CaptureFixture[str]) -> None:

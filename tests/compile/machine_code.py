@@ -36,7 +36,7 @@ def check(
     compiled = jit.cached(kernel, arch)
     what = f"{kernel.entry} for {arch} with {kernel.config}"
     assert compiled.spill_bytes == 0, f"{what} spills {compiled.spill_bytes} bytes"
-    assert compiled.stack_bytes <= stack_bytes, f"{what} keeps {compiled.stack_bytes} bytes of local memory"
+    assert compiled.stack_bytes <= stack_bytes, f"{what} uses {compiled.stack_bytes} bytes of local memory"
     if registers is not None:
         assert compiled.registers <= registers, f"{what} needs {compiled.registers} registers, more than {registers}"
     assert compiled.registers * kernel.threads <= 65536, f"{what}: {compiled.registers} registers x {kernel.threads}"

@@ -108,7 +108,7 @@ def test_activations_are_read_after_the_wait(kernel: jit.Kernel) -> None:
     early = matching(before_wait(code), LOADS)
     norms = kernel.entry == "add_rms_norm" or getattr(kernel.config, "source", None) is Source.rms_norm
     assert early <= ({"LDG.E.128.STRONG.GPU"} if norms else set())
-    assert bool(early) == (norms and kernel.config.vectors <= 4), "gamma is there when the kernel ahead ends"
+    assert bool(early) == (norms and kernel.config.vectors <= 4), "gamma is loaded before the wait"
 
 
 @pytest.mark.parametrize("kernel", large(), ids=lambda k: k.entry)

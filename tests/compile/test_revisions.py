@@ -79,15 +79,15 @@ def test_machine_code_is_that_of_the_revision(family: str) -> None:
     assert kernels(family), f"no config stands for {family}"
     then = stored["families"][family]
     if then["revision"] != REVISIONS[family]:
-        pytest.fail(f"{family} has a new revision: run {AGAIN}, and measure its points of the map anew")
+        pytest.fail(f"{family} has a new revision: run {AGAIN}, and remeasure its map points")
     now = hashes(family)
     lacking = now.keys() - then["machine code"].keys()
     assert not lacking, f"the map names other configs of {family} than those recorded: run {AGAIN}"
     changed = [name for name, code in now.items() if then["machine code"][name] != code]
     assert not changed, (
         f"the machine code of {family} has changed in {len(changed)} of {len(now)} configs ({changed[0]}). If that was "
-        f"meant, raise REVISIONS[{family!r}] in anybit/tune/registry.py and run {AGAIN}; if the change was meant to "
-        "leave machine code as it is, look again"
+        f"meant, raise REVISIONS[{family!r}] in anybit/tune/registry.py and run {AGAIN}; if machine code "
+        "should be unchanged, look again"
     )
 
 

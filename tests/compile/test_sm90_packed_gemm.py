@@ -70,7 +70,7 @@ def check(problem: LinearProblem, cut: tuple[int, ...], tmp_path: Path, silu: bo
     assert instruction in code
     assert "CALL" not in code, "an instruction is emulated"
     if config.register_sets == 2 and not config.promotes:
-        assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1, "the assembler has one product wait for another"
+        assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1, "the assembler serializes MMAs"
 
 
 def disassembly(cubin: bytes, folder: Path) -> str:

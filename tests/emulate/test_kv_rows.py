@@ -168,7 +168,7 @@ def test_a_step_of_vllm(case: Case, room: int, launched):
         alike(here, there)
         error = (out.double() - want.double()).abs().mean() / want.double().abs().mean()
         assert error < (1e-2 if case.bf16 else 2e-3)
-    assert len(batch.made) == 1, "the second layer does what the first one did"
+    assert len(batch.made) == 1, "the second layer relaunches the first's"
     of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
     assert kernels <= set(kv_rows.kernels_for(*of, 1024, batch.decodes, device, batch.queries)), (
         "a kernel was not compiled ahead"

@@ -88,8 +88,8 @@ def compare(folder: str, scheme: str, backends: list[str], new_tokens: int = 32)
                 f"same input: {unequal} of {results} results differ, by at most {worst:.2f} float16 steps",
                 f"whole model: logits differ by {float(difference.max()):.4f} at most, {float(difference.mean()):.5f} "
                 f"on average (their standard deviation is {float(reference.std()):.3f})",
-                f"the largest logit is the same in {top:.1%} of {prompt.shape[1]} places, {agree} of {new_tokens} "
-                "generated tokens agree before one does not",
+                f"the largest logit is the same in {top:.1%} of {prompt.shape[1]} positions, {agree} of {new_tokens} "
+                "generated tokens agree before diverging",
             ]
             print("\n  ".join(lines), flush=True)
             rows.append(

@@ -145,7 +145,7 @@ def main() -> None:
         given = operands(problem.m, problem.n, problem.k, problem.weights, problem.activations, "cuda")
         y = bitplane.multiply(given.x, given.weight, Output.f16, config=config)
         torch.testing.assert_close(y.double(), given.exact * given.unit, rtol=1e-3, atol=1e-5)
-    print(f"{len(CASES)} cases, both families, and {len(WAYS)} ways: right")
+    print(f"{len(CASES)} cases, both families, and {len(WAYS)} ways: ok")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def main() -> None:
             out, _ = decode_kernel(q, cache, 1, sequences, case.masks("cuda"), split=split)
             torch.cuda.synchronize()
             assert relative_error(out, want) < (1e-2 if case.bf16 else 2e-3), case
-    print(f"{len(chosen)} cases, packing and attention: right")
+    print(f"{len(chosen)} cases, packing and attention: ok")
 
 
 if __name__ == "__main__":

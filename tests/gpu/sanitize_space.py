@@ -80,7 +80,7 @@ def main() -> None:
             raise
         first = y if first is None else first
         assert torch.equal(y, first), f"other bits of config {i}: {config}"
-    print(f"{len(found)} configs one by one: the same bits", flush=True)
+    print(f"{len(found)} configs one by one: equal bits", flush=True)
     assert first is not None
     if options.graphs:
         in_graphs(found, x, weight, first, options)
@@ -117,7 +117,7 @@ def in_graphs(
                 assert torch.equal(y, first), f"other bits in a graph: {config}"
             if time.perf_counter() - began > options.graphs:
                 break
-    print(f"{rounds} rounds of graphs of {len(found)} configs: the same bits")
+    print(f"{rounds} rounds of graphs of {len(found)} configs: equal bits")
 
 
 if __name__ == "__main__":

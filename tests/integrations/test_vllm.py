@@ -490,7 +490,7 @@ for _ in range(200):
         raise SystemExit
     time.sleep(0.1)
 os.kill(child, 9)
-raise SystemExit("a forked process waits for threads that it has not")
+raise SystemExit("a forked process waits for threads it lacks")
 """
 
 

@@ -278,7 +278,7 @@ def test_every_format_answers_as_generate_does(tmp_path: Path, monkeypatch: pyte
     """Token for token, two programs on one file."""
     rows = [(row[0], row[2].strip("`")) for row in ROWS if row[0] != "gguf"]
     needed = {(name, kind_of(Scheme.parse(text).weights)) for name, text in rows if (name, text) not in BY_HAND}
-    assert needed <= kinds_of(ONE_A_KIND), "docs/formats.md has a row of which no engine has run a model"
+    assert needed <= kinds_of(ONE_A_KIND), "docs/formats.md has a row that no engine has run"
     folders = {tool: every_layer(tool, tmp_path / tool) for tool in ONE_A_KIND}
     for tool, source, change in (("v1", "gptq-4-asym", zeros_of_sixteen), ("modelopt", "llmc-nvfp4", of_modelopt)):
         folders[tool] = every_layer(source, tmp_path / tool, change)
@@ -286,7 +286,7 @@ def test_every_format_answers_as_generate_does(tmp_path: Path, monkeypatch: pyte
     found = many_by_vllm([*folders.values()], tmp_path, quantization="anybit", distributed_executor_backend="uni")
     answers = {tool: found[str(folder)] for tool, folder in folders.items()}
     assert answers == {tool: by_anybit(folder) for tool, folder in folders.items()}
-    assert len({str(answer) for answer in answers.values()}) > 5, "weights make no difference here"
+    assert len({str(answer) for answer in answers.values()}) > 5, "weights do not matter here"
 
 
 def test_a_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_layers_that_look_alike_launch_the_same(
         for _ in range(4)
     ]
     wanted = [layer(replace(batch)) for layer in layers]
-    assert len({str(one) for one in wanted}) == 4, "each has addresses of its own"
+    assert len({str(one) for one in wanted}) == 4, "each has its own addresses"
     once, each = LAUNCHES[name]
     assert len(wanted[0]) == once + each * len(batch.groups)
     asked = parts_of(monkeypatch)
@@ -251,7 +251,7 @@ def test_streams_and_captures_have_workspaces_of_their_own(driver: Driver, monke
         wanted = [layer(replace(batch)) for layer in layers]
         assert [layer(batch) for layer in layers] == wanted
         spaces_seen.append({partial_of(one) for one in wanted})
-        assert len(batch.made) == (2 if stream == 8 else 1), "nothing is kept of a capture"
+        assert len(batch.made) == (2 if stream == 8 else 1), "captures cache nothing"
     assert all(len(seen) == 1 for seen in spaces_seen)
     assert len({seen.pop() for seen in spaces_seen}) == 4
 

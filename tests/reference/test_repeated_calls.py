@@ -139,7 +139,7 @@ def test_what_looks_different_is_looked_at(driver: Driver) -> None:
         y = ops.linear(other, layer, added)
         assert y.shape == (*other.shape[:-1], N)
         assert driver.take(y, other) == expected
-        assert driver.slow == (other is odd), "only rows that do not begin on 16 bytes"
+        assert driver.slow == (other is odd), "only rows not aligned to 16 bytes"
     assert ops.linear(x.to("meta"), layer).is_meta
     for wrong in (torch.randn(4, K + 8).half(), x.float()):
         with pytest.raises(KernelError):
@@ -244,7 +244,7 @@ def test_who_looks_at_ops_sees_them(driver: Driver) -> None:
     with torch.profiler.profile() as trace:
         ops.linear(x, layer)
     assert any(event.name == "anybit::linear" for event in trace.events())
-    assert driver.slow == 2, "the two that write down what is launched"
+    assert driver.slow == 2, "the two that record launches"
     ops.linear(x, layer)
     assert driver.slow == 2
 

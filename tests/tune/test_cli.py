@@ -165,7 +165,7 @@ def test_tuning_overwrites_no_file_that_is_no_map(
         assert code == 1
         assert said in err
     assert (tmp_path / "notes.json").read_text() == "[1, 2]"
-    assert not (tmp_path / "new").exists(), "where nothing is measured nothing is made"
+    assert not (tmp_path / "new").exists(), "nothing is created if nothing is measured"
 
 
 def test_tuning_needs_a_gpu(

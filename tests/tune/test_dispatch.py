@@ -104,7 +104,7 @@ def test_few_tokens_change_their_layout_for_a_clear_gain_alone(m: int, us: float
     measured = point(one, {"sm90_bitplane_skinny": 9.42, tiles: us}, 9.42)
     by = Dispatcher("NVIDIA H200", [policy((one, measured))])
     assert by.choose(one).candidate.kernel == kernel
-    assert by.choose(one, [Layout.tiles_a8]).candidate.kernel == tiles, "where it lies in tiles it runs from them"
+    assert by.choose(one, [Layout.tiles_a8]).candidate.kernel == tiles, "a layer in tiles runs from them"
 
 
 @pytest.mark.parametrize(("us", "kernel"), [(8.6, "sm90_bitplane_skinny"), (8.2, "sm90_packed_skinny")])

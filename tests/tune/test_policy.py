@@ -153,7 +153,7 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="ignored"):  # and is replaced by what is measured
             save(policy((one, point(one, {"sm90_packed_gemm": 8.0}))), path)
         assert read(path).points == 1
-        assert (tmp_path / f"{name}.json.bad").read_text() == text, "what was there may be somebody's"
+        assert (tmp_path / f"{name}.json.bad").read_text() == text, "the old file may be somebody's"
 
 
 @pytest.mark.parametrize("what", ["family", "field", "kind of field", "size below 0", "size beyond int", "strategy"])
@@ -279,7 +279,7 @@ def test_points_hold_while_the_kernels_that_they_name_do(tmp_path: Path) -> None
     assert found.why_hint("NVIDIA H200") is None
     found.origin.kernels["sm90_bitplane_skinny"] = 0
     assert found.current().points == 1
-    assert not found.current().excluded, "what crashed is tried again with other kernels"
+    assert not found.current().excluded, "crashed configs are retried with other kernels"
     assert "1 of its 2 points" in str(found.why_hint("NVIDIA H200"))
     by = Dispatcher("NVIDIA H200", [found])
     assert (by.choose(few).origin, by.choose(many).origin) == ("built in", "map")

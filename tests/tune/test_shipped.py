@@ -22,8 +22,8 @@ def stale(policy: Policy) -> str | None:
     if policy.current().points >= _HOLD * policy.points:
         return None
     return (
-        f"{policy.path}: {policy.why_hint(policy.origin.gpu)}; nothing runs by these any more. Keep those whose "
-        "machine code is the same (tools/tuning/refresh_policy.py, no GPU), and measure the rest "
+        f"{policy.path}: {policy.why_hint(policy.origin.gpu)}; nothing uses these any more. Keep those with "
+        "unchanged machine code (tools/tuning/refresh_policy.py, no GPU), and remeasure the rest "
         "(tools/tuning/build_policy.py measure, on the map's GPU)"
     )
 
