@@ -208,7 +208,7 @@ def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):
 def test_layers_that_draft_are_not_passed_over(llama):
     """They were requested, and this model has none: a static cache silently ignored them."""
     call = {"cache_implementation": "static", "use_mtp": True, **GREEDY}
-    with pytest.raises(ValueError, match="num_mtp_layers"):
+    with pytest.raises(ValueError, match=r"num_mtp_layers|assisted generate"):  # by the version
         quantized(llama, "w4a16g64-kv16").generate(prompt(1), **call)
 
 
