@@ -1,9 +1,8 @@
 """Kernels over a low-bit KV cache in blocks that somebody else hands out (vLLM); see ``kernels.attention.kv_rows``.
 
 A layer of a step, in this order: ``pack`` the pages that become full, of all sequences; ``decode`` sequences with few
-new tokens and ``unpack`` what prompts attend over; then ``keep`` the newest tokens. One launch does the first and the
-last where no token is overwritten that is still to be read: ``store`` for sequences with few new tokens, ``put`` for
-those whose new tokens begin a page. Nothing here waits for the device.
+new tokens and ``unpack`` what prompts attend over; then ``keep`` the newest tokens. ``store`` does the first and the
+last in one launch where that overwrites no token that is still to be read. Nothing here waits for the device.
 """
 
 from functools import cache
@@ -54,7 +53,8 @@ def view(
 def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> None:
     """Pack the pages that become full and keep the new tokens; k, v: [tokens, kv_heads, head_dim].
 
-    ragged: how many tokens each sequence has, at most 1 + the row's slack and ``MOST_QUERIES``; None: one each.
+    ragged: how many tokens each sequence has: any number if they begin a page, else at most 1 + the row's slack (and
+    ``MOST_QUERIES`` if ``decode`` attends); None: one each.
     """
     if ragged is None:
         kv.store(of, None, k.shape[0], k[:, None], v[:, None])
@@ -68,11 +68,6 @@ def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None
     starts: int32 [sequences + 1], where the tokens of each sequence begin.  most: the most new tokens of a sequence.
     """
     kv.store_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=False)
-
-
-def put(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
-    """``pack`` and ``keep`` at once, for sequences whose new tokens all begin a page; arguments as in ``pack``."""
-    kv.store_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=True)
 
 
 def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:

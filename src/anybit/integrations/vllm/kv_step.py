@@ -131,8 +131,10 @@ def _parts(
     starts = batch.starts[d:]
     others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
     if batch.groups:  # pack all pages that become full before anyone reads them
-        first = kv_rows.put if batch.aligned else kv_rows.pack
-        yield partial(first, others, k, v, starts, batch.most)
+        if batch.aligned:
+            yield partial(kv_rows.store, others, k, v, kv_rows.Ragged(starts, batch.most))
+        else:
+            yield partial(kv_rows.pack, others, k, v, starts, batch.most)
     if d:
         few = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
         ragged = kv_rows.Ragged(batch.starts[: d + 1], batch.queries) if batch.queries > 1 else None
