@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from anybit import Scheme, evaluate
-from anybit.integrations.loading import load_model
-from anybit.linear import QuantLinear
-from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.modules import kept_modules, linear_layers
+from anybit import Scheme
+from anybit.codes.rtn import quantize_weight
+from anybit.hf import evaluate
+from anybit.hf.loading import load_model
+from anybit.layers.linear import QuantLinear
+from anybit.models.modules import kept_modules, linear_layers
 from rows import RESULTS, add, origin
 
 FILE = RESULTS / "cpu" / "perplexity.json"

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from anybit import AnyBitCache, attention, evaluate
-from anybit.integrations.loading import load_model
+from anybit import AnyBitCache
+from anybit.cache import attention
+from anybit.cache.kvcache import KVCache, hadamard
+from anybit.hf import evaluate
+from anybit.hf.loading import load_model
 from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.kv_page import PageLayout
-from anybit.kvcache import KVCache, hadamard
 from anybit.scheme import KVFormat
 from timing import RESULTS, merge_rows, stamp, worst_of
 

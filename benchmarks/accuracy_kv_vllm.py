@@ -30,7 +30,7 @@ def engine(args: argparse.Namespace, kv: str) -> Any:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM
 
-    from anybit.integrations.vllm import register
+    from anybit.vllm import register
 
     register()
     own = {} if kv == "kv16" else {"additional_config": {"anybit_kv_cache": kv}}
@@ -45,7 +45,7 @@ def perplexity(args: argparse.Namespace, kv: str, llm: Any, tokenizer: Any, text
     """Perplexity of a text's first windows, from the engine's prompt logprobs."""
     from vllm import SamplingParams
 
-    from anybit import evaluate
+    from anybit.hf import evaluate
 
     ids = tokenizer(text[: 8 * 2048 * (args.windows + 1)])["input_ids"]
     windows = evaluate.windows_of(ids, 2048, args.windows).tolist()
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, kv: str) -> dict[str, Any]:
     """Measure one engine, by part."""
     from transformers import AutoTokenizer
 
-    from anybit import evaluate
+    from anybit.hf import evaluate
 
     llm, tokenizer = engine(args, kv), AutoTokenizer.from_pretrained(args.model)
     text = evaluate.read_text(args.text)

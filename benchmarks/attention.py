@@ -28,11 +28,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anybit import jit
-from anybit.attention import decode_kernel, decode_reference
+from anybit.cache.attention import decode_kernel, decode_reference
+from anybit.cache.kvcache import KVCache
 from anybit.device import Device
-from anybit.kernels.attention import decode, kv_page, kv_quantize
+from anybit.kernels.attention import kv_page
+from anybit.kernels.attention.decode import decode
 from anybit.kernels.attention.kv_page import PageLayout
-from anybit.kvcache import KVCache
+from anybit.kernels.attention.kv_quantize import kv_quantize
 from anybit.scheme import KVFormat
 from timing import RESULTS, merge_rows, read_floor_us, stamp, time_graph
 

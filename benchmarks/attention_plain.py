@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from anybit.device import Device
-from anybit.kernels.attention import decode as kernels
+from anybit.kernels.attention.decode import decode as kernels
 from anybit.ops import kv_plain, pages
 from timing import RESULTS, Captured, merge_rows, read_floor_us, stamp, time_exactly, worst_of
 

@@ -67,7 +67,7 @@ def random_places(n: int, k: int, device: str = "cuda") -> "torch.Tensor":
     """Random 2 of every 4 inputs that a 2:4 sparse layer [n, k] keeps, as QuantizedWeight stores them."""
     import torch
 
-    from anybit.packing import pack_words
+    from anybit.codes.packing import pack_words
 
     pairs = torch.tensor([[i, j] for i in range(4) for j in range(i + 1, 4)], dtype=torch.uint8, device=device)
     return pack_words(pairs[torch.randint(0, len(pairs), (n, k // 4), device=device)].view(n, k // 2), 2)

@@ -10,13 +10,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import anybit
-from anybit import AnyBitCache, attention, reference
-from anybit.integrations.transformers import replace_linears
-from anybit.kernels.elementwise.rope import RopeStoreArgs
-from anybit.linear import QuantLinear
+from anybit import AnyBitCache
+from anybit.cache import attention
+from anybit.codes import reference
+from anybit.codes.packing import QuantizedWeight
+from anybit.hf.transformers import replace_linears
+from anybit.kernels.block.rope import RopeStoreArgs
+from anybit.layers.linear import QuantLinear
 from anybit.ops import elementwise
 from anybit.ops.kv import implement
-from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from cases import random_places
 from timing import worst_of

@@ -16,11 +16,11 @@ import torch
 from anybit import jit
 from anybit.device import Device
 from anybit.jit import cache, tensor_map
+from anybit.kernels.bitplane import bitplane, bitplane_layout
+from anybit.kernels.bitplane.bitplane_problem import arguments
+from anybit.kernels.block import quantize_activations
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import bitplane, bitplane_layout
-from anybit.kernels.gemm.bitplane_problem import arguments
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from cases import Case
 from linear_bitplane import random_weight

@@ -15,11 +15,12 @@ import torch
 
 from anybit import jit
 from anybit.device import Device
+from anybit.kernels.bitplane import bitplane, bitplane_layout
+from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
+from anybit.kernels.block import quantize_activations
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (

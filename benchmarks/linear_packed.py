@@ -30,17 +30,19 @@ import torch
 
 import peers_humming
 from anybit import jit
+from anybit.choose import heuristics
+from anybit.choose.builtin import step
+from anybit.choose.dispatch import dispatcher
+from anybit.choose.families import FAMILIES, tiles_of
+from anybit.codes.packing import QuantizedWeight, table_of, words_per_row
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import heuristics, packed_tiles, repack
-from anybit.kernels.gemm.builtin import step
-from anybit.kernels.gemm.families import FAMILIES, tiles_of
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.packing import QuantizedWeight, table_of, words_per_row
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Packed, Target
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_tiles
+from anybit.kernels.packed.repack import repack
 from anybit.scheme import Scheme
-from anybit.tune.dispatch import dispatcher
 from cases import LLAMA3_8B, MODELS, Case, random_places
 from timing import (
     RESULTS,

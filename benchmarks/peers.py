@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from anybit import Scheme, evaluate
+from anybit import Scheme
+from anybit.hf import evaluate
 from anybit.quantization.pipeline.calibrate import tokenized
 from anybit.scheme import WeightFormat
 from quantize import CASE, KEY

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from timing import Captured, calls_for, floor_us, rotations
 

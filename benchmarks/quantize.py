@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from anybit import evaluate
 from anybit.errors import KernelError
-from anybit.integrations.cache import AnyBitCache
-from anybit.integrations.loading import load_model
-from anybit.linear import QuantLinear
+from anybit.hf import evaluate
+from anybit.hf.cache import AnyBitCache
+from anybit.hf.loading import load_model
+from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import METHODS, quantize_folder
 from anybit.quantization.pipeline.calibrate import Calibration
 from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of

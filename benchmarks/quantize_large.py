@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from anybit.codes.rtn import quantize_weight
+from anybit.models.blocks import find_blocks
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.distill import Distillation, distill
-from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.blocks import find_blocks
 from anybit.quantization.pipeline.calibrate import Calibration, calibrate
 from anybit.scheme import Scheme
 from rows import add, origin

@@ -75,7 +75,7 @@ def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bo
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
 
-    from anybit.integrations.vllm import register
+    from anybit.vllm import register
 
     register()
     settings: dict[str, Any] = {
@@ -121,7 +121,8 @@ def check_layers(model: Any) -> str:
     """Compare the products of a model's first layer with exact ones; the largest error over the largest value."""
     import torch
 
-    from anybit import ops, reference
+    from anybit import ops
+    from anybit.codes import reference
     from anybit.ops.backend import LinearSpec
     from timing import worst_of
 

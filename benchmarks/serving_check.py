@@ -91,7 +91,7 @@ def quantized(mode: str, source: str, dtype: str) -> tuple[str, Any]:
     """A model quantized while loading, and the folder it was saved to."""
     from transformers import AutoModelForCausalLM
 
-    from anybit.integrations.transformers import AnyBitConfig
+    from anybit.hf.transformers import AnyBitConfig
 
     folder = tempfile.mkdtemp(prefix=f"check-{mode}-")
     scheme, _, head = mode.partition("+")
@@ -146,7 +146,7 @@ class Generated:
         if self.device.type == "cuda":
             before = self.model.config._attn_implementation
             self.model.set_attn_implementation("as vLLM")
-            with patch("anybit.attention.prefill", prefill_as_vllm):
+            with patch("anybit.cache.attention.prefill", prefill_as_vllm):
                 found["fused generate with vLLM's attention"] = self.answers()
             self.model.set_attn_implementation(before)
         anybit.unfuse(self.model)

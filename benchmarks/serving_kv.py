@@ -116,7 +116,7 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
     from vllm.model_executor.models import registry
     from vllm.v1.worker import gpu_worker
 
-    from anybit.integrations.vllm import register
+    from anybit.vllm import register
 
     register()
     dummy_loader.initialize_dummy_weights = fill

@@ -11,7 +11,7 @@ class Watch:
     """Records inputs of an engine's attention: the last batch, and prompts' keys and values of some layers."""
 
     def __init__(self) -> None:
-        from anybit.integrations.vllm.kv_backend import RowBuilder, RowImpl
+        from anybit.vllm.kv_backend import RowBuilder, RowImpl
 
         self.batch: Any = None
         self.layers: dict[str, tuple[Any, Any]] = {}
@@ -56,9 +56,9 @@ class Watch:
         """
         import torch
 
-        from anybit.attention import attend
+        from anybit.cache.attention import attend
+        from anybit.cache.blocks import PAGE, Pool, Row
         from anybit.kernels.attention import kv_page
-        from anybit.kvrows import PAGE, Pool, Row
         from anybit.ops import kv_rows
         from timing import worst_of
 

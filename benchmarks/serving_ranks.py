@@ -96,7 +96,7 @@ def engines(work: Path, jobs: dict[str, Job], at_once: int, limit: float) -> Non
         os.environ.setdefault(name, value)
     from vllm import LLM  # noqa: F401
 
-    from anybit.integrations.vllm import register
+    from anybit.vllm import register
 
     register()
     running: dict[int, tuple[str, float]] = {}
@@ -158,7 +158,7 @@ def own(folder: Path) -> Generated:
     """Load a model in anybit."""
     import torch
 
-    from anybit.integrations.loading import load_model
+    from anybit.hf.loading import load_model
 
     device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
     return Generated(load_model(folder, dtype=dtype, device=device).model, prompts_of(folder))

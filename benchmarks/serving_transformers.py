@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from anybit import reference
-from anybit.linear import QuantLinear
+from anybit.codes import reference
+from anybit.layers.linear import QuantLinear
 from generate_models import random_model
 from rows import RESULTS, Row, add, origin
 from serving import KEY, LLAMA, PROMPT

@@ -6,7 +6,7 @@ import os
 import torch
 from hypothesis import strategies as st
 
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import (
     CODES,
     GROUPS,

@@ -6,22 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
+from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
+from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
+from anybit.kernels.bitplane.bitplane_problem import Params, facts, wgmma_n
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
+from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny
+from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand
+from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
+from anybit.kernels.block.quantize_activations import Packed, Target
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import (
-    bitplane_layout,
-    bitplane_problem,
-    sm90_bitplane_gemm,
-    sm90_bitplane_resident,
-    sm90_bitplane_skinny,
-    sm90_bitplane_stacked,
-)
-from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.gemm.bitplane_problem import Params, facts, wgmma_n
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
-from anybit.packing import QuantizedWeight
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from cases import random_codes
 

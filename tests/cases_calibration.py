@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from anybit.quantization.pipeline.blocks import find_blocks
+from anybit.models.blocks import find_blocks
 
 
 def tiny(seed: int = 0, layers: int = 3):

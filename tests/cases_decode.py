@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from anybit.attention import Masks
-from anybit.kernels.attention import decode
+from anybit.cache.attention import Masks
+from anybit.cache.kvcache import KVCache
+from anybit.kernels.attention.decode import decode
 from anybit.kernels.attention.kv_page import PageLayout
-from anybit.kvcache import KVCache
 from anybit.scheme import KVFormat
 
 

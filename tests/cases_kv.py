@@ -14,9 +14,9 @@ import time
 
 import torch
 
-from anybit.attention import attend, decode
+from anybit.cache.attention import attend, decode
+from anybit.cache.kvcache import KVCache
 from anybit.errors import AnyBitError
-from anybit.kvcache import KVCache
 
 LAYERS, HEADS, DIM, SEQUENCES, CAPACITY = 2, 2, 64, 4, 400
 VALUES = torch.randn(2, LAYERS, 4096, HEADS, DIM, generator=torch.Generator().manual_seed(0)).half()

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.codes.packing import QuantizedWeight, table_of
 from anybit.device import Device
-from anybit.kernels.gemm import packed_tiles, sparse_layout
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, PackedWeight, code_bytes, subgroups, tile_group
-from anybit.packing import QuantizedWeight, table_of
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_tiles, sparse_layout
+from anybit.kernels.packed.packed_layout import TILE_COLUMNS, PackedWeight, code_bytes, subgroups, tile_group
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import random_codes, random_weight
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from anybit.device import Device
-from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_packed_gemm import Config
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
+from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm import Config
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases_packed import FOREIGN
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from anybit.attention import attend
-from anybit.integrations.vllm.kv_step import Batch
+from anybit.cache.attention import attend
+from anybit.cache.blocks import Pool, Row, step
 from anybit.kernels.attention.kv_page import PageLayout
-from anybit.kvrows import Pool, Row, step
 from anybit.ops import kv_rows
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.scheme import KVFormat
+from anybit.vllm.kv_step import Batch
 
 
 @dataclass(frozen=True)

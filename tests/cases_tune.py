@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from anybit.kernels.gemm.builtin import builtin
-from anybit.kernels.gemm.families import FAMILIES, Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.choose.builtin import builtin
+from anybit.choose.families import FAMILIES, Candidate
+from anybit.choose.policy import Measured, Origin, Point, Policy
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.policy import Measured, Origin, Point, Policy
 
 
 def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **more: Any) -> LinearProblem:

@@ -8,8 +8,8 @@ import torch
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
 
-from anybit.linear import QuantLinear
-from anybit.quantization.methods.rtn import quantize_weight
+from anybit.codes.rtn import quantize_weight
+from anybit.layers.linear import QuantLinear
 from anybit.scheme import CODES, Scheme
 from cases import random_weight
 

@@ -178,9 +178,10 @@ def turn_alike(model: Any) -> None:
 
 def in_float64() -> None:
     """Make both programs attend in float64, over the values in the cache, without kernels, even on a GPU."""
-    from anybit import attention, kvrows
-    from anybit.integrations.vllm.kv_backend import RowBuilder
-    from anybit.integrations.vllm.kv_step import Batch
+    from anybit.cache import attention
+    from anybit.cache import blocks as kvrows
+    from anybit.vllm.kv_backend import RowBuilder
+    from anybit.vllm.kv_step import Batch
 
     plain = attention.attend
 
@@ -212,7 +213,7 @@ def in_float64() -> None:
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
     """The model in transformers, attending over an AnyBitCache."""
-    import anybit.integrations.cache  # noqa: F401  (whose attention it is)
+    import anybit.hf.cache  # noqa: F401  (whose attention it is)
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE)
     model.set_attn_implementation("anybit")
@@ -222,7 +223,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 def by_generate(model: Any, format: str, asked: list[Asked]) -> list[list[int]]:
     """Greedy outputs of anybit's own generate. Prompts are fed page by page, so that they read older pages packed."""
-    from anybit.integrations.cache import AnyBitCache
+    from anybit.hf.cache import AnyBitCache
 
     found = []
     for prompt, new in asked:
@@ -238,7 +239,7 @@ def by_generate(model: Any, format: str, asked: list[Asked]) -> list[list[int]]:
 @torch.inference_mode()
 def below_the_largest(model: Any, format: str, asked: list[Asked], answers: list[list[int]]) -> list[float]:
     """How far each output token is below the largest logit of generate's model, after the same tokens."""
-    from anybit.integrations.cache import AnyBitCache
+    from anybit.hf.cache import AnyBitCache
 
     gaps = list[float]()
     for (prompt, _), answer in zip(asked, answers, strict=True):
@@ -268,7 +269,7 @@ def by_vllm(
     from transformers import AutoConfig
     from vllm import LLM, ModelRegistry, SamplingParams
 
-    from anybit.integrations.vllm import register
+    from anybit.vllm import register
 
     register()
     ModelRegistry.register_model("Doubled", Doubled)

@@ -71,7 +71,7 @@ def engine(folder: Path, format: str | None, eager: bool = False, most: int = 8)
     """An engine for ``most`` concurrent requests; format None: vLLM's own cache."""
     from vllm import LLM
 
-    from anybit.integrations.vllm import register
+    from anybit.vllm import register
 
     register()
     options: dict[str, Any] = {"additional_config": {"anybit_kv_cache": format}} if format else {}

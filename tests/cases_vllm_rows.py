@@ -30,11 +30,11 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from anybit.integrations.vllm import kv_spec
-from anybit.integrations.vllm.kv_spec import RowSpec
 from anybit.ops import kv_rows
 from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
+from anybit.vllm import kv_spec
+from anybit.vllm.kv_spec import RowSpec
 
 LONGEST = 2048
 

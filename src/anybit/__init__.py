@@ -14,21 +14,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from anybit.registration import register_in_time
+from anybit.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from anybit.cache.kvcache import KVCache
+    from anybit.codes.packing import QuantizedWeight
+    from anybit.codes.rtn import quantize_weight
     from anybit.errors import AnyBitError
-    from anybit.functional import matmul, quantize
-    from anybit.integrations.cache import AnyBitCache
-    from anybit.integrations.fuse import accelerate, fuse, unfuse
-    from anybit.integrations.loading import load
-    from anybit.integrations.transformers import AnyBitConfig
-    from anybit.kvcache import KVCache
-    from anybit.linear import QuantLinear, use_backend
-    from anybit.packing import QuantizedWeight
-    from anybit.quantization.methods.rtn import quantize_weight
+    from anybit.hf.cache import AnyBitCache
+    from anybit.hf.fuse import accelerate, fuse, unfuse
+    from anybit.hf.loading import load
+    from anybit.hf.transformers import AnyBitConfig
+    from anybit.layers.functional import matmul, quantize
+    from anybit.layers.linear import QuantLinear, use_backend
     from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ActivationFormat",
@@ -53,25 +52,27 @@ __all__ = [
 
 _HOMES = {
     "ActivationFormat": "scheme",
-    "AnyBitCache": "integrations.cache",
-    "AnyBitConfig": "integrations.transformers",
+    "AnyBitCache": "hf.cache",
+    "AnyBitConfig": "hf.transformers",
     "AnyBitError": "errors",
-    "KVCache": "kvcache",
+    "KVCache": "cache.kvcache",
     "KVFormat": "scheme",
-    "QuantLinear": "linear",
-    "QuantizedWeight": "packing",
+    "QuantLinear": "layers.linear",
+    "QuantizedWeight": "codes.packing",
     "Scheme": "scheme",
     "WeightFormat": "scheme",
-    "accelerate": "integrations.fuse",
-    "fuse": "integrations.fuse",
-    "load": "integrations.loading",
-    "matmul": "functional",
-    "quantize": "functional",
-    "quantize_weight": "quantization.methods.rtn",
-    "unfuse": "integrations.fuse",
-    "use_backend": "linear",
+    "accelerate": "hf.fuse",
+    "fuse": "hf.fuse",
+    "load": "hf.loading",
+    "matmul": "layers.functional",
+    "quantize": "layers.functional",
+    "quantize_weight": "codes.rtn",
+    "unfuse": "hf.fuse",
+    "use_backend": "layers.linear",
 }
 """The module that defines each public name."""
+_MODULES = {"attention": "cache.attention", "evaluate": "hf.evaluate", "functional": "layers.functional"}
+"""Modules that are public names themselves."""
 
 
 def __getattr__(name: str) -> Any:
@@ -82,7 +83,7 @@ def __getattr__(name: str) -> Any:
         return value
     if not name.startswith("_"):
         try:
-            return importlib.import_module(f"anybit.{name}")
+            return importlib.import_module(f"anybit.{_MODULES.get(name, name)}")
         except ModuleNotFoundError as error:
             if error.name != f"anybit.{name}":
                 raise

@@ -18,9 +18,9 @@ MODELS = "transformers.modeling_utils"
 
 def register() -> None:
     """Register anybit's quantizer, configuration, attention, mask and load-time checks with transformers."""
-    importlib.import_module("anybit.integrations.transformers")
-    importlib.import_module("anybit.integrations.cache")
-    importlib.import_module("anybit.integrations.guard")
+    importlib.import_module("anybit.hf.transformers")
+    importlib.import_module("anybit.hf.cache")
+    importlib.import_module("anybit.hf.guard")
 
 
 def register_in_time() -> None:

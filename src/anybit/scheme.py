@@ -18,7 +18,7 @@ They differ only in the zero (bipolar-INT is APT-LLM's format, section III-A: x'
     asym      zero = one integer per group, in [0, 2^bits - 1]
     bipolar   zero = (2^bits - 1) / 2   odd multiples of half a step, symmetric about zero
 
-Weights quantized by other tools need two more kinds (``anybit.packing`` has the tables):
+Weights quantized by other tools need two more kinds (``anybit.codes.packing`` has the tables):
 
     min                    value = scale * u + minimum, a float minimum per group (GGUF's K-quants, HQQ)
     e2m1, nf4, iq4, e4m3   value = scale * table[u] (MXFP4 and NVFP4, bitsandbytes, GGUF's IQ4, FP8)

@@ -11,9 +11,9 @@ from tests.cases_models import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 import anybit
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError, OptionError, TextError
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.allocate import Choice, choose, loss_of, sample
 from anybit.scheme import Scheme
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3Moe
 
 from anybit.checkpoints.convert import convert, shared_ignore
 from anybit.checkpoints.formats.write import convert_into
+from anybit.codes.packing import QuantizedWeight, unpack_words
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, ConversionError
-from anybit.linear import QuantLinear
-from anybit.packing import QuantizedWeight, unpack_words
+from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.stream import Job, write_quantized
 from anybit.scheme import Scheme
 

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from anybit import AnyBitConfig, cli
 from anybit.errors import AnyBitError
-from anybit.integrations.loading import load_model
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 ROUNDS = int(os.environ.get("DAMAGE_ROUNDS", "1"))

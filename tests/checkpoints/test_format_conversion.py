@@ -16,7 +16,7 @@ from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslati
 from anybit.checkpoints.formats.write import convert_into
 from anybit.cli import app
 from anybit.errors import ConversionError, LayerError
-from anybit.integrations.loading import load_model
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 

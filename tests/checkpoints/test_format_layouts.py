@@ -12,9 +12,9 @@ from tests.cases import generator
 from anybit.checkpoints.formats import FORMATS, StoredLayer
 from anybit.checkpoints.formats.stored import ordered
 from anybit.checkpoints.safetensors import Entry
+from anybit.codes.packing import pack_words, words_per_row
 from anybit.errors import CheckpointError
-from anybit.linear import QuantLinear
-from anybit.packing import pack_words, words_per_row
+from anybit.layers.linear import QuantLinear
 
 READERS = {format.NAME: format for format in FORMATS}
 N, K = 32, 64

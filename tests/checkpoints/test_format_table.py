@@ -11,9 +11,9 @@ from anybit.checkpoints import convert
 from anybit.checkpoints.formats import FORMATS, gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.checkpoints.formats.write import TARGETS
+from anybit.choose.families import FAMILIES
 from anybit.device import Device
-from anybit.kernels.gemm.families import FAMILIES
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme, WeightFormat
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "formats.md").read_text()

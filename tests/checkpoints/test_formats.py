@@ -18,8 +18,8 @@ from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.source import local_folder
 from anybit.errors import CheckpointError, KernelError
-from anybit.integrations.loading import load_model
-from anybit.linear import QuantLinear
+from anybit.hf.loading import load_model
+from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "formats"

@@ -20,8 +20,8 @@ from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.gguf_summary import summary
 from anybit.errors import CheckpointError, ConversionError
-from anybit.integrations.loading import load_model
-from anybit.linear import QuantLinear
+from anybit.hf.loading import load_model
+from anybit.layers.linear import QuantLinear
 from anybit.scheme import Scheme
 
 gguf = pytest.importorskip("gguf")

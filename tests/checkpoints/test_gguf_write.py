@@ -22,7 +22,7 @@ from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.cli import app
 from anybit.errors import ConversionError
-from anybit.integrations.loading import load_model
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import Scheme
 

@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import (
     CalibrationError,
     CheckpointError,
@@ -27,10 +28,9 @@ from anybit.errors import (
     SchemeError,
     TextError,
 )
-from anybit.linear import QuantLinear
+from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.onebit import factorize, quantize_onebit
 from anybit.quantization.methods.registry import METHODS, quantize_folder
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.calibrated import Options
 from anybit.scheme import Scheme, WeightFormat
 

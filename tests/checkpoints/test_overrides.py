@@ -16,8 +16,8 @@ from anybit.checkpoints.convert import convert
 from anybit.checkpoints.formats.write import convert_into
 from anybit.cli import app
 from anybit.errors import ConversionError, LayerError, OptionError, SchemeError
-from anybit.evaluate import bits_per_weight
-from anybit.integrations.loading import load_model
+from anybit.hf.evaluate import bits_per_weight
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 MIXED = {"lm_head": "w8a16", "*.down_proj": "w6a16g32", "model.layers.0.self_attn.v_proj": "w5a8"}

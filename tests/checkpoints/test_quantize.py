@@ -11,13 +11,13 @@ from tests.cases_models import ARCHITECTURES, save_tiny, tiny_model, tokens_of
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import kvcache
+from anybit.cache import kvcache
 from anybit.checkpoints import Folder
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError, SchemeError
-from anybit.integrations import graph
-from anybit.integrations.loading import load_model
+from anybit.hf import graph
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import KVFormat, Scheme
 
 
@@ -65,7 +65,7 @@ def test_figures_are_true(llama: Path, tmp_path: Path) -> None:
 
 
 def test_the_search_can_be_left_out(llama: Path, tmp_path: Path) -> None:
-    from anybit.quantization.methods.rtn import quantize_weight
+    from anybit.codes.rtn import quantize_weight
     from anybit.scheme import WeightFormat
 
     quantize_folder(llama, tmp_path / "out", "w3a16g32", options={"search": False})

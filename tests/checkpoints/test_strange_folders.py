@@ -15,8 +15,8 @@ from tests.checkpoints.test_formats import FIXTURES, STRIDE, whole_model
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.errors import CheckpointError
-from anybit.integrations.loading import load_model, stored_scheme
-from anybit.linear import QuantLinear
+from anybit.hf.loading import load_model, stored_scheme
+from anybit.layers.linear import QuantLinear
 
 BLOKE = {
     "bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": True, "static_groups": False, "sym": False,

@@ -17,15 +17,16 @@ from transformers.quantizers.base import HfQuantizer
 
 from anybit import AnyBitConfig
 from anybit.checkpoints import Folder, local_folder, read_header
-from anybit.checkpoints.configuration import Quantization, check_pattern, configuration
+from anybit.checkpoints.configuration import Quantization, configuration
 from anybit.checkpoints.folder import companions
 from anybit.checkpoints.formats import FORMATS
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.scratch import PREFIX
 from anybit.checkpoints.verify import check_config, check_values
+from anybit.codes.packing import pack_words
 from anybit.errors import AnyBitError, CheckpointError, LayerError
-from anybit.integrations.loading import load_model
-from anybit.packing import pack_words
+from anybit.hf.loading import load_model
+from anybit.models.patterns import check_pattern
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import Scheme
 

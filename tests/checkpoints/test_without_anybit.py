@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from anybit import AnyBitConfig, QuantLinear
 from anybit.checkpoints.verify import TRAP
 from anybit.errors import CheckpointError
-from anybit.integrations.loading import load_model
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 HELD = ("w4a16g32", "w8a16", "w3a16g32asym", "w1a16asym")

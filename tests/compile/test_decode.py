@@ -11,7 +11,8 @@ import pytest
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.attention import decode, kv_quantize
+from anybit.kernels.attention.decode import decode
+from anybit.kernels.attention.kv_quantize import kv_quantize
 from anybit.ops.kv_rows import layout
 from anybit.scheme import KVFormat
 from cases_decode import Case, problem

@@ -8,7 +8,7 @@ from machine_code import ARCHITECTURES
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.kernels.elementwise import hadamard, norm_act, rope, rope_pages
+from anybit.kernels.block import hadamard, norm_act, rope, rope_pages
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

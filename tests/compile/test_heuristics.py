@@ -8,15 +8,13 @@ import torch
 from machine_code import check, count, sass
 
 from anybit import jit
+from anybit.choose import heuristics
 from anybit.device import Device
-from anybit.kernels.gemm import (
-    heuristics,
-    sm90_packed_gemm,
-    sm90_packed_gemv,
-    sm90_packed_skinny,
-    sm90_packed_skinny_f16,
-)
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
+from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
+from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
+from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")

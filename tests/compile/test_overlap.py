@@ -12,17 +12,15 @@ from machine_code import before_wait, sass
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.elementwise import norm_act, quantize_activations, rope, rope_pages
-from anybit.kernels.elementwise.quantize_activations import Source, Target
-from anybit.kernels.gemm import (
-    bitplane,
-    sm80_bitplane_gemm,
-    sm90_packed_gemm,
-    sm90_packed_gemv,
-    sm90_packed_skinny,
-    sm90_packed_skinny_f16,
-)
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.bitplane import bitplane
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
+from anybit.kernels.block import norm_act, quantize_activations, rope, rope_pages
+from anybit.kernels.block.quantize_activations import Source, Target
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
+from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
+from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
+from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")

@@ -1,4 +1,4 @@
-"""A family's revision (``anybit.tune.registry.REVISIONS``) is raised when its kernels' machine code changes.
+"""A family's revision (``anybit.choose.registry.REVISIONS``) is raised when its kernels' machine code changes.
 
 Maps depend on these revisions: after an unnoticed change of machine code, times of other kernels would stay
 in force. ``revisions.json`` has hashes of the machine code of a few configs per family. After an intended change:
@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybit.choose.families import FAMILIES, Candidate
+from anybit.choose.policy import SHIPPED, read
+from anybit.choose.registry import REVISIONS
 from anybit.jit import Kernel
 from anybit.jit.cache import compiler_version
 from anybit.jit.identity import machine_code
-from anybit.kernels.gemm.families import FAMILIES, Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.policy import SHIPPED, read
-from anybit.tune.registry import REVISIONS
 
 STORED = Path(__file__).with_name("revisions.json")
 ARCH = "sm_90a"
@@ -86,7 +86,7 @@ def test_machine_code_is_that_of_the_revision(family: str) -> None:
     changed = [name for name, code in now.items() if then["machine code"][name] != code]
     assert not changed, (
         f"the machine code of {family} has changed in {len(changed)} of {len(now)} configs ({changed[0]}). If that was "
-        f"meant, raise REVISIONS[{family!r}] in anybit/tune/registry.py and run {AGAIN}; if machine code "
+        f"meant, raise REVISIONS[{family!r}] in anybit/choose/registry.py and run {AGAIN}; if machine code "
         "should be unchanged, look again"
     )
 

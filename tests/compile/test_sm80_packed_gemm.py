@@ -8,7 +8,9 @@ from machine_code import count
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.gemm import packed_rows, repack, sm80_packed_gemm
+from anybit.kernels.packed.repack import repack
+from anybit.kernels.packed.rows import packed_rows
+from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import WeightFormat
 from cases_packed import problem
 

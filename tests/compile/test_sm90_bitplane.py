@@ -9,17 +9,14 @@ from machine_code import check, count
 from anybit import jit
 from anybit.device import Device
 from anybit.jit import Kernel
+from anybit.kernels.bitplane import bitplane, bitplane_problem
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
+from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny
+from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand
+from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
 from anybit.kernels.common.types import Output
-from anybit.kernels.gemm import (
-    bitplane,
-    bitplane_problem,
-    sm90_bitplane_gemm,
-    sm90_bitplane_resident,
-    sm90_bitplane_skinny,
-    sm90_bitplane_stacked,
-)
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS
 from cases_bitplane import resident, stacked

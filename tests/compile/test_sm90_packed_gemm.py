@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from anybit import jit
-from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_packed_gemm import A16, FP8, INT8
 

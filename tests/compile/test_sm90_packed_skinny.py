@@ -7,8 +7,8 @@ import torch
 from machine_code import check
 
 from anybit.device import Device
-from anybit.kernels.gemm import sm90_packed_skinny
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
 from cases_packed import problem
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import emulate
-from anybit.attention import decode_reference, view_problem
+from anybit.cache.attention import decode_reference, view_problem
+from anybit.cache.kvcache import KVCache
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.attention import decode as kernel
 from anybit.kernels.attention import kv_page
-from anybit.kvcache import KVCache
+from anybit.kernels.attention.decode import decode as kernel
 from anybit.ops import kv
 from cases_decode import Case, relative_error
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.elementwise import norm_act, rope, rope_pages
+from anybit.kernels.block import norm_act, rope, rope_pages
 from anybit.ops import elementwise as ops
 from anybit.ops import pages
 

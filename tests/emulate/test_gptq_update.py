@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.quantization import gptq_update as kernel
+from anybit.kernels.gptq import gptq_update as kernel
 from anybit.ops.gptq_update import sweep
 from anybit.quantization.methods.gptq import _sparse_sweep
 from anybit.quantization.methods.grid import Grid

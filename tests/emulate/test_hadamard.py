@@ -1,12 +1,12 @@
-"""hadamard.cuh on the CPU: the transform of anybit.hadamard."""
+"""hadamard.cuh on the CPU: the transform of anybit.codes.hadamard."""
 
 import pytest
 import torch
 
 import emulate
-from anybit import hadamard
+from anybit.codes import hadamard
 from anybit.errors import KernelError
-from anybit.kernels.elementwise import hadamard as kernel
+from anybit.kernels.block import hadamard as kernel
 
 pytestmark = pytest.mark.emulate
 

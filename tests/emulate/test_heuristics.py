@@ -10,15 +10,12 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.elementwise.rope import RopeStoreArgs
-from anybit.kernels.elementwise.rope_pages import RopePagesArgs
-from anybit.kernels.gemm import (
-    packed_problem,
-    packed_tiles,
-    sm90_packed_gemv,
-    sm90_packed_skinny_f16,
-)
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.block.rope import RopeStoreArgs
+from anybit.kernels.block.rope_pages import RopePagesArgs
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_problem, packed_tiles
+from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
+from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat

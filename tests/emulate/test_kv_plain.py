@@ -8,7 +8,7 @@ import torch
 import emulate
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
-from anybit.kernels.attention import decode as kernels
+from anybit.kernels.attention.decode import decode as kernels
 from anybit.ops import kv, kv_plain
 from cases_plain import CASES, TOLERANCE, Case, Pool
 

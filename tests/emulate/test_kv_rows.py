@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import emulate
+from anybit.cache.blocks import Pool, step
 from anybit.device import Device
-from anybit.integrations.vllm.kv_step import run
-from anybit.kvrows import Pool, step
 from anybit.ops import kv, kv_rows
 from anybit.ops.kv_rows import PAGE
+from anybit.vllm.kv_step import run
 from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
 
 pytestmark = pytest.mark.emulate

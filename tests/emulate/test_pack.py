@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.elementwise import hadamard
-from anybit.kernels.elementwise import quantize_activations as activation_kernel
-from anybit.kernels.elementwise.quantize_activations import Source, Target
-from anybit.kernels.gemm import bitplane_layout
-from anybit.reference import quantize_activations
+from anybit.codes.reference import quantize_activations
+from anybit.kernels.bitplane import bitplane_layout
+from anybit.kernels.block import hadamard
+from anybit.kernels.block import quantize_activations as activation_kernel
+from anybit.kernels.block.quantize_activations import Source, Target
 from anybit.scheme import ActivationFormat
 
 pytestmark = pytest.mark.emulate

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.gemm import packed_rows, packed_tiles
+from anybit.kernels.packed import packed_tiles
+from anybit.kernels.packed.rows import packed_rows
 from anybit.scheme import Scheme, WeightFormat
 from cases import random_weight
 from cases_packed import act_order, scheme_of

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.gemm import packed_layout, packed_tiles, repack
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
+from anybit.kernels.packed import packed_layout, packed_tiles
+from anybit.kernels.packed.repack import repack
 from anybit.scheme import WeightFormat
 from cases import random_weight
 

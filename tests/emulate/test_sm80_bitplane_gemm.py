@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import emulate
+from anybit.codes.reference import QuantizedActivations, integer_product
 from anybit.device import Device
+from anybit.kernels.bitplane import bitplane_layout
+from anybit.kernels.bitplane.bitplane_problem import Params, facts
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.common.types import Output
-from anybit.kernels.gemm import bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.bitplane_problem import Params, facts
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.reference import QuantizedActivations, integer_product
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_codes, random_weight
 

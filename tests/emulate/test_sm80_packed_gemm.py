@@ -8,8 +8,9 @@ import torch
 import emulate
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.gemm import packed_layout, sm80_packed_gemm
-from anybit.kernels.gemm.sm80_packed_gemm import Params
+from anybit.kernels.packed import packed_layout
+from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
+from anybit.kernels.packed.sm80_gemm.sm80_packed_gemm import Params
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, TOLERANCE, problem, product, scheme_of
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import emulate
+from anybit.kernels.bitplane import bitplane
+from anybit.kernels.bitplane.bitplane_problem import Facts
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule
+from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand
 from anybit.kernels.common.types import Output
-from anybit.kernels.gemm import bitplane, sm90_bitplane_gemm
-from anybit.kernels.gemm.bitplane_problem import Facts
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
-from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import EXHAUSTIVE, PAIRS
 from cases_bitplane import (

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import emulate
+from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
+from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationary
 from anybit.kernels.common.types import Output
-from anybit.kernels.gemm import sm90_bitplane_stacked
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
+from anybit.kernels.linear_problem import LinearProblem
 from cases_bitplane import DEPENDENT, emulated, on_host, operands, stacked
 
 pytestmark = pytest.mark.emulate

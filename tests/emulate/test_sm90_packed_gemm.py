@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import emulate
+from anybit.codes.reference import quantize_activations
 from anybit.jit.source import KERNELS
-from anybit.kernels.elementwise import norm_act
-from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_tiles import prepare
-from anybit.reference import quantize_activations
+from anybit.kernels.block import norm_act
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.packed_tiles import prepare
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed_gemm import A16, INT8, Case, silu_cases, tiny_cases
@@ -114,7 +114,7 @@ def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
     config = replace(case.config, stages=stages, prologue_stages=2)
     assert "stages must be a multiple of split_k_warpgroups" in str(sm90_packed_gemm.why_not(case.problem, config))
     rule = "static_assert(Config::stages % Config::split_k_warpgroups == 0"
-    before, after = (KERNELS / "gemm/sm90_packed_gemm.cuh").read_text().split(rule)
+    before, after = (KERNELS / "packed/sm90_gemm/sm90_packed_gemm.cuh").read_text().split(rule)
     header = tmp_path / "uneven.cuh"
     header.write_text(before + after.split(";", 1)[1])
     for seed in range(4):

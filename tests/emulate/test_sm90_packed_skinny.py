@@ -7,8 +7,9 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.gemm import packed_problem, packed_tiles, sm90_packed_skinny
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_problem, packed_tiles
+from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.ops.elementwise import _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight

@@ -18,10 +18,10 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from anybit import AnyBitConfig, QuantLinear, use_backend  # noqa: E402
+from anybit.codes.reference import integer_product, quantize_activations  # noqa: E402
+from anybit.kernels.bitplane import bitplane, bitplane_layout  # noqa: E402
+from anybit.kernels.block import quantize_activations as activation_kernel  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
-from anybit.kernels.elementwise import quantize_activations as activation_kernel  # noqa: E402
-from anybit.kernels.gemm import bitplane, bitplane_layout  # noqa: E402
-from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from timing import merge_rows, stamp  # noqa: E402
 

@@ -16,15 +16,16 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
 
+from anybit.codes.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
+from anybit.kernels.bitplane import bitplane, bitplane_layout  # noqa: E402
+from anybit.kernels.bitplane.bitplane_problem import Facts  # noqa: E402
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm  # noqa: E402
+from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule  # noqa: E402
+from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationary  # noqa: E402
+from anybit.kernels.block import quantize_activations as activation_kernel  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
-from anybit.kernels.elementwise import quantize_activations as activation_kernel  # noqa: E402
-from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm  # noqa: E402
-from anybit.kernels.gemm.bitplane_problem import Facts  # noqa: E402
-from anybit.kernels.gemm.linear_problem import LinearProblem  # noqa: E402
-from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule  # noqa: E402
-from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary  # noqa: E402
-from anybit.reference import integer_product, quantize_activations  # noqa: E402
+from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
 from cases_bitplane import (  # noqa: E402

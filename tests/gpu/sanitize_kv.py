@@ -14,10 +14,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
 
-from anybit.attention import decode_kernel, decode_reference  # noqa: E402
+from anybit.cache.attention import decode_kernel, decode_reference  # noqa: E402
 from anybit.device import Device  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
-from anybit.kernels.attention import decode, kv_quantize  # noqa: E402
+from anybit.kernels.attention.decode import decode  # noqa: E402
+from anybit.kernels.attention.kv_quantize import kv_quantize  # noqa: E402
 from cases_decode import Case, problem, relative_error  # noqa: E402
 
 LENGTHS = (300, 7, 128, 1025)

@@ -15,14 +15,12 @@ import torch  # noqa: E402
 
 from anybit.device import Device  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
-from anybit.kernels.elementwise.rope import RopeStoreArgs  # noqa: E402
-from anybit.kernels.gemm import (  # noqa: E402
-    packed_problem,
-    sm90_packed_gemm,
-    sm90_packed_gemv,
-    sm90_packed_skinny_f16,
-)
-from anybit.kernels.gemm.linear_problem import LinearProblem  # noqa: E402
+from anybit.kernels.block.rope import RopeStoreArgs  # noqa: E402
+from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
+from anybit.kernels.packed import packed_problem  # noqa: E402
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm  # noqa: E402
+from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv  # noqa: E402
+from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16  # noqa: E402
 from anybit.ops.elementwise import silu_mul  # noqa: E402
 from anybit.scheme import WeightFormat  # noqa: E402
 from cases_packed import TOLERANCE, product  # noqa: E402

@@ -19,17 +19,14 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import torch  # noqa: E402
 
 from anybit import jit  # noqa: E402
+from anybit.kernels.bitplane import bitplane, bitplane_layout  # noqa: E402
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm  # noqa: E402
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm  # noqa: E402
+from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident  # noqa: E402
+from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny  # noqa: E402
+from anybit.kernels.block import quantize_activations  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
-from anybit.kernels.elementwise import quantize_activations  # noqa: E402
-from anybit.kernels.gemm import (  # noqa: E402
-    bitplane,
-    bitplane_layout,
-    sm80_bitplane_gemm,
-    sm90_bitplane_gemm,
-    sm90_bitplane_resident,
-    sm90_bitplane_skinny,
-)
-from anybit.kernels.gemm.linear_problem import LinearProblem  # noqa: E402
+from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
 from cases_bitplane import H200  # noqa: E402

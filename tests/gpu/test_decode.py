@@ -9,12 +9,13 @@ import os
 import pytest
 import torch
 
-from anybit import attention
-from anybit.attention import decode_kernel, decode_reference
+from anybit.cache import attention
+from anybit.cache.attention import decode_kernel, decode_reference
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Kernel
-from anybit.kernels.attention import decode, kv_quantize
+from anybit.kernels.attention.decode import decode
+from anybit.kernels.attention.kv_quantize import kv_quantize
 from cases_decode import CASES, Case, problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from anybit import QuantLinear
-from anybit.kernels.elementwise.rope import RopeStoreArgs
-from anybit.kernels.elementwise.rope_pages import RopePagesArgs
+from anybit.codes.rtn import quantize_weight
+from anybit.kernels.block.rope import RopeStoreArgs
+from anybit.kernels.block.rope_pages import RopePagesArgs
 from anybit.ops import elementwise, pages
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

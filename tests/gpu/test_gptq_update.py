@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anybit.kernels.quantization import gptq_update as kernel
+from anybit.kernels.gptq import gptq_update as kernel
 from anybit.ops.gptq_update import sweep
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.grid import Grid

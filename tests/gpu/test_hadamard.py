@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from anybit import hadamard, ops
-from anybit.kernels.elementwise import hadamard as kernel
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Source, Target
-from anybit.kernels.gemm import bitplane_layout
-from anybit.linear import QuantLinear
+from anybit import ops
+from anybit.codes import hadamard
+from anybit.codes.rtn import quantize_weight
+from anybit.kernels.bitplane import bitplane_layout
+from anybit.kernels.block import hadamard as kernel
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Source, Target
+from anybit.layers.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, silu_mul
 from anybit.ops.prologue import ActivationPrologue
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import ActivationFormat, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -6,18 +6,15 @@ from types import ModuleType
 import pytest
 import torch
 
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.gemm import (
-    packed_problem,
-    packed_tiles,
-    sm90_packed_gemv,
-    sm90_packed_skinny,
-    sm90_packed_skinny_f16,
-)
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.packing import QuantizedWeight
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_problem, packed_tiles
+from anybit.kernels.packed.packed_layout import PackedWeight
+from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
+from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
+from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, TOLERANCE, product, unpack
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from anybit.cache.blocks import Pool, step
 from anybit.device import Device
-from anybit.integrations.vllm.kv_step import run
 from anybit.jit import Kernel
-from anybit.kvrows import Pool, step
 from anybit.ops import kv_rows
 from anybit.ops.kv_rows import PAGE
+from anybit.vllm.kv_step import run
 from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybit.codes.rtn import quantize_weight
 from anybit.quantization.learn import cuda_graphs as recordings
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
 from anybit.quantization.learn.kl_gradient import KLGradient
@@ -14,7 +15,6 @@ from anybit.quantization.methods import gptq
 from anybit.quantization.methods.blockwise import BlockLearning
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.calibrate import Calibration, LayerQuantizer, calibrate
 from anybit.scheme import Scheme
 from cases_calibration import divergence, loud, names_of, tiny

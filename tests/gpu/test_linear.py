@@ -5,13 +5,14 @@ import warnings
 import pytest
 import torch
 
-from anybit import ops, reference
+from anybit import ops
+from anybit.codes import reference
 from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import bitplane
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.linear import QuantLinear
+from anybit.kernels.bitplane import bitplane
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.layers.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from anybit import ops
-from anybit.linear import QuantLinear
+from anybit.codes.rtn import quantize_weight
+from anybit.layers.linear import QuantLinear
 from anybit.ops import call_cache
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import CODES, Scheme
 from cases import random_weight
 from cases_packed import FOREIGN, scheme_of

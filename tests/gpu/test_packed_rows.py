@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anybit.embedding import QuantEmbedding, TiedHead
+from anybit.layers.embedding import QuantEmbedding, TiedHead
 from anybit.scheme import Scheme
 from cases import random_weight
 

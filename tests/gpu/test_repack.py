@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from anybit.kernels.gemm import packed_tiles
+from anybit.kernels.packed import packed_tiles
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import act_order

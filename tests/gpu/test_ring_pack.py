@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anybit.kvcache import KVCache
+from anybit.cache.kvcache import KVCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

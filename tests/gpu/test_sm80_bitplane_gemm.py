@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from anybit.codes.reference import integer_product, quantize_activations
 from anybit.device import Device
 from anybit.jit import Kernel
+from anybit.kernels.bitplane import bitplane, bitplane_layout
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
+from anybit.kernels.block import quantize_activations as activation_kernel
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import quantize_activations as activation_kernel
-from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.reference import integer_product, quantize_activations
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import EXHAUSTIVE, PAIRS, random_weight
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anybit.kernels.gemm import sm80_packed_gemm
+from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
 

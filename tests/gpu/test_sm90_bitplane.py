@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from anybit import reference
+from anybit.codes import reference
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Kernel
+from anybit.kernels.bitplane import bitplane, bitplane_layout
+from anybit.kernels.bitplane.bitplane_problem import Facts
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule
+from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
+from anybit.kernels.block import quantize_activations
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import bitplane, bitplane_layout, sm90_bitplane_gemm, sm90_bitplane_resident
-from anybit.kernels.gemm.bitplane_problem import Facts
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS, random_weight
 from cases_bitplane import H200, TOKENS_A, code_pairs, gemm, operands, resident, rings, skinny

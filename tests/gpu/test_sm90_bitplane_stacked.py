@@ -7,10 +7,12 @@ import torch
 
 from anybit.errors import KernelError
 from anybit.jit import Kernel
+from anybit.kernels.bitplane import bitplane
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
+from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Config, Stationary
 from anybit.kernels.common.types import Output
-from anybit.kernels.gemm import bitplane, sm90_bitplane_gemm, sm90_bitplane_stacked
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_stacked import Config, Stationary
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from cases_bitplane import H200, code_pairs, operands, stacked
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from anybit import jit
-from anybit.kernels.elementwise.quantize_activations import pitch
-from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_tiles import prepare
+from anybit.codes.packing import QuantizedWeight
+from anybit.codes.reference import quantize_activations
+from anybit.kernels.block.quantize_activations import pitch
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.packed_tiles import prepare
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops.elementwise import silu_mul
-from anybit.packing import QuantizedWeight
-from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
 from cases_packed_gemm import A16, FP8, INT8, Case, cut_of, gpu_cases, silu_cases
@@ -171,7 +171,7 @@ def test_chain_of_dependent_launches() -> None:
 
 
 def test_activation_order() -> None:
-    from anybit.packing import QuantizedWeight
+    from anybit.codes.packing import QuantizedWeight
 
     weights = WeightFormat(4, "asym", 128)
     plain = random_weight(192, 512, weights)

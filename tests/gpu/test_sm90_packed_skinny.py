@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.gemm import packed_problem, packed_tiles, sm90_packed_skinny
-from anybit.packing import QuantizedWeight
+from anybit.kernels.packed import packed_problem, packed_tiles
+from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, TOLERANCE, act_order, problem

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from anybit import ops
+from anybit.choose import dispatch as dispatching
+from anybit.choose.builtin import builtin
+from anybit.choose.families import Layout
+from anybit.choose.policy import Measured, Origin, Point, Policy, save
+from anybit.choose.space import space
 from anybit.device import Device
-from anybit.kernels.gemm.builtin import builtin
-from anybit.kernels.gemm.families import Layout
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.linear import QuantLinear, use_backend
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.layers.linear import QuantLinear, use_backend
 from anybit.scheme import Scheme
-from anybit.tune import dispatch as dispatching
-from anybit.tune.policy import Measured, Origin, Point, Policy, save
 from anybit.tune.roofline import floor_us
 from anybit.tune.search import Options, search
-from anybit.tune.space import space
 from anybit.tune.worker import TimingBudget
 from cases import random_weight
 

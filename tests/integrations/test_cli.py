@@ -20,11 +20,11 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import cli, evaluate
+from anybit import cli
 from anybit.errors import TextError
-from anybit.integrations import loading
-from anybit.integrations.loading import load_model
-from anybit.linear import QuantLinear
+from anybit.hf import evaluate, loading
+from anybit.hf.loading import load_model
+from anybit.layers.linear import QuantLinear
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
 
@@ -458,7 +458,7 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
 
 
 def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
-    from anybit.tune import dispatch
+    from anybit.choose import dispatch
 
     try:
         dispatch.allow("a8")

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from anybit import cli
 from anybit.cli import answer, common
 from anybit.errors import TextError
-from anybit.integrations import template
-from anybit.integrations.loading import Loaded
+from anybit.hf import template
+from anybit.hf.loading import Loaded
 
 RED = "\x1b]0;red\x07\x9b2J\u202e"
 

@@ -10,9 +10,9 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from anybit.choose import dispatch
 from anybit.cli import app
 from anybit.ops.reference import ReferenceDecoded
-from anybit.tune import dispatch
 from cases_models import save_byte_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent

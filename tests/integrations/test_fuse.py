@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 
 import anybit
 from anybit import AnyBitCache, QuantLinear
+from anybit.codes.packing import reorder
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError
-from anybit.integrations import fuse as fusing
-from anybit.kernels.elementwise.rope import RopeStoreArgs, paired_channels
+from anybit.hf import fuse as fusing
+from anybit.kernels.block.rope import RopeStoreArgs, paired_channels
 from anybit.ops.elementwise import rotate_store
-from anybit.packing import reorder
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 SIZES = {

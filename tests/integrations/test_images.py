@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import anybit
 from anybit.checkpoints.formats import gptq_write
 from anybit.checkpoints.formats.write import convert_into
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError
-from anybit.integrations.loading import load_model
-from anybit.linear import QuantLinear
+from anybit.hf.loading import load_model
+from anybit.layers.linear import QuantLinear
+from anybit.models.blocks import find_blocks
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.blocks import find_blocks
 from anybit.scheme import Scheme
 
 SCHEME = Scheme.parse("w4a16g32")

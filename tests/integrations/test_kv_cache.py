@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers as hf
 
+from anybit.cache.ledger import CacheError
 from anybit.errors import LayerError
-from anybit.integrations.cache import _CROP_COUNTS_REMOVED, AnyBitCache
-from anybit.kvpool import CacheError
+from anybit.hf.cache import _CROP_COUNTS_REMOVED, AnyBitCache
 
 COMMON = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
 GATED = {**COMMON, "intermediate_size": 160, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512}

@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 import anybit
 from anybit.errors import LayerError
+from anybit.models.modules import auto_class
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.pipeline.modules import auto_class
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 MARKED = re.compile(r"(<!-- models -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 import cases_serving as cases
 from anybit.cli import app
 from anybit.errors import KernelError
-from anybit.integrations import serving
-from anybit.integrations.load_test import Answer, Figures, ask, measure, picture
-from anybit.integrations.serving_source import vllm_folder
+from anybit.hf.load_test import Answer, Figures, ask, measure, picture
 from anybit.scheme import Scheme
+from anybit.vllm import serving
+from anybit.vllm.serving_source import vllm_folder
 from cases_damage import save_gguf
 from checkpoints.test_formats import whole_model
 from checkpoints.test_gguf_blocks import MIXED
@@ -463,9 +463,7 @@ def test_a_second_interruption_ends_vllm_and_all_that_it_started(tmp_path: Path)
     deaf = "import signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
     child = deaf + "signal.pause()"
     parent = deaf + f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]); print(1); signal.pause()"
-    program = (
-        f"import sys; from anybit.integrations import serving; serving._run([sys.executable, '-c', {parent!r}], None)"
-    )
+    program = f"import sys; from anybit.hf import serving; serving._run([sys.executable, '-c', {parent!r}], None)"
     process = subprocess.Popen(
         [cases.sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from anybit.integrations import serving_door, template
-from anybit.integrations.serving_door import BODY, STOPS, Door
+from anybit.hf import serving_door, template
+from anybit.hf.serving_door import BODY, STOPS, Door
 
 CHAT, TEXT, ANSWERS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 WHOLE = b'{"messages": [{"role": "user", "content": "Hi"}]}'

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from anybit import AnyBitCache, evaluate
-from anybit.integrations.loading import Loaded, load_model
-from anybit.linear import QuantLinear
+from anybit import AnyBitCache
+from anybit.hf import evaluate
+from anybit.hf.loading import Loaded, load_model
+from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
 
 pytestmark = pytest.mark.model

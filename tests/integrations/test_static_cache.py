@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import AnyBitCache, QuantLinear
 from anybit.errors import LayerError
-from anybit.integrations import graph
+from anybit.hf import graph
 from anybit.scheme import KVFormat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from anybit import AnyBitConfig, QuantLinear
 from anybit.errors import CheckpointError, KernelError, LayerError, OptionError
-from anybit.integrations.loading import load_model
+from anybit.hf.loading import load_model
 
 
 @pytest.fixture(scope="module")

@@ -28,14 +28,14 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
 
 import cases_vllm  # noqa: E402
 from anybit.checkpoints.configuration import configuration  # noqa: E402
+from anybit.codes.rtn import quantize_weight  # noqa: E402
 from anybit.errors import CheckpointError, LayerError  # noqa: E402
-from anybit.integrations.vllm import parameters  # noqa: E402
-from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
-from anybit.integrations.vllm.fusion import SiluMul  # noqa: E402
-from anybit.kernels.gemm import packed_tiles  # noqa: E402
-from anybit.linear import QuantLinear  # noqa: E402
-from anybit.quantization.methods.rtn import quantize_weight  # noqa: E402
+from anybit.kernels.packed import packed_tiles  # noqa: E402
+from anybit.layers.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
+from anybit.vllm import parameters  # noqa: E402
+from anybit.vllm.config import AnyBitConfig  # noqa: E402
+from anybit.vllm.fusion import SiluMul  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
 SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24",
@@ -165,7 +165,7 @@ def test_rotated_inputs_are_gathered_where_ranks_share_them(rank: Any, monkeypat
     part = cases_vllm.layer_of("w4a16g32", 48, 128)
     part.hadamard = True
     x = torch.randn(3, 128)
-    monkeypatch.setattr("anybit.integrations.vllm.linear.tensor_model_parallel_all_gather", lambda _: x)
+    monkeypatch.setattr("anybit.vllm.linear.tensor_model_parallel_all_gather", lambda _: x)
     total = torch.zeros(3, 48)
     for number in range(2):
         rank(number, 2)
@@ -352,8 +352,8 @@ def test_an_embedding_is_not_quantized_while_loading(rank: Any) -> None:
 def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[Tensor]]:
     """A norm, a gate and up projection, SiLU and a down projection as in vLLM's graph, and their inputs."""
     from anybit import ops
+    from anybit.codes.packing import reorder
     from anybit.ops.elementwise import paired_rows, silu_mul
-    from anybit.packing import reorder
 
     up, down = (cases_vllm.layer_of(scheme, *shape).quantized_weight() for shape in ((128, 64), (64, 64)))
     up = reorder(up, paired_rows(64)) if paired else up
@@ -418,7 +418,7 @@ def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
     """anybit's ops in a block after vLLM's pass, whose results must not change."""
     from torch._inductor.utils import fresh_cache
 
-    from anybit.integrations.vllm.fusion import FusionPass
+    from anybit.vllm.fusion import FusionPass
 
     seen: list[str] = []
 
@@ -478,7 +478,7 @@ def test_an_mlp_keeps_its_results_with_gate_and_up_in_turn(
 
 FORKS = """
 import os, time, torch
-from anybit.integrations.vllm import register
+from anybit.vllm import register
 register()
 torch.randn(4_000_000).isfinite().all()  # by two threads, as a checkpoint is checked
 child = os.fork()

@@ -27,9 +27,9 @@ from vllm.model_executor.model_loader import get_model
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, OptionError
-from anybit.integrations.vllm import register
-from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.quantization.methods.registry import quantize_folder
+from anybit.vllm import register
+from anybit.vllm.config import AnyBitConfig
 from cases_damage import MUTATIONS, copy, damaged
 from cases_models import save_byte_tokenizer
 from checkpoints.test_damage import SEED, _compared, judged
@@ -136,7 +136,7 @@ def test_an_option_says_nothing_else_of_stored_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any], asked: dict[str, Any], name: str | None
 ) -> None:
     """Zeros that are not loaded and rotations that are not applied would silently give wrong answers."""
-    monkeypatch.setattr("anybit.integrations.vllm.config.check_folder", lambda *_: None)
+    monkeypatch.setattr("anybit.vllm.config.check_folder", lambda *_: None)
     words = {"quant_method": "anybit", "version": "0.1.0"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**words, **stored}}))
     save_file({"q.weight_packed": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -156,7 +156,7 @@ def test_a_model_of_the_hub_is_checked_before_a_layer_is_made(
     config = configured(snapshot)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     names = [entry.name for entry in read_header(snapshot / "model.safetensors")]
-    monkeypatch.setattr("anybit.integrations.vllm.config._tensor_names", lambda *_: names)
+    monkeypatch.setattr("anybit.vllm.config._tensor_names", lambda *_: names)
     config.load_config.download_dir = str(tmp_path)
 
     def build() -> None:

@@ -18,13 +18,13 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from anybit.attention import attend
+from anybit.cache.attention import attend
 from anybit.errors import KernelError, OptionError
-from anybit.integrations.vllm import decode, kv_cache, rotary, warmup
-from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.ops import pages
 from anybit.ops.compile_ahead import CompiledAhead
 from anybit.ops.kv import Masks
+from anybit.vllm import decode, kv_cache, rotary, warmup
+from anybit.vllm.config import AnyBitConfig
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
 HEADS, KV_HEADS, DIM, PAGE, CAPACITY = 4, 2, 64, 16, 96

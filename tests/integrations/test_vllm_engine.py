@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 import cases_serving as cases
 from anybit import AnyBitConfig
 from anybit.checkpoints.formats.write import convert_into
-from anybit.integrations.loading import load_model
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym")

@@ -27,13 +27,13 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.errors import CheckpointError, LayerError, OptionError
-from anybit.integrations.serving import Server
-from anybit.integrations.serving_source import vllm_folder
-from anybit.integrations.vllm import streams
-from anybit.integrations.vllm.config import AnyBitConfig
-from anybit.integrations.vllm.head import AnyBitHeadMethod
-from anybit.integrations.vllm.warmup import Ledger
 from anybit.scheme import Scheme
+from anybit.vllm import streams
+from anybit.vllm.config import AnyBitConfig
+from anybit.vllm.head import AnyBitHeadMethod
+from anybit.vllm.serving import Server
+from anybit.vllm.serving_source import vllm_folder
+from anybit.vllm.warmup import Ledger
 from cases_damage import save_gguf
 from cases_models import save_byte_tokenizer
 from checkpoints.test_format_table import BY_HAND, ROWS, kind_of, kinds_of

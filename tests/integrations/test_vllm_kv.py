@@ -16,11 +16,11 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
-from anybit.integrations.vllm import config as quantization
-from anybit.integrations.vllm import kv_backend, kv_cache
-from anybit.integrations.vllm.kv_backend import RowBuilder
-from anybit.integrations.vllm.kv_spec import RowManager
 from anybit.scheme import KVFormat
+from anybit.vllm import config as quantization
+from anybit.vllm import kv_backend, kv_cache
+from anybit.vllm.kv_backend import RowBuilder
+from anybit.vllm.kv_spec import RowManager
 from cases_vllm_rows import LIVES, Life, World
 
 SEEDS, STEPS = 3, 10_000

@@ -26,10 +26,10 @@ from vllm.model_executor.model_loader.reload import layerwise  # noqa: E402
 
 import cases_vllm  # noqa: E402
 from anybit.errors import LayerError  # noqa: E402
-from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
-from anybit.integrations.vllm.fusion import SiluMul  # noqa: E402
-from anybit.linear import QuantLinear  # noqa: E402
+from anybit.layers.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
+from anybit.vllm.config import AnyBitConfig  # noqa: E402
+from anybit.vllm.fusion import SiluMul  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
 HEADS, KEYS, DIM, TOKENS = 8, 2, 32, 150

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 import anybit
 from anybit import jit, ops
+from anybit.choose.builtin import builtin
+from anybit.choose.families import tiles_of
+from anybit.codes.hadamard import transform
 from anybit.device import Device
-from anybit.embedding import QuantEmbedding
 from anybit.errors import KernelError, LayerError
-from anybit.hadamard import transform
-from anybit.kernels.gemm import sm90_packed_gemm, sm90_packed_skinny
-from anybit.kernels.gemm.builtin import builtin
-from anybit.kernels.gemm.families import tiles_of
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.linear import QuantLinear, use_backend
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
+from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
+from anybit.layers.embedding import QuantEmbedding
+from anybit.layers.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not

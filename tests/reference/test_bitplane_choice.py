@@ -9,12 +9,12 @@ import pytest
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit.source import KERNELS
+from anybit.kernels.bitplane import bitplane
+from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule
+from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand
+from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationary
 from anybit.kernels.common.types import Code, Operand, Output
-from anybit.kernels.gemm import bitplane
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
-from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
-from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 
 
@@ -66,9 +66,9 @@ def test_architectures_decide() -> None:
         (Code, "common/types"),
         (Operand, "common/types"),
         (Output, "common/types"),
-        (Schedule, "gemm/sm90_bitplane_gemm"),
-        (AOperand, "gemm/sm90_bitplane_skinny_tile"),
-        (Stationary, "gemm/sm90_bitplane_stacked"),
+        (Schedule, "bitplane/sm90_gemm/sm90_bitplane_gemm"),
+        (AOperand, "bitplane/sm90_skinny/sm90_bitplane_skinny_tile"),
+        (Stationary, "bitplane/sm90_stacked/sm90_bitplane_stacked"),
     ],
 )
 def test_enums_have_the_members_of_their_twins(twin: type[Enum], header: str) -> None:

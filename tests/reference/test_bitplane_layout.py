@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybit.errors import KernelError
-from anybit.kernels.gemm import bitplane_layout
+from anybit.kernels.bitplane import bitplane_layout
 from anybit.scheme import CODES, WeightFormat
 from cases import BITS, random_codes, random_weight, seeds
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, TextError
 from anybit.quantization.methods import gptq
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline import resume
 from anybit.quantization.pipeline.blocks import Store
 from anybit.quantization.pipeline.calibrate import Calibration, batched, calibrate, read_sequences, read_text

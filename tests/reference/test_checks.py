@@ -10,9 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybit import jit, ops
 from anybit.errors import KernelError
+from anybit.kernels.bitplane import bitplane, bitplane_layout
+from anybit.kernels.block import norm_act, quantize_activations, rope, rope_pages
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import norm_act, quantize_activations, rope, rope_pages
-from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, packed_rows, packed_tiles, sm90_packed_gemm
+from anybit.kernels.packed import packed_layout, packed_tiles
+from anybit.kernels.packed.rows import packed_rows
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops import elementwise, fused
 from anybit.ops.backend import LinearSpec
 from anybit.ops.checks import check_input, rows_of

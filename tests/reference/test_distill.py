@@ -3,20 +3,20 @@
 import pytest
 import torch
 
+from anybit.codes.packing import QuantizedWeight
+from anybit.codes.reference import quantize_activations
+from anybit.codes.rtn import quantize_weight
+from anybit.codes.sparse import two_of_four
 from anybit.errors import CalibrationError, TextError
-from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.fake_quant import FakeQuantWeight, banks
 from anybit.quantization.learn.generated import continued
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import rounded_through
-from anybit.quantization.learn.sparse import two_of_four
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.blockwise import BlockLearning
 from anybit.quantization.methods.distill import Distillation, distill, gains_of, learn_masks
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.blocks import Call
 from anybit.quantization.pipeline.calibrate import Calibration, calibrate
-from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_calibration import divergence, names_of, sequences, tiny
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.attention import decode, prefill
+from anybit.cache.attention import decode, prefill
+from anybit.cache.kvcache import KVCache
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError, SchemeError
-from anybit.kvcache import KVCache
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import CODES, WeightFormat
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

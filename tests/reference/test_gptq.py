@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, LayerError
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.grid import Grid
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import WeightFormat
 from cases_calibration import layer_error
 

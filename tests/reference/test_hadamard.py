@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anybit import hadamard
+from anybit.codes import hadamard
 from anybit.errors import LayerError
 
 

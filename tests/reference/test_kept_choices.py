@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from anybit.choose import dispatch
+from anybit.choose.builtin import builtin_layout
+from anybit.choose.dispatch import Dispatcher, dispatcher, use
+from anybit.choose.families import FAMILIES
+from anybit.choose.policy import SHIPPED
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.functional import quantize
 from anybit.jit import Kernel
 from anybit.jit.cache import clear_memory, keep_note
-from anybit.kernels.gemm.builtin import builtin_layout
-from anybit.kernels.gemm.families import FAMILIES
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.layers.functional import quantize
 from anybit.ops import compile_ahead as ahead
 from anybit.ops import kept_choices
 from anybit.scheme import Scheme
-from anybit.tune import dispatch
-from anybit.tune.dispatch import Dispatcher, dispatcher, use
-from anybit.tune.policy import SHIPPED
 
 H200 = Device.named("sm_90a")
 SCHEMES = ("w4a16g128", "w4a8", "w2a2", "w4a16g64s24", "w3a16g64asym", "w4a8fp")
@@ -56,7 +56,8 @@ def test_another_process_reads_what_this_one_chose() -> None:
     kernels = chosen(by)
     kept_choices.write("chosen-x", kept_choices.Chosen([one for some in kernels for one in some], by.choices))
     code = (
-        "import test_kept_choices as t; from anybit.ops.kept_choices import read; from anybit.tune.dispatch import *\n"
+        "import test_kept_choices as t\n"
+        "from anybit.ops.kept_choices import read; from anybit.choose.dispatch import *\n"
         "by, kept = Dispatcher('NVIDIA H200', []), read('chosen-x'); by.choices.update(kept.choices)\n"
         "by.choose = None; found = [one for some in t.chosen(by) for one in some]\n"
         "assert found == kept.kernels and len(set(found + kept.kernels)) == len(set(found)); print(len(found))"

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import cases_kv
+from anybit.cache.kvcache import KVCache
+from anybit.cache.ledger import CacheError
 from anybit.errors import LayerError
-from anybit.kvcache import KVCache
-from anybit.kvpool import CacheError
 
 SMALL = {"layers": 1, "kv_heads": 1, "head_dim": 64, "sequences": 3, "capacity": 256, "page": 64}
 

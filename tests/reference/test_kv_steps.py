@@ -14,14 +14,14 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.device import Device
-from anybit.integrations.vllm import kv_step
-from anybit.integrations.vllm.kv_step import Batch, run
 from anybit.jit.params import layout_of
 from anybit.kernels.attention import kv_page
 from anybit.ops import kv, kv_rows
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
+from anybit.vllm import kv_step
+from anybit.vllm.kv_step import Batch, run
 
 launching = importlib.import_module("anybit.jit.launch")  # not the function of that name
 HEADS, KV_HEADS, DIM, BLOCKS = 8, 2, 128, 16

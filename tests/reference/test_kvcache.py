@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from anybit.attention import Masks, attend, decode
+from anybit.cache.attention import Masks, attend, decode
+from anybit.cache.kvcache import KVCache, hadamard
+from anybit.cache.ledger import CacheError
 from anybit.errors import LayerError, SchemeError
-from anybit.kvcache import KVCache, hadamard
-from anybit.kvpool import CacheError
 
 
 def make(format="kv16", **kw):

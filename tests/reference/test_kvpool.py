@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from anybit.kvpool import CacheError, CopyPages, CopyRings, Ledger, PagePool, Unpack
+from anybit.cache.ledger import CacheError, CopyPages, CopyRings, Ledger, PagePool, Unpack
 
 
 class Memory:

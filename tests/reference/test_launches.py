@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit import hadamard, jit, ops
+from anybit import jit, ops
+from anybit.choose import dispatch as dispatching
+from anybit.codes import hadamard
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.rope import RopeStoreArgs
-from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.rope import RopeStoreArgs
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops import backends, bitwise, elementwise, fused, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.prologue import ActivationPrologue
-from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
-from anybit.tune import dispatch as dispatching
 from cases import random_weight
 
 N, K = 192, 256

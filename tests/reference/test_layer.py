@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch._dynamo
 
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import KernelError, LayerError
-from anybit.kernels.gemm.packed_tiles import prepare as prepare_tiles
-from anybit.linear import QuantLinear, use_backend
+from anybit.kernels.packed.packed_tiles import prepare as prepare_tiles
+from anybit.layers.linear import QuantLinear, use_backend
 from anybit.ops import elementwise
 from anybit.ops.backend import LinearSpec
 from anybit.ops.checks import check_input
-from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from cases import random_weight
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from anybit import hadamard
+from anybit.codes import hadamard
 from anybit.errors import CalibrationError
+from anybit.models.llama_block import llama_blocks
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
-from anybit.quantization.methods.llama_block import llama_blocks
 from anybit.quantization.methods.rotate import rotate_input
 from anybit.quantization.methods.scaling_pairs import scaling_pairs
 from anybit.quantization.pipeline.calibrate import _round_inputs

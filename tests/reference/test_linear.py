@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.cases import PAIRS, dense_formats, generator, random_weight, seeds
 
-from anybit import reference
+from anybit.codes import reference
 from anybit.errors import LayerError
 from anybit.scheme import CODES, ActivationFormat, WeightFormat
 

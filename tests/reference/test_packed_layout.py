@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from anybit.codes.packing import QuantizedWeight, pack_words, table_of, unpack_words
 from anybit.errors import KernelError, LayerError
-from anybit.kernels.gemm import sparse_layout
-from anybit.kernels.gemm.packed_layout import float_order, from_float_order, pieces, tile_bytes
-from anybit.kernels.gemm.packed_tiles import _normalized, _signed32, codes, prepare
-from anybit.packing import QuantizedWeight, pack_words, table_of, unpack_words
+from anybit.kernels.packed import sparse_layout
+from anybit.kernels.packed.packed_layout import float_order, from_float_order, pieces, tile_bytes
+from anybit.kernels.packed.packed_tiles import _normalized, _signed32, codes, prepare
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, act_order, scheme_of, unpack

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.cases import BITS, random_codes, random_weight, seeds, weight_formats
 
-from anybit import packing
+from anybit.codes import packing
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import LayerError
-from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 
 lengths = st.integers(1, 150)

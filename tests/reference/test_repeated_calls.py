@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybit import jit, ops
+from anybit.choose import dispatch as dispatching
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
-from anybit.kernels.elementwise import rope
-from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.block import rope
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops import call_cache, elementwise, fused, packed, packed_calls
 from anybit.ops import pages as pages_ops
 from anybit.ops.backend import LinearSpec
 from anybit.ops.pages import RopePagesArgs
 from anybit.scheme import Scheme
-from anybit.tune import dispatch as dispatching
 from cases import random_weight
 
 launching = importlib.import_module("anybit.jit.launch")  # not the function of that name

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anybit.codes.rtn import quantize_weight
+from anybit.codes.sharding import shard, shard_format
 from anybit.device import Device
 from anybit.errors import LayerError
-from anybit.kernels.gemm.packed_tiles import is_ordered
+from anybit.kernels.packed.packed_tiles import is_ordered
 from anybit.ops import packed
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Code, Scheme, WeightFormat
-from anybit.sharding import shard, shard_format
 from cases import random_weight, seeds
 
 FORMATS = ("w4a16g128", "w3a16g64asym", "w8a8", "w1a16g32", "w5a16", "w2a16g256asym", "w4a16g128s24")

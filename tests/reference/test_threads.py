@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from anybit.linear import QuantLinear
+from anybit.layers.linear import QuantLinear
 from anybit.ops.backend import LinearSpec
 from anybit.scheme import WeightFormat
 from cases import random_weight

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from anybit.choose.builtin import builtin
+from anybit.choose.families import FAMILIES, Candidate
+from anybit.choose.policy import SHIPPED, read
+from anybit.choose.space import promising
 from anybit.errors import KernelError
-from anybit.kernels.gemm.builtin import builtin
-from anybit.kernels.gemm.families import FAMILIES, Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.policy import SHIPPED, read
-from anybit.tune.space import promising
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "tuning"))
 from lower_bound import lower_bound_us

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from anybit.choose.builtin import builtin
+from anybit.choose.policy import Measured, Origin, Point, Policy
+from anybit.choose.space import space
 from anybit.device import Device
-from anybit.kernels.gemm.builtin import builtin
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.policy import Measured, Origin, Point, Policy
-from anybit.tune.space import space
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -15,15 +15,15 @@ from tests.checkpoints.test_gguf_blocks import MIXED
 
 from anybit import cli
 from anybit.checkpoints import source
-from anybit.kernels.gemm.builtin import builtin
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.choose import dispatch as dispatching
+from anybit.choose.builtin import builtin
+from anybit.choose.policy import Measured, Origin, Point, Policy, save
+from anybit.choose.registry import GRID, STEPS
+from anybit.choose.space import space
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import Scheme
-from anybit.tune import dispatch as dispatching
-from anybit.tune.policy import Measured, Origin, Point, Policy, save
-from anybit.tune.registry import GRID, STEPS
 from anybit.tune.search import Options, Progress
-from anybit.tune.space import space
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="explains the GPU that is present")
 

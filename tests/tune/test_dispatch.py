@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from anybit.choose.builtin import MOST_TOKENS, builtin, builtin_layout
+from anybit.choose.dispatch import Dispatcher
+from anybit.choose.families import FAMILIES, Candidate, Layout
+from anybit.choose.policy import Measured, Point
+from anybit.choose.space import preserves_pdl_overlap, promising, space
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.builtin import MOST_TOKENS, builtin, builtin_layout
-from anybit.kernels.gemm.families import FAMILIES, Candidate, Layout
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops import bitwise
 from anybit.ops.backend import LinearSpec
 from anybit.scheme import Scheme
-from anybit.tune.dispatch import Dispatcher
 from anybit.tune.explain import explain
-from anybit.tune.policy import Measured, Point
-from anybit.tune.space import preserves_pdl_overlap, promising, space
 from cases_tune import other_than_default, point, policy, product
 
 H200 = Device.named("sm_90a")

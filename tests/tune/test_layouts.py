@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from anybit import ops
+from anybit.choose import dispatch as dispatching
+from anybit.choose.builtin import step
+from anybit.choose.dispatch import Dispatcher
+from anybit.choose.families import Layout
+from anybit.choose.policy import Measured, Origin, Point, Policy
+from anybit.choose.space import space
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
-from anybit.kernels.gemm.builtin import step
-from anybit.kernels.gemm.families import Layout
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.ops import bitwise, layouts, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.reference import ReferencePacked
-from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
-from anybit.tune import dispatch as dispatching
-from anybit.tune.dispatch import Dispatcher
-from anybit.tune.policy import Measured, Origin, Point, Policy
-from anybit.tune.space import space
 from cases import random_weight
 
 H200 = Device.named("sm_90a")

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybit.choose import dispatch as dispatching
+from anybit.choose import policy as policies
+from anybit.choose.builtin import bucket, builtin, step
+from anybit.choose.dispatch import Dispatcher
+from anybit.choose.families import FAMILIES, KernelFamily
+from anybit.choose.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
+from anybit.choose.registry import GRID, STEPS
+from anybit.choose.space import promising, space, why_not_split
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.gemm.builtin import bucket, builtin, step
-from anybit.kernels.gemm.families import FAMILIES, KernelFamily
-from anybit.tune import dispatch as dispatching
-from anybit.tune import policy as policies
-from anybit.tune.dispatch import Dispatcher
-from anybit.tune.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
-from anybit.tune.registry import GRID, STEPS
-from anybit.tune.space import promising, space, why_not_split
 from cases_tune import point, policy, product
 
 H200 = Device.named("sm_90a")

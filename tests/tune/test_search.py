@@ -13,19 +13,19 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from anybit.choose import dispatch
+from anybit.choose import policy as policies
+from anybit.choose.builtin import builtin
+from anybit.choose.families import Candidate
+from anybit.choose.policy import Policy, read
+from anybit.choose.space import preserves_pdl_overlap, space
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.gemm.builtin import builtin
-from anybit.kernels.gemm.families import Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune import dispatch
-from anybit.tune import policy as policies
 from anybit.tune import search as searching
-from anybit.tune.policy import Policy, read
 from anybit.tune.processes import Worker
 from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search, search_on
-from anybit.tune.space import preserves_pdl_overlap, space
 from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
 
 H200 = Device.named("sm_90a")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybit.choose.policy import SHIPPED, Policy, file_name, read
+from anybit.choose.registry import GRID
+from anybit.choose.space import preserves_pdl_overlap
 from anybit.device import Device
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.policy import SHIPPED, Policy, file_name, read
-from anybit.tune.registry import GRID
-from anybit.tune.space import preserves_pdl_overlap
 
 MAPS = sorted(SHIPPED.glob("*.json"))
 _HOLD = 0.75

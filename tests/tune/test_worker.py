@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from anybit import jit
+from anybit.choose.space import space
 from anybit.device import Device
-from anybit.kernels.gemm import packed_tiles, sm80_packed_gemm
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_tiles
+from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import Scheme, WeightFormat
 from anybit.tune import worker
-from anybit.tune.space import space
 from cases import random_weight
 
 

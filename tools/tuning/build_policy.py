@@ -1,7 +1,7 @@
 """Build a policy map: measure the layers of real models, then keep only the points that change which config runs.
 
     python tools/tuning/build_policy.py measure --out whole.json [--seconds 600] [--compile]   # on the map's GPU
-    python tools/tuning/build_policy.py compact whole.json --out src/anybit/tune/policies/nvidia-h200.json
+    python tools/tuning/build_policy.py compact whole.json --out src/anybit/choose/policies/nvidia-h200.json
 
 ``measure`` resumes an interrupted run; ``--compile`` only fills the kernel cache, which needs no GPU.
 
@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
+from anybit.choose.builtin import INTERPOLATE_FROM, builtin, builtin_layout
+from anybit.choose.dispatch import OTHER_LAYOUT, Dispatcher
+from anybit.choose.families import Layout
+from anybit.choose.policy import Key, Measured, Point, Policy, read, text
+from anybit.choose.space import FEW_TOKENS, clearly_faster, preserves_pdl_overlap
 from anybit.errors import KernelError
-from anybit.kernels.gemm.builtin import INTERPOLATE_FROM, builtin, builtin_layout
-from anybit.kernels.gemm.families import Layout
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.dispatch import OTHER_LAYOUT, Dispatcher
-from anybit.tune.policy import Key, Measured, Point, Policy, read, text
 from anybit.tune.processes import Worker
 from anybit.tune.search import Options, plans, search
-from anybit.tune.space import FEW_TOKENS, clearly_faster, preserves_pdl_overlap
 from anybit.tune.worker import TimingBudget
 from layers import MAPPED, MODELS, SCHEMES, parts
 

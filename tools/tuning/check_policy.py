@@ -27,18 +27,18 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "ben
 
 import torch
 
+from anybit.choose.builtin import builtin, step
+from anybit.choose.dispatch import Dispatcher
+from anybit.choose.families import FAMILIES, Candidate
+from anybit.choose.policy import SHIPPED, Origin, Policy, file_name, key_of, read
+from anybit.choose.space import builtins_of, preserves_pdl_overlap, promising
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.gemm.builtin import builtin, step
-from anybit.kernels.gemm.families import FAMILIES, Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune import worker
-from anybit.tune.dispatch import Dispatcher
-from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, key_of, read
 from anybit.tune.processes import Worker, compile_one
 from anybit.tune.search import Options, candidates_of, point_of, race
-from anybit.tune.space import builtins_of, preserves_pdl_overlap, promising
 from anybit.tune.worker import Bench, Runner, Time, TimingBudget, WrongResultError
 from layers import drawn
 from lower_bound import lower_bound_us

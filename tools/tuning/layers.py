@@ -2,9 +2,9 @@
 
 import random
 
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.choose.registry import GRID
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.registry import GRID
 
 # Linear layers as served, projections with the same input fused: (N, K). Most used first.
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {

@@ -8,11 +8,13 @@ only as the config says, so with 133 tiles one of 132 SMs has two.
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybit.kernels.gemm import sm90_bitplane_gemm, sm90_bitplane_stacked, sm90_packed_gemm
-from anybit.kernels.gemm.families import FAMILIES, Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.sm90_bitplane_skinny import SkinnyFacts
-from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
+from anybit.choose.families import FAMILIES, Candidate
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import SkinnyFacts
+from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
+from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationary
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.tune.roofline import floor_us
 
 _CLOCK = 1.98e3

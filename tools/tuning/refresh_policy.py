@@ -3,7 +3,7 @@
     python tools/tuning/refresh_policy.py codes --map MAP > before.json     # in the old checkout
     python tools/tuning/refresh_policy.py keep --map MAP --codes before.json
 
-Raising a family's revision (``anybit.tune.registry.REVISIONS``) turns all its points into hints. ``codes`` hashes the
+Raising a family's revision (``anybit.choose.registry.REVISIONS``) turns all its points into hints. ``codes`` hashes the
 machine code of every kernel that a map names; ``keep`` hashes again and keeps the points of equal hashes, under the
 current revisions. Remeasure the others with ``tools/tuning/build_policy.py measure``. Neither needs a GPU.
 """
@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from anybit.choose.policy import SHIPPED, Measured, Origin, Policy, file_name, read, text
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.jit.identity import machine_code
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.tune.policy import SHIPPED, Measured, Origin, Policy, file_name, read, text
+from anybit.kernels.linear_problem import LinearProblem
 from build_policy import product_of
 
 ARCH = "sm_90a"

@@ -11,7 +11,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from anybit.errors import CheckpointError, SchemeError
+from anybit.models.patterns import LONGEST_PATTERN, MOST_REPETITIONS, check_pattern
 from anybit.scheme import Scheme, WeightFormat
+from anybit.version import __version__
 
 METHOD = "anybit"
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -23,8 +25,6 @@ _SETTINGS = {
 }  # fmt: skip
 _KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "format")
 """Keys by which other tools name a method's layout."""
-_LONGEST_PATTERN = 256
-_MOST_REPETITIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, S
     """Parse and check per-layer schemes. Raises SchemeError for one that a saved model cannot have."""
     found = {}
     for pattern, text in (overrides or {}).items():
-        if len(pattern) > _LONGEST_PATTERN or pattern.count("*") > _MOST_REPETITIONS:
+        if len(pattern) > LONGEST_PATTERN or pattern.count("*") > MOST_REPETITIONS:
             raise SchemeError(
-                f"{_short(pattern)} is not a valid pattern of layers: at most {_LONGEST_PATTERN} characters and "
-                f"{_MOST_REPETITIONS} stars are allowed"
+                f"{_short(pattern)} is not a valid pattern of layers: at most {LONGEST_PATTERN} characters and "
+                f"{MOST_REPETITIONS} stars are allowed"
             )
         try:
             found[pattern] = Scheme.parse(text)
@@ -129,8 +129,6 @@ def configuration(
 
     ignore: all unquantized Linears, if compressed-tensors can represent the model; None if it cannot.
     """
-    from anybit import __version__
-
     settings = {
         "version": __version__,
         "scheme": str(scheme),
@@ -204,28 +202,6 @@ def unreadable(config: Mapping[str, Any], what: object, reason: str) -> Checkpoi
     )
 
 
-def check_pattern(pattern: str, place: str) -> None:
-    """Raise CheckpointError for a regular expression that is invalid, or could backtrack exponentially.
-
-    Repeated groups, or many repetitions, can: such patterns are refused by their form, before they are ever matched.
-    """
-    if len(pattern) > _LONGEST_PATTERN:
-        raise CheckpointError(f"{place} has a pattern of {len(pattern)} characters; {_LONGEST_PATTERN} are allowed")
-    plain = re.sub(r"\\.", "x", pattern)  # an escape matches one character
-    plain = re.sub(r"\[[^\]]*\]", "x", plain)  # and so does a set
-    # A backslash and a digit are a backreference.
-    looped = re.search(r"\)[*+?{]", plain) or re.search(r"\(\?", plain) or re.search(r"\\[0-9]", pattern)
-    if looped or len(re.findall(r"[*+{]\??|(?<![*+}])\?", plain)) > _MOST_REPETITIONS:
-        raise CheckpointError(
-            f"{place} has the pattern {pattern!r}, which may backtrack forever: at most {_MOST_REPETITIONS} "
-            "repetitions are allowed, none of a group, and no look-around; name the layers instead"
-        )
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{place} has {pattern!r}, which is not a valid pattern: {error}") from None
-
-
 def _check_settings(settings: dict[str, Any], place: str) -> None:
     if not isinstance(settings.get("scheme"), str):
         raise CheckpointError(f"{place} names anybit, but no scheme")
@@ -259,8 +235,6 @@ def _overrides(value: object, place: str) -> dict[str, Scheme]:
 
 def _check_version(version: object, place: str) -> None:
     """Refuse newer versions, which may have changed what settings mean; older ones are compatible."""
-    from anybit import __version__
-
     if version is None:
         return
     match = re.match(r"(\d{1,9})\.(\d{1,9})\b", version) if isinstance(version, str) else None

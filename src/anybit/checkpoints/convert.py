@@ -19,8 +19,8 @@ from anybit.checkpoints.formats.compressed_tensors import PADDED, packing
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.verify import layer_shapes
 from anybit.checkpoints.writing import write_text
+from anybit.codes.packing import WORD, words_per_row
 from anybit.errors import ConversionError
-from anybit.packing import WORD, words_per_row
 from anybit.scheme import CODES, GROUPS, Scheme, WeightFormat
 
 TARGETS = (COMPRESSED_TENSORS, METHOD)
@@ -109,7 +109,7 @@ def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
 
 
 def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
-    from anybit.quantization.pipeline.modules import skeleton
+    from anybit.models.modules import skeleton
 
     found, quantization = source.config.get("quantization_config"), source.quantization
     foreign = isinstance(found, dict) and found.get("quant_method") == COMPRESSED_TENSORS
@@ -193,7 +193,7 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
 def _check_foreign(source: Folder) -> None:
     """Check a folder against its model, like other tools' folders; refuse scales of a quantized KV cache."""
     from anybit.checkpoints.formats.translate import FolderTranslation
-    from anybit.quantization.pipeline.modules import skeleton
+    from anybit.models.modules import skeleton
 
     found = FolderTranslation.of(source)
     if found is None:

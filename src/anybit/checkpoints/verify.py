@@ -21,8 +21,8 @@ from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_tensor
+from anybit.codes.packing import unpack_words, words_per_row
 from anybit.errors import CheckpointError, dtype_name
-from anybit.packing import unpack_words, words_per_row
 from anybit.scheme import WeightFormat
 
 TRAP = "weight"

@@ -17,10 +17,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from anybit import __version__
 from anybit.cli import checkpoints, evaluate, generate, quantize, serve, tune
 from anybit.cli.common import errors, output
 from anybit.errors import AnyBitError
+from anybit.version import __version__
 
 app = typer.Typer(
     name="anybit",

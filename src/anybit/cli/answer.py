@@ -13,11 +13,11 @@ from transformers import TextStreamer
 
 from anybit.cli.common import status, stdout
 from anybit.errors import TextError
-from anybit.integrations import template
-from anybit.integrations.fuse import accelerate
-from anybit.integrations.graph import serves
-from anybit.integrations.loading import Loaded, load_model
-from anybit.quantization.pipeline.modules import check_tokens
+from anybit.hf import template
+from anybit.hf.fuse import accelerate
+from anybit.hf.graph import serves
+from anybit.hf.loading import Loaded, load_model
+from anybit.models.modules import check_tokens
 from anybit.scheme import Scheme
 
 # Control characters are escaped on a terminal only; files get the model's text unchanged.

@@ -159,7 +159,7 @@ def _cache_room(model: Any) -> list[str] | None:
 
     Counts full-attention layers only: anybit does not change layers with a sliding window or a state.
     """
-    from anybit.kvcache import why_not
+    from anybit.cache.kvcache import why_not
     from anybit.ops.kv_rows import layout
 
     formats = [KVFormat.parse(name) for name in ("kv8", "kv4", "kv2")]
@@ -187,13 +187,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import method_of
     from anybit.checkpoints.formats.translate import FolderTranslation, schemes_of
-    from anybit.quantization.pipeline.modules import (
-        embedding_layers,
-        kept_modules,
-        linear_layers,
-        shared_heads,
-        skeleton,
-    )
+    from anybit.models.modules import embedding_layers, kept_modules, linear_layers, shared_heads, skeleton
     from anybit.quantization.pipeline.stream import experts_of
 
     with status(f"Reading {what}"), local_folder(what, trust_remote_code) as path:

@@ -98,7 +98,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; 
 def _allow(words: list[str] | None) -> list[str]:
     """Pass the user's allowances to the dispatcher, before a model is prepared."""
     if words:
-        from anybit.tune import dispatch
+        from anybit.choose import dispatch
 
         dispatch.allow(*known(words))
     return words or []
@@ -108,7 +108,7 @@ def known(words: list[str] | None) -> tuple[str, ...]:
     """The allowances, validated. Raises KernelError, listing the known ones, for an unknown one."""
     if not words:
         return ()
-    from anybit.tune.space import ALLOWANCES
+    from anybit.choose.space import ALLOWANCES
 
     for word in words:
         if word not in ALLOWANCES:

@@ -28,8 +28,8 @@ from anybit.errors import LayerError, TextError
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
-    from anybit.integrations.cache import AnyBitCache
-    from anybit.integrations.loading import Loaded
+    from anybit.hf.cache import AnyBitCache
+    from anybit.hf.loading import Loaded
 
 
 def evaluate(
@@ -63,9 +63,9 @@ def evaluate(
     anybit eval ./llama --scheme w3a16g64asym -t wiki.txt --windows 16 --baseline ./llama --json
     """
     parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
-    from anybit import evaluate as measure
-    from anybit.integrations.loading import load_model, stored_scheme
-    from anybit.quantization.pipeline.modules import check_tokens
+    from anybit.hf import evaluate as measure
+    from anybit.hf.loading import load_model, stored_scheme
+    from anybit.models.modules import check_tokens
 
     content = measure.read_text(text)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
@@ -133,8 +133,8 @@ def _refuse_beyond(loaded: "Loaded", context: int) -> None:
 
 def _cache(loaded: "Loaded", context: int) -> "Callable[[], AnyBitCache] | None":
     """A factory for a window's KV cache, if the scheme has a KV format. Raises LayerError if it is unusable."""
-    from anybit.integrations.cache import AnyBitCache
-    from anybit.integrations.graph import why_not
+    from anybit.hf.cache import AnyBitCache
+    from anybit.hf.graph import why_not
 
     if loaded.scheme is None or loaded.scheme.kv is None:
         return None

@@ -143,8 +143,8 @@ def _say_if_nothing_runs(scheme: Scheme) -> None:
     """Warn before quantizing, rather than after an hour, if no kernel runs a scheme."""
     import torch
 
+    from anybit.choose.registry import FAMILIES, LinearProblem
     from anybit.device import Device
-    from anybit.tune.registry import FAMILIES, LinearProblem
 
     here = torch.cuda.is_available()
     device = Device.of(torch.empty(0, device="cuda")) if here else Device.named("sm_90a")

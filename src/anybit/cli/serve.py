@@ -50,8 +50,8 @@ def serve(
     anybit serve ./llama-w4 --tensor-parallel 2 --memory 0.8
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
-    from anybit.integrations.serving import Server, choose_engine
-    from anybit.integrations.serving import serve as run
+    from anybit.vllm.serving import Server, choose_engine
+    from anybit.vllm.serving import serve as run
 
     chosen, why = choose_engine(None if engine is None else engine.value)
     server = Server(
@@ -101,8 +101,8 @@ def bench(
     """
     from dataclasses import asdict
 
-    from anybit.integrations.load_test import check_picture, measure
-    from anybit.integrations.load_test import picture as draw
+    from anybit.hf.load_test import check_picture, measure
+    from anybit.hf.load_test import picture as draw
 
     if picture is not None:
         check_picture(picture)

@@ -21,7 +21,7 @@ from anybit.scheme import Scheme
 if TYPE_CHECKING:
     from torch import nn
 
-    from anybit.tune.policy import Policy
+    from anybit.choose.policy import Policy
     from anybit.tune.search import Progress
 
 Allow = Annotated[
@@ -86,13 +86,9 @@ def tune(
     allowed, wanted = known(allow), _checked(dtype)
     import torch
 
+    from anybit.choose import policy as policies
+    from anybit.choose.registry import GRID, STEPS, LinearProblem
     from anybit.device import Device
-    from anybit.tune import policy as policies
-    from anybit.tune.registry import (
-        GRID,
-        STEPS,
-        LinearProblem,
-    )
     from anybit.tune.search import Options, search_on
 
     if not torch.cuda.is_available():
@@ -181,10 +177,10 @@ def explain(
     wanted = None if scheme is None else Scheme.parse(scheme)
     import torch
 
+    from anybit.choose import dispatch as dispatching
+    from anybit.choose.registry import LinearProblem
     from anybit.device import Device
-    from anybit.tune import dispatch as dispatching
     from anybit.tune.explain import explain as explain_product
-    from anybit.tune.registry import LinearProblem
 
     with status(f"Reading {what}"):
         if shape is not None and wanted is not None:
@@ -224,7 +220,7 @@ def _gpu_of(hint: "Policy") -> str:
 
 def _map(to: Path | None, gpu: str) -> Path:
     """The map to write. Raises KernelError if it belongs to another GPU, as its points would be replaced."""
-    from anybit.tune import policy as policies
+    from anybit.choose import policy as policies
 
     if to is None:
         return policies.own_file(gpu)
@@ -284,7 +280,7 @@ def _layers(
     from anybit.checkpoints import Folder, is_gguf, local_folder
     from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
     from anybit.checkpoints.formats.translate import FolderTranslation
-    from anybit.quantization.pipeline.modules import kept_modules, linear_layers, skeleton
+    from anybit.models.modules import kept_modules, linear_layers, skeleton
 
     if scheme is None and is_gguf(model):
         with contextlib.suppress(NotNative):  # then its layers are dequantized
@@ -310,7 +306,7 @@ def _layers(
 
 def _products(model: "nn.Module", schemes: dict[str, Scheme], ranks: int = 1) -> list[tuple[Scheme, int, int]]:
     """([(scheme, outputs, inputs)], dtype) of a model: its linear layers as ``fuse`` joins them, then single ones."""
-    from anybit.quantization.pipeline.modules import linear_layers
+    from anybit.models.modules import linear_layers
 
     layers = {
         layer.name: (Scheme(scheme.weights, scheme.activations), layer.n, layer.k)
@@ -337,7 +333,7 @@ def _part(model: "nn.Module", name: str, layer: tuple[Scheme, int, int], ranks: 
 
     Raises KernelError for a layer that so many ranks cannot share.
     """
-    from anybit.sharding import shard_format
+    from anybit.codes.sharding import shard_format
 
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:

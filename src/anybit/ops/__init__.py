@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from anybit import jit
+from anybit.choose.families import Layout
+from anybit.codes.hadamard import factor, transform
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
-from anybit.hadamard import factor, transform
-from anybit.kernels.elementwise import hadamard as hadamard_kernel
-from anybit.kernels.gemm.families import Layout
+from anybit.kernels.block import hadamard as hadamard_kernel
 from anybit.ops import bitwise, call_cache, packed
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
@@ -28,7 +29,6 @@ from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.library import COMPLIANT, define
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
-from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
 __all__ = [
@@ -199,7 +199,7 @@ def _rows_fake(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rotate vectors [..., K] by the orthogonal Hadamard matrix of their size, in x's dtype (``anybit.hadamard``)."""
+    """Rotate vectors [..., K] by the orthogonal Hadamard matrix of their size, in x's dtype (``codes.hadamard``)."""
     y: Tensor = torch.ops.anybit.hadamard(x)
     return y
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import KernelError
-from anybit.kernels.elementwise.rope import RopeStoreArgs as RopeStoreArgs
-from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
+from anybit.kernels.block.rope import RopeStoreArgs as RopeStoreArgs
+from anybit.kernels.block.rope_pages import RopePagesArgs as RopePagesArgs
 from anybit.ops.prologue import LinearInput
-from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 CachedCall = Callable[..., Any]

@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.choose.builtin import step
+from anybit.choose.dispatch import dispatcher, forget_with_maps
+from anybit.choose.families import Layout, quantizer
+from anybit.codes.packing import QuantizedWeight, pack_words
 from anybit.device import Device
+from anybit.kernels.bitplane import bitplane, bitplane_layout, bitplane_problem
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Packed, Target
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import bitplane, bitplane_layout, bitplane_problem
-from anybit.kernels.gemm.builtin import step
-from anybit.kernels.gemm.families import Layout, quantizer
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import check_input, dense_bias, layouts_of, product_of, rows_of
 from anybit.ops.prologue import LinearInput, opened
-from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
-from anybit.tune.dispatch import dispatcher, forget_with_maps
 
 TENSORS = 6
 """Number of tensors that ``prepare`` returns."""
@@ -42,7 +42,7 @@ forget_with_maps(_plans)
 class Bitwise(Backend):
     """Weights in bit planes, activations quantized and packed per call; sm_80 to sm_90.
 
-    wgmma on sm_90a, else mma.sync (kernels/gemm/bitplane.py).
+    wgmma on sm_90a, else mma.sync (kernels/bitplane/bitplane.py).
     """
 
     name = "bitwise"

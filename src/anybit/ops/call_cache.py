@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from anybit import jit
+from anybit.choose.dispatch import forget_with_maps
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.prologue import LinearInput, opened
-from anybit.tune.dispatch import forget_with_maps
 
 _MOST = 4096
 """Most cached calls (kinds of layers x token counts). An entry takes a few kilobytes."""

@@ -5,15 +5,15 @@ import functools
 import torch
 from torch import Tensor
 
+from anybit.choose.builtin import builtin_layout
+from anybit.choose.dispatch import allowed, dispatcher, generation
+from anybit.choose.families import Layout
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
-from anybit.kernels.gemm.builtin import builtin_layout
-from anybit.kernels.gemm.families import Layout
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.ops.backend import LinearSpec
-from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, WeightFormat
-from anybit.tune.dispatch import allowed, dispatcher, generation
 
 
 def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None = None) -> None:

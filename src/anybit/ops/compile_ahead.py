@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from anybit import jit
+from anybit.choose.builtin import MOST_TOKENS
+from anybit.choose.dispatch import dispatcher
+from anybit.choose.registry import STEPS
 from anybit.device import Device
 from anybit.jit.cache import fetch
-from anybit.kernels.gemm.builtin import MOST_TOKENS
 from anybit.ops import kept_choices
 from anybit.ops.backend import LinearSpec
 from anybit.ops.pages import RopePagesArgs, norm_rotate_pages, rotate_pages
-from anybit.tune.dispatch import dispatcher
 from anybit.tune.processes import compile_kernels
-from anybit.tune.registry import STEPS
 
 
 @dataclass(frozen=True)

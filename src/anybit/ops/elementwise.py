@@ -12,11 +12,11 @@ from torch import Tensor
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels.attention.kv_page import ring_places
-from anybit.kernels.elementwise import norm_act, rope
-from anybit.kernels.elementwise.norm_act import paired_rows as paired_rows
-from anybit.kernels.elementwise.rope import NO_NORMS, RopeStoreArgs
-from anybit.kernels.elementwise.rope import Norms as Norms
-from anybit.kernels.elementwise.rope import paired_channels as paired_channels
+from anybit.kernels.block import norm_act, rope
+from anybit.kernels.block.norm_act import paired_rows as paired_rows
+from anybit.kernels.block.rope import NO_NORMS, RopeStoreArgs
+from anybit.kernels.block.rope import Norms as Norms
+from anybit.kernels.block.rope import paired_channels as paired_channels
 from anybit.ops import call_cache
 from anybit.ops.library import define
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.elementwise.quantize_activations import Problem, Source, why_not
-from anybit.kernels.elementwise.rope import RopeStoreArgs
+from anybit.kernels.block.quantize_activations import Problem, Source, why_not
+from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.ops import call_cache
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends

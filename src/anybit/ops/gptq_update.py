@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anybit.kernels.quantization import gptq_update as kernel
+from anybit.kernels.gptq import gptq_update as kernel
 
 
 def sweep(

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 import anybit
+from anybit.choose.dispatch import Choices, allowed, given
+from anybit.choose.policy import own_file
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.jit.cache import keep_note, note
-from anybit.tune.dispatch import Choices, allowed, given
-from anybit.tune.policy import own_file
 
 _PACKAGE = Path(anybit.__file__).parent
 _DECIDING = ("*.py", "kernels/**/*.py", "tune/**/*", "ops/*.py", "jit/*.py")

@@ -2,7 +2,7 @@
 
 Kernels take a layer as a ``LayerView`` (tensors and sizes; ``kvcache`` documents their contents). Ops take only tensors
 and numbers, so ``anybit::kv_write`` and ``anybit::kv_decode`` name the cache by its number (``live``), next to the
-tensors they read and write. ``anybit.attention`` registers what decodes (``implement``). Lengths are counted
+tensors they read and write. ``anybit.cache.attention`` registers what decodes (``implement``). Lengths are counted
 beforehand, outside compiled code (``KVCache.extend``).
 """
 
@@ -21,13 +21,14 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.jit.driver import capture_of
-from anybit.kernels.attention import decode as kernels
-from anybit.kernels.attention import kv_page, kv_quantize
-from anybit.kernels.attention.decode import MOST_QUERIES as MOST_QUERIES
-from anybit.kernels.attention.decode import Config as Config
-from anybit.kernels.attention.decode import Problem as Problem
-from anybit.kernels.attention.decode import default as default
+from anybit.kernels.attention import kv_page
+from anybit.kernels.attention.decode import decode as kernels
+from anybit.kernels.attention.decode.decode import MOST_QUERIES as MOST_QUERIES
+from anybit.kernels.attention.decode.decode import Config as Config
+from anybit.kernels.attention.decode.decode import Problem as Problem
+from anybit.kernels.attention.decode.decode import default as default
 from anybit.kernels.attention.kv_page import PageLayout
+from anybit.kernels.attention.kv_quantize import kv_quantize
 from anybit.ops.checks import copy_of
 from anybit.ops.library import define
 
@@ -452,7 +453,7 @@ def _decode(
     q: Tensor, pages: Tensor, residual: Tensor, lengths: Tensor, number: int, layer: int, rows: list[int],
     scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None, alibi: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    assert _decode_of is not None, "anybit.attention has not called implement"
+    assert _decode_of is not None, "anybit.cache.attention has not called implement"
     with _over(number, pages, residual) as cache:
         return _decode_of(q, cache, layer, rows, Masks(scale, window, softcap, sinks, alibi))[0]
 

@@ -11,7 +11,10 @@ from functools import partial
 from torch import Tensor
 
 from anybit import jit
-from anybit.kernels.attention import decode, kv_page, kv_quantize, kv_unpack
+from anybit.kernels.attention import kv_page
+from anybit.kernels.attention.decode import decode
+from anybit.kernels.attention.kv_quantize import kv_quantize
+from anybit.kernels.attention.kv_unpack import kv_unpack
 from anybit.ops import kv
 from anybit.ops.call_cache import address, signature
 from anybit.ops.kv import Masks

@@ -13,7 +13,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.attention import decode as kernels
+from anybit.kernels.attention.decode import decode as kernels
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.ops import kv
 from anybit.ops.kv import NO_MASKS, Masks

@@ -15,11 +15,13 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.attention import decode as kernels
-from anybit.kernels.attention import kv_page, kv_quantize, kv_unpack
+from anybit.kernels.attention import kv_page
+from anybit.kernels.attention.decode import decode as kernels
 from anybit.kernels.attention.kv_page import PageLayout
+from anybit.kernels.attention.kv_quantize import kv_quantize
 from anybit.kernels.attention.kv_rows import PAGE as PAGE
 from anybit.kernels.attention.kv_rows import RowLayout as RowLayout
+from anybit.kernels.attention.kv_unpack import kv_unpack
 from anybit.ops import kv
 from anybit.ops.kv import MOST_QUERIES as MOST_QUERIES
 from anybit.ops.kv import NO_MASKS, LayerView, Masks

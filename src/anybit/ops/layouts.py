@@ -10,15 +10,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anybit.choose.builtin import step
+from anybit.choose.dispatch import allowed, dispatcher, forget_with_maps, tell
+from anybit.choose.families import Layout
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
-from anybit.kernels.gemm.builtin import step
-from anybit.kernels.gemm.families import Layout
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import layouts_of, product_of
 from anybit.ops.prologue import LinearInput, opened
-from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
-from anybit.tune.dispatch import allowed, dispatcher, forget_with_maps, tell
 
 _UNWANTED = 9
 """A cost above every other backend's."""
@@ -63,7 +63,7 @@ class MultiLayoutBackend(Backend):
         if self.eight and activations.quantized:
             return "it quantizes 16-bit activations to 8 bits, and these are already quantized"
         if self.eight and "a8" not in allowed():
-            return 'quantizing 16-bit activations is not allowed (allow it: anybit.tune.dispatch.allow("a8"))'
+            return 'quantizing 16-bit activations is not allowed (allow it: anybit.choose.dispatch.allow("a8"))'
         if self.eight and weight.group_index is not None:
             return "it does not support activation order"
         formats = (activations, _EIGHT[0] if self.eight else activations)

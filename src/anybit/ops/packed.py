@@ -12,35 +12,30 @@ import torch
 from torch import Tensor
 
 from anybit import jit
+from anybit.choose import heuristics
+from anybit.choose.builtin import step
+from anybit.choose.dispatch import dispatcher, forget_with_maps
+from anybit.choose.families import FAMILIES, KernelFamily, quantizer, tiles_of
+from anybit.codes.packing import QuantizedWeight, pack_words
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed, Source, Target
-from anybit.kernels.elementwise.rope import RopeStoreArgs
-from anybit.kernels.elementwise.rope_pages import RopePagesArgs
-from anybit.kernels.gemm import (
-    heuristics,
-    packed_layout,
-    packed_problem,
-    packed_rows,
-    packed_tiles,
-    sm80_packed_gemm,
-    sm90_packed_gemm,
-    sm90_packed_gemv,
-    sparse_layout,
-)
-from anybit.kernels.gemm.builtin import step
-from anybit.kernels.gemm.families import FAMILIES, KernelFamily, quantizer, tiles_of
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_layout import PackedWeight
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Packed, Source, Target
+from anybit.kernels.block.rope import RopeStoreArgs
+from anybit.kernels.block.rope_pages import RopePagesArgs
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_layout, packed_problem, packed_tiles, sparse_layout
+from anybit.kernels.packed.packed_layout import PackedWeight
+from anybit.kernels.packed.rows import packed_rows
+from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
+from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.ops import packed_calls
 from anybit.ops.backend import Backend, CachedCall, LinearSpec
 from anybit.ops.checks import check_input, copy_of, dense_bias, product_of, rows_of
 from anybit.ops.elementwise import check_step
 from anybit.ops.prologue import ActivationPrologue, LinearInput, opened
-from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
-from anybit.tune.dispatch import dispatcher, forget_with_maps
 
 TENSORS = 8
 """Number of tensors that ``prepare`` returns."""

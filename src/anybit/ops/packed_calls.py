@@ -8,11 +8,12 @@ from torch import Tensor, uint8
 from anybit import jit
 from anybit.device import Device
 from anybit.jit.tensor_map import encode_at
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import packed_problem, sm90_packed_gemm
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_layout import TILE_ROWS, PackedWeight, check_operands
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Packed, Target
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_problem
+from anybit.kernels.packed.packed_layout import TILE_ROWS, PackedWeight, check_operands
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops.backend import CachedCall
 from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.kernels.elementwise import rope_pages
-from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
+from anybit.kernels.block import rope_pages
+from anybit.kernels.block.rope_pages import RopePagesArgs as RopePagesArgs
 from anybit.ops import call_cache
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import copy_of

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from anybit import jit
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Config, Packed, Params, Problem, Source, Target
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Config, Packed, Params, Problem, Source, Target
 from anybit.scheme import ActivationFormat
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from anybit import reference
+from anybit.codes import reference
+from anybit.codes.packing import QuantizedWeight
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.prologue import LinearInput
-from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
 
@@ -38,7 +38,7 @@ class ReferencePacked(Backend):
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
 
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """The exact linear of ``anybit.reference``."""
+        """The exact linear of ``anybit.codes.reference``."""
         assert isinstance(x, Tensor)
         return reference.linear(x, self.restore(tensors, spec), spec.activations, bias)
 
@@ -53,7 +53,7 @@ class ReferenceDecoded(ReferencePacked):
         return [*super().prepare(weight, activations), reference.decode(weight, activations)]
 
     def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """The exact linear of ``anybit.reference`` over the decoded weight."""
+        """The exact linear of ``anybit.codes.reference`` over the decoded weight."""
         assert isinstance(x, Tensor)
         reference.check_activations(x, spec.k)
         return reference.multiply(x, tensors[6], tensors[1], spec.weights, spec.activations, bias)

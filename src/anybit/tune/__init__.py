@@ -6,7 +6,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """``dispatcher``: the former name of ``dispatch``, kept for compatibility."""
     if name == "dispatcher":
-        from anybit.tune import dispatch
+        from anybit.choose import dispatch
 
         return dispatch
     raise AttributeError(f"module 'anybit.tune' has no attribute {name!r}")

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from anybit.kernels.gemm.builtin import INTERPOLATE_FROM, builtin
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.tune.dispatch import Dispatcher
+from anybit.choose.builtin import INTERPOLATE_FROM, builtin
+from anybit.choose.dispatch import Dispatcher
+from anybit.choose.space import space
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.tune.roofline import floor_us
-from anybit.tune.space import space
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from anybit import jit
+from anybit.choose.families import Candidate
 from anybit.errors import KernelError
-from anybit.kernels.gemm.families import Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.tune.worker import Runner, Time, TimingBudget, WrongResultError
 
 _REFUSED = (WrongResultError, KernelError, ValueError, torch.OutOfMemoryError)

@@ -6,7 +6,7 @@ docs/notes/2026-11-23-bit-planes.md); for other GPUs, only reading is scaled, by
 
 import itertools
 
-from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem
 
 RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0, "sparse s8": 3839.0, "sparse f16": 1710.0}
 """Issue rates of wgmma in TOPS; sparse rates count the skipped zeros as operations."""

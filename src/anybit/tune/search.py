@@ -16,15 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from anybit.choose.dispatch import tell
+from anybit.choose.families import Candidate
+from anybit.choose.policy import Measured, Origin, Point, Policy, save, usable
+from anybit.choose.space import FEW_TOKENS, builtins_of, clearly_faster, preserves_pdl_overlap, promising
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.gemm.families import Candidate
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.tune.dispatch import tell
-from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.tune.processes import CrashError, Worker, apart, compile_one, compilers, die_with_parent
 from anybit.tune.roofline import floor_us
-from anybit.tune.space import FEW_TOKENS, builtins_of, clearly_faster, preserves_pdl_overlap, promising
 from anybit.tune.worker import Runner, Time, TimingBudget
 
 _logger = logging.getLogger(__name__)

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit import jit, reference
+from anybit import jit
+from anybit.choose.families import FAMILIES, Candidate, Layout, quantizer
+from anybit.codes import reference
+from anybit.codes.packing import QuantizedWeight, words_per_row
 from anybit.device import Device
-from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed
-from anybit.kernels.gemm import bitplane_layout, packed_tiles, sm80_packed_gemm
-from anybit.kernels.gemm.families import FAMILIES, Candidate, Layout, quantizer
-from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.packing import QuantizedWeight, words_per_row
+from anybit.kernels.bitplane import bitplane_layout
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Packed
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_tiles
+from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROTATE_BYTES = 160 << 20

@@ -19,7 +19,7 @@ from anybit.checkpoints.formats import (
     marlin_24,
 )
 from anybit.checkpoints.formats.stored import Source, StoredLayer
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import Scheme
 
 __all__ = ["FORMATS", "Format", "Source", "StoredLayer", "format_of", "layers_of"]

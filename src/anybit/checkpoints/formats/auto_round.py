@@ -4,7 +4,7 @@ from typing import Any
 
 from anybit.checkpoints.formats import awq, gptq
 from anybit.checkpoints.formats.stored import StoredLayer
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import Scheme
 
 NAME = "auto-round"

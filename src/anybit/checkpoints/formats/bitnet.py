@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoints.formats.stored import StoredLayer, finite
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import Scheme
 
 NAME = "bitnet"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, nibbles
-from anybit.packing import QuantizedWeight, table_of
+from anybit.codes.packing import QuantizedWeight, table_of
 from anybit.scheme import Scheme, WeightFormat
 
 NAME = "bitsandbytes"

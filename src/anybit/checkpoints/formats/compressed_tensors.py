@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.configuration import check_pattern
 from anybit.checkpoints.formats import fp4, fp8
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size, unset
+from anybit.codes.packing import WORD, QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.errors import dtype_name
-from anybit.packing import WORD, QuantizedWeight, pack_words, unpack_words, words_per_row
+from anybit.models.patterns import check_pattern
 from anybit.scheme import Code, Scheme, WeightFormat
 
 NAME = "compressed-tensors"

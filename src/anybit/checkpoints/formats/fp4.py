@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, nibbles, powers_of_two
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import Scheme, WeightFormat
 
 NAME = "modelopt NVFP4"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, powers_of_two
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import dtype_name
-from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme, WeightFormat
 
 NAME = "fp8"

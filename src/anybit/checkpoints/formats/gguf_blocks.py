@@ -13,8 +13,8 @@ from torch import Tensor
 
 from anybit.checkpoints.formats.stored import nibbles, powers_of_two
 from anybit.checkpoints.gguf_summary import SCHEMES
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CheckpointError
-from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 
 # Codes [N, blocks, weights], scales and minima [N, blocks, groups of a block].

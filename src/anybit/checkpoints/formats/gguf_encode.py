@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CheckpointError, ConversionError
-from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme, WeightFormat
 
 # Codes [N, blocks, weights], scales and minima [N, blocks, groups of a block] -> bytes [N, blocks, size].

@@ -24,8 +24,8 @@ from anybit.checkpoints.gguf_rotary import FACTORS, scale_rotary
 from anybit.checkpoints.gguf_summary import FLOATS, kind_of, stored_bytes
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.scratch import Scratch
+from anybit.codes.packing import QuantizedWeight, reorder
 from anybit.errors import CheckpointError
-from anybit.packing import QuantizedWeight, reorder
 from anybit.scheme import Scheme
 
 

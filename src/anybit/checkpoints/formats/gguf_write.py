@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.formats.gguf_encode import encode
 from anybit.checkpoints.formats.gguf_file import NotNative, names_of, row_order
 from anybit.checkpoints.formats.translate import Translation
+from anybit.codes.packing import reorder
 from anybit.errors import ConversionError, dtype_name
-from anybit.packing import reorder
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' model types, and GGUF's architectures."""

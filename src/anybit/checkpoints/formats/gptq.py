@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size
-from anybit.packing import QuantizedWeight, unpack_words
+from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.scheme import Code, Scheme, WeightFormat
 
 NAME = "gptq"

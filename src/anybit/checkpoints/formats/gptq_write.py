@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from anybit.codes.packing import QuantizedWeight, pack_words
 from anybit.errors import ConversionError
-from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import Scheme
 
 _BITS = (2, 3, 4, 8)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import Scheme, WeightFormat
 
 NAME = "hqq"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
-from anybit.packing import QuantizedWeight, pack_words, unpack_words
+from anybit.codes.packing import QuantizedWeight, pack_words, unpack_words
 from anybit.scheme import Scheme, WeightFormat
 
 NAME = "marlin-24"

@@ -22,9 +22,9 @@ from anybit.checkpoints.formats import Format, format_of, layers_of
 from anybit.checkpoints.formats.stored import StoredLayer, ordered
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.verify import check_model, check_values, names_in
+from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.errors import AnyBitError, CheckpointError, LayerError, one_line
-from anybit.linear import QuantLinear
-from anybit.packing import QuantizedWeight, unpack_words
+from anybit.layers.linear import QuantLinear
 from anybit.scheme import Scheme
 
 Answer = TypeVar("Answer")

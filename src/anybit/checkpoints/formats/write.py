@@ -26,7 +26,7 @@ from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.checkpoints.verify import TRAP
 from anybit.checkpoints.writing import ShardWriter, new_folder
 from anybit.errors import ConversionError
-from anybit.linear import QuantLinear
+from anybit.layers.linear import QuantLinear
 
 TARGETS = (METHOD, "compressed-tensors", "gptq", "gguf")
 
@@ -54,7 +54,7 @@ def convert_into(
             tokenizer.save_pretrained(work)
             config = json.loads((work / "config.json").read_text(encoding="utf-8"))
             return _write(source, to, work, empty, config, torch.float16)
-    from anybit.quantization.pipeline.modules import skeleton
+    from anybit.models.modules import skeleton
 
     with local_folder(model, trust_remote_code) as path:
         folder = Folder(path, trust_remote_code)
@@ -111,7 +111,7 @@ def _write(
 ) -> dict[str, Any]:
     """Fill a folder. dtype: of unquantized floats; None keeps theirs."""
     _check(source, empty)
-    from anybit.quantization.pipeline.modules import tied_heads, untied
+    from anybit.models.modules import tied_heads, untied
 
     kept = sorted(set(linear_shapes(empty)) - set(source.layers))
     if set(tied_heads(empty)) & set(source.layers):  # a head with its own codes is no longer tied

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import KernelError, LayerError
-from anybit.kernels.attention import kv_fp4
+from anybit.kernels.attention.fp4 import kv_fp4
 from anybit.scheme import KVFormat
 
 PAGES = (64, 128, 256)

@@ -17,7 +17,7 @@ Kernels see a row of pages either way; only the residual is rounded up to whole 
 from dataclasses import dataclass
 
 from anybit.errors import LayerError
-from anybit.kernels.attention.decode import residual_tokens
+from anybit.kernels.attention.decode.decode import residual_tokens
 from anybit.kernels.attention.kv_page import PageLayout
 
 PAGE = 128

@@ -6,7 +6,7 @@ Rounding is a straight-through estimator (Bengio et al., 2013); the scale's grad
 Scale and rounding are learned together, as in OmniQuant, SignRound and EfficientQAT. Gradients also pass through the
 clamp, because ``project`` keeps every place within the cell of some code: clipped weights can come back.
 
-Masks of 2:4 sparse weights are fixed here; ``anybit.quantization.learn.sparse`` learns them first.
+Masks of 2:4 sparse weights are fixed here; ``anybit.codes.sparse`` learns them first.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from anybit.packing import QuantizedWeight, stack, unstack
+from anybit.codes.packing import QuantizedWeight, stack, unstack
 from anybit.quantization.methods.grid import Grid
 
 # How far beyond the outermost codes a place may lie: just within their rounding cells.

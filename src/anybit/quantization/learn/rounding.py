@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.reference import _steps
+from anybit.codes.reference import _steps
 from anybit.scheme import ActivationFormat
 
 Hook = Callable[..., Any]

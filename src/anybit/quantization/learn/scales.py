@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit import hadamard
+from anybit.codes import hadamard
 from anybit.errors import CalibrationError
+from anybit.models.llama_block import llama_blocks
 from anybit.quantization.learn.fake_quant import GivenLinear
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import RoundedThrough, Shared
 from anybit.quantization.methods.distill import batches_of, shuffled
-from anybit.quantization.methods.llama_block import llama_blocks
 from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.scheme import ActivationFormat
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anybit.codes.packing import QuantizedWeight
+from anybit.codes.sparse import SparseWeight
 from anybit.errors import CalibrationError, TextError
-from anybit.packing import QuantizedWeight
+from anybit.models.blocks import weight_of
 from anybit.quantization.learn.fake_quant import Bank, FakeQuantWeight, GivenLinear, L, banks, parameter_groups
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import Shared, rounded_through
-from anybit.quantization.learn.sparse import SparseWeight
-from anybit.quantization.pipeline.blocks import weight_of
 from anybit.scheme import ActivationFormat
 
 Progress = Callable[[int, int, float], None]

@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from anybit.codes.packing import QuantizedWeight, check_fours
+from anybit.codes.sparse import two_of_four
 from anybit.errors import CalibrationError, OptionError
 from anybit.ops.gptq_update import sweep, sweep_choosing_cuda
-from anybit.packing import QuantizedWeight, check_fours
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
-from anybit.quantization.learn.sparse import two_of_four
 from anybit.quantization.methods.grid import Grid, best_candidates
 from anybit.scheme import WeightFormat
 

@@ -9,10 +9,10 @@ of each row.
 import torch
 from torch import Tensor
 
+from anybit.codes.packing import QuantizedWeight
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import OptionError, SchemeError
-from anybit.packing import QuantizedWeight
-from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.modules import LinearLayer
+from anybit.models.modules import LinearLayer
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import WeightFormat
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit import hadamard
+from anybit.codes import hadamard
 from anybit.errors import LayerError
-from anybit.quantization.methods.llama_block import LlamaBlock, gain_of, llama_blocks
-from anybit.quantization.pipeline.modules import beside_text
+from anybit.models.llama_block import LlamaBlock, gain_of, llama_blocks
+from anybit.models.modules import beside_text
 
 
 @torch.no_grad()

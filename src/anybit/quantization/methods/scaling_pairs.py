@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybit.quantization.methods.llama_block import LlamaBlock, gain_of
+from anybit.models.llama_block import LlamaBlock, gain_of
 
 
 @dataclass(frozen=True, eq=False)

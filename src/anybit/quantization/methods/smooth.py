@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anybit.codes.reference import quantize_activations
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import OptionError
-from anybit.quantization.methods.llama_block import llama_blocks
-from anybit.quantization.methods.rtn import quantize_weight
+from anybit.models.llama_block import llama_blocks
 from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.quantization.pipeline.blocks import reduce_inputs
-from anybit.reference import quantize_activations
 from anybit.scheme import Scheme
 
 # Strengths to try for each pair if none is given.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit import hadamard
-from anybit.quantization.methods.llama_block import llama_blocks
+from anybit.codes import hadamard
+from anybit.models.llama_block import llama_blocks
 from anybit.quantization.methods.rotate import rotate_input
 from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.quantization.pipeline.blocks import reduce_inputs

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from anybit.checkpoints.configuration import override_of
 from anybit.checkpoints.verify import layer_shapes
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.kernels.attention.kv_page import PageLayout
-from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.blocks import weight_of
+from anybit.models.blocks import weight_of
+from anybit.models.modules import LinearLayer
 from anybit.quantization.pipeline.calibrated import Options, first_of, load_whole, sequences_of
-from anybit.quantization.pipeline.modules import LinearLayer
 from anybit.quantization.pipeline.stream import Job, experts_of
 from anybit.scheme import WeightFormat
 

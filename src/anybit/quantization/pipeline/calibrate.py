@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from anybit.checkpoints.configuration import Quantization
+from anybit.codes.packing import QuantizedWeight, unstack
+from anybit.codes.reference import quantize_activations
 from anybit.errors import CalibrationError, OptionError, TextError
-from anybit.packing import QuantizedWeight, unstack
+from anybit.models.blocks import find_blocks, linear_modules, set_weight, weight_of
 from anybit.quantization.pipeline import blocks as walk
 from anybit.quantization.pipeline import resume as resuming
-from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, Scheme
 
 # Fewer tokens cannot characterize a layer of any real model.
@@ -248,7 +249,7 @@ class _Run:
         self.settings, self.refine = settings, refine
         self.config = getattr(model, "config", None)
         self.device = torch.device(settings.device)
-        self.prefix, self.blocks = walk.find_blocks(model)
+        self.prefix, self.blocks = find_blocks(model)
         home = next(model.parameters()).device
         self.count = len(batches)
         self.stores: list[walk.Store] = []
@@ -290,7 +291,7 @@ class _Run:
         name = f"{self.prefix}.{index}"
         original = self.blocks[index]
         work = copy.deepcopy(original).requires_grad_(False).to(self.device)
-        linears = walk.linear_modules(work, name, self.names)
+        linears = linear_modules(work, name, self.names)
         calls = [call.to(self.device) for call in self.calls[index]]
         for layer, module in linears.items():
             _round_inputs({layer: module}, self.schemes.scheme_of(layer).activations)
@@ -305,7 +306,7 @@ class _Run:
             if saved is None and self.refine is not None and linears:
                 self._refine(index, work, linears, weights, calls)
         for layer, module in linears.items():
-            walk.set_weight(module, weights[layer].to(self.device).dequantize())
+            set_weight(module, weights[layer].to(self.device).dequantize())
         self._advance(self.quantized, work, calls, name)
         weights = {layer: weight.to("cpu") for layer, weight in weights.items()}
         if saved is None and self.resume is not None:
@@ -319,7 +320,7 @@ class _Run:
     ) -> dict[str, QuantizedWeight]:
         """Quantize a block's layers in execution order, and advance the reference stream past it."""
         weights: dict[str, QuantizedWeight] = {}
-        plain = walk.linear_modules(original, name, self.names)
+        plain = linear_modules(original, name, self.names)
         stages = walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]) if linears else []
         seen = self._advance_reference(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
         for stage in stages:
@@ -328,11 +329,11 @@ class _Run:
             for layer in stage:
                 by_scheme.setdefault(self.schemes.scheme_of(layer), []).append(layer)
             for alike in by_scheme.values():
-                rows = [walk.weight_of(linears[layer]).float() for layer in alike]
+                rows = [weight_of(linears[layer]).float() for layer in alike]
                 stacked = self.quantizer(torch.cat(rows), statistics, ", ".join(alike))
                 for layer, weight in zip(alike, unstack(stacked, [len(weight) for weight in rows]), strict=True):
                     weights[layer] = weight
-                    walk.set_weight(linears[layer], weights[layer].dequantize())
+                    set_weight(linears[layer], weights[layer].dequantize())
         return weights
 
     def _advance_reference(
@@ -402,8 +403,8 @@ class _Run:
         """Let the refiner improve a block; ``reference`` already holds its target outputs, ``quantized`` its inputs."""
         assert self.reference is not None and self.refine is not None
         reference = self.reference
-        plain = walk.linear_modules(self.blocks[index], f"{self.prefix}.{index}", self.names)
-        originals = {layer: walk.weight_of(module).float() for layer, module in plain.items()}
+        plain = linear_modules(self.blocks[index], f"{self.prefix}.{index}", self.names)
+        originals = {layer: weight_of(module).float() for layer, module in plain.items()}
         self.refine(
             BlockTask(
                 index,

@@ -23,18 +23,19 @@ from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.folder import without_tokenizer
+from anybit.codes.packing import QuantizedWeight
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError, TextError, one_line
-from anybit.packing import QuantizedWeight
+from anybit.models.blocks import find_blocks
+from anybit.models.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads
 from anybit.quantization.learn.kl_gradient import fast_in_half
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.blockwise import BlockLearning
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.rotate import rotate
-from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.methods.smooth import smooth
 from anybit.quantization.methods.smooth_rotate import smooth_rotate
-from anybit.quantization.pipeline.blocks import find_blocks
 from anybit.quantization.pipeline.calibrate import (
     Calibration,
     Statistics,
@@ -47,7 +48,6 @@ from anybit.quantization.pipeline.calibrate import (
     tokenized,
 )
 from anybit.quantization.pipeline.masks import sparse_model
-from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads
 from anybit.quantization.pipeline.resume import make_folder, remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
-from anybit.packing import QuantizedWeight
+from anybit.codes.packing import QuantizedWeight
+from anybit.models.blocks import find_blocks, set_weight
 from anybit.quantization.learn.generated import continued
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.distill import Distillation, gains_of, learn_masks, shuffled
-from anybit.quantization.pipeline.blocks import find_blocks, set_weight
 from anybit.quantization.pipeline.calibrate import Calibration, Statistics, batched, calibrate, fingerprint
 from anybit.quantization.pipeline.resume import remembered
 from anybit.scheme import Scheme

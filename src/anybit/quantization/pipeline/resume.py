@@ -15,8 +15,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anybit.checkpoints.scratch import Scratch, replace_file
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CalibrationError
-from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 
 _OTHERS = (

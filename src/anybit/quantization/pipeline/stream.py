@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit import kvcache
+from anybit.cache import kvcache
 from anybit.checkpoints.configuration import configuration, override_of, parse_overrides, refuse_quantized
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import Entry, header_room
 from anybit.checkpoints.verify import TRAP, check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
-from anybit.embedding import embedding_refused
+from anybit.codes.packing import QuantizedWeight
+from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError
-from anybit.linear import QuantLinear
-from anybit.packing import QuantizedWeight
-from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.modules import (
+from anybit.layers.embedding import embedding_refused
+from anybit.layers.linear import QuantLinear
+from anybit.models.modules import (
     LinearLayer,
     beside_text,
     check_kept,

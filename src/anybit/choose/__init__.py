@@ -1,0 +1,1 @@
+"""Which kernel and config run a product."""

@@ -1,0 +1,200 @@
+"""The search space of a problem: every strategy, every family's legal configs, and what is excluded, with reasons.
+
+Legality is decided by the families' ``why_not`` alone. It includes APT-LLM's relation between block widths, warps and
+tiles (section V-B): a config gives the tile and its warps, which determine the work of each warp.
+"""
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from anybit.choose.builtin import builtin, power_of_two
+from anybit.choose.families import FAMILIES, Candidate, Layout, strategy_of, tiles_of
+from anybit.errors import KernelError
+from anybit.kernels.bitplane.bitplane_problem import half_bytes
+from anybit.kernels.block.quantize_activations import Target
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.scheme import CODES, ActivationFormat
+
+STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
+"""Strategies to compute a product (ADAngel, section 4.3)."""
+
+ALLOWANCES = {"a8": "16-bit activations may be quantized to 8 bits where that is faster: results change"}
+"""Options that change results, so a user has to allow them."""
+
+_INT4_TENSOR_CORES = ("sm_80", "sm_86", "sm_89")
+"""Read from the SASS of CUDA 13.0: later architectures emulate them."""
+_INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A strategy, or one family of it, that is not in a space, and why."""
+
+    strategy: str
+    kernel: str
+    reason: str
+
+
+class Space(NamedTuple):
+    """Every legal candidate of a product, by family, and what is excluded."""
+
+    candidates: list[Candidate]
+    excluded: list[Excluded]
+
+
+def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
+    """The whole space of a product. Raises KernelError for words not in ``ALLOWANCES``."""
+    refuse_unknown(allow)
+    found: list[Candidate] = []
+    excluded: list[Excluded] = []
+    for activations in targets_of(product, allow):
+        effective = replace(product, activations=activations)
+        for name, family in FAMILIES.items():
+            configs = family.configs(effective)
+            found += [Candidate(name, config, activations) for config in configs]
+            if not configs:
+                reason = family.why_not(effective) or "none of its configs fits this product and device"
+                excluded.append(Excluded(strategy_of(name, activations), name, reason))
+    return Space(found, [*excluded, *_excluded_strategies(product, allow)])
+
+
+def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iterator[Excluded]:
+    """Strategies that are excluded as a whole, besides what the families say."""
+    x = product.activations
+    if reason := why_not_split(product):
+        yield Excluded("split", "", reason)
+    if x.quantized:
+        yield Excluded("dequantize", "", f"activations are quantized to {x.bits} bits")
+    if x.integer:
+        yield Excluded("padding to fp8", "", "sums of e4m3 products are rounded, and integer activations are exact")
+    elif x.quantized:
+        yield Excluded("padding to int8", "", "the activations are 8-bit floats")
+    elif "a8" not in allow:
+        for name in ("padding to int8", "padding to fp8"):
+            yield Excluded(name, "", "it would quantize the activations, which is not allowed (allow a8)")
+
+
+def why_not_split(product: LinearProblem) -> str | None:
+    """Why operands are not split into nibbles for int4 tensor cores, as a sentence; None if they may be."""
+    w, x, arch = product.weights, product.activations, product.device.arch
+    if w.sparse:
+        return "the weights are 2:4 sparse"
+    if w.code not in CODES:
+        return f"{w.code} codes are not integers, so weights must be dequantized to 16-bit floats"
+    if not x.integer:
+        return f"split multiplies integers, and the activations are {x.bits}-bit floats"
+    if arch not in _INT4_TENSOR_CORES:
+        return f"4-bit integer products are emulated on the integer units of {arch}"
+    if max(w.bits, x.bits) <= 4:
+        return "both operands fit four bits, so there is nothing to split: padding runs them on 4-bit tensor cores"
+    return None
+
+
+def targets_of(product: LinearProblem, allow: Collection[str] = ()) -> list[ActivationFormat]:
+    """The product's own activation format, and those they may be quantized to."""
+    own = product.activations
+    return [own, _INT8, _FP8] if not own.quantized and "a8" in allow else [own]
+
+
+def refuse_unknown(allow: Collection[str]) -> None:
+    """Raise KernelError for an allowance that does not exist."""
+    for word in allow:
+        if word not in ALLOWANCES:
+            raise KernelError(f"allowance {word!r} is unknown; there are {', '.join(ALLOWANCES)}")
+
+
+FEW_TOKENS = 8
+"""Up to this token count, a GEMM ends before all blocks of the next kernel could have started beside its own."""
+_ANOTHER = 0.75
+"""Share of a multiprocessor's shared memory that a kernel other than the built-in one may use."""
+
+
+def clearly_faster(us: float, built_in_us: float) -> bool:
+    """Whether a config for few tokens beats the built-in choice by enough to speed up a whole step.
+
+    A GEMM timed in a chain of itself is off by up to a microsecond from its time between other kernels.
+    """
+    return us < max(0.95 * built_in_us, built_in_us - 1.0)
+
+
+def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate) -> bool:
+    """Whether the next kernel can start as early as after the built-in config (PDL); always true above few tokens.
+
+    More shared memory, or a second block per multiprocessor, keeps the next kernel's blocks from starting beside this
+    one's. Only whole steps show that, not GEMMs timed alone: 10 pipeline stages instead of 7 were 1 % faster alone and
+    cost 5 us per layer (w4a8, one token). Bit planes may always use half of a multiprocessor, and kernels other than
+    the built-in one as much as that one or three quarters.
+    """
+    if product.m > FEW_TOKENS:
+        return True
+    most, blocks = _room(replace(product, activations=candidate.activations), candidate.kernel)
+    if candidate.kernel == "sm90_packed_gemm" and candidate.config.min_blocks_per_sm > blocks:
+        return False
+    return candidate.shared_bytes <= most
+
+
+@functools.lru_cache(maxsize=4096)
+def _room(product: LinearProblem, kernel: str) -> tuple[float, int]:
+    """(shared memory that a block of a kernel may use, blocks that may share a multiprocessor)."""
+    family, device = FAMILIES[kernel], product.device
+    try:
+        chosen = builtin(product, family.layout(product.activations))
+        if family.target is Target.planes and device.arch == "sm_90a":
+            return max(chosen.shared_bytes, half_bytes(device)), 1
+        own = family.default(replace(product, m=power_of_two(product.m)))
+    except KernelError:
+        return float("inf"), device.sms
+    most: float = family.module.shared_bytes(own)
+    if chosen.kernel != kernel:
+        most = min(most, max(chosen.shared_bytes, _ANOTHER * device.shared_bytes))
+    return most, getattr(own, "min_blocks_per_sm", 1)
+
+
+# -------- fewer candidates: what a search tries first
+
+_EVERYTHING = 1000
+"""A search for this many candidates per family skips nothing."""
+_MANY_TOKENS = 256
+"""Above this, bit planes that are not the built-in choice take several times as long: not worth timing."""
+
+
+def _hopeless(product: LinearProblem, kernel: str) -> bool:
+    """Whether only the built-in choice is worth timing: mma.sync despite wgmma, or bit planes at many tokens."""
+    if product.device.arch == "sm_90a" and kernel in ("sm80_bitplane_gemm", "sm80_packed_gemm"):
+        return True
+    if kernel in ("sm90_bitplane_skinny", "sm90_bitplane_resident") and product.m > _MANY_TOKENS:
+        return True  # they reload the weights every 64 tokens
+    planes = FAMILIES[kernel].target is Target.planes
+    return planes and product.m > 32 and product.weights.bits * product.activations.bits > 16
+
+
+def builtins_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Candidate]:
+    """The built-in choices of every possible layout; the one that would run comes first."""
+    chosen = []
+    with contextlib.suppress(KernelError):
+        chosen.append(builtin(product))
+    for activations in targets_of(product, allow):
+        for layout in (Layout.planes, tiles_of(activations)):
+            with contextlib.suppress(KernelError):
+                chosen.append(builtin(replace(product, activations=activations), layout))
+    return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
+
+
+def promising(
+    product: LinearProblem, each: int, hints: Collection[Candidate] = (), allow: Collection[str] = ()
+) -> list[Candidate]:
+    """Built-in choices, then allowed hints, then the ``each`` most promising candidates of every family.
+
+    The product's built-in choice comes first and is always included, so a search never ends with something worse.
+    """
+    targets = targets_of(product, allow)
+    chosen = [*builtins_of(product, allow), *(hint for hint in hints if hint.activations in targets)]
+    for activations in targets if each else ():
+        effective = replace(product, activations=activations)
+        for name, family in FAMILIES.items():
+            if each >= _EVERYTHING or not _hopeless(effective, name):
+                chosen += [Candidate(name, config, activations) for config in family.promising(effective, each)]
+    return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]

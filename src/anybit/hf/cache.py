@@ -1,0 +1,496 @@
+"""A quantized KV cache for transformers: ``AnyBitCache`` as ``past_key_values``, and the attention that reads it.
+
+    model.set_attn_implementation("anybit")
+    model.generate(**inputs, past_key_values=AnyBitCache("kv4", config=model.config))
+
+The attention implementation "anybit" (registered on import, with its mask) reads packed pages directly: by the kernel
+on a GPU, by the exact reference elsewhere. With any other implementation, and in models that bypass transformers'
+attention interface (BLOOM), the cache returns dequantized keys and values: the same result without the speed.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import causal_mask_function
+
+from anybit.cache import attention
+from anybit.cache.kvcache import KVCache, turn
+from anybit.cache.ledger import MOST, check_page, whole
+from anybit.errors import LayerError
+from anybit.hf.cache_name import CACHE
+from anybit.ops import kv
+from anybit.ops.backend import RopeStoreArgs
+from anybit.ops.elementwise import Norms, rotate, rotate_store
+from anybit.ops.kv import MOST_QUERIES, Masks
+from anybit.scheme import KVFormat, Scheme, is_whole
+
+NAME = "anybit"
+_GROWTH = 1024
+
+
+class NotCausalError(LayerError):
+    """The mask asked of attention "anybit" is neither causal nor causal with a sliding window."""
+
+
+Waiting = tuple[Tensor, Tensor, int]
+"""(keys, values, layer index): new keys and values [batch, tokens, kv_heads, dim], not yet stored."""
+
+
+class AnyBitCache(Cache):  # type: ignore[misc]
+    """A quantized KV cache for a batch of sequences.
+
+    scheme: a KV format ("kv4", "k4v2g32"), or a scheme that has one ("w4a16g128-kv4").
+    config: the model's configuration; its ``_attn_implementation`` decides whether attention reads packed pages.
+    capacity: tokens per sequence to allocate up front (the cache grows beyond that).
+    page, slack: see ``KVCache``.
+    static: never grow beyond ``capacity``: addresses stay fixed, so a step can be a CUDA graph (``graph.py``).
+    With attention "anybit", the padding of left-padded batches is not stored.
+
+    After an error the cache is as it was before the forward pass. (If a layer after the first fails, ``KVCache.crop``
+    removes the pass's tokens: exact for up to ``slack`` tokens, and if the cache holds no others.)
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        scheme: str | Scheme | KVFormat,
+        *,
+        config: Any = None,
+        capacity: int = 0,
+        page: int = 128,
+        slack: int = 32,
+        static: bool = False,
+    ) -> None:
+        super().__init__(layers=[])
+        self.format = _format(scheme)
+        self.config, self.capacity, self.page, self.slack = config, capacity, page, slack
+        self.static = static
+        check_page(page, slack)
+        if not is_whole(capacity) or not 0 <= capacity <= MOST:
+            raise LayerError(f"capacity of an AnyBitCache must be a whole number of tokens, not {capacity!r}")
+        if static and capacity < 1:
+            raise LayerError(f"a static AnyBitCache needs a capacity of at least 1 token, not {capacity}")
+        self.store: KVCache | None = None
+        self.rows: list[int] = []
+        self.seen = 0  # tokens of a row, padding included
+        self._waiting: Waiting | None = None
+        self._counted_ahead = 0  # tokens of the current forward pass that ``count`` counted before it ran
+        self._pass: tuple[int, list[int]] = 0, []  # tokens counted by the current pass: padding included, and per row
+        self.packs_later = False  # full windows are packed by ``counted`` after the forward pass, not during it
+
+    # -------- transformers' Cache interface
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Add a layer's new keys and values, [batch, kv_heads, tokens, dim] each.
+
+        Returns the keys and values that attention takes: all tokens, dequantized (a first prompt's as passed in); only
+        the new tokens if attention is "anybit", which reads the pages itself.
+        Raises LayerError if batch, shape or device changed, or a static cache is full.
+        """
+        if key_states.shape != value_states.shape:
+            raise LayerError(
+                f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} must have the same shape: "
+                "AnyBitCache does not support models whose K and V heads differ"
+            )
+        if self._waiting is not None:
+            layer, self._waiting = self._waiting[2], None
+            raise LayerError(
+                f"layer {layer} did not run attention {NAME!r}, although the model's configuration names it: its "
+                "attention bypasses transformers' attention interface. Create the AnyBitCache without config"
+            )
+        self._begin(tuple(key_states.shape), layer_idx, key_states)
+        k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        if self.packed_attention:
+            key_states = key_states.view_as(key_states)  # a tensor of our own to mark
+            key_states.anybit_cache = self  # type: ignore[attr-defined]
+            self._waiting = (k, v, layer_idx)
+            return key_states, value_states
+        self._count(layer_idx, k.shape[1])
+        old = self.seen - k.shape[1]
+        store = self._store()
+        store.write(layer_idx, self.rows, k.to(store.dtype), v.to(store.dtype))
+        if old == 0:
+            return key_states, value_states  # a first prompt attends to its own unquantized keys and values
+        both = [store.read(layer_idx, row, newest=k.shape[1]) for row in self.rows]
+        keys, values = (torch.stack(x) for x in zip(*both, strict=True))
+        if store.rotation is not None:
+            keys, values = (turn(x, store.rotation, store.dtype) for x in (keys, values))
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    @property
+    def packed_attention(self) -> bool:
+        """Whether attention reads packed pages itself."""
+        return getattr(self.config, "_attn_implementation", None) == NAME
+
+    def _begin(self, shape: tuple[int, ...], layer: int, k: Tensor | None = None) -> None:
+        """Make room for a layer's new keys [batch, kv_heads, tokens, dim].
+
+        Counts no tokens. Raises LayerError if they do not fit, after removing those that this pass already counted.
+        """
+        counted = layer > 0 or self._counted_ahead > 0
+        total = self.seen + (0 if counted else shape[2])
+        try:
+            self._check(shape, layer, total, k)
+        except LayerError:
+            if counted:
+                self._take_back()
+            raise
+        if self.store is None and k is not None:
+            self._allocate(k, total)
+        store = self._store()
+        if layer >= store.layers or total > store.ledger.capacity:
+            store.grow(max(layer + 1, store.layers), total + (_GROWTH if layer == 0 else 0))
+
+    def _check(self, shape: tuple[int, ...], layer: int, total: int, k: Tensor | None) -> None:
+        batch, heads, _, dim = shape
+        if self.static:
+            self._check_room(total)
+        store = self.store
+        if store is None:
+            return
+        if batch != len(self.rows):
+            raise LayerError(f"the batch has {batch} rows, and this cache was filled with {len(self.rows)}")
+        if (heads, dim) != (store.kv_heads, store.head_dim):
+            raise LayerError(
+                f"layer {layer} has {heads} KV heads of {dim} channels, and earlier ones {store.kv_heads} of "
+                f"{store.head_dim}: AnyBitCache needs the same in all layers"
+            )
+        if k is not None and k.device != store.pages.device:
+            raise LayerError(f"keys are on {k.device}, and the KV cache on {store.pages.device}: move one of them")
+        if self.static and layer >= store.layers:
+            raise LayerError(
+                f"layer {layer} is beyond a static AnyBitCache of {store.layers} layers: pass config=model.config"
+            )
+
+    def _check_room(self, total: int) -> None:
+        """Raise LayerError if a static cache has no room for ``total`` tokens per row."""
+        room = self._pages(self.capacity)
+        if total > room:
+            raise LayerError(f"{total} tokens do not fit a static AnyBitCache of {room}: create it with more capacity")
+
+    def _pages(self, tokens: int) -> int:
+        """``tokens`` rounded up to whole pages."""
+        return -(-tokens // self.page) * self.page
+
+    def _allocate(self, k: Tensor, total: int) -> None:
+        """Create the KVCache for a batch of keys [batch, kv_heads, tokens, dim]."""
+        batch, heads, _, dim = k.shape
+        capacity = self.capacity if self.static else max(self.capacity, total + _GROWTH)
+        # Tensors created in inference mode cannot be written outside it, and a static cache outlives this call.
+        with torch.inference_mode(False):
+            self.store = KVCache(
+                self.format,
+                layers=getattr(self.config, "num_hidden_layers", 1) or 1,
+                kv_heads=heads,
+                head_dim=dim,
+                sequences=batch,
+                capacity=self._pages(capacity),
+                page=self.page,
+                slack=self.slack,
+                dtype=k.dtype if k.dtype in (torch.float16, torch.bfloat16) else torch.float16,
+                device=k.device,
+            )
+            self.rows = [self.store.add() for _ in range(batch)]
+
+    def _count(self, layer: int, tokens: int, of_rows: list[int] | None = None) -> None:
+        """At layer 0, count the pass's tokens unless ``count`` already has. of_rows: per row, without padding."""
+        if layer == 0 and not self._counted_ahead:
+            self._store().extend(self.rows, tokens if of_rows is None else of_rows)
+            self.seen += tokens
+            self._pass = tokens, [tokens] * len(self.rows) if of_rows is None else of_rows
+
+    def _take_back(self) -> None:
+        """Remove the tokens that the current forward pass has counted."""
+        store, (tokens, of_rows) = self._store(), self._pass
+        for row, n in zip(self.rows, of_rows, strict=False):
+            store.crop(row, store.length(row) - n)
+        self.seen, self._counted_ahead, self._pass = self.seen - tokens, 0, (0, [])
+
+    def count(self, tokens: int) -> None:
+        """Count a step's tokens before its forward pass: all the host work, so the pass can be a CUDA graph."""
+        store, tokens = self._store(), whole(tokens, "the tokens of a step")
+        total = self.seen + tokens
+        if self.static:
+            self._check_room(total)
+        elif total > store.ledger.capacity:
+            store.grow(store.layers, total + _GROWTH)
+        store.extend(self.rows, tokens)
+        self.seen, self._counted_ahead, self._pass = total, tokens, (tokens, [tokens] * len(self.rows))
+
+    def counted(self) -> None:
+        """Finish the step begun by ``count``, after its forward pass: pack the windows that it filled."""
+        store, tokens, self._counted_ahead = self._store(), self._counted_ahead, 0
+        if self.packs_later and store.completes(self.rows, tokens):
+            for layer in range(store.layers):
+                store.pack(layer, self.rows, tokens)
+
+    def takes_step(self, tokens: int) -> bool:
+        """Whether packed attention can run ``tokens`` new tokens per row, without padding, as a decode step."""
+        store = self.store
+        if store is None or not self.packed_attention:
+            return False
+        seen = self.seen - self._counted_ahead
+        return seen > 0 and tokens <= min(MOST_QUERIES, store.ledger.slack)
+
+    def _store(self) -> KVCache:
+        if self.store is None:
+            raise LayerError("this AnyBitCache holds no tokens yet: run a forward pass over a prompt first")
+        return self.store
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, padding included."""
+        waits = self._waiting is not None and self._waiting[2] == 0 and not self._counted_ahead
+        return self.seen + (self._waiting[0].shape[1] if waits and self._waiting else 0)
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1, no limit: the cache grows."""
+        return -1
+
+    get_max_length = get_max_cache_shape
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer is linear attention. Never empty: generate takes all([]) as true and reprocesses a chat."""
+        return [False] * max(len(self), 1)
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(number of keys that a mask covers, position of the first)."""
+        length = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self.seen + length, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i continues row ``beam_idx[i]``; full pages are shared, not copied."""
+        if self.store is not None:
+            self.store.reorder(self.rows, beam_idx.tolist())
+
+    def crop(self, tokens: int) -> None:
+        """Remove n newest tokens, exactly up to ``slack``; tokens: n or -n, in older transformers how many to keep."""
+        tokens = whole(tokens, "the tokens to crop")
+        removed = abs(tokens) if _CROP_COUNTS_REMOVED else (-tokens if tokens < 0 else self.seen - tokens)
+        removed = min(removed, self.seen)
+        if self.store is None or removed <= 0:
+            return
+        for row in self.rows:
+            self.store.crop(row, max(self.store.length(row) - removed, 0))
+        self.seen -= removed
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not supported (the base class works layer by layer, and this cache has no layer objects)."""
+        raise LayerError("an AnyBitCache cannot repeat its rows: pass generate a batch that is already repeated")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Not supported, like ``batch_repeat_interleave``."""
+        raise LayerError("an AnyBitCache cannot select rows: use reorder_cache")
+
+    def reset(self) -> None:
+        """Forget all tokens; a static cache keeps its memory."""
+        self.seen, self._waiting, self._counted_ahead, self._pass = 0, None, 0, (0, [])
+        if self.store is None or not self.static:
+            self.store, self.rows = None, []
+            return
+        for row in self.rows:
+            self.store.free(row)
+        self.rows = [self.store.add() for _ in self.rows]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first."""
+        return len(self.rows) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether any token has been stored."""
+        return self.store is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: the newest ``slack`` tokens can be removed exactly."""
+        return True
+
+    def __len__(self) -> int:
+        return 0 if self.store is None else self.store.layers
+
+    def __repr__(self) -> str:
+        kind = "static " if self.static else ""
+        return f"AnyBitCache({kind}{self.format}: {len(self)} layers, {len(self.rows)} rows of {self.seen} tokens)"
+
+    # -------- attention over packed pages
+
+    def attend_step(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        heads: tuple[int, int],
+        norms: Norms,
+        masks: Masks,
+        paired: bool = False,
+    ) -> Tensor:
+        """RoPE, KV store and attention of a decode step's QKV projection; only if ``takes_step`` is true.
+
+        qkv: [batch, tokens, (query heads + 2 * KV heads) * head_dim].  rotary: cosine and sine [batch * tokens,
+        head_dim].  heads: (query heads, KV heads).  norms, paired: as for ``ops.elementwise.rotate``.
+        Returns [batch, tokens, query heads, head_dim].
+        """
+        batch, tokens, _ = qkv.shape
+        dim = rotary[0].shape[1]
+        flat = qkv.view(batch * tokens, -1)
+        step = self.step(layer, rotary, heads, batch, tokens, qkv.dtype)
+        if step is not None:
+            q = rotate_store(flat, step, norms, paired)
+            return self.attend_turned(layer, q.view(batch, tokens, -1, dim), masks)
+        store = self._begun_step(layer, heads[1], dim, batch, tokens)
+        q, k = rotate(flat, *rotary, *heads, norms, paired)
+        v = flat[:, -heads[1] * dim :]
+        q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
+        kv.write(store, layer, self.rows, k, v)
+        return kv.attend(q, store, layer, self.rows, masks).to(qkv.dtype)
+
+    def step(
+        self, layer: int, rotary: tuple[Tensor, Tensor], heads: tuple[int, int], batch: int, tokens: int,
+        dtype: torch.dtype,
+    ) -> RopeStoreArgs | None:  # fmt: skip
+        """Count a layer's step and return where a kernel can store its keys and values directly after RoPE.
+
+        None, and nothing counted, if the format rotates its keys or the dtypes differ.
+        """
+        store = self._store()
+        if store.rotation is not None or dtype != store.dtype:
+            return None
+        self._begun_step(layer, heads[1], rotary[0].shape[1], batch, tokens)
+        store.newest_are_few = True
+        return RopeStoreArgs(
+            *rotary, store.residual[layer], store.lengths, store.row_pointer(self.rows), *heads, tokens
+        )
+
+    def attend_turned(self, layer: int, q: Tensor, masks: Masks) -> Tensor:
+        """Attention of queries after RoPE [batch, tokens, heads, head_dim]; keys and values are stored (``step``)."""
+        store, tokens = self._store(), q.shape[1]
+        if not self.packs_later and store.completes(self.rows, tokens):
+            store.pack(layer, self.rows, tokens)
+        return kv.attend(q, store, layer, self.rows, masks)
+
+    def _begun_step(self, layer: int, heads: int, dim: int, batch: int, tokens: int) -> KVCache:
+        self._begin((batch, heads, tokens, dim), layer)
+        self._count(layer, tokens)
+        return self._store()
+
+    def taken(self) -> Waiting | None:
+        """Take the keys and values that ``update`` left for this attention call; None if there are none."""
+        found, self._waiting = self._waiting, None
+        return found
+
+    def attend(self, q: Tensor, new: Waiting | None, padding: Tensor | None, masks: Masks) -> Tensor:
+        """Store the keys and values from ``taken`` and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
+        if new is None:
+            raise LayerError("attention ran before the cache's update: keys and values of this layer are missing")
+        k, v, layer = new
+        store, tokens = self._store(), q.shape[2]
+        q = q.transpose(1, 2).to(store.dtype)
+        k, v = (x.to(store.dtype) for x in (k, v))
+        counts = [tokens] * len(self.rows) if padding is None else (padding[:, -tokens:] != 0).sum(1).tolist()
+        if layer == 0 and padding is not None and bool((padding[:, 1:] < padding[:, :-1]).any()):
+            raise LayerError(
+                "attention 'anybit' supports left padding only, and this attention_mask hides tokens after "
+                "visible ones (generate builds such a mask from pad tokens inside a prompt: pass attention_mask)"
+            )
+        self._count(layer, tokens, None if padding is None else counts)
+        even = all(count == tokens for count in counts)
+        if even and tokens <= min(MOST_QUERIES, store.ledger.slack) and self.seen > tokens:
+            kv.write(store, layer, self.rows, k, v)
+            return kv.attend(q, store, layer, self.rows, masks)
+        out = torch.zeros_like(q)
+        for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
+            if count:
+                own = slice(tokens - count, tokens)
+                out[i, own] = attention.prefill(q[i, own], k[i, own], v[i, own], store, layer, row, masks)
+        return out
+
+
+def _format(scheme: str | Scheme | KVFormat) -> KVFormat:
+    if isinstance(scheme, KVFormat):
+        return scheme
+    if isinstance(scheme, str) and scheme.startswith("k"):
+        return KVFormat.parse(scheme)
+    found = Scheme.parse(scheme).kv
+    if found is None:
+        raise LayerError(f"scheme {scheme!s} names no KV format: add -kv4, or pass a KV format such as 'kv4'")
+    return found
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention implementation "anybit"; LayerError names each argument that it does not support."""
+    cache = getattr(key, "anybit_cache", None)
+    if cache is None:
+        raise LayerError(
+            f"attention 'anybit' needs an AnyBitCache: pass {CACHE}=AnyBitCache('kv4', config=model.config)"
+        )
+    new = cache.taken()  # before any check, so that an error leaves nothing pending in the cache
+    if dropout:
+        raise LayerError(f"attention 'anybit' does not support dropout, and dropout is {dropout}: call model.eval()")
+    if position_bias is not None:
+        raise LayerError("attention 'anybit' does not support a learned position bias")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise LayerError("attention 'anybit' is causal, and this layer is not")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise LayerError(f"attention 'anybit' takes padding masks [batch, keys], not {tuple(attention_mask.shape)}")
+    masks = Masks(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return cache.attend(query, new, attention_mask, masks).to(query.dtype), None
+
+
+def mask(
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    kv_length: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask for "anybit": the padding mask, or None without padding; attention itself is causal and windowed."""
+    if not torch.compiler.is_compiling() and not _is_causal(mask_function):
+        raise NotCausalError(
+            f"attention {NAME!r} is causal, with or without a sliding window, and this model's mask is of another kind "
+            "(chunked, or bidirectional within images): use another attention implementation, and create AnyBitCache "
+            "without config"
+        )
+    if attention_mask is None:
+        return None
+    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # some models (OPT) create a mask if none is given; rows of a captured step have no padding
+    attention_mask = attention_mask[:, -kv_length:] if kv_length else attention_mask
+    return None if bool(attention_mask.all()) else attention_mask
+
+
+def _is_causal(function: Any) -> bool:
+    """Whether a mask function of transformers is plainly causal, with or without a sliding window."""
+    if function is None or function is causal_mask_function:
+        return True
+    kind, inside = getattr(function, "__qualname__", "").partition(".")[0], getattr(function, "__closure__", None)
+    values = [cell.cell_contents for cell in inside or ()]
+    if kind == "blockwise_overlay":  # -1: token in no block
+        return not bool((values[0] >= 0).any())
+    return kind == "sliding_window_overlay" or (kind in ("and_masks", "or_masks") and all(map(_is_causal, *values)))
+
+
+_CROP_COUNTS_REMOVED = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, mask)

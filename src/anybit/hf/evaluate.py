@@ -1,0 +1,156 @@
+"""Perplexity over fixed windows of a text, and agreement with a baseline model."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import TextError
+from anybit.hf.cache_name import CACHE
+from anybit.layers.linear import QuantLinear
+from anybit.quantization.pipeline.calibrate import read_text as read_text
+
+Progress = Callable[[int, int], None]
+"""Called with windows done and windows in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Perplexity, and everything the figure depends on.
+
+    perplexity: exp of the mean negative log likelihood (nats) over ``scored`` tokens: all but the first of each window.
+    bos: whether every window begins with the BOS token, in addition to its text.
+    """
+
+    perplexity: float
+    windows: int
+    context: int
+    bos: bool
+    scored: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often two models predict the same next token, and how far apart their distributions are.
+
+    same: share of positions with the same top-1 token.  divergence: mean KL(baseline || model), nats.
+    """
+
+    same: float
+    divergence: float
+    positions: int
+
+
+def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos: int | None = None) -> Tensor:
+    """Cut token ids into consecutive windows of ``context`` tokens, int64 [windows, context]; the remainder is dropped.
+
+    bos: a token to prepend to every window, which then holds context - 1 tokens of text.
+    Raises TextError for a text shorter than one window, or than ``windows`` of them.
+    """
+    if context < 2:
+        raise TextError(f"a window needs at least 2 tokens, to predict one from another, not {context}")
+    length = context - (bos is not None)
+    available = len(ids) // length
+    if available < max(windows or 1, 1):
+        wanted = f"{windows} windows" if windows else "one window"
+        raise TextError(f"the text has {len(ids)} tokens, and {wanted} of {length} need {length * (windows or 1)}")
+    count = windows or available
+    rows = torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
+    return rows if bos is None else torch.cat([torch.full((count, 1), bos), rows], dim=1)
+
+
+@torch.inference_mode()
+def perplexity(
+    model: Any,
+    windows: Tensor,
+    bos: bool = False,
+    progress: Progress | None = None,
+    cache: Callable[[], Any] | None = None,
+    step: int = 32,
+) -> Perplexity:
+    """Perplexity of a causal language model over windows of token ids, int64 [W, T], one window at a time.
+
+    bos: whether windows begin with a BOS token; only recorded in the result. progress: called with windows done and in
+    all. cache: makes a KV cache per window, which then runs ``step`` tokens at a time, so that later tokens attend over
+    quantized keys and values; without it a window runs at once, over unquantized ones.
+    """
+    start = time.perf_counter()
+    total, scored = 0.0, 0
+    for i, window in enumerate(windows):
+        logits = _logits(model, window, cache, step)
+        loss = nn.functional.cross_entropy(logits[:-1], window[1:].to(logits.device), reduction="sum")
+        total += float(loss)
+        scored += len(window) - 1
+        if progress is not None:
+            progress(i + 1, len(windows))
+    mean = total / scored
+    value = math.inf if mean >= 700 else math.exp(mean)  # the exp of NaN is NaN
+    return Perplexity(value, len(windows), windows.shape[1], bos, scored, time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def agreement(
+    model: Any,
+    baseline: Any,
+    windows: Tensor,
+    progress: Progress | None = None,
+    cache: Callable[[], Any] | None = None,
+    baseline_cache: Callable[[], Any] | None = None,
+    step: int = 32,
+) -> Agreement:
+    """Compare a model with a baseline of the same vocabulary on windows of token ids, int64 [W, T].
+
+    Every position counts. cache, baseline_cache, step, progress: as in ``perplexity``.
+    """
+    same, divergence, positions = 0, 0.0, 0
+    for i, window in enumerate(windows):
+        ours = _logits(model, window, cache, step).log_softmax(-1)
+        theirs = _logits(baseline, window, baseline_cache, step).log_softmax(-1).to(ours.device)
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        divergence += float(nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True))
+        positions += len(window)
+        if progress is not None:
+            progress(i + 1, len(windows))
+    return Agreement(same / positions, divergence / positions, positions)
+
+
+def bits_per_weight(model: nn.Module) -> float:
+    """Bits per weight of the quantized layers, including scales and zeros; of all Linears if none is quantized.
+
+    Experts stored as one tensor are not quantized, and are counted.
+
+    Scales and unquantized weights count 16 bits even if the model runs in float32, as on a CPU: a checkpoint usually
+    stores 16.
+    """
+    bits, weights = 0.0, 0
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            count = module.in_features * module.out_features
+            weight = module.quantized_weight()
+            bits += weight.bits_per_weight * count - weight.scale.numel() * (8 * weight.scale.element_size() - 16)
+            weights += count
+    if weights:
+        for name, tensor in model.named_parameters():
+            if ".experts." in name and tensor.ndim > 2:
+                bits += min(8 * tensor.element_size(), 16) * tensor.numel()
+                weights += tensor.numel()
+        return bits / weights
+    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    count = sum(weight.numel() for weight in linears)
+    return sum(min(8 * weight.element_size(), 16) * weight.numel() for weight in linears) / count if count else math.nan
+
+
+def _logits(model: Any, window: Tensor, cache: Callable[[], Any] | None, step: int) -> Tensor:
+    """Logits float32 [T, vocabulary] of a window int64 [T]: in one pass, or ``step`` tokens at a time over a cache."""
+    ids = window[None].to(model.device)
+    if cache is None:
+        logits: Tensor = model(ids, use_cache=False).logits[0]
+        return logits.float()
+    kept = cache()
+    parts = [model(part, use_cache=True, **{CACHE: kept}).logits[0].float() for part in ids.split(step, dim=1)]
+    return torch.cat(parts)

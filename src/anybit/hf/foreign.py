@@ -1,0 +1,86 @@
+"""Models quantized by other tools, in transformers: built from config.json, loaded through a ``Translation``."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
+from anybit.checkpoints.formats.translate import Translation, linear_shapes
+from anybit.checkpoints.gguf_summary import gguf_scheme
+from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
+from anybit.hf.transformers import AnyBitConfig, replace_linears
+from anybit.models.modules import tied_heads
+from anybit.scheme import Scheme
+
+
+def load_translated(
+    source: Translation, empty: Any, dtype: torch.dtype, device_map: Any = None, backend: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """(model, loading info) of a translated folder, as ``from_pretrained`` returns them; read layer by layer.
+
+    empty: the unquantized model on the meta device.
+    Raises CheckpointError for a layer that the model lacks or has in another shape.
+    """
+    if source.kv_scales:
+        warnings.warn(
+            f"{source.path} has scales for an 8-bit KV cache, such as {source.kv_scales[0]}: they are ignored, and "
+            "keys and values stay in 16 bits",
+            stacklevel=3,
+        )
+    source.check(empty)
+    kept = sorted(set(linear_shapes(empty)) - set(source.layers))
+    words = source.configuration(kept)
+    config = copy.deepcopy(empty.config)
+    config.quantization_config = {**words, **({"backend": backend} if backend else {})}
+    for name in set(tied_heads(empty)) & set(source.layers):  # a head with codes of its own is no longer tied
+        del empty.all_tied_weights_keys[f"{name}.weight"]
+        for part in (config, config.get_text_config(decoder=True)):
+            part.tie_word_embeddings = False
+    known = AnyBitConfig.from_dict(words)
+    replace_linears(empty, source.scheme, kept, group_index=source.group_index, overrides=known.quantization.overrides)
+    tensors = source.state_dict(empty, dtype)
+    model, found = type(empty).from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map, output_loading_info=True
+    )
+    model.config.name_or_path = str(source.path)
+    if (source.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    return model, found
+
+
+def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> tuple[Any, Any, Scheme] | None:
+    """(model, tokenizer, scheme) of a GGUF file, keeping its quantization; None if it has to be dequantized.
+
+    dtype: of all floats; "auto" is float16. Warns if the file, or some of its matrices, must be dequantized.
+    Raises CheckpointError for a corrupt file, KernelError if no kernel supports its codes.
+    """
+    if gguf_scheme(file) is None:
+        return None
+    try:
+        source, tokenizer, empty = open_gguf(file)
+    except NotNative as reason:
+        warnings.warn(f"{file} is dequantized to 16-bit floats: {reason}", stacklevel=3)
+        return None
+    if source.dequantized:
+        kinds = ", ".join(sorted(source.dequantized))
+        warnings.warn(
+            f"{file} has matrices in {kinds}, which become 16-bit floats: anybit has no codes for them", stacklevel=3
+        )
+    try:
+        model, _ = load_translated(source, empty, torch.float16 if dtype == "auto" else dtype, device_map, backend)
+    except KernelError as error:
+        raise without_kernel(error) from None
+    except (AnyBitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a damaged file can make the libraries below raise anything
+        raise CheckpointError(f"{file} cannot be loaded: {one_line(error)}") from error
+    return model, tokenizer, source.scheme
+
+
+def without_kernel(error: KernelError) -> KernelError:
+    """The error for codes that no kernel supports, plus the way out for models that cannot be requantized."""
+    return KernelError(f"{error}; --dequantize (dequantize=True) runs this model's layers as 16-bit floats")

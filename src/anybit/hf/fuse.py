@@ -1,0 +1,438 @@
+"""Kernel fusion for Llama-like models: QKV and gate/up become one GEMM each, each norm includes the residual add, and
+RoPE and SiLU are one launch each, or the epilogue of the GEMM at one or two tokens.
+
+    model = anybit.fuse(model)       # for inference; anybit.unfuse(model) undoes it, for saving
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from anybit import ops
+from anybit.codes.packing import reorder, stack, unstack
+from anybit.errors import LayerError
+from anybit.hf import graph
+from anybit.hf.cache import AnyBitCache
+from anybit.layers.linear import QuantLinear
+from anybit.ops.backend import RopeStoreArgs
+from anybit.ops.elementwise import Norms, add_rms_norm, paired_channels, paired_rows, rms_norm, rotate
+from anybit.ops.kv import Masks
+
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""The decoder layers of transformers that ``fuse`` knows."""
+
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+_TABLE_BYTES = 128 << 20
+
+Hidden = Tensor | tuple[Tensor, Tensor]
+"""Passed between layers: hidden states, or a pair (last layer's output, residual) whose sum they are."""
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer in about eight launches, five at one or two tokens, instead of more than twenty."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        self.attention: Any = attention
+        self.config = attention.config
+        self.layer_idx = attention.layer_idx
+        self.head_dim = attention.head_dim
+        self.query_heads = self.config.num_attention_heads
+        self.key_heads = self.config.num_key_value_heads
+        window_of = self.config if type(layer).__name__ == "MistralDecoderLayer" else attention
+        self.window = getattr(window_of, "sliding_window", None)
+        self.input_norm: Any = layer.input_layernorm
+        self.mlp_norm: Any = layer.post_attention_layernorm
+        # Interleave the channels that RoPE rotates together, so that the GEMM of one or two tokens can apply RoPE and
+        # store keys and values in its epilogue. Not for models with a QK norm (Qwen3), nor for quantized activations,
+        # whose GEMMs have no such epilogue.
+        normed = getattr(attention, "q_norm", None) is not None
+        coded = attention.q_proj.scheme.activations.quantized
+        heads = (self.query_heads, self.key_heads, self.head_dim)
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        plain = not (normed or coded or self.head_dim % 16) and _alike(projections)
+        self.channels = paired_channels(*heads) if plain else None
+        self.qkv = _joined(projections, self.channels)
+        self.output: Any = attention.o_proj
+        # Interleave rows of gate and up, so that the GEMM's epilogue can apply SiLU. If no GEMM with quantized
+        # activations has that epilogue, the kernel that quantizes them applies SiLU, and takes gate and up unmixed.
+        size = mlp.gate_proj.out_features
+        projections = [mlp.gate_proj, mlp.up_proj]
+        ends = not mlp.down_proj.scheme.activations.quantized or _end_with_silu(projections)
+        plain = size % 8 == 0 and ends and _alike(projections)
+        self.pairs = paired_rows(size) if plain else None
+        self.gate_up = _joined(projections, self.pairs)
+        self.down: Any = mlp.down_proj
+        self.mlp = mlp
+        for product in (self.qkv, self.output, self.gate_up, self.down):
+            product.stand_in_fused(True)
+        for parent, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
+            for name in names:
+                delattr(parent, name)
+        self.original = [layer]  # in a list, so that nn.Module does not register its parameters a second time
+
+    def forward(
+        self,
+        hidden_states: Hidden,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> Hidden:
+        """One decoder layer: hidden states [batch, tokens, hidden], or a ``Hidden`` pair of them -> a pair."""
+        assert position_embeddings is not None
+        cache = past_key_values if cache is None else cache
+        x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
+        gamma, epsilon = self.input_norm.weight, _epsilon(self.input_norm)
+        step = self._step(x, attention_mask, cache, position_embeddings)
+        if step is not None:
+            q, residual = self.qkv.norm_linear_rope(x, residual, gamma, epsilon, step)
+            q = q.view(*x.shape[:2], self.query_heads, self.head_dim)
+            attended = self._output(cache.attend_turned(self.layer_idx, q, self._masks()))
+        else:
+            qkv, residual = self.qkv.norm_linear(x, residual, gamma, epsilon)
+            attended = self._attend(qkv, attention_mask, cache, position_embeddings, kwargs)
+        norm = self.mlp_norm
+        silu = self.pairs is not None
+        gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
+        return self.down(gated) if silu else self.down.silu_linear(gated), residual
+
+    def _step(
+        self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]
+    ) -> RopeStoreArgs | None:
+        """Where the QKV GEMM of this step can store keys and values itself; None if it cannot."""
+        batch, tokens = x.shape[:2]
+        if (
+            self.channels is None
+            or mask is not None
+            or not isinstance(cache, AnyBitCache)
+            or not cache.takes_step(tokens)
+        ):
+            return None
+        heads = (self.query_heads, self.key_heads)
+        return cache.step(self.layer_idx, self._rotary(embeddings, batch, tokens), heads, batch, tokens, x.dtype)
+
+    def _rotary(self, embeddings: tuple[Tensor, Tensor], batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+        dim = self.head_dim
+        cosine, sine = (table.expand(batch, tokens, dim).reshape(-1, dim) for table in embeddings)
+        return cosine, sine
+
+    def _masks(self) -> Masks:
+        return Masks(scale=self.attention.scaling, window=self.window)
+
+    def _attend(
+        self, qkv: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+    ) -> Tensor:
+        batch, tokens = qkv.shape[:2]
+        dim, heads = self.head_dim, self.key_heads
+        rotary, paired = self._rotary(embeddings, batch, tokens), self.channels is not None
+        q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
+        gammas: Norms = (
+            (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, _epsilon(q_norm))
+        )
+        if isinstance(cache, AnyBitCache) and mask is None and cache.takes_step(tokens):
+            counts = (self.query_heads, heads)
+            return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, self._masks(), paired))
+        q, k = rotate(qkv.view(batch * tokens, -1), *rotary, self.query_heads, heads, gammas, paired)
+        v = qkv[..., -heads * dim :]
+        q, k, v = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        if self.window is not None:
+            kwargs["sliding_window"] = self.window
+        out, _ = attend(self.attention, q, k, v, mask, dropout=0.0, scaling=self.attention.scaling, **kwargs)
+        return self._output(out)
+
+    def _output(self, attended: Tensor) -> Tensor:
+        """The output projection, [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]."""
+        result: Tensor = self.output(attended.reshape(*attended.shape[:2], -1))
+        return result
+
+
+class FusedNorm(nn.Module):
+    """The final norm, including the last layer's residual add."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden_states: Hidden) -> Tensor:
+        """The norm of hidden states, or of a pair's sum."""
+        return _norm(hidden_states, self.norm)[0]
+
+
+class FusedRotary(nn.Module):
+    """The rotary embedding; in CUDA graphs, two lookups in precomputed tables instead of nine small kernels.
+
+    in_tables: whether all positions are known to be within the tables, which the owner of a static cache sets.
+    """
+
+    def __init__(self, rotary: nn.Module, positions: int) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.positions, self.in_tables = positions, False
+        self.tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [batch, tokens, head_dim] of positions [batch, tokens], in x's dtype."""
+        if not self.in_tables:
+            plain: tuple[Tensor, Tensor] = self.rotary(x, position_ids)
+            return plain
+        key = x.device, x.dtype
+        if key not in self.tables:
+            with torch.inference_mode(False), torch.no_grad():
+                every = torch.arange(self.positions, device=x.device)[None]
+                cosine, sine = self.rotary(torch.empty(0, dtype=x.dtype, device=x.device), every)
+            self.tables[key] = cosine[0].contiguous(), sine[0].contiguous()
+        cosine, sine = self.tables[key]
+        return cosine[position_ids], sine[position_ids]
+
+
+def _rotary_of(body: Any) -> nn.Module | None:
+    """A model's rotary embedding as FusedRotary, if it depends only on the position and its tables are small."""
+    rotary = getattr(body, "rotary_emb", None)
+    positions = getattr(body.config, "max_position_embeddings", 0)
+    inverse = getattr(rotary, "inv_freq", None)
+    if rotary is None or inverse is None or getattr(rotary, "rope_type", None) not in _FIXED_ROTARY:
+        return None
+    return FusedRotary(rotary, positions) if 0 < positions * inverse.numel() * 8 <= _TABLE_BYTES else None
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
+
+    Supports Llama, Mistral, Qwen2 and Qwen3; raises LayerError, naming the layer, for anything else. Projections that
+    share an input but not a scheme stay separate GEMMs. To save a fused model or get hidden states, ``unfuse`` it.
+    """
+    body = _body(model)
+    layers = getattr(body, "layers", None)
+    if layers is None or not len(layers):
+        raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(LAYERS)}")
+    if isinstance(layers[0], FusedLayer):
+        return model
+    if (reason := graph.on_several_devices(model)) is not None:
+        raise LayerError(f"the model cannot be fused: {reason}")
+    for index, layer in enumerate(layers):
+        if (reason := _why_not(layer)) is not None:
+            raise LayerError(f"layer {index} cannot be fused: {reason}")
+    for index, layer in enumerate(layers):
+        try:
+            layers[index] = FusedLayer(layer)
+        except LayerError as error:  # found only while joining, such as projections with different activation orders
+            _restore(layers)
+            raise LayerError(f"layer {index} cannot be fused: {error}") from None
+        except BaseException:  # out of memory, for example: a half-fused model would not run
+            _restore(layers)
+            raise
+    body.norm = FusedNorm(body.norm)
+    body.rotary_emb = _rotary_of(body) or body.rotary_emb
+    graph.install(model, layers[0].qkv.scheme.kv)
+    model.__dict__["_anybit_refusals"] = (
+        model.register_state_dict_pre_hook(_refuse_state_dict),
+        model.register_load_state_dict_pre_hook(_refuse_state_dict),
+        body.register_forward_pre_hook(_refuse_records, with_kwargs=True),
+    )
+    return model
+
+
+def accelerate(model: Any) -> bool:
+    """Prepare a model for fast ``generate(cache_implementation="static")``: fused layers if possible, CUDA graphs.
+
+    Works in place, also on unquantized models. Returns whether static generation will use an AnyBitCache and CUDA
+    graphs; if not, generate as before.
+    """
+    layers = getattr(_body(model), "layers", None)
+    if layers is not None and len(layers) and all(_why_not(layer) is None for layer in layers):
+        with contextlib.suppress(LayerError):  # in which case nothing was fused
+            fuse(model)
+    graph.install(model, None)
+    return graph.serves(model)
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Undo ``fuse`` and ``accelerate`` in place, restoring the layers and their tensors. Returns the model."""
+    body = _body(model)
+    _restore(getattr(body, "layers", ()))
+    if isinstance(getattr(body, "norm", None), FusedNorm):
+        body.norm = body.norm.norm
+    if isinstance(getattr(body, "rotary_emb", None), FusedRotary):
+        body.rotary_emb = body.rotary_emb.rotary
+    graph.uninstall(model)
+    schemes = [module.scheme for module in model.modules() if isinstance(module, QuantLinear)]
+    kv = next((scheme.kv for scheme in schemes if scheme.kv is not None), None)  # per-layer overrides have none
+    if kv is not None:
+        graph.install(model, kv)
+    for refusal in model.__dict__.pop("_anybit_refusals", ()):
+        refusal.remove()
+    return model
+
+
+def _restore(layers: Any) -> None:
+    """Replace fused layers by the originals, giving them back their projections."""
+    for index, layer in enumerate(layers):
+        if isinstance(layer, FusedLayer):
+            attention, mlp = layer.attention, layer.mlp
+            _split(
+                layer.qkv,
+                attention,
+                {"q_proj": layer.query_heads, "k_proj": layer.key_heads, "v_proj": layer.key_heads},
+                layer.channels,
+            )
+            _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
+            for product in (layer.output, layer.down):
+                product.stand_in_fused(False)
+            layers[index] = layer.original[0]
+
+
+def _body(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    if type(layer).__name__ not in LAYERS:
+        return f"it is a {type(layer).__name__}, and fuse knows {', '.join(LAYERS)}"
+    if not type(layer).__module__.startswith("transformers.models."):
+        return f"its {type(layer).__name__} is not transformers' own, but of {type(layer).__module__}"
+    if (hooked := next((name for name, part in layer.named_modules() if _is_hooked(part)), None)) is not None:
+        return f"forward hooks of {hooked or 'the layer'} would no longer be called: remove them first"
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    names = {f"self_attn.{n}": getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    names |= {f"mlp.{n}": getattr(mlp, n) for n in ("gate_proj", "up_proj", "down_proj")}
+    for name, module in names.items():
+        if not isinstance(module, QuantLinear):
+            return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer"
+    for shared in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        for name in shared:
+            if names[name].input_scale is not None:
+                return f"{name} has an input_scale of its own, so it cannot be joined with its neighbours"
+            if names[name].hadamard != names[shared[0]].hadamard:
+                return f"only one of {shared[0]} and {name} rotates its inputs, so they cannot be joined"
+    if attention.config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
+    return None
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a module has forward hooks other than those that transformers installs to record outputs."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+
+
+class SideBySide(nn.Module):
+    """Projections that share an input but not a scheme: one GEMM each, outputs concatenated.
+
+    Takes the place of a joined QuantLinear after a norm.
+    """
+
+    def __init__(self, layers: list[QuantLinear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.scheme = layers[0].scheme
+
+    def norm_linear(self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False) -> Any:
+        """``QuantLinear.norm_linear``: (y of RMSNorm(x + residual), x + residual); ``silu`` is not supported."""
+        assert not silu
+        if residual is None:
+            normed, total = rms_norm(x, gamma, epsilon), x
+        else:
+            normed, total = add_rms_norm(x, residual, gamma, epsilon)
+        return torch.cat([layer(normed) for layer in self.layers], dim=-1), total
+
+    def stand_in_fused(self, fused: bool) -> None:
+        """Mark every layer as ``QuantLinear.stand_in_fused`` does."""
+        for layer in self.layers:
+            layer.stand_in_fused(fused)  # type: ignore[operator]
+
+
+def _alike(layers: list[QuantLinear]) -> bool:
+    """Whether layers have the same scheme, so that they can be one GEMM."""
+    return all(layer.scheme == layers[0].scheme for layer in layers)
+
+
+def _end_with_silu(layers: list[QuantLinear]) -> bool:
+    """Whether the GEMM of these layers with quantized activations has a SiLU epilogue."""
+    one = layers[0]
+    return ops.ends_with_silu(one.quantized_weight(), one.scheme.activations, one.backend)
+
+
+def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:
+    """Layers joined into one QuantLinear, output rows in the order of ``rows``; SideBySide if schemes differ."""
+    if not _alike(layers):
+        return SideBySide(layers)
+    weight = stack([layer.quantized_weight() for layer in layers])
+    biases = [layer.bias for layer in layers]
+    bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
+    if bias is None and any(b is not None for b in biases):
+        raise LayerError("some of the layers to join have a bias, and some do not")
+    if rows is not None:
+        weight, bias = reorder(weight, rows), None if bias is None else bias[rows.to(bias.device)]
+    joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend)
+    joined.hadamard = layers[0].hadamard
+    return joined.prepare()
+
+
+def _split(
+    fused: QuantLinear | SideBySide, parent: nn.Module, shares: dict[str, int], rows: Tensor | None = None
+) -> None:
+    if isinstance(fused, SideBySide):
+        fused.stand_in_fused(False)
+        for name, layer in zip(shares, fused.layers, strict=True):
+            setattr(parent, name, layer)
+        return
+    unit = fused.out_features // sum(shares.values())
+    outputs = [share * unit for share in shares.values()]
+    whole, bias = fused.quantized_weight(), None if fused.bias is None else fused.bias.data
+    if rows is not None:
+        before = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows)))
+        whole, bias = reorder(whole, before), None if bias is None else bias[before.to(bias.device)]
+    biases = [None] * len(outputs) if bias is None else list(bias.split(outputs))
+    for name, weight, part in zip(shares, unstack(whole, outputs), biases, strict=True):
+        layer = QuantLinear.from_weight(weight, fused.scheme, part, fused.backend)
+        layer.hadamard = fused.hadamard
+        setattr(parent, name, layer.prepare())
+
+
+def _norm(hidden: Hidden, norm: Any) -> tuple[Tensor, Tensor]:
+    """(normed, residual) of hidden states, or of a pair's sum."""
+    if isinstance(hidden, Tensor):
+        return rms_norm(hidden, norm.weight, _epsilon(norm)), hidden
+    return add_rms_norm(hidden[0], hidden[1], norm.weight, _epsilon(norm))
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon)
+
+
+def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
+    raise LayerError("a fused model is for inference: call anybit.unfuse(model) before saving or loading its state")
+
+
+def _refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    """Raise LayerError for outputs that transformers records by layer type and would silently omit if fused."""
+    for name in ("output_hidden_states", "output_attentions"):
+        asked = kwargs.get(name)
+        if asked if asked is not None else getattr(body.config, name, False):
+            what = name.removeprefix("output_")
+            raise LayerError(f"a fused model has no {what} to record: call anybit.unfuse(model)")
+
+
+def _eager(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    logits = q @ k.transpose(2, 3) * scaling
+    if mask is not None:
+        logits = logits + mask[..., : k.shape[2]]
+    return (logits.float().softmax(-1).to(q.dtype) @ v).transpose(1, 2), None

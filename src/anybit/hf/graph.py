@@ -1,0 +1,387 @@
+"""CUDA graphs for decoding: a static cache, and each decode step as one graph launch.
+
+``install`` (called by ``anybit.fuse`` and for schemes with ``-kv``) changes two things about a model:
+
+- ``generate`` creates an ``AnyBitCache``: a static one for ``cache_implementation="static"``, in 16 bits or in the
+  scheme's KV format; by default a growing one, if the scheme has a KV format.
+- a step of one token per row over a static AnyBitCache is captured once and then replayed.
+
+Greedy generation does not wait for the host between tokens (``greedy.py``). Prefill, and steps that ask for more than
+logits, run eagerly.
+"""
+
+import contextlib
+import functools
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
+
+from anybit.cache import kvcache
+from anybit.errors import LayerError
+from anybit.hf import greedy
+from anybit.hf.cache import NAME, AnyBitCache, NotCausalError
+from anybit.hf.cache_name import CACHE, cache_of
+from anybit.layers.linear import QuantLinear
+from anybit.ops.capture import capture
+from anybit.scheme import KVFormat
+
+logger = logging.get_logger("anybit")
+
+_SIXTEEN_BITS = KVFormat.parse("kv16")
+_ROUND = 512  # static capacities are rounded up to this, so that calls of similar lengths share a graph
+_STEP_ARGUMENTS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep",
+    "return_dict", "cache_position",
+}  # fmt: skip
+
+
+class StepGraph:
+    """A step of one token per row over one static cache: eager the first time (to compile), captured the second.
+
+    ids, positions: int64 [rows, 1], the graph's input buffers.
+    """
+
+    def __init__(self, model: Any, forward: Callable[..., Any], cache: AnyBitCache) -> None:
+        store = cache._store()
+        self.forward, self.cache = forward, cache
+        rotary = getattr(model.get_decoder(), "rotary_emb", None) if hasattr(model, "get_decoder") else None
+        self.rotary: Any = rotary if hasattr(rotary, "in_tables") else None
+        rows, device = len(cache.rows), store.device
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.stream = torch.cuda.Stream(device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+    def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
+        """Logits [rows, 1, vocabulary] after tokens ``ids``; the next step overwrites them."""
+        self.ids.copy_(ids)
+        if isinstance(positions, int):
+            self.positions.fill_(positions)
+        else:
+            self.positions.copy_(positions)
+        return self._advance()
+
+    def _advance(self) -> Tensor:
+        self.cache.count(1)
+        self.cache.packs_later = True  # by ``counted`` below: packing is not part of the graph, the same for all steps
+        try:
+            if self.graph is None:
+                self._first_steps()
+            else:
+                self.graph.replay()
+        finally:
+            self.cache.counted()
+            self.cache.packs_later = False
+        assert self.logits is not None
+        return self.logits
+
+    def _first_steps(self) -> None:
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        if self.logits is None:
+            with torch.cuda.stream(self.stream):
+                self.logits = self._run()
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with capture(graph, self.stream):
+                self.logits = self._run()
+            self.graph = graph
+        current.wait_stream(self.stream)
+        if self.graph is not None:
+            self.graph.replay()
+
+    def _run(self) -> Tensor:
+        # Positions are below the cache's capacity, so tables of that size cover them.
+        if self.rotary is not None:
+            self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
+        try:
+            result = self.forward(
+                input_ids=self.ids, position_ids=self.positions, use_cache=True, **{CACHE: self.cache}
+            )
+        finally:
+            if self.rotary is not None:
+                self.rotary.in_tables = False
+        logits: Tensor = result.logits
+        return logits
+
+
+class GreedyGraph(StepGraph):
+    """A greedy step: it writes its argmax token and the next position into its own input buffers."""
+
+    def tokens(self, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
+        """Yield the tokens of each step, int64 [rows, 1]; the next step overwrites them."""
+        self.ids.copy_(first)
+        self.positions.copy_(positions)
+        while True:
+            self._advance()
+            yield self.ids
+
+    def _run(self) -> Tensor:
+        logits = super()._run()
+        self.ids.copy_(logits[:, -1].float().argmax(-1, keepdim=True))
+        self.positions.add_(1)
+        return logits
+
+
+class Decoder:
+    """A model's static caches and their graphs, kept between calls of ``generate``.
+
+    Threads may share the model. A lock serializes forward passes (``attention``), which switch the attention
+    implementation in the model's configuration; another serializes ``generate`` over static caches (``turn``).
+    """
+
+    def __init__(self, model: Any, kv: KVFormat | None) -> None:
+        self._model, self.kv = weakref.ref(model), kv
+        self._overridden: Any = model.__dict__.get("forward")  # a forward set on the instance: accelerate's hooks
+        self.caches: dict[tuple[object, ...], AnyBitCache] = {}
+        self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
+        self.greedy: weakref.WeakKeyDictionary[AnyBitCache, GreedyGraph] = weakref.WeakKeyDictionary()
+        self._weights: list[tuple[int, bool]] = []
+        self.attention, self._turns = threading.RLock(), threading.RLock()
+        self._ended: torch.cuda.Event | None = None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Exclusive use of the static caches, on the thread's current stream."""
+        on_gpu = self.model.device.type == "cuda"
+        with self._turns:
+            if on_gpu and self._ended is not None:  # the previous user may have run on another stream
+                torch.cuda.current_stream(self.model.device).wait_event(self._ended)
+            try:
+                yield
+            finally:
+                if on_gpu:
+                    self._ended = torch.cuda.current_stream(self.model.device).record_event()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
+        return Decoder(memo[id(self.model)], self.kv)  # a copied model has caches and graphs of its own
+
+    def __reduce__(self) -> Any:
+        raise LayerError(
+            "a model that was fused, or whose scheme has a KV format, cannot be pickled: call anybit.unfuse(model) if "
+            "it was fused, then model.save_pretrained(folder)"
+        )
+
+    @property
+    def model(self) -> Any:
+        """The model (a weak reference: the model owns this object)."""
+        return self._model()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's original forward pass."""
+        if self._overridden is not None:
+            return self._overridden(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop every cache and graph."""
+        self.caches.clear()
+        self.graphs.clear()
+        self.greedy.clear()
+
+    def cache(self, rows: int, capacity: int, static: bool, keep: bool) -> AnyBitCache:
+        """An empty cache for a ``generate`` call. keep: the caller keeps it, so it must not be reused."""
+        config = self.model.config.get_text_config(decoder=True)
+        kv = self.kv or _SIXTEEN_BITS
+        own = config if _attention_is_open(self.model) else _Plain(config)
+        if not static:
+            return AnyBitCache(kv, config=own, capacity=capacity)
+        capacity = -(-(capacity + 1) // _ROUND) * _ROUND
+        layers = [m._prepared for m in self.model.modules() if isinstance(m, QuantLinear)]
+        weights = [(-1 if prepared is None else prepared.number, False) for prepared in layers]
+        weights += [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters()]
+        if weights != self._weights:  # moved, another backend, or an adapter: graphs would read freed addresses
+            self.forget()
+            self._weights = weights
+        key = (rows, capacity, str(self.model.device), self.model.dtype)
+        found = self.caches.pop(key, None)
+        if found is None:
+            self.caches.clear()  # keep one at a time: caches are large
+            found = AnyBitCache(kv, capacity=capacity, static=True)
+        found.config = own  # a previous prefill may have replaced it
+        found.reset()
+        if not keep:
+            self.caches[key] = found
+        return found
+
+    def tokens(self, cache: AnyBitCache, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
+        """Yield the greedy tokens [rows, 1] of each step over a static cache."""
+        if not first.is_cuda or isinstance(cache.config, _Plain):  # no graph: dequantized keys grow at every step
+            ids = first
+            while True:
+                step = {"input_ids": ids, "position_ids": positions, CACHE: cache, "use_cache": True}
+                ids = self.model(**step).logits[:, -1].float().argmax(-1, keepdim=True)
+                positions = positions + 1
+                yield ids
+        graph = self.greedy.get(cache)
+        if graph is None:
+            graph = self.greedy[cache] = GreedyGraph(self.model, self.forward, cache)
+        made = graph.tokens(first, positions)
+        while True:
+            with self.attention, _Packed(cache):
+                ids = next(made)
+            yield ids
+
+    def step(self, cache: AnyBitCache, ids: Tensor, positions: Tensor | int) -> Tensor:
+        """Logits [rows, 1, vocabulary] of a step of one token per row."""
+        graph = self.graphs.get(cache)
+        if graph is None:
+            graph = self.graphs[cache] = StepGraph(self.model, self.forward, cache)
+        return graph(ids, positions).clone()
+
+
+class _Plain:
+    """Stand-in configuration for a cache whose model cannot run attention over packed pages."""
+
+    def __init__(self, config: Any) -> None:
+        self.num_hidden_layers = config.num_hidden_layers
+        self._attn_implementation = None
+
+
+class _Packed:
+    """Context manager: run a model's attention over packed pages."""
+
+    def __init__(self, cache: AnyBitCache) -> None:
+        self.config = cache.config
+
+    def __enter__(self) -> None:
+        self.before = getattr(self.config, "_attn_implementation", None)
+        if self.before is not None and self.before != NAME:
+            self.config._attn_implementation = NAME
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None and self.before != NAME:
+            self.config._attn_implementation = self.before
+
+
+def install(model: Any, kv: KVFormat | None) -> None:
+    """Make a transformers model create AnyBitCaches and replay decode steps as CUDA graphs (see the module)."""
+    if "_anybit_decoder" in model.__dict__ or not hasattr(model, "_prepare_cache_for_generation"):
+        return
+
+    def attending(decoder: Decoder, args: Any, kwargs: Any) -> Any:
+        cache = cache_of(kwargs)
+        if not isinstance(cache, AnyBitCache) or cache.config is None:
+            return decoder.forward(*args, **kwargs)
+        try:
+            return packed(decoder, cache, args, kwargs)
+        except NotCausalError:  # before any layer has run
+            if cache.packed_attention:
+                raise  # the model's own attention is the one that cannot be
+            logger.warning_once("attention over a dequantized cache, which is slower: this model's mask is not causal")
+            cache.config = _Plain(cache.config)
+            return decoder.forward(*args, **kwargs)
+
+    def packed(decoder: Decoder, cache: AnyBitCache, args: Any, kwargs: Any) -> Any:
+        with _Packed(cache):
+            ids = kwargs.get("input_ids")
+            if not args and ids is not None and _is_step(cache, ids, kwargs):
+                positions = kwargs.get("position_ids")
+                logits = decoder.step(cache, ids, cache.seen if positions is None else positions)
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+            return decoder.forward(*args, **kwargs)
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoder: Decoder = self._anybit_decoder
+        if torch.compiler.is_compiling():  # a graph break must not happen while a lock is held
+            return attending(decoder, args, kwargs)
+        with decoder.attention:
+            return attending(decoder, args, kwargs)
+
+    @functools.wraps(type(model)._prepare_cache_for_generation)
+    def prepare_cache(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, length: int,
+        *rest: Any,
+    ) -> Any:  # fmt: skip
+        decoder: Decoder = self._anybit_decoder
+        wanted = generation_config.cache_implementation
+        free = cache_of(model_kwargs) is None and generation_config.use_cache is not False
+        free = free and not getattr(generation_config, "is_assistant", False)
+        reason = why_not(self, decoder.kv or _SIXTEEN_BITS) if free else None
+        static = wanted == "static" and reason is None
+        if reason is not None and decoder.kv is not None and wanted in (None, "dynamic", "static"):
+            raise LayerError(f"the KV format {decoder.kv} cannot serve this model: {reason}")
+        if reason is not None and wanted == "static":
+            warnings.warn(f"this model uses transformers' own static cache, which is slower: {reason}", stacklevel=2)
+        if not free or not (static or (decoder.kv is not None and wanted in (None, "dynamic"))):
+            prepare = type(self)._prepare_cache_for_generation
+            return prepare(self, generation_config, model_kwargs, mode, batch_size, length, *rest)
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        keep = bool(generation_config.return_dict_in_generate)
+        made = decoder.cache(rows, length, static, keep)
+        if decoder.kv is not None:
+            logger.warning_once(f"generate uses an AnyBitCache in the scheme's KV format, {made.format}")
+        model_kwargs[CACHE] = made
+        return None
+
+    @functools.wraps(type(model).generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoder: Decoder = self._anybit_decoder
+        given = kwargs | ({"generation_config": args[1]} if len(args) > 1 else {})  # its second positional argument
+        static = greedy.setting(self, given, "cache_implementation") == "static"
+        if greedy.wanted(self, given) and why_not(self, decoder.kv or _SIXTEEN_BITS) is None:
+            streamer = kwargs.pop("streamer", None)
+            kwargs["custom_generate"] = functools.partial(greedy.generate, steps=decoder.tokens, streamer=streamer)
+        with decoder.turn() if static else contextlib.nullcontext():
+            return type(self).generate(self, *args, **kwargs)
+
+    model._anybit_decoder = Decoder(model, kv)
+    model.generate = types.MethodType(generate, model)
+    model.forward = types.MethodType(forward, model)
+    model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
+
+
+def installed(model: Any) -> bool:
+    """Whether ``install`` was called on a model."""
+    return "_anybit_decoder" in model.__dict__
+
+
+def uninstall(model: Any) -> None:
+    """Undo ``install``."""
+    if installed(model):
+        model._anybit_decoder.forget()
+        for name in ("_anybit_decoder", "forward", "generate", "_prepare_cache_for_generation"):
+            del model.__dict__[name]
+
+
+def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is a step of one token per row over a static cache on a GPU that asks only for logits."""
+    if not (cache.static and ids.is_cuda and ids.shape[1] == 1 and ids.shape[0] == len(cache.rows)):
+        return False
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return False
+    extra = {name for name, value in kwargs.items() if value is not None and value is not False}
+    return extra <= _STEP_ARGUMENTS and cache.takes_step(1)
+
+
+def serves(model: Any) -> bool:
+    """Whether static ``generate`` of a model uses AnyBitCaches, and CUDA graphs on a GPU (after ``install``)."""
+    decoder = model.__dict__.get("_anybit_decoder")
+    return decoder is not None and _attention_is_open(model) and why_not(model, decoder.kv or _SIXTEEN_BITS) is None
+
+
+def why_not(model: Any, kv: KVFormat) -> str | None:
+    """Why a model cannot use an AnyBitCache of a format, as a sentence; None if it can."""
+    return kvcache.why_not(model, kv) or on_several_devices(model)
+
+
+def on_several_devices(model: Any) -> str | None:
+    """A sentence that says a model is spread over several devices (``device_map``); None if it is on one."""
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    return None if len(devices) < 2 else f"it is spread over the devices {', '.join(devices)}: load it onto one"
+
+
+def _attention_is_open(model: nn.Module) -> bool:
+    """Whether a model's attention goes through transformers' interface, so that anybit's can replace it."""
+    return bool(getattr(model, "_supports_attention_backend", False))

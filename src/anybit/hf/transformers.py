@@ -1,0 +1,477 @@
+"""anybit in transformers: ``from_pretrained(model, quantization_config=AnyBitConfig("w4a16g128"))``, save and reload.
+
+Importing this module (or anybit) registers the quantizer. transformers selects it by ``quant_method: "anybit"``;
+checkpoints in compressed-tensors format select it by an ``anybit`` section in their ``quantization_config``.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import auto
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from anybit.checkpoints.configuration import (
+    COMPRESSED_TENSORS,
+    METHOD,
+    Quantization,
+    configuration,
+    override_of,
+    parse_overrides,
+    settings_of,
+)
+from anybit.checkpoints.convert import shared_ignore
+from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
+from anybit.checkpoints.safetensors import Entry, read_tensor
+from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
+from anybit.codes.packing import QuantizedWeight
+from anybit.codes.rtn import quantize_weight
+from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
+from anybit.hf import graph
+from anybit.layers.embedding import QuantEmbedding, put_embedding
+from anybit.layers.linear import QuantLinear
+from anybit.models.modules import (
+    check_kept,
+    check_overrides,
+    embedding_layers,
+    is_linear,
+    kept_modules,
+    linear_layers,
+    shared_heads,
+    tied_heads,
+)
+from anybit.ops import backends
+from anybit.scheme import Scheme
+
+
+@register_quantization_config(METHOD)
+class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How a transformers model is quantized.
+
+    scheme: for example "w4a16g128" (see ``anybit.scheme``).
+    modules_to_not_convert: names or patterns of linear layers to leave unquantized; by default the output head. A head
+        tied to the embedding is never quantized by default.
+    backend: the backend that runs the layers; by default the first one that supports a layer on its device. On a CPU,
+        "reference-decoded" (the default) is fast and keeps float32 weights; "reference-packed" keeps them packed.
+        Not saved. transformers ignores it for checkpoints that are already quantized: there, call
+        ``anybit.use_backend(model, name)``.
+    group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
+    input_scale: the checkpoint stores a scale per input channel for every layer (OneBit's form).
+    hadamard: names of the layers whose inputs are rotated at run time (``anybit.quantization.methods.rotate``).
+    overrides: per-layer schemes, keyed by layer name or by a pattern such as "*.down_proj". An exact name wins over
+        patterns; among patterns the last match wins. Naming a head quantizes it; a tied head then gets codes of its
+        own, and the embedding is unchanged.
+    Raises SchemeError for an invalid scheme, KernelError for an unknown backend, OptionError for an unknown argument.
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme = "w4a16g128",
+        modules_to_not_convert: list[str] | None = None,
+        backend: str | None = None,
+        group_index: bool = False,
+        hadamard: list[str] | None = None,
+        input_scale: bool = False,
+        overrides: Mapping[str, str | Scheme] | None = None,
+        **unknown: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        self.scheme = str(Scheme.parse(scheme))
+        self.modules_to_not_convert = modules_to_not_convert
+        self.backend = backend
+        self.group_index = group_index
+        self.hadamard = list(hadamard or ())
+        self.input_scale = input_scale
+        self.overrides = {layer: str(other) for layer, other in parse_overrides(overrides).items()}
+        self.ignore: list[str] | None = None
+        if backend is not None and backend not in backends:
+            raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
+        # Saved configurations also carry the method and the version that wrote them; neither changes anything here.
+        unexpected = set(unknown) - {"quant_method", "version"}
+        if unexpected:
+            known = "scheme, modules_to_not_convert, backend, group_index, hadamard, input_scale and overrides"
+            raise OptionError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}; it takes {known}")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Parse anybit's settings, alone or in compressed-tensors' entry. Raises CheckpointError if there are none."""
+        if Quantization.of({"quantization_config": config_dict}) is None:
+            raise CheckpointError(f"anybit's quantization_config needs quant_method {METHOD!r} and a scheme")
+        return super().from_dict(settings_of(config_dict), return_unused_kwargs, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``quantization_config`` for config.json; it describes the checkpoint, so it omits the backend.
+
+        Where compressed-tensors can hold the model, this is its entry plus an ``anybit`` section.
+        """
+        return configuration(
+            Scheme.parse(self.scheme),
+            self.modules_to_not_convert,
+            self.group_index,
+            self.hadamard,
+            self.input_scale,
+            self.ignore,
+            self.overrides,
+        )
+
+    @property
+    def quantization(self) -> Quantization:
+        """The same settings as the ``Quantization`` that ``anybit.checkpoints`` works with."""
+        overrides = {layer: Scheme.parse(scheme) for layer, scheme in self.overrides.items()}
+        kept, scheme = self.modules_to_not_convert, Scheme.parse(self.scheme)
+        return Quantization(scheme, kept, self.group_index, self.hadamard, self.input_scale, overrides)
+
+
+def _taking_over(theirs: Any) -> Any:
+    """compressed-tensors' configuration class, made to return AnyBitConfig where there is an anybit section."""
+
+    class CompressedTensorsOrAnyBit(theirs):  # type: ignore[misc]
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+            kind = theirs if settings_of(config_dict) is None else AnyBitConfig
+            return kind.from_dict(config_dict, *arguments, **options)
+
+    return CompressedTensorsOrAnyBit
+
+
+# transformers looks the class up by quant_method alone, one class per name.
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _taking_over(
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]
+)
+
+
+@register_quantizer(METHOD)
+class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Replaces the linear layers of a transformers model by QuantLinear and loads or quantizes their weights."""
+
+    requires_calibration = False
+    tied: Collection[str] = ()
+    embeddings: Collection[str] = ()
+    quantized: Collection[str] = ()
+    shared: Sequence[str] = ()
+    entries: Mapping[str, Entry] | None = None
+    fault: AnyBitError | None = None
+    quantization_config: AnyBitConfig
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Check config.json and the checkpoint index: the first hook that runs, before transformers relies on them."""
+        folder = Path(str(getattr(config, "name_or_path", "") or ""))
+        place = folder / "config.json"
+        if place.is_file():
+            check_config(read_json(place), place)
+            check_index(folder)
+        return config
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raise OptionError if ``device_map`` offloads quantized layers (known only once the model is built).
+
+        A layer on the CPU counts as offloaded if another device computes: it would be copied over at every call.
+        """
+        if not isinstance(device_map, Mapping):
+            return
+        places = {name: str(place) for name, place in device_map.items()}
+        away = {"disk"} if set(places.values()) <= {"cpu", "disk"} else {"cpu", "disk"}
+        for layer in self.quantized:
+            parts = [name for name in places if not name or f"{layer}.".startswith(f"{name}.")]
+            part = max(parts, key=len, default=None)
+            if part is not None and places[part] in away:
+                raise OptionError(
+                    f"device_map puts {part or 'the model'} on {places[part]}, which would offload layer {layer}: "
+                    "quantized layers cannot be offloaded. Keep them on a GPU (device_map='cuda', or more memory for "
+                    "'auto'), choose fewer bits, or load the whole model with device_map='cpu'"
+                )
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes per element, by which device_map="auto" places layers; 0 for a weight quantized while loading."""
+        return 0 if self.param_needs_quantization(model, param_name) else param.element_size()
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+    ) -> None:
+        config = self.quantization_config
+        entries = self.entries = _entries_of(checkpoint_files, Path(model.name_or_path or ""))
+        if not self.pre_quantized:
+            check_kept(model, config.modules_to_not_convert)
+            if entries is not None:
+                check_model(model, entries, model.name_or_path)
+        elif entries is not None:
+            check_layers(config.quantization, entries)
+        keep = kept_modules(model, config.modules_to_not_convert, config.overrides)
+        config.modules_to_not_convert = keep
+        scheme = Scheme.parse(config.scheme)
+        linears = [layer.name for layer in linear_layers(model, keep)]
+        overrides = config.quantization.overrides
+        embeddings, self.shared = embedding_layers(model, overrides), shared_heads(model, overrides)
+        self.embeddings = [layer.name for layer in embeddings]
+        self.quantized = [*self.embeddings, *linears]
+        self.validate_environment(device_map=device_map)
+        if not self.pre_quantized:
+            check_overrides(model, config.overrides, linears)
+        # A tied head is loaded as an ordinary one and quantized once its weight is there.
+        self.tied = sorted(set(linears) & set(tied_heads(model)))
+        keep = [*keep, *self.tied]
+        if not config.group_index and not config.overrides:
+            config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard), config.input_scale)
+        replace_linears(
+            model,
+            scheme,
+            keep,
+            config.backend,
+            config.group_index,
+            placeholder=not self.pre_quantized,
+            hadamard=config.hadamard,
+            input_scale=config.input_scale,
+            overrides=overrides,
+        )
+        for name in self.embeddings if self.pre_quantized else ():
+            old = model.get_submodule(name)
+            n, k = old.weight.shape
+            new = QuantEmbedding(
+                n, k, overrides[name], padding_idx=old.padding_idx, group_index=config.group_index,
+                dtype=old.weight.dtype, device="meta", backend=config.backend,
+            )  # fmt: skip
+            put_embedding(model, name, new, self.shared)
+        if self.pre_quantized and entries is not None:
+            check_model(model, entries, model.name_or_path, self)
+        # The empty tensors that keep other programs from loading the folder (``TRAP``) are expected here.
+        trap = rf"({'|'.join(map(re.escape, [*linears, *self.embeddings]))})\.{TRAP}$"
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.fault is not None:
+            raise self.fault
+        for name in self.tied:
+            self._quantize_tied(model, name)
+        for name in () if self.pre_quantized else self.embeddings:
+            self._quantize_embedding(model, name)
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear):
+                check_values(name, dict(module.named_parameters()))
+                try:
+                    module.prepare()
+                except LayerError as error:
+                    raise LayerError(f"layer {name}: {error}") from None
+        check_finite(model)
+        kv = Scheme.parse(self.quantization_config.scheme).kv
+        if kv is not None:
+            graph.install(model, kv)
+        return model
+
+    def _quantize_tied(self, model: Any, name: str) -> None:
+        """Give a tied head codes of its own; the embedding it was tied to is unchanged."""
+        head, scheme, weight = self._rounded(model, name)
+        bias = None if head.bias is None else head.bias.detach()
+        model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, self.quantization_config.backend))
+        model.all_tied_weights_keys.pop(f"{name}.weight")
+        for part in (model.config, model.config.get_text_config(decoder=True)):
+            part.tie_word_embeddings = False
+
+    def _quantize_embedding(self, model: Any, name: str) -> None:
+        """Quantize an embedding's rows (RTN); heads tied to it share its codes."""
+        old, scheme, weight = self._rounded(model, name)
+        new = QuantEmbedding.of_weight(weight, scheme, old.padding_idx, self.quantization_config.backend)
+        put_embedding(model, name, new, self.shared)
+
+    def _rounded(self, model: Any, name: str) -> tuple[Any, Scheme, QuantizedWeight]:
+        """(layer, its scheme, its weight quantized by RTN). Raises LayerError, naming the layer."""
+        layer, scheme = model.get_submodule(name), self.quantization_config.quantization.scheme_of(name)
+        try:
+            return layer, scheme, quantize_weight(layer.weight.detach(), scheme.weights)
+        except LayerError as error:
+            raise LayerError(f"layer {name}: {error}") from None
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """What to save: where compressed-tensors cannot hold the model, with an empty tensor per layer (``TRAP``)."""
+        if self.quantization_config.ignore is not None:
+            return None, {}
+        state = model.state_dict()
+        traps = [name.replace("weight_packed", TRAP) for name in state if name.endswith(".weight_packed")]
+        return {**state, **{name: torch.empty(0, dtype=torch.uint8) for name in traps}}, {}
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a checkpoint tensor is the weight of a layer to quantize while loading."""
+        if self.pre_quantized:
+            return False
+        module, tensor_name = get_module_from_name(model, param_name)
+        return isinstance(module, QuantLinear) and tensor_name == "weight"
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The op that turns a weight into the tensors of its QuantLinear."""
+        return _Quantize(self)
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Quantized models can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters around the layers can be trained: gradients flow through them, though codes have none."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Every layer is one custom op with a fake (meta) implementation."""
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        if graph.installed(model):  # fused layers call methods of QuantLinear that nn.Linear lacks
+            from anybit.hf.fuse import unfuse
+
+            unfuse(model)
+            graph.uninstall(model)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, QuantEmbedding):
+                plain = module.dequantized(dtype or torch.float32)
+                model.set_submodule(name, plain)
+                for head in self.shared:
+                    model.set_submodule(head, model.get_submodule(head).dequantized(plain))
+                    model.all_tied_weights_keys[f"{head}.weight"] = f"{name}.weight"
+            elif isinstance(module, QuantLinear):
+                with torch.device("meta"):
+                    linear = nn.Linear(module.in_features, module.out_features, bias=False)
+                weight = module.effective_weight().to(dtype or torch.float32)
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                linear.bias = module.bias  # type: ignore[assignment]
+                model.set_submodule(name, linear)
+        return model
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise CheckpointError, naming the tensor, if an unquantized parameter holds NaN or infinity."""
+    for name, parameter in model.named_parameters():
+        # A finite sum proves all terms finite, in one pass.
+        if parameter.is_meta or not parameter.is_floating_point():
+            continue
+        tensor = parameter.detach()
+        if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"tensor {name} has a value that is not finite")
+
+
+def _entries_of(files: list[str] | None, root: Path) -> Mapping[str, Any] | None:
+    """Headers of the safetensors files about to be read, checked as a folder's are; None if there are no such files."""
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return None
+    return read_entries([Path(file) for file in files], root)
+
+
+class _Quantize(ConversionOps):  # type: ignore[misc]
+    """Quantizes one weight while it is loaded, so that only one layer is ever held unquantized."""
+
+    def __init__(self, quantizer: AnyBitQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """The weight of a layer -> the tensors that QuantLinear stores for it."""
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        layer, _ = get_module_from_name(model, full_layer_name)
+        name = full_layer_name.removesuffix(".weight")
+        weight = weight.T if layer.transposed_source else weight
+        try:
+            quantized = quantize_weight(weight, layer.scheme.weights)
+        except LayerError as error:
+            # transformers would replace an exception raised here by its own report, so it is raised after loading.
+            self.quantizer.fault = self.quantizer.fault or self._fault(name, error)
+            quantized = quantize_weight(torch.zeros_like(weight), layer.scheme.weights, search=False)
+        layer.drop_placeholder()
+        missing = kwargs.get("missing_keys")
+        if missing is not None:
+            missing.discard(full_layer_name)
+        return {f"{name}.{suffix}": tensor for suffix, tensor in QuantLinear.tensors_of(quantized).items()}
+
+    def _fault(self, name: str, error: LayerError) -> AnyBitError:
+        """The error to raise for a layer's weight, naming file and tensor where possible."""
+        entry = (self.quantizer.entries or {}).get(f"{name}.weight")
+        try:
+            if entry is not None:
+                refuse_not_finite(read_tensor(entry), entry)
+        except CheckpointError as named:
+            return named
+        return LayerError(f"layer {name}: {error}")
+
+
+class _Loading(QuantLinear):
+    """A QuantLinear yet to be quantized: it holds a placeholder for the checkpoint's weight until it is quantized."""
+
+    transposed_source: bool = False
+
+    def add_placeholder(self, transposed: bool) -> None:
+        """Add a meta parameter for the checkpoint's weight: [N, K], or [K, N] if it is stored transposed (Conv1D)."""
+        self.transposed_source = transposed
+        shape = (self.in_features, self.out_features) if transposed else (self.out_features, self.in_features)
+        placeholder = torch.empty(shape, dtype=self.weight_scale.dtype, device="meta")
+        self._parameters["weight"] = nn.Parameter(placeholder, requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The placeholder for the checkpoint's weight."""
+        placeholder = self._parameters["weight"]
+        assert placeholder is not None
+        return placeholder
+
+    def drop_placeholder(self) -> None:
+        """Become a plain QuantLinear once the weight is quantized."""
+        del self._parameters["weight"]
+        self.__class__ = QuantLinear  # type: ignore[assignment]
+
+
+def replace_linears(
+    model: nn.Module,
+    scheme: Scheme,
+    keep: list[str],
+    backend: str | None = None,
+    group_index: bool = False,
+    placeholder: bool = False,
+    hadamard: Collection[str] = (),
+    input_scale: bool = False,
+    overrides: Mapping[str, Scheme] | None = None,
+) -> list[str]:
+    """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, except those in ``keep``.
+
+    placeholder: add a placeholder for the float weight, to quantize while it is loaded. Returns the names replaced.
+    Raises LayerError if a layer does not fit the scheme, or if no layer is left to quantize.
+    """
+    names = []
+    for name, module in list(model.named_modules()):
+        if not is_linear(module) or not should_convert_module(name, keep):
+            continue
+        transposed = isinstance(module, Conv1D)
+        n, k = (module.weight.shape[1], module.weight.shape[0]) if transposed else module.weight.shape
+        kind = _Loading if placeholder else QuantLinear
+        dtype = module.weight.dtype
+        try:
+            layer = kind(
+                k,
+                n,
+                override_of(name, overrides or {}) or scheme,
+                module.bias is not None,
+                group_index=group_index,
+                hadamard=name in hadamard,
+                input_scale=input_scale,
+                dtype=dtype,
+                device="meta",
+                backend=backend,
+            )
+        except LayerError as error:
+            raise LayerError(
+                f"layer {name}: {error}; name it in modules_to_not_convert to keep it in 16 bits"
+            ) from None
+        if isinstance(layer, _Loading):
+            layer.add_placeholder(transposed)
+        model.set_submodule(name, layer)
+        names.append(name)
+    if not names:
+        raise LayerError(
+            f"{type(model).__name__} has no linear layer to quantize (modules_to_not_convert: {', '.join(keep)})"
+        )
+    return names

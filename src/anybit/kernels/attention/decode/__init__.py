@@ -1,0 +1,1 @@
+"""The kernel decode: device code and host side."""

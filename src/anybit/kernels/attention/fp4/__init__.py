@@ -1,0 +1,1 @@
+"""The kernel fp4: device code and host side."""

@@ -1,0 +1,1 @@
+"""The kernel kv_quantize: device code and host side."""

@@ -1,0 +1,1 @@
+"""The kernel kv_unpack: device code and host side."""

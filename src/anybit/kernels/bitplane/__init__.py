@@ -1,0 +1,1 @@
+"""Products of bit planes on binary and integer tensor cores."""

@@ -1,0 +1,114 @@
+"""All bit-plane kernels: the choice for a problem, and launches on the current stream."""
+
+import functools
+from types import ModuleType
+
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import tensor_map
+from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
+from anybit.kernels.bitplane.bitplane_problem import ROWS, WARPGROUP_ROWS, Facts, arguments, output_of, why_not
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
+from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny
+from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
+from anybit.kernels.block.quantize_activations import Packed, rows_aligned
+from anybit.kernels.common.types import Output
+from anybit.kernels.linear_problem import LinearProblem
+
+_FAMILY_OF: dict[type, ModuleType] = {
+    family.Config: family
+    for family in (
+        sm90_bitplane_stacked,
+        sm90_bitplane_gemm,
+        sm90_bitplane_skinny,
+        sm90_bitplane_resident,
+        sm80_bitplane_gemm,
+    )
+}
+
+_SKINNY = (  # most tokens, least K, least plane products, share of the SMs
+    (32, 1, 1, float("inf")),
+    (64, 1024, 8, 0.55),
+    (64, 1024, 1, 0.40),
+    (64, 1, 1, 0.15),
+    (128, 1024, 8, 0.50),
+    (128, 4096, 1, 0.25),
+    (128, 1, 1, 0.10),
+)
+"""When tiles for few tokens are faster: while tiles of 128 weights x 64 tokens would occupy less than such a share of
+the SMs. The first matching row decides."""
+
+
+def _skinny(problem: LinearProblem) -> bool:
+    m, k, products = problem.m, problem.k, problem.weights.bits * problem.activations.bits
+    used = -(-m // 64) * -(-problem.n // ROWS) / problem.device.sms
+    shares = (share for most, least, planes, share in _SKINNY if m <= most and k >= least and products >= planes)
+    return used < next(shares, 0.0)
+
+
+@functools.cache
+def family(problem: LinearProblem) -> ModuleType | None:
+    """The kernel for a problem that was not tuned: wgmma on sm_90a, else mma.sync; None if no kernel can run it."""
+    order = [sm80_bitplane_gemm]
+    if why_not(problem) is None:
+        skinny = _skinny(problem)
+        order = [sm90_bitplane_skinny, sm90_bitplane_gemm] if skinny else [sm90_bitplane_gemm, sm90_bitplane_skinny]
+        order.append(sm80_bitplane_gemm)
+        if skinny and sm90_bitplane_resident.fills_one_wave(problem):
+            order.insert(0, sm90_bitplane_resident)
+        if sm90_bitplane_stacked.preferred(problem):
+            order.insert(0, sm90_bitplane_stacked)
+    return next((one for one in order if one.why_not(problem) is None and one.configs(problem)), None)
+
+
+@functools.cache
+def default(problem: LinearProblem) -> Facts:
+    """The config for a problem that was not tuned. Raises KernelError if no kernel can run it."""
+    chosen = family(problem)
+    if chosen is None:
+        reason = why_not(problem, 80) or f"no tile of its planes fits the shared memory of {problem.device.arch}"
+        raise KernelError(f"no bit-plane kernel for {problem}: {reason}")
+    config: Facts = chosen.default(problem)
+    return config
+
+
+def family_of(config: Facts) -> ModuleType:
+    """The module of a config's kernel."""
+    return _FAMILY_OF[type(config)]
+
+
+def multiply(
+    x: Packed,
+    weight: PlaneWeight,
+    output: Output,
+    *,
+    bias: Tensor | None = None,
+    y: Tensor | None = None,
+    config: Facts | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """Y = X W^T + bias on the current stream: quantized activations [m, k] in bit planes, prepared weights -> y [m, n].
+
+    bias: float32 [n].  y: of ``output``'s dtype, contiguous in its last dimension; None allocates it.  config: of any
+    family; must be legal; not checked again.  Raises KernelError for operands that do not fit each other.
+    """
+    n, y = weight.shape[0], output_of(x, weight, output, bias, y)
+    aligned = n % 8 == 0 and rows_aligned(y)
+    formats = weight.format, x.format, output.dtype
+    problem = LinearProblem(x.m, n, x.k, *formats, Device.of(y), y_aligned=aligned)
+    config = config or default(problem)
+    if config.needs_aligned_rows and not aligned:
+        raise KernelError(
+            f"y has rows of {n} results, {y.stride(0)} elements apart from address {y.data_ptr():#x}, and this config "
+            "stores 16 bytes at a time: give y rows that start on 16 bytes and hold whole eights, or no config"
+        )
+    chosen = family_of(config)
+    y_map = tensor_map.encode(y, WARPGROUP_ROWS, config.tma_rows) if config.tma_rows else bytes(128)
+    params = arguments(x, weight, y, bias, y_map)
+    jit.launch(chosen.kernel(config), params, chosen.grid(problem, config), pdl=pdl, device=y.get_device())
+    return y

@@ -1,0 +1,359 @@
+// Bit-plane GEMM on binary wgmma (sm_90a), for many tokens: Y = X W^T with W and X of 1 to 8 bits, plane by plane.
+//
+// Both operands are pre-swizzled bit planes, [chunk of 1024 k][plane][row][128 bytes] (bitplane_layout.cuh), so that any run
+// of rows is one bulk copy into a wgmma-ready tile. Weights are M (a thread owns two weight rows, whose epilogue constants
+// stay in registers), tokens are N.
+//
+// Accumulators hold the sum over k of uw * ux of unsigned codes. One set serves all p * q plane pairs: those with i + j = d
+// share a shift, and the sum is kept rotated so that bit 0 of the register weighs 2^d. Walking d up rotates right by one,
+// walking it down rotates left by one; chunks of k alternate, and the last one walks down to d = 0. Rotations lose nothing
+// while the sum fits 32 bits, which why_not() checks.
+//
+// Persistent CTAs take tiles of 128 weights x `tile_m` tokens. A producer warp streams planes into two rings (one slot per
+// plane: 128 rows of weights, or `tile_m` rows of activations) in the order the diagonals need them; a slot is free after
+// its last diagonal. Two consumer warpgroups take 64 weights each, and one warp per warpgroup stores its results. Between
+// diagonals a warpgroup drains its wgmmas and rotates its sums; `schedule` says what the other one does meanwhile.
+#ifndef ANYBIT_SM90_BITPLANE_GEMM_CUH
+#define ANYBIT_SM90_BITPLANE_GEMM_CUH
+
+#include "bitplane/bitplane_terms.cuh"
+#include "bitplane/bitplane_epilogue.cuh"
+
+// How the two consumer warpgroups share the tensor cores. cooperative: unordered. alternating: they issue a chunk's
+// diagonals in turn, so that one rotates while the other's wgmmas run. pingpong: one runs a tile's main loop while the
+// other runs its epilogue.
+enum class Schedule { cooperative, alternating, pingpong };
+
+// Shared-memory layout: weight slots, activation slots, then per warpgroup staging buffers and columns, then mbarriers.
+template <class Config> struct GemmShared {
+    static constexpr int rows = 128;
+    static constexpr int weight_slot = rows * planes::row_bytes, activation_slot = Config::tile_m * planes::row_bytes;
+    static constexpr int weight_slots = Config::weight_chunks * Config::weight_bits;
+    static constexpr int activation_slots = Config::activation_chunks * Config::activation_bits;
+    static constexpr int activations = weight_slots * weight_slot;
+    static constexpr int epilogues = activations + activation_slots * activation_slot;
+    using W = EpilogueShared<Config>;
+    static constexpr int barriers = epilogues + 2 * W::bytes, epilogue_barriers = barriers + 16 * (weight_slots + activation_slots);
+    // The first plane of activations is loaded in pieces with an mbarrier each, so that MMAs start sooner.
+    static constexpr int first_barriers = epilogue_barriers + 2 * W::barrier_bytes, first_pieces = Config::first_plane_pieces;
+    static constexpr int bytes = first_barriers + (first_pieces > 1 ? 16 * first_pieces : 0);
+    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_gemm.py disagrees");
+
+    static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
+    static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
+    static PTX uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
+    static PTX uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
+    static PTX uint32_t first_full(uint32_t shared, int piece) { return shared + first_barriers + 16 * piece; }
+    static PTX W epilogue(uint32_t shared, int warpgroup) {
+        return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
+    }
+};
+
+// Persistent tile scheduler. CTAs take every gridDim.x-th tile, tokens fastest, so that concurrent CTAs share weights.
+// Activation-stationary CTAs keep a tile of activations and walk a range of weight tiles. With `tail_tile_m`, tiles left
+// over by whole waves are cut into smaller token tiles, to shorten the last wave. The CTAs of a cluster take adjacent
+// weight tiles at the same tokens, and each multicasts its share of the activations.
+template <class Config> struct Tiles {
+    static constexpr int pieces = Config::tail_tile_m ? Config::tile_m / Config::tail_tile_m : 1;
+    int rows_m, rank, token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
+    int tail = 0, tails = 0, first_tail = 0;  // this tail piece, number of pieces, tile of the first one
+
+    PTX explicit Tiles(const Params& p)
+        : rows_m(p.rows_m), rank(blockIdx.x % Config::cluster_n), token_tiles((p.m + Config::tile_m - 1) / Config::tile_m),
+          weight_tiles((p.n + 128 * Config::cluster_n - 1) / (128 * Config::cluster_n)) {
+        const int tiles = token_tiles * weight_tiles, blocks = gridDim.x / Config::cluster_n, block = blockIdx.x / Config::cluster_n;
+        if constexpr (Config::activation_stationary) {
+            const int first = share(tiles, block);
+            left = share(tiles, block + 1) - first;
+            token_tile = first / weight_tiles, weight_tile = first % weight_tiles;
+        } else {
+            token_tile = block % token_tiles, weight_tile = block / token_tiles;
+            if constexpr (Config::tail_tile_m > 0) {
+                left = tiles / blocks, first_tail = left * blocks, tail = block, tails = (tiles - first_tail) * pieces;
+                if (left == 0) cut();
+            } else {
+                left = block < tiles ? (tiles - block + blocks - 1) / blocks : 0;
+            }
+            token_step = blocks % token_tiles, weight_step = blocks / token_tiles;
+        }
+    }
+    static PTX int share(int tiles, int block) { return static_cast<int>(static_cast<int64_t>(tiles) * block / static_cast<int>(gridDim.x)); }
+    PTX bool more() const { return left > 0 || tail < tails; }
+    PTX bool small() const { return Config::tail_tile_m > 0 && left <= 0; }
+    PTX int width() const { return small() ? Config::tail_tile_m : Config::tile_m; }
+    // Moves to piece `tail`, or to this CTA's next one that has tokens.
+    PTX void cut() {
+        for (; tail < tails; tail += gridDim.x / Config::cluster_n) {
+            const int tile = first_tail + tail / pieces;
+            token_tile = tile % token_tiles, weight_tile = tile / token_tiles;
+            if (token() < rows_m) return;
+        }
+    }
+    PTX void next() {  // without divisions, which are slow
+        if constexpr (Config::tail_tile_m > 0) {
+            if (left <= 1) {
+                if (left <= 0) tail += gridDim.x / Config::cluster_n;
+                left = 0;
+                cut();
+                return;
+            }
+        }
+        left--;
+        if constexpr (Config::activation_stationary) {
+            if (++weight_tile == weight_tiles) weight_tile = 0, token_tile++;
+        } else {
+            token_tile += token_step, weight_tile += weight_step;
+            if (token_tile >= token_tiles) token_tile -= token_tiles, weight_tile++;
+        }
+    }
+    PTX int token() const { return token_tile * Config::tile_m + (small() ? tail % pieces * Config::tail_tile_m : 0); }
+    PTX int row() const { return (weight_tile * Config::cluster_n + rank) * 128; }
+    // Whether this tile's activations differ from the previous (fresh) or next (final) tile's.
+    PTX bool fresh(bool first) const { return !Config::activation_stationary || first || weight_tile == 0; }
+    PTX bool final() const { return !Config::activation_stationary || left == 1 || weight_tile + 1 == weight_tiles; }
+};
+
+template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
+    using S = GemmShared<Config>;
+    constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
+    Ring<Config::weight_chunks> weight_ring;
+    Ring<Config::activation_chunks> activation_ring;
+    bool waited = false;  // griddepcontrol.wait is done
+    bool begun = false;   // the first activations are issued
+    auto load_pieces = [&](uint32_t to, const uint8_t* from, int rows) {
+        constexpr int piece_rows = Config::tile_m / S::first_pieces;
+#pragma unroll 1
+        for (int piece = 0; piece < S::first_pieces; piece++) {
+            const int at = piece * piece_rows * planes::row_bytes, bytes = max(0, min(piece_rows, rows - piece * piece_rows)) * planes::row_bytes;
+            ptx::mbarrier_arrive_expect_tx(S::first_full(shared, piece), bytes);
+            if (bytes > 0) ptx::cp_async_bulk_load(to + at, from + at, bytes, S::first_full(shared, piece));
+        }
+    };
+    for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
+        const int token = tiles.token(), row = tiles.row();
+        const bool fresh = tiles.fresh(!waited);
+        // The last CTA of a cluster may have no weights, but still takes part in multicast.
+        const uint32_t weight_bytes = max(0, min(S::rows, p.rows_n - row)) * planes::row_bytes;
+        const int width = tiles.width(), rows = min(width, p.rows_m - token);
+        const int first = tiles.rank * (width / Config::cluster_n), mine = min(width / Config::cluster_n, rows - first);
+        for (int chunk = 0; chunk < p.chunks; chunk++) {
+            const bool down = (p.chunks - chunk) & 1;
+            auto load_weights = [&](int order) {
+                const int slot = weight_ring.at * P + order, i = down ? P - 1 - order : order;
+                ptx::mbarrier_wait_parity(S::weight_empty(shared, slot), weight_ring.parity ^ 1);
+                ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, slot), weight_bytes);
+                if (Config::cluster_n > 1 && weight_bytes == 0) return;
+                ptx::cp_async_bulk_load(shared + slot * S::weight_slot,
+                                        p.weights + (static_cast<size_t>(chunk * P + i) * p.rows_n + row) * planes::row_bytes,
+                                        weight_bytes, S::weight_full(shared, slot));
+            };
+            auto load_activations = [&](int order) {
+                const int slot = activation_ring.at * Q + order, j = down ? Q - 1 - order : order;
+                ptx::mbarrier_wait_parity(S::activation_empty(shared, slot), activation_ring.parity ^ 1);
+                const uint32_t to = shared + S::activations + slot * S::activation_slot;
+                const uint8_t* const from = p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes;
+                if constexpr (S::first_pieces > 1) {
+                    if (!begun) {
+                        begun = true;
+                        load_pieces(to, from, rows);
+                        ptx::mbarrier_arrive(S::activation_full(shared, slot));
+                        return;
+                    }
+                }
+                ptx::mbarrier_arrive_expect_tx(S::activation_full(shared, slot), rows * planes::row_bytes);
+                if constexpr (Config::cluster_n == 1)
+                    ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, S::activation_full(shared, slot));
+                else if (mine > 0)
+                    ptx::cp_async_bulk_load_multicast(to + first * planes::row_bytes, from + first * planes::row_bytes, mine * planes::row_bytes,
+                                                      S::activation_full(shared, slot), static_cast<uint16_t>((1 << Config::cluster_n) - 1));
+            };
+            const bool early = !waited;  // PDL: the first chunk of weights loads before griddepcontrol.wait
+            if (early) {
+                for (int order = 0; order < P; order++) load_weights(order);
+                ptx::griddepcontrol_wait();
+                waited = true;
+            }
+            for (int order = 0; order < diagonals; order++) {
+                if (order < P && !early) load_weights(order);
+                if (order < Q && fresh) load_activations(order);
+            }
+            weight_ring.advance();
+            if (fresh) activation_ring.advance();
+        }
+    }
+}
+
+// A consumer warpgroup: pipeline state and epilogue.
+template <class Config> struct GemmConsumer {
+    using S = GemmShared<Config>;
+    static constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
+    static constexpr int turn_barrier = 1, both = 256;
+    // alternating: a tile's first chunk takes no turns, so that it can start during the other's epilogue.
+    static constexpr bool alternating = Config::schedule == Schedule::alternating && diagonals > 1, pingpong = Config::schedule == Schedule::pingpong;
+    // wgmmas issue back to back if ptxas knows descriptors to be warp-uniform and advances them by 32-bit adds. With two
+    // wgmma shapes it then runs out of registers and serializes them.
+    static constexpr bool uniform = S::first_pieces == 1 && !pingpong;
+
+    const Params& p;
+    uint32_t shared;
+    int warpgroup;
+    bool leader, begun = false;
+    Epilogue<Config> epilogue;
+    Ring<Config::weight_chunks> weight_ring;
+    Ring<Config::activation_chunks> activation_ring;
+
+    PTX GemmConsumer(const Params& p, uint32_t shared, int warpgroup)
+        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
+
+    PTX void take_turn() const { ptx::bar_sync(turn_barrier + warpgroup, both); }
+    PTX void pass_turn() const { ptx::bar_arrive(turn_barrier + (warpgroup ^ 1), both); }
+    PTX void release_weights(int slot) const {
+        if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
+    }
+    PTX void release_activations(int slot, bool final) const {
+        if constexpr (Config::cluster_n == 1) {
+            if (leader && final) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
+        } else {  // every CTA of the cluster loads a part of it
+            if (const int lane = ptx::lane_id(); lane < Config::cluster_n) ptx::mbarrier_arrive_cluster(ptx::mapa(S::activation_empty(shared, slot), lane));
+        }
+    }
+
+    static PTX uint64_t at(uint64_t descriptor, uint32_t bytes) {
+        if constexpr (!uniform) return ptx::wgmma_advance(descriptor, bytes);
+        return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+    }
+
+    // MMAs of the first plane pair, piece by piece as its tokens land.
+    template <int tokens> PTX void start(int32_t (&acc)[tokens / 2], uint64_t a, uint64_t b) const {
+        constexpr int part = tokens / S::first_pieces;
+#pragma unroll
+        for (int piece = 0; piece < S::first_pieces; piece++) {
+            ptx::mbarrier_wait_parity(S::first_full(shared, piece), 0);
+            int32_t (&some)[part / 2] = *reinterpret_cast<int32_t (*)[part / 2]>(&acc[piece * part / 2]);
+#pragma unroll
+            for (int step = 0; step < planes::steps; step++)
+                ptx::wgmma_b1<part>(some, at(a, step * planes::step_bytes),
+                                    at(b, piece * part * planes::row_bytes + step * planes::step_bytes), step > 0);
+        }
+    }
+
+    template <int tokens> PTX void tile(int row, int token, bool final) {
+        int32_t acc[tokens / 2];
+        epilogue.fetch(p, row, token);
+        if (pingpong) take_turn();
+#pragma unroll 1
+        for (int chunk = 0; chunk < p.chunks; chunk++) {
+            const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // walking down: rotate left by 1; up: right by 1 = left by 31
+            const uint64_t a = planes::descriptor(shared + (weight_ring.at * P * S::rows + warpgroup * 64) * planes::row_bytes);
+            const uint64_t b = planes::descriptor(shared + S::activations + activation_ring.at * Q * S::activation_slot);
+#pragma unroll
+            for (int diagonal = 0; diagonal < diagonals; diagonal++) {
+                // Planes are numbered in walking order, so that in either direction those with i + j = diagonal meet.
+                if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.at * P + diagonal), weight_ring.parity);
+                if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.at * Q + diagonal), activation_ring.parity);
+                if (alternating && diagonal > 0 && chunk > 0) take_turn();
+                ptx::wgmma_fence();
+                if (S::first_pieces > 1 && diagonal == 0 && !begun) {
+                    begun = true;
+                    start<tokens>(acc, a, b);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < P; i++) {
+                        const int j = diagonal - i;
+                        if (j < 0 || j >= Q) continue;
+#pragma unroll
+                        for (int step = 0; step < planes::steps; step++)
+                            ptx::wgmma_b1<tokens>(acc, at(a, i * S::weight_slot + step * planes::step_bytes),
+                                                          at(b, j * S::activation_slot + step * planes::step_bytes),
+                                                          diagonal > 0 || step > 0 || chunk > 0);
+                    }
+                }
+                ptx::wgmma_commit_group();
+                // A chunk's last diagonal and the next one's first have no rotation between them: one turn covers both.
+                if (alternating && ((diagonal == 0 && chunk > 1) || (diagonal > 0 && diagonal < diagonals - 1 && chunk > 0))) pass_turn();
+                if (diagonal == 0 && chunk > 0) {
+                    ptx::wgmma_wait_group<1>();
+                    release_weights(weight_ring.previous() * P + P - 1);
+                    release_activations(activation_ring.previous() * Q + Q - 1, final);
+                }
+                if (diagonal < diagonals - 1) {
+                    ptx::wgmma_wait_group<0>();
+                    ptx::wgmma_touch(acc);
+                    // Release the planes whose last diagonal this was.
+                    if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weight_ring.at * P + diagonal - (Q - 1));
+                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.at * Q + diagonal - (P - 1), final);
+                    rotate(acc, left);
+                }
+            }
+            weight_ring.advance();
+            activation_ring.advance();
+            if (Config::activation_stationary && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // stationary: same phase again
+        }
+        if (pingpong || (alternating && p.chunks > 1)) pass_turn();
+        epilogue.stage_columns();  // overlaps the last wgmmas
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_touch(acc);
+        release_weights(weight_ring.previous() * P + P - 1);
+        release_activations(activation_ring.previous() * Q + Q - 1, final);
+        epilogue.template write<tokens>(p, acc, row, token);
+    }
+};
+
+template <class Config> PTX void gemm_multiply(const Params& p, uint32_t shared) {
+    using C = GemmConsumer<Config>;
+    const int warpgroup = C::uniform ? ptx::warp_id() / 4 : threadIdx.x / 128;
+    C consumer(p, shared, warpgroup);
+    if ((C::alternating || C::pingpong) && warpgroup == 1) consumer.pass_turn();
+    ptx::griddepcontrol_wait();
+    Tiles<Config> tiles(p);
+    for (; tiles.more() && !tiles.small(); tiles.next())
+        consumer.template tile<Config::tile_m>(tiles.row() + 64 * warpgroup, tiles.token(), tiles.final());
+    if constexpr (Config::tail_tile_m > 0) {
+        for (; tiles.more(); tiles.next()) consumer.template tile<Config::tail_tile_m>(tiles.row() + 64 * warpgroup, tiles.token(), true);
+    }
+    if ((C::alternating || C::pingpong) && warpgroup == 0) consumer.take_turn();  // consumes the last pass_turn
+}
+
+template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_gemm(const __grid_constant__ Params p) {
+    using S = GemmShared<Config>;
+    static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
+    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
+    if (threadIdx.x == 256) {
+        for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
+            ptx::mbarrier_init(S::weight_full(shared, slot), 1);
+            // Arrivals: every consumer warp, of every CTA that the load is multicast to.
+            ptx::mbarrier_init(S::weight_empty(shared, slot), slot < S::weight_slots ? 8 : 8 * Config::cluster_n);
+        }
+        for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
+            const typename S::W epilogue = S::epilogue(shared, buffer % 2);
+            ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
+            ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
+        }
+        if constexpr (S::first_pieces > 1)
+            for (int piece = 0; piece < S::first_pieces; piece++) ptx::mbarrier_init(S::first_full(shared, piece), 1);
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    if constexpr (Config::cluster_n > 1) {  // the other CTAs' mbarriers are initialized
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
+    }
+    if (threadIdx.x >= 256) {
+        ptx::setmaxnreg_dec<40>();
+        if (threadIdx.x == 256) gemm_load<Config>(p, shared);
+        if constexpr (Terms<Config>::is_16bit && Config::tma_store) {
+            if (threadIdx.x == 288 || threadIdx.x == 320) store_results<Config, S, Tiles<Config>>(p, shared, (threadIdx.x - 288) / 32);
+        }
+    } else {
+        ptx::setmaxnreg_inc<232>();
+        gemm_multiply<Config>(p, shared);
+    }
+    if constexpr (Config::cluster_n > 1) {  // other CTAs may still arrive on this one's mbarriers
+        __syncwarp();
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
+    }
+}
+
+#endif  // ANYBIT_SM90_BITPLANE_GEMM_CUH

@@ -1,0 +1,1 @@
+"""The kernel sm90_resident: device code and host side."""

@@ -1,0 +1,162 @@
+"""Bit-plane GEMM for few tokens, with wgmma: whole tiles in shared memory. Host side of sm90_bitplane_resident.cuh."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from anybit import jit
+from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
+from anybit.kernels.bitplane.bitplane_problem import (
+    WARPGROUP_ROWS,
+    Params,
+    blocks_per_sm,
+    bytes_to_limit,
+    facts,
+    legal,
+    of_any_size,
+    wgmma_n,
+    why_not_config,
+)
+from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_not_columns
+from anybit.kernels.linear_problem import LinearProblem
+
+
+@dataclass(frozen=True)
+class Config(SkinnyFacts):
+    """A kernel config: shared memory holds all ``k_chunks`` chunks of k of a tile.
+
+    accumulator_sets: planes i and i + accumulator_sets share accumulators.  prologue_stages: chunks whose weights are
+    prefetched before the previous kernel has ended.  reserved_bytes: extra shared memory that limits blocks per SM.
+    fill_waves: idle blocks fill the last wave.  cp_async_activations: all threads copy the tokens by cp.async, 16 bytes
+    each, instead of bulk copies.
+    """
+
+    k_chunks: int
+    accumulator_sets: int = 1
+    prologue_stages: int = 0
+    reserved_bytes: int = 0
+    fill_waves: bool = False
+    cp_async_activations: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads per block; every warp loads, multiplies and stores."""
+        return 128
+
+
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+    reason = bitplane_problem.why_not(problem)
+    if reason is not None or config is None:
+        return reason
+    refused = why_not_columns(config) or _why_not_tile(problem, config)
+    return refused or why_not_config(problem, config, shared_bytes(config))
+
+
+def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
+    if c.reserved_bytes < 0 or c.reserved_bytes % 16:
+        return f"reserved_bytes must be a multiple of 16, not {c.reserved_bytes}"
+    if c.k_chunks != problem.chunks or not 0 <= c.prologue_stages <= c.k_chunks:
+        return f"shared memory must hold all {problem.chunks} chunks of k, and the config is for {c.k_chunks}"
+    if c.cp_async_activations and c.a_operand is AOperand.weights and c.tile_b % 16:
+        return f"128 threads copy 16 tokens of a plane at a time, so tile_b must be a multiple of 16, not {c.tile_b}"
+    if not 1 <= c.accumulator_sets <= c.a_planes:
+        return f"accumulator_sets must be 1 to {c.a_planes}, the planes of A, not {c.accumulator_sets}"
+    sums = c.accumulator_sets * c.wgmma_n // 2
+    if sums + c.tile_b // 2 + 36 > 255:
+        return f"{sums} accumulators are too many for the 255 registers of a thread"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory per block, in bytes."""
+    rows = config.k_chunks * (config.a_planes * WARPGROUP_ROWS + config.wgmma_n)
+    staged = config.a_operand is AOperand.weights and config.output.is_16bit
+    staging = 128 * config.tile_b if staged else 0
+    return rows * bitplane_layout.ROW_BYTES + staging + 16 * config.k_chunks + config.reserved_bytes
+
+
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
+    """A block per tile, plus idle ones with fill_waves."""
+    tiles, sms = -(-problem.n // config.tile_n) * -(-problem.m // config.tile_m), problem.device.sms
+    return (-(-tiles // sms) * sms if config.fill_waves else tiles, 1, 1)
+
+
+def _candidates(problem: LinearProblem) -> Iterator[Config]:
+    p, q, chunks = problem.weights.bits, problem.activations.bits, problem.chunks
+    for (a_operand, tile_b), sets, stages in itertools.product(
+        itertools.product(AOperand, (16, 32)), (1, 2, 3), sorted({1, min(2, chunks), chunks})
+    ):
+        n = wgmma_n((q if a_operand is AOperand.weights else p) * tile_b)
+        config = Config(*facts(problem), a_operand, tile_b, n, chunks, sets, stages)
+        for blocks in (1, 2, 3):
+            # If an SM fits a block of each of several kernels, the next kernels can prefetch weights. If it fits more,
+            # some SMs take two blocks of one kernel, and all others wait for them.
+            reserved = bytes_to_limit(blocks, shared_bytes(config), problem.device)
+            if reserved is not None:
+                limited = replace(config, reserved_bytes=reserved)
+                yield replace(limited, fill_waves=True)
+                yield limited
+                if q > 2 and (a_operand, tile_b, blocks) == (AOperand.weights, 32, 1):  # fewer planes never won
+                    yield replace(limited, fill_waves=reserved > 0, cp_async_activations=True)
+
+
+def configs(problem: LinearProblem) -> tuple[Config, ...]:
+    """Every legal config of a problem; independent of M and N."""
+    return _configs(of_any_size(problem))
+
+
+@functools.cache
+def _configs(problem: LinearProblem) -> tuple[Config, ...]:
+    return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
+
+
+_CHUNKS_COPIED = 4
+"""Chunks of k from which cp_async_activations pays off."""
+
+
+@functools.cache
+def default(problem: LinearProblem) -> Config:
+    """One block per SM: if two fit, some SMs take two of one kernel. Raises KernelError if there is no config.
+
+    The more planes, the fewer chunks are prefetched. cp.async pays off for four planes of activations with fewer planes
+    of weights.
+    """
+    p, q, chunks = problem.weights.bits, problem.activations.bits, problem.chunks
+    cp_async = q == 4 and p < 4 and chunks >= _CHUNKS_COPIED
+    prologue = chunks if p * q <= 2 else 2 if p * q <= (4 if cp_async else 8) else 1
+    tile_b = 16 if problem.m <= 16 else 32
+
+    def cost(config: Config) -> tuple[float, ...]:
+        return (
+            config.a_operand is not AOperand.weights,
+            abs(config.tile_b - tile_b),
+            blocks_per_sm(shared_bytes(config), problem.device) > 1,
+            config.fill_waves != (config.reserved_bytes > 0),  # if alone by its size, idle blocks would be in the way
+            config.cp_async_activations is not cp_async,
+            -config.accumulator_sets,
+            abs(config.prologue_stages - prologue),
+        )
+
+    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+
+
+def fills_one_wave(problem: LinearProblem) -> bool:
+    """Whether the default makes about one exclusive tile per SM: only for 33 to 64 tokens."""
+    sms = problem.device.sms
+    tiles = 2 * -(-problem.n // WARPGROUP_ROWS)
+    if not (32 < problem.m <= 64 and 0.75 * sms <= tiles <= sms) or not configs(problem):
+        return False
+    if max(problem.weights.bits, problem.activations.bits) > 4:
+        return False
+    chosen = default(problem)
+    alone = blocks_per_sm(shared_bytes(chosen), problem.device) == 1
+    return alone and (chosen.a_operand, chosen.tile_b) == (AOperand.weights, 32)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    name = "sm90_bitplane_resident"
+    return jit.Kernel(f"bitplane/sm90_resident/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))

@@ -1,0 +1,1 @@
+"""The kernel sm90_stacked: device code and host side."""

@@ -1,0 +1,277 @@
+// Bit-plane GEMM on binary wgmma for many tokens and few activation planes, which are concatenated along wgmma's N.
+// Operands, shifts and rotations are those of sm90_bitplane_gemm.cuh.
+//
+// A tile is 128 weights x `tile_m` tokens. Each wgmma covers 64 weights x (`tile_m` x planes) columns, with one accumulator
+// set per activation plane: no rotations between these planes, and a plane of weights is read once for all of them. At the
+// end of a tile the sets are combined, 2^j times set j, into a fraction of the registers, which leaves room for the next
+// tile's accumulators: a warpgroup's epilogue is interleaved with the next tile's MMAs.
+//
+// Persistent CTAs take contiguous ranges of tiles. One producer thread loads planes of weights and stages of activations
+// (all planes of a tile's tokens); either may stay in shared memory for all tiles that share it (`stationary`).
+#ifndef ANYBIT_SM90_BITPLANE_STACKED_CUH
+#define ANYBIT_SM90_BITPLANE_STACKED_CUH
+
+#include "bitplane/bitplane_terms.cuh"
+#include "bitplane/bitplane_epilogue.cuh"
+
+// The operand that stays in shared memory from one tile of a CTA to the next.
+enum class Stationary { none, weights, activations };
+
+// Shared-memory layout: weight slots (a plane each), activation stages, staging and columns per warpgroup, mbarriers.
+template <class Config> struct StackedShared {
+    static constexpr int rows = 128, P = Config::weight_bits, Q = Config::activation_bits, columns = Q * Config::tile_m;
+    static constexpr int plane_bytes = Config::tile_m * planes::row_bytes;
+    static constexpr int weight_slot = rows * planes::row_bytes, stage = Q * plane_bytes;
+    static constexpr int stages = Config::weight_stages * weight_slot, epilogues = stages + Config::activation_stages * stage;
+    using W = EpilogueShared<Config>;
+    static constexpr int barriers = epilogues + 2 * W::bytes;
+    static constexpr int epilogue_barriers = barriers + 16 * (Config::weight_stages + Config::activation_stages);
+    static constexpr int bytes = epilogue_barriers + 2 * W::barrier_bytes;
+    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_stacked.py disagrees");
+
+    static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
+    static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
+    static PTX uint32_t stage_full(uint32_t shared, int slot) { return weight_full(shared, Config::weight_stages + slot); }
+    static PTX uint32_t stage_empty(uint32_t shared, int slot) { return stage_full(shared, slot) + 8; }
+    static PTX W epilogue(uint32_t shared, int warpgroup) {
+        return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
+    }
+};
+
+// A CTA's contiguous range of tiles, tokens fastest; weights fastest if activations are stationary.
+template <class Config> struct StackedTiles {
+    int inner_tiles, inner, outer, left;
+
+    PTX explicit StackedTiles(const Params& p) {
+        const int token_tiles = (p.m + Config::tile_m - 1) / Config::tile_m, weight_tiles = (p.n + 127) / 128;
+        const int tiles = token_tiles * weight_tiles, blocks = gridDim.x, block = blockIdx.x;
+        const int each = tiles / blocks, more = tiles % blocks, first = block * each + min(block, more);
+        left = each + (block < more);
+        inner_tiles = Config::stationary == Stationary::activations ? weight_tiles : token_tiles;
+        inner = first % inner_tiles, outer = first / inner_tiles;
+    }
+    PTX bool more() const { return left > 0; }
+    static PTX int width() { return Config::tile_m; }
+    PTX void next() {
+        left--;
+        if (++inner == inner_tiles) inner = 0, outer++;
+    }
+    PTX int token() const { return (Config::stationary == Stationary::activations ? outer : inner) * Config::tile_m; }
+    PTX int row() const { return (Config::stationary == Stationary::activations ? inner : outer) * 128; }
+    // Whether the stationary operand is not that of this CTA's previous (fresh) or next (final) tile.
+    PTX bool fresh(bool first) const { return first || inner == 0; }
+    PTX bool final() const { return left == 1 || inner + 1 == inner_tiles; }
+};
+
+template <class Config> PTX void stacked_load(const Params& p, uint32_t shared) {
+    using S = StackedShared<Config>;
+    constexpr int P = Config::weight_bits, Q = Config::activation_bits;
+    Ring<Config::weight_stages> weights;
+    Ring<Config::activation_stages> stages;
+    constexpr int prologue_stages = 1;  // planes of weights loaded before griddepcontrol.wait
+    const int steps = p.chunks * P;
+    auto load_weights = [&](int row, int step) {
+        const int chunk = step / P, order = step % P, i = (p.chunks - chunk) & 1 ? P - 1 - order : order;
+        const uint32_t bytes = min(S::rows, p.rows_n - row) * planes::row_bytes;
+        ptx::mbarrier_wait_parity(S::weight_empty(shared, weights.at), weights.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, weights.at), bytes);
+        ptx::cp_async_bulk_load(shared + weights.at * S::weight_slot, p.weights + (static_cast<size_t>(chunk * P + i) * p.rows_n + row) * planes::row_bytes,
+                                bytes, S::weight_full(shared, weights.at));
+        weights.advance();
+    };
+    bool waited = false;  // griddepcontrol.wait is done
+    for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
+        const int token = tiles.token(), row = tiles.row();
+        const bool fresh = Config::stationary != Stationary::weights || tiles.fresh(!waited), fresh_tokens = Config::stationary != Stationary::activations || tiles.fresh(!waited);
+        const uint32_t bytes = min(Config::tile_m, p.rows_m - token) * planes::row_bytes;
+        int asked = 0;  // steps whose weights have been issued
+        if (!waited) {
+            for (; asked < min(prologue_stages, steps); asked++) load_weights(row, asked);
+            ptx::griddepcontrol_wait();
+            waited = true;
+        }
+        for (int chunk = 0; chunk < p.chunks; chunk++) {
+            if (fresh && asked <= chunk * P) load_weights(row, chunk * P), asked = chunk * P + 1;
+            if (fresh_tokens) {
+                const uint32_t full = S::stage_full(shared, stages.at);
+                ptx::mbarrier_wait_parity(S::stage_empty(shared, stages.at), stages.parity ^ 1);
+                ptx::mbarrier_arrive_expect_tx(full, Q * bytes);
+    #pragma unroll
+                for (int j = 0; j < Q; j++)
+                    ptx::cp_async_bulk_load(shared + S::stages + stages.at * S::stage + j * S::plane_bytes,
+                                            p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes, bytes, full);
+                stages.advance();
+            }
+            if (fresh)
+                for (; asked < (chunk + 1) * P; asked++) load_weights(row, asked);
+        }
+    }
+}
+
+template <class Config> struct StackedConsumer {
+    using S = StackedShared<Config>;
+    using T = Terms<Config>;
+    static constexpr int P = Config::weight_bits, Q = Config::activation_bits, sums = Config::tile_m / 2;
+    static constexpr int eights = Config::epilogue_tile / 8, parts = Config::tile_m / Config::epilogue_tile;
+    // The second warpgroup starts `warpgroup_lag` chunks behind the first, so that one's MMAs overlap the other's combining
+    // of sets and last stores.
+    static constexpr int start_barrier = 1;
+
+    const Params& p;
+    uint32_t shared;
+    int warpgroup;
+    bool leader;
+    Epilogue<Config> epilogue;
+    Ring<Config::weight_stages> weights;
+    Ring<Config::activation_stages> stages;
+
+    PTX StackedConsumer(const Params& p, uint32_t shared, int warpgroup)
+        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
+
+    PTX void release_weights(int slot, bool final) const {
+        if (leader && final) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
+    }
+    PTX void release_stage(int slot, bool final) const {
+        if (leader && final) ptx::mbarrier_arrive(S::stage_empty(shared, slot));
+    }
+    // 32-bit adds: wgmmas then issue back to back.
+    static PTX uint64_t at(uint64_t descriptor, uint32_t bytes) {
+        return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+    }
+
+    // Writes `epilogue_tile` of a tile's tokens to a staging buffer.
+    template <int part> PTX void write(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
+        using W = EpilogueShared<Config>;
+        const uint32_t stage = epilogue.shared.shared + stage_token * W::pitch + stage_piece * 16;
+        uint32_t packed[eights / 2][4];
+#pragma unroll
+        for (int i = 0; i < eights; i++) {
+            const int r = (part * eights + i) * 4;
+            const typename Epilogue<Config>::Pair c = epilogue.pair(part * eights + i);
+            const typename T::Column c0 = Epilogue<Config>::column(c, 0), c1 = Epilogue<Config>::column(c, 1);
+            packed[i / 2][2 * (i % 2)] = T::pack(T::result(value[r], row[0], c0), T::result(value[r + 1], row[0], c1));
+            packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(value[r + 2], row[1], c0), T::result(value[r + 3], row[1], c1));
+        }
+        ptx::mbarrier_wait_parity(epilogue.shared.read(epilogue.buffer), epilogue.parity);
+#pragma unroll
+        for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + epilogue.buffer * W::buffer_bytes + i * 16 * W::pitch, packed[i]);
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (leader) ptx::mbarrier_arrive(epilogue.shared.filled(epilogue.buffer));
+        if (++epilogue.buffer == W::buffers) epilogue.buffer = 0, epilogue.parity ^= 1;
+    }
+    // Writes the parts that are due in this chunk.
+    template <int part = 0> PTX void write_some(int chunk, const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
+        if constexpr (part < parts) {
+            if (chunk == part * p.chunks / parts) write<part>(value, row);
+            write_some<part + 1>(chunk, value, row);
+        }
+    }
+    template <int part = 0> PTX void write_all(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
+        if constexpr (part < parts) {
+            write<part>(value, row);
+            write_all<part + 1>(value, row);
+        }
+    }
+
+    PTX void run() {
+        int32_t value[sums];
+        typename T::Row row[2];
+        bool pending = false, started = Config::warpgroup_lag == 0;
+#pragma unroll
+        for (int i = 0; i < sums; i++) value[i] = 0;
+        row[0] = row[1] = {};
+#pragma unroll 1
+        for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
+            int32_t acc[S::columns / 2];
+            const bool final = Config::stationary != Stationary::weights || tiles.final(), final_tokens = Config::stationary != Stationary::activations || tiles.final();
+            epilogue.fetch(p, tiles.row() + 64 * warpgroup, tiles.token());
+            if (!started && warpgroup == 1) ptx::bar_sync(start_barrier, 256), started = true;
+#pragma unroll 1
+            for (int chunk = 0; chunk < p.chunks; chunk++) {
+                const int left = (p.chunks - chunk) & 1 ? 1 : 31;
+                const uint64_t b = planes::descriptor(shared + S::stages + stages.at * S::stage);
+#pragma unroll
+                for (int order = 0; order < P; order++) {
+                    const uint64_t a = planes::descriptor(shared + weights.at * S::weight_slot + warpgroup * 64 * planes::row_bytes);
+                    ptx::mbarrier_wait_parity(S::weight_full(shared, weights.at), weights.parity);
+                    if (order == 0) ptx::mbarrier_wait_parity(S::stage_full(shared, stages.at), stages.parity);
+                    ptx::wgmma_fence();
+#pragma unroll
+                    for (int step = 0; step < planes::steps; step++)
+                        ptx::wgmma_b1<S::columns>(acc, at(a, step * planes::step_bytes), at(b, step * planes::step_bytes), order > 0 || step > 0 || chunk > 0);
+                    ptx::wgmma_commit_group();
+                    if (order == 0) {
+                        if (chunk > 0) {
+                            ptx::wgmma_wait_group<1>();
+                            release_weights(weights.previous(), final);
+                            release_stage(stages.previous(), final_tokens);
+                        }
+                        if (pending) write_some(chunk, value, row);
+                    }
+                    if (order < P - 1) {
+                        ptx::wgmma_wait_group<0>();
+                        ptx::wgmma_touch(acc);
+                        release_weights(weights.at, final);
+                        rotate(acc, left);
+                    }
+                    weights.advance();
+                }
+                stages.advance();
+                if (!started && chunk == min(Config::warpgroup_lag, p.chunks) - 1) ptx::bar_arrive(start_barrier, 256), started = true;
+            }
+            epilogue.stage_columns();  // overlaps the last wgmmas
+            row[0] = T::row(epilogue.row_load[0]), row[1] = T::row(epilogue.row_load[1]);
+            ptx::wgmma_wait_group<0>();
+            ptx::wgmma_touch(acc);
+            release_weights(weights.previous(), final);
+            release_stage(stages.previous(), final_tokens);
+            if (!final) weights.parity ^= 1;  // stationary: same phase again
+            if (!final_tokens) stages.parity ^= 1;
+#pragma unroll
+            for (int i = 0; i < sums; i++) {
+                uint32_t v = static_cast<uint32_t>(acc[i]);
+#pragma unroll
+                for (int j = 1; j < Q; j++) v += static_cast<uint32_t>(acc[j * sums + i]) << j;
+                value[i] = static_cast<int32_t>(v);
+            }
+            pending = true;
+        }
+        if (pending) write_all(value, row);
+    }
+};
+
+template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_stacked(const __grid_constant__ Params p) {
+    using S = StackedShared<Config>;
+    static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
+    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
+    if (threadIdx.x == 256) {
+        for (int slot = 0; slot < Config::weight_stages + Config::activation_stages; slot++) {
+            ptx::mbarrier_init(S::weight_full(shared, slot), 1);
+            ptx::mbarrier_init(S::weight_empty(shared, slot), 8);
+        }
+        for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
+            const typename S::W epilogue = S::epilogue(shared, buffer % 2);
+            ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
+            ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    if (threadIdx.x >= 256) {
+        ptx::setmaxnreg_dec<40>();
+        if (threadIdx.x == 256) stacked_load<Config>(p, shared);
+        if (threadIdx.x == 288 || threadIdx.x == 320) store_results<Config, S, StackedTiles<Config>>(p, shared, (threadIdx.x - 288) / 32);
+    } else {
+        ptx::setmaxnreg_inc<232>();
+        const int warpgroup = ptx::warp_id() / 4;
+        StackedConsumer<Config> consumer(p, shared, warpgroup);
+        ptx::griddepcontrol_wait();
+        consumer.run();
+    }
+}
+
+#endif  // ANYBIT_SM90_BITPLANE_STACKED_CUH

@@ -1,0 +1,154 @@
+"""Bit-plane GEMM for many tokens of 2-bit activations, planes stacked in N. Host side of sm90_bitplane_stacked.cuh."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from anybit import jit
+from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
+from anybit.kernels.bitplane.bitplane_problem import (
+    ROWS,
+    LargeFacts,
+    Params,
+    epilogue_bytes,
+    facts,
+    legal,
+    why_not_config,
+    why_not_epilogue,
+    why_not_tma,
+)
+from anybit.kernels.linear_problem import LinearProblem
+
+
+class Stationary(Enum):
+    """Which operand stays in shared memory between a block's tiles."""
+
+    none = "none"
+    weights = "weights"
+    activations = "activations"
+
+
+@dataclass(frozen=True)
+class Config(LargeFacts):
+    """A kernel config: tiles of 128 weights x ``tile_m`` tokens, all planes of the tokens side by side in wgmma's N.
+
+    weight_stages: pipeline depth in planes of weights.  activation_stages: in chunks of k of all activation planes.
+    stationary: which operand stays in shared memory while a block's tiles share it.  warpgroup_lag: chunks by which the
+    second warpgroup lags behind the first.  epilogue_tile: tokens of results per staging buffer, of which there are
+    ``epilogue_stages``.
+    """
+
+    tile_m: int
+    weight_stages: int
+    activation_stages: int
+    stationary: Stationary = Stationary.none
+    warpgroup_lag: int = 0
+    epilogue_tile: int = 32
+    epilogue_stages: int = 3
+
+    @property
+    def tma_rows(self) -> int:
+        """Tokens per TMA store box."""
+        return self.epilogue_tile
+
+
+_PLANES = 2
+"""Planes side by side: one would gain nothing; four leave registers only for narrow tiles."""
+_FEW = 64
+"""Token count up to which tiles would be half empty."""
+
+
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+    if (reason := bitplane_problem.why_not(problem)) is not None:
+        return reason
+    if refused := why_not_tma(problem):
+        return refused
+    if problem.m <= _FEW:
+        return f"its tiles are for more than {_FEW} tokens, and {problem.m} would leave them half empty"
+    if problem.activations.bits != _PLANES:
+        return f"it takes {_PLANES}-bit activations, not {problem.activations.bits}-bit ones"
+    if config is None:
+        return None
+    return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
+
+
+def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
+    p, chunks = c.weight_bits, problem.chunks
+    if refused := why_not_epilogue(c, (32, 64)):
+        return refused
+    if c.tile_m not in (64, 128):
+        return f"tile_m must be 64 or 128, not {c.tile_m}"
+    if c.weight_stages < 2 or c.activation_stages < 2:
+        return "the pipeline needs at least 2 stages of weights and of activations"
+    if c.warpgroup_lag < 0 or c.warpgroup_lag >= c.activation_stages or c.warpgroup_lag * p >= c.weight_stages:
+        stages = f"{c.weight_stages} stages of weights and {c.activation_stages} of activations"
+        return f"warpgroup_lag = {c.warpgroup_lag} chunks would block all {stages}"
+    if c.stationary is Stationary.weights and c.weight_stages != chunks * p:
+        return f"stationary weights need weight_stages = {chunks * p}, all planes, not {c.weight_stages}"
+    if c.stationary is Stationary.activations and c.activation_stages != chunks:
+        return f"stationary activations need activation_stages = {chunks}, all chunks of k, not {c.activation_stages}"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory per block, in bytes."""
+    rows = config.weight_stages * ROWS + config.activation_stages * config.activation_bits * config.tile_m
+    barriers = 16 * (config.weight_stages + config.activation_stages + 2 * config.epilogue_stages)
+    return rows * bitplane_layout.ROW_BYTES + 2 * epilogue_bytes(config) + barriers
+
+
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
+    """The fewest persistent blocks that finish as early: tiles per block differ by at most one."""
+    tiles = -(-problem.m // config.tile_m) * -(-problem.n // ROWS)
+    return (-(-tiles // -(-tiles // problem.device.sms)), 1, 1)
+
+
+def _candidates(problem: LinearProblem) -> Iterator[Config]:
+    p, chunks = problem.weights.bits, problem.chunks
+    none, weights, activations = Stationary
+    staging, ring = ((32, 3), (32, 4), (32, 5), (64, 2)), (2, 3, 4, 6, 8)
+    for tile_m, epilogue, lag in itertools.product((128, 64), staging, (0, 1, 2)):
+        for stages in itertools.product(ring, ring):
+            yield Config(*facts(problem), tile_m, *stages, none, lag, *epilogue)
+        for count in ring:
+            yield Config(*facts(problem), tile_m, count, chunks, activations, lag, *epilogue)
+            yield Config(*facts(problem), tile_m, chunks * p, count, weights, lag, *epilogue)
+
+
+@functools.cache
+def configs(problem: LinearProblem) -> tuple[Config, ...]:
+    """Every legal config of a problem."""
+    found = dict.fromkeys(_candidates(problem)) if why_not(problem) is None else {}
+    return tuple(config for config in found if why_not(problem, config) is None)
+
+
+@functools.cache
+def default(problem: LinearProblem) -> Config:
+    """Stationary activations if they fit, then deep pipelines. Raises KernelError if there is no config."""
+
+    def cost(config: Config) -> tuple[int, ...]:
+        keeps = (Stationary.activations, Stationary.weights, Stationary.none).index(config.stationary)
+        ring = -min(config.weight_stages, 4), -min(config.activation_stages, 4)
+        return -config.tile_m, keeps, *ring, config.warpgroup_lag, config.epilogue_tile, abs(config.epilogue_stages - 3)
+
+    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+
+
+_PREFERRED_CHUNKS = 4
+"""Chunks of k whose activations fit shared memory beside the weights."""
+
+
+def preferred(problem: LinearProblem) -> bool:
+    """Whether this kernel is faster than sm90_bitplane_gemm: few weight planes, and more than one tile per SM."""
+    tiles = -(-problem.m // ROWS) * -(-problem.n // ROWS)
+    return problem.weights.bits <= 2 and problem.chunks == _PREFERRED_CHUNKS and tiles > problem.device.sms
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    name = "sm90_bitplane_stacked"
+    return jit.Kernel(f"bitplane/sm90_stacked/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))

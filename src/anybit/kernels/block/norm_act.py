@@ -1,0 +1,146 @@
+"""RMSNorm with residual, and SiLU(gate) * up, of 16-bit rows: the host side of norm_act.cuh."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError, sixteen_bits
+from anybit.jit import Float32, Int32, Int64, Pointer
+
+VECTOR = 8
+WARP = 32
+MOST_THREADS = 1024
+MOST_VECTORS = 16
+_REDUCTION_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows [m, k] in ``dtype``.  aligned: rows are 16-byte aligned, and k is a multiple of 8."""
+
+    m: int
+    k: int
+    dtype: torch.dtype = torch.float16
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel config. threads: per block, each with ``vectors`` of 8 values. paired: see ``silu_mul``."""
+
+    threads: int
+    vectors: int
+    is_bf16: bool
+    aligned: bool
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see norm_act.cuh."""
+
+    x: Pointer
+    residual: Pointer
+    residual_sum: Pointer
+    gamma: Pointer
+    y: Pointer
+    x_stride: Int64
+    residual_stride: Int64
+    k: Int32
+    epsilon: Float32
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return sixteen_bits("rows are", problem.dtype)
+    if problem.m < 1 or problem.k < 1:
+        return f"rows of shape {problem.m} x {problem.k} are empty"
+    if problem.k > MOST_THREADS * MOST_VECTORS * VECTOR:
+        return f"K = {problem.k} is more than one block holds ({MOST_THREADS * MOST_VECTORS * VECTOR})"
+    if config is None:
+        return None
+    if config.threads % WARP or not WARP <= config.threads <= MOST_THREADS:
+        return f"a block has 32 to {MOST_THREADS} threads in whole warps, not {config.threads}"
+    if config.aligned and not problem.aligned:
+        return "this config loads 16 bytes at a time, and rows are not 16-byte aligned or K is not a multiple of 8"
+    return None
+
+
+@cache
+def norm_config(problem: Problem) -> Config:
+    """The norm's config: as few vectors per thread as a block can hold the row with, for the least latency."""
+    _refuse(problem)
+    vectors = 1
+    while MOST_THREADS * vectors * VECTOR < problem.k:
+        vectors *= 2
+    threads = max(WARP, 1 << (-(-problem.k // (VECTOR * vectors)) - 1).bit_length())
+    return Config(threads, vectors, problem.dtype == torch.bfloat16, problem.aligned)
+
+
+def paired_rows(k: int) -> Tensor:
+    """A permutation of two halves of k rows, int64 [2 k], that alternates 8 rows of either."""
+    return torch.arange(2 * k).view(2, k // VECTOR, VECTOR).transpose(0, 1).flatten()
+
+
+@cache
+def silu_config(problem: Problem, paired: bool = False) -> Config:
+    """SiLU's config: small blocks, to spread a row over many SMs."""
+    _refuse(problem)
+    return Config(4 * WARP, 1, problem.dtype == torch.bfloat16, problem.aligned, paired)
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: the partial sums of a block's warps."""
+    return _REDUCTION_BYTES
+
+
+def _refuse(problem: Problem) -> None:
+    if (reason := why_not(problem)) is not None:
+        raise KernelError(f"no kernel for these rows: {reason}")
+
+
+@cache
+def kernel(entry: str, config: Config) -> jit.Kernel:
+    """The kernel of a config. entry: ``add_rms_norm`` or ``silu_mul``."""
+    return jit.Kernel("block/norm_act.cuh", entry, config, Params, config.threads, shared_bytes(config))
+
+
+def problem_of(x: Tensor, k: int, *others: Tensor | None) -> Problem:
+    """The problem of rows x [m, >= k]; others: further tensors that are accessed in vectors of 8."""
+    tensors = [tensor for tensor in (x, *others) if tensor is not None]
+    aligned = k % VECTOR == 0 and all(
+        t.data_ptr() % 16 == 0 and (t.dim() < 2 or t.stride(0) % VECTOR == 0) for t in tensors
+    )
+    return Problem(x.shape[0], k, x.dtype, aligned)
+
+
+Launch = tuple[jit.Kernel, Params, tuple[int, int, int]]
+"""A kernel, its parameters and its grid."""
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, y: Tensor, total: Tensor | None
+) -> Launch:
+    """y[:] = gamma * z / rms(z) with z = x + residual; total[:] = z if given. All [m, k]; y and total dense."""
+    problem = problem_of(x, x.shape[1], residual, gamma, y, total)
+    config = norm_config(problem)
+    stride = 0 if residual is None else residual.stride(0)
+    params = Params(x, residual, total, gamma, y, x.stride(0), stride, problem.k, epsilon)
+    return kernel("add_rms_norm", config), params, (problem.m, 1, 1)
+
+
+def silu_mul(x: Tensor, y: Tensor, paired: bool = False) -> Launch:
+    """y[:] = silu(gate) * up: x [m, gate k | up k] -> y [m, k] dense. paired: x alternates 8 of gate and 8 of up.
+
+    Raises KernelError for an unsupported dtype or k.
+    """
+    problem = problem_of(x, y.shape[1], y)
+    if paired and problem.k % VECTOR:
+        raise KernelError(f"gate and up have {problem.k} outputs each, and paired ones need a multiple of {VECTOR}")
+    config = silu_config(problem, paired)
+    params = Params(x, None, None, None, y, x.stride(0), 0, problem.k, 0.0)
+    return kernel("silu_mul", config), params, (problem.m, -(-problem.k // (config.threads * VECTOR)), 1)

@@ -1,0 +1,186 @@
+"""RoPE for Q and K of a fused QKV projection: the host side of rope.cuh."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError, sixteen_bits
+from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.block.norm_act import paired_rows
+
+WARP = 32
+MAX_HEAD_DIM = 512
+MOST_TOKENS = jit.MOST_BLOCKS[1]
+"""Most tokens per launch: tokens are the grid's y dimension."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """RoPE for Q and K in the output of a fused QKV projection.
+
+    paired: channels of Q and K are in ``paired_channels`` order.  stores: K and V are stored to the 16-bit residual of
+    a KV cache.
+    """
+
+    tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float16
+    paired: bool = False
+    stores: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel config, a warp per head. threads: per block."""
+
+    threads: int
+    head_dim: int
+    is_bf16: bool
+    gamma_offset: int
+    stores: bool = False
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see rope.cuh."""
+
+    qkv: Pointer
+    cosine: Pointer
+    sine: Pointer
+    q_gamma: Pointer
+    k_gamma: Pointer
+    q: Pointer
+    k: Pointer
+    residual: Pointer
+    lengths: Pointer
+    sequences: Pointer
+    qkv_stride: Int64
+    query_heads: Int32
+    key_heads: Int32
+    tokens: Int32
+    ring: Int32
+    epsilon: Float32
+
+
+Norms = tuple[Tensor | None, Tensor | None, float]
+"""(gain [head_dim] of the norm of query heads or None, the same of key heads, epsilon)."""
+NO_NORMS: Norms = (None, None, 0.0)
+
+
+@dataclass(frozen=True)
+class RopeStoreArgs:
+    """RoPE's angles for a step's newest tokens, and the residual to store K and V to.
+
+    cosine, sine: [m, head_dim].  ring: a layer's residual, [sequences, key_heads, 2, ring tokens * head_dim].  lengths:
+    int32 [sequences], including the new tokens.  sequences: int32 [m / tokens], None for 0, 1, 2 ...  tokens: new
+    tokens per sequence.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    ring: Tensor
+    lengths: Tensor
+    sequences: Tensor | None
+    query_heads: int
+    key_heads: int
+    tokens: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.cosine.shape[1]
+
+    @property
+    def ring_tokens(self) -> int:
+        """Slots of a sequence's ring."""
+        return self.ring.shape[-1] // self.head_dim
+
+    def behind(self, first: int) -> "RopeStoreArgs":
+        """The same for the sequences from the ``first`` on."""
+        if self.sequences is not None:
+            return replace(self, sequences=self.sequences[first:])
+        return replace(self, ring=self.ring[first:], lengths=self.lengths[first:])
+
+    def operands(self) -> tuple[Tensor | int | None, ...]:
+        """The fields in order, as ops take them."""
+        return (
+            self.cosine, self.sine, self.ring, self.lengths, self.sequences, self.query_heads, self.key_heads,
+            self.tokens,
+        )  # fmt: skip
+
+
+def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
+    """A permutation of a QKV projection's outputs, int64, that puts channels rotated together next to each other.
+
+    In each head of Q and K, eight channels of the first half alternate with their eight partners of the second half; V
+    is unchanged.
+    """
+    turned = (torch.arange(query_heads + key_heads)[:, None] * head_dim + paired_rows(head_dim // 2)).flatten()
+    start = len(turned)
+    return torch.cat((turned, torch.arange(start, start + key_heads * head_dim)))
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the kernel cannot run a problem, in a sentence; None if it can."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return sixteen_bits("heads are", problem.dtype)
+    step = 16 if problem.paired or problem.stores else 2
+    if problem.head_dim % step or not 0 < problem.head_dim <= MAX_HEAD_DIM:
+        return f"a head has a multiple of {step} channels, {MAX_HEAD_DIM} at most, not {problem.head_dim}"
+    return None
+
+
+def default(problem: Problem, gamma_offset: int = 0) -> Config:
+    """The config: few heads per block, to spread heads over SMs. Raises KernelError if ``why_not`` refuses."""
+    if (reason := why_not(problem)) is not None:
+        raise KernelError(f"no kernel for the rotary embedding: {reason}")
+    return Config(
+        2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset, problem.stores, problem.paired
+    )
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks: (heads, tokens)."""
+    heads = problem.query_heads + problem.key_heads * (2 if config.stores else 1)
+    return -(-heads // (config.threads // WARP)), problem.tokens, 1
+
+
+@cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    return jit.Kernel("block/rope.cuh", "rotate", config, Params, config.threads, 0)
+
+
+def launch(
+    problem: Problem, qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | None, norms: Norms,
+    step: RopeStoreArgs | None = None,
+) -> None:  # fmt: skip
+    """Launch on the current stream, once per ``MOST_TOKENS`` tokens. The caller (``anybit.ops``) checks shapes and
+    dtypes. step: if given, K and V go to its residual instead of ``k``.
+    """
+    each = 1 if step is None else step.tokens
+    if each > MOST_TOKENS:
+        raise KernelError(f"{each} new tokens of a sequence are more than a launch stores ({MOST_TOKENS})")
+    most = MOST_TOKENS // each * each  # whole sequences
+    if problem.tokens > most:
+        for first in range(0, problem.tokens, most):
+            part = slice(first, min(first + most, problem.tokens))
+            some = replace(problem, tokens=part.stop - first)
+            keys = None if k is None else k[part]
+            behind = None if step is None else step.behind(first // each)
+            launch(some, qkv[part], cosine[part], sine[part], q[part], keys, norms, behind)
+        return
+    config, (q_gamma, k_gamma, epsilon) = default(problem), norms
+    ring, lengths, sequences = (None, None, None) if step is None else (step.ring, step.lengths, step.sequences)
+    slots = 1 if step is None else step.ring_tokens
+    params = Params(
+        qkv, cosine, sine, q_gamma, k_gamma, q, k, ring, lengths, sequences,
+        qkv.stride(0), problem.query_heads, problem.key_heads, each, slots, epsilon,
+    )  # fmt: skip
+    jit.launch(kernel(config), params, grid(problem, config), pdl=True, device=qkv.get_device())

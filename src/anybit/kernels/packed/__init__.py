@@ -1,0 +1,1 @@
+"""Products with weights in tiles of codes, dequantized on the way to tensor cores."""

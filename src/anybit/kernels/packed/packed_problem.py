@@ -1,0 +1,211 @@
+"""Host code shared by the kernels over packed weights: checks, config fields from the problem, pipelines, arguments."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import dtype_name
+from anybit.jit import Int32, Pointer
+from anybit.kernels.block.quantize_activations import rows_aligned
+from anybit.kernels.common.types import Code, Operand, Output
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_layout, sparse_layout
+from anybit.kernels.packed.packed_layout import PackedWeight
+from anybit.scheme import ActivationFormat
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_C = TypeVar("_C")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The config fields that follow from the problem."""
+
+    operand: Operand
+    output: Output
+    bits: int
+    group: int
+    code: Code
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of 16 rows by 128 columns, scales included."""
+        return packed_layout.unit_bytes_of(self.bits, self.group, self.code.name, getattr(self, "sparse", False))
+
+
+@dataclass(frozen=True)
+class FewFacts(Facts):
+    """``Facts`` of kernels for few tokens. gather: x is gathered.  ragged: K is not a multiple of 128."""
+
+    gather: bool
+    ragged: bool
+
+
+def facts(p: LinearProblem, config: type) -> dict[str, Any]:
+    """The fields of a kernel's ``Config`` that follow from the problem."""
+    known = {
+        "operand": p.operand,
+        "output": p.output,
+        "bits": p.weights.bits,
+        "group": packed_layout.tile_group(p.weights),
+        "code": Code[p.weights.code],
+        "gather": p.act_order or not p.aligned,
+        "ragged": p.k % 128 != 0,
+        "wide_store": p.n % 4 == 0,
+        "sparse": p.weights.sparse,
+    }
+    return {field.name: known[field.name] for field in fields(config) if field.name in known}
+
+
+def why_not(problem: LinearProblem) -> str | None:
+    """Why no kernel over tiles takes these operands, in a sentence; None if one might."""
+    p, x = problem, problem.activations
+    if min(p.m, p.n, p.k) < 1:
+        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
+    if p.weights.sparse and p.act_order:
+        return sparse_layout.ORDERED
+    if refusal := packed_layout.why_not(p.weights, x.quantized):
+        return refusal
+    if x.quantized and x.integer and (x.code != "sym" or x.bits == 1):
+        return f"int8 products take symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
+    if p.dtype not in _SIXTEEN_BITS:
+        return f"the output must be float16 or bfloat16, not {dtype_name(p.dtype)}"
+    return None
+
+
+def why_not_integers(problem: LinearProblem) -> str | None:
+    """``why_not`` for kernels without 8-bit float products."""
+    reason = why_not(problem)
+    if reason is None and problem.operand is Operand.e4m3:
+        return "it multiplies integers or 16-bit floats, and the activations are 8-bit floats"
+    return reason
+
+
+def why_not_few(
+    problem: LinearProblem, most_tokens: int, otherwise: str, int8: bool = False, sparse: bool = False
+) -> str | None:
+    """Why a kernel for few tokens cannot take a problem, in a sentence; None if it might.
+
+    otherwise: the kernel that takes more tokens.  int8, sparse: whether it takes int8 activations, 2:4 sparse weights.
+    """
+    if problem.device.capability < 90:
+        return f"{problem.device.arch} has no bulk copies (sm_90 and later do): see sm80_packed_gemm.py"
+    if problem.m > most_tokens:
+        return f"M = {problem.m} is more than {most_tokens} tokens: see {otherwise}"
+    if problem.weights.sparse and not sparse:
+        return sparse_layout.DENSE_ALONE
+    if problem.activations.quantized and not int8:
+        return f"it takes float16 or bfloat16 activations, not {problem.activations.bits}-bit ones"
+    return why_not_integers(problem)
+
+
+def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> str | None:
+    """Why a config for few tokens is illegal (wrong problem, too small or large), in a sentence; None if it is not."""
+    c = config
+    if any(getattr(c, name) != value for name, value in facts(problem, type(c)).items()):
+        return "the config was made for another problem"
+    if c.tile_m < problem.m:
+        return f"the config is for up to {c.tile_m} tokens, and there are {problem.m}"
+    if not 1 <= c.warps <= 32:
+        return f"a block has 1 to 32 warps, not {c.warps}"
+    if not 1 <= c.prologue_stages <= c.stages:
+        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
+    return problem.device.why_not_shared(shared_bytes)
+
+
+def ring(size: int, stage: int, most: int, ahead: int = 0) -> tuple[int, int]:
+    """(stages, prologue_stages): as many stages of ``stage`` bytes as ``size`` bytes hold, at most ``most``.
+
+    ahead: prologue_stages; 0: enough in flight to saturate memory, but few enough not to delay the activations.
+    """
+    stages = max(1, min(most, size // stage))
+    return stages, max(1, min(stages, ahead or ((20 << 10) if stages >= most else (36 << 10)) // stage))
+
+
+def legal(first: _C, candidates: Iterable[_C], why_not: Callable[[_C], str | None]) -> Iterator[_C]:
+    """The first config, then every other legal one, without duplicates."""
+    yield first
+    seen = {first}
+    for found in candidates:
+        if found not in seen and why_not(found) is None:
+            seen.add(found)
+            yield found
+
+
+def first_that_fits(configs: Iterable[_C], fits: Callable[[_C], bool]) -> _C:
+    """The first config that fits, else the last."""
+    for found in configs:
+        if fits(found):
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch for few tokens; see sm90_packed_skinny.cuh."""
+
+    tiles: Pointer
+    row_scale: Pointer
+    row_zero: Pointer
+    permutation: Pointer
+    x: Pointer
+    x_scale: Pointer
+    bias: Pointer
+    y: Pointer
+    m: Int32
+    n: Int32
+    k: Int32
+    x_stride: Int32
+    column_blocks: Int32
+    row_tiles: Int32
+
+
+def arguments(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Params:
+    """The Params of a launch, unchecked."""
+    return Params(
+        weight.tiles, weight.row_scale, weight.row_zero, weight.permutation, x, x_scale, bias, y,
+        x.shape[0], weight.shape[0], weight.shape[1], x.stride(0), weight.tiles.shape[0], weight.tiles.shape[1],
+    )  # fmt: skip
+
+
+_CODED = {torch.int8: ActivationFormat(8, "sym"), torch.float8_e4m3fn: ActivationFormat(8, "float")}
+
+
+def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> LinearProblem:
+    """The problem of m tokens for a weight; dtype: of x, ``output`` or that of 8-bit codes."""
+    coded, ordered = _CODED.get(dtype, ActivationFormat()), weight.permutation is not None
+    return LinearProblem(m, *weight.shape, weight.format, coded, output, device, ordered, weight.padded[1])
+
+
+def checked_problem(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
+) -> LinearProblem:
+    """The problem for these operands, after ``packed_layout.check_operands``."""
+    packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
+    problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
+    return problem if rows_aligned(x) else replace(problem, aligned=False)
+
+
+def launch_few(
+    kernel: ModuleType, weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None,
+    bias: Tensor | None = None, config: Any = None, pdl: bool = True, silu: bool = False,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias by a kernel for few tokens: sm90_packed_gemv, sm90_packed_skinny or sm90_packed_skinny_f16.
+
+    x [m, k] float16, bfloat16, or (skinny only) int8 with x_scale float32 [m]; y [m, n] and bias [n] in one 16-bit
+    type. Rows of x may be strided. config: the kernel's default if None. pdl: programmatic dependent launch; always
+    safe, since the kernel touches nothing that the previous one writes before that one has ended.
+    silu (skinny only): y [m, n / 2] as in ``sm90_packed_gemm.kernel``.
+    Raises KernelError for operands or a config that do not fit.
+    """
+    problem = checked_problem(weight, x, y, x_scale, bias, weight.shape[0] // 2 if silu else 0)
+    config = packed_layout.checked_config(problem, config, kernel.default, kernel.why_not)
+    params, grid = arguments(weight, x, y, x_scale, bias), kernel.grid(problem, config)
+    made = kernel.kernel(config, silu) if silu else kernel.kernel(config)
+    jit.launch(made, params, grid, pdl=pdl, device=y.get_device())

@@ -1,0 +1,1 @@
+"""The kernel repack: device code and host side."""

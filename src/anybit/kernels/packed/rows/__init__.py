@@ -1,0 +1,1 @@
+"""The kernel rows: device code and host side."""

@@ -1,0 +1,1 @@
+"""The kernel sm80_gemm: device code and host side."""

@@ -1,0 +1,239 @@
+"""y = x W^T with mma.sync and cp.async, for sm_80, sm_86 and sm_89 (and later): the host side of sm80_packed_gemm.cuh.
+
+The MARLIN paper's design (section 3.4) over the tiles of ``packed_layout``, and ADAngel's split strategy for int8
+activations on int4 tensor cores, which only sm_80 to sm_89 have (sm_90 emulates them, forty times slower).
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Int32, Pointer
+from anybit.kernels.common.types import Operand
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_layout, packed_problem
+from anybit.kernels.packed.packed_layout import PackedWeight
+from anybit.kernels.packed.packed_problem import Facts, facts, legal
+
+_TOKENS = (8, 16, 32, 64)
+"""Columns of a token tile."""
+_MOST_TOKENS, _MOST_ROWS = _TOKENS[-1], 256
+_STEPS, _SUMS = 2**24 - 1024, 2**28
+"""Most tile steps (the kernel divides in float32) and partial sums (a slot per tile) of a launch."""
+
+
+@dataclass(frozen=True)
+class Config(Facts):
+    """A kernel config. Warps: row_warps along N, ``units`` of 16 rows each, times split_k_warps along K.
+
+    tile_m: tokens per tile.  stages: depth of the cp.async pipeline.
+    nibbles: the split strategy: weights of up to 4 bits, and activations as two nibbles, on int4 tensor cores.
+    sparse: the weights are 2:4 sparse.
+    """
+
+    tile_m: int
+    units: int
+    row_warps: int
+    split_k_warps: int
+    stages: int
+    nibbles: bool = False
+    sparse: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a row tile."""
+        return self.row_warps * self.units * 16
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see sm80_packed_gemm.cuh."""
+
+    tiles: Pointer
+    row_scale: Pointer
+    row_zero: Pointer
+    x: Pointer
+    x_scale: Pointer
+    bias: Pointer
+    y: Pointer
+    partial: Pointer
+    locks: Pointer
+    m: Int32
+    n: Int32
+    k: Int32
+    x_stride: Int32
+    column_blocks: Int32
+    row_tiles: Int32
+
+
+def at_once(problem: LinearProblem) -> LinearProblem:
+    """The problem with at most as many tokens as one launch takes: fewer than 2^24 steps, 1 GiB of partial sums."""
+    steps = max(1, problem.weight_tiles * problem.column_blocks)  # with the narrowest row tiles
+    sums = max(1, packed_layout.round_up(problem.n, _MOST_ROWS)) * _MOST_TOKENS
+    tiles = min(_STEPS // steps, _SUMS // sums)
+    return replace(problem, m=min(problem.m, max(1, tiles) * _MOST_TOKENS))
+
+
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+    p = at_once(problem)
+    if p.device.capability < 80:
+        return f"{p.device.arch} has no cp.async: sm_80 and later do"
+    if p.act_order and p.activations.quantized:
+        return "activation order is not supported with quantized activations"
+    reason = packed_problem.why_not_integers(p)
+    if reason is not None or config is None:
+        return reason
+    c = config
+    if any(getattr(c, name) != value for name, value in facts(p, Config).items()):
+        return "the config was made for another problem"
+    if c.rows % 64 or c.tile_m % 8 or c.stages < 2 or c.split_k_warps not in (1, 2, 4):
+        shape = f"row tiles of {c.rows} rows, {c.tile_m} tokens, {c.stages} stages, {c.split_k_warps} split_k_warps"
+        return f"{shape} do not fit together"
+    if c.nibbles:
+        if c.operand is not Operand.s8 or c.bits > 4 or c.group == 32 or c.sparse:
+            return "int4 tensor cores take int8 activations and dense weights of up to 4 bits, in groups of 64 or more"
+        if p.device.capability >= 90:
+            return f"{p.device.arch} emulates int4 tensor cores, forty times slower than int8"
+    tokens, rows, columns = _line(p, c)
+    if tokens * rows * columns >= 2**24:
+        return f"M = {p.m}, N = {p.n}, K = {p.k} need over 2^24 steps of {c.tile_m} x {c.rows} x 128: use larger tiles"
+    return p.device.why_not_shared(shared_bytes(c))
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: the pipeline, and the exchange of partial sums between split-K warps."""
+    c = config
+    x = c.tile_m * (128 * (1 if c.operand is Operand.s8 else 2) + 16)
+    exchange = (c.split_k_warps - 1) * c.row_warps * 32 * c.units * (c.tile_m // 8) * 16
+    return c.stages * (c.rows // 16 * c.unit_bytes + x) + exchange
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    threads = config.row_warps * config.split_k_warps * 32
+    return jit.Kernel(
+        "packed/sm80_gemm/sm80_packed_gemm.cuh", "sm80_packed_gemm", config, Params, threads, shared_bytes(config)
+    )
+
+
+def _line(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
+    """Token tiles, row tiles and blocks of columns."""
+    rows = problem.weight_tiles * packed_layout.TILE_ROWS
+    return -(-problem.m // config.tile_m), -(-rows // config.rows), problem.column_blocks
+
+
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
+    """A block per SM, or per step if there are fewer. Blocks wait for each other, so all must be resident."""
+    tokens, rows, columns = _line(problem, config)
+    return min(problem.device.sms, tokens * rows * columns), 1, 1
+
+
+def configs(problem: LinearProblem) -> Iterator[Config]:
+    """Every legal config worth trying; the default first."""
+    shapes = itertools.product(_TOKENS, ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)), (2, 3, 4, 6), (False, True))
+    candidates = (_config(problem, tokens, *warps, stages, nibbles) for tokens, warps, stages, nibbles in shapes)
+    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+
+
+def default(problem: LinearProblem) -> Config:
+    """The config for problems that were not tuned. Raises KernelError if there is none.
+
+    Wide row tiles read activations less often. Narrow ones suffice for few tokens (MARLIN, equation 1), and are all
+    that fits registers if sums are kept in int32 and float32: for 64 tokens, or groups of 32.
+    """
+    if (reason := why_not(problem)) is not None:
+        raise KernelError(reason)
+    tokens = next((t for t in _TOKENS if t >= problem.m), _MOST_TOKENS)
+    if tokens <= 16:
+        shapes: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (1, 8, 1))
+    elif problem.activations.quantized and (tokens == 64 or problem.weights.group == 32):
+        shapes = ((1, 8, 1), (1, 4, 2))
+    else:
+        shapes = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
+    for nibbles in (problem.device.capability < 90, False):
+        for shape in shapes:
+            for stages in (4, 3, 2):
+                config = _config(problem, tokens, *shape, stages, nibbles)
+                reason = why_not(problem, config)
+                if reason is None:
+                    return config
+    raise KernelError(f"no config for {problem}: {reason}")
+
+
+def _config(
+    p: LinearProblem, tokens: int, units: int, row_warps: int, k_warps: int, stages: int, nibbles: bool
+) -> Config:
+    few_bits = p.weights.bits <= 4 and (p.weights.group or 64) >= 64 and not p.weights.sparse
+    nibbles = nibbles and p.activations.quantized and few_bits
+    return Config(**facts(p, Config), tile_m=tokens, units=units, row_warps=row_warps, split_k_warps=k_warps,
+                  stages=stages, nibbles=nibbles)  # fmt: skip
+
+
+def room_for_all(problem: LinearProblem, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A ``scratch`` large enough for every config of a problem."""
+    problem = at_once(problem)
+    sums, locks = zip(*(_sizes(problem, config) for config in configs(problem)), strict=True)
+    return _room(max(sums), max(locks), device)
+
+
+def scratch(problem: LinearProblem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Buffers of a launch: partial sums, float32, and locks, int32; locks are zero before and after the kernel."""
+    return _room(*_sizes(problem, config), device)
+
+
+def _sizes(problem: LinearProblem, config: Config) -> tuple[int, int]:
+    """Number of partial sums and locks of a launch."""
+    tokens, rows, _ = _line(problem, config)
+    return tokens * rows * config.rows * config.tile_m, tokens * rows
+
+
+def _room(sums: int, locks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    partial = torch.empty(sums, dtype=torch.float32, device=device)
+    return partial, torch.zeros(locks, dtype=torch.int32, device=device)
+
+
+def launch(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
+    config: Config | None = None, pdl: bool = False, room: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
+
+    More tokens than ``at_once`` allows take several launches; an activation order costs a gather of x first.
+    room: a large enough ``scratch``, for launches in stream order. Raises KernelError for operands that do not fit.
+    """
+    problem = replace(packed_problem.checked_problem(weight, x, y, x_scale, bias), act_order=False)
+    most = at_once(problem).m
+    if most < problem.m:
+        for first in range(0, problem.m, most):
+            part = slice(first, first + most)
+            scale = None if x_scale is None else x_scale[part]
+            launch(weight, x[part], y[part], scale, bias, config, pdl, room)
+        return
+    x = packed_layout.in_order(weight, x)
+    config = packed_layout.checked_config(problem, config, default, why_not)
+    params = arguments(weight, x, y, x_scale, bias, *(room or scratch(problem, config, x.device)))
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
+
+
+def arguments(
+    weight: PackedWeight,
+    x: Tensor,
+    y: Tensor,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
+    partial: Tensor,
+    locks: Tensor,
+) -> Params:
+    """The Params of a launch, unchecked."""
+    return Params(
+        weight.tiles, weight.row_scale, weight.row_zero, x, x_scale, bias, y, partial, locks,
+        x.shape[0], weight.shape[0], x.shape[1], x.stride(0), weight.tiles.shape[0], weight.tiles.shape[1],
+    )  # fmt: skip

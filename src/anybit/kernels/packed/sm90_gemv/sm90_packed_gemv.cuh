@@ -1,0 +1,331 @@
+// GEMV-like y = x W^T, M up to 4, 16-bit activations, packed weights of 1 to 8 bits, on int8 MMA where possible.
+//
+// Once weights stream in, unpacking codes is the limit. An int8 MMA takes four codes per register where a
+// 16-bit one takes two, and codes need no shift: a byte with code u at bit a is the number u * 2^a, so the activation that
+// meets it is multiplied by 2^(top - a) instead, once.
+//
+// - Each 128-column block of a token becomes fixed point (14 bits and sign), pre-shifted for its code's bit position, and is
+//   split into signed base-256 digits: two or four columns (N) of the MMA. Implied zero points enter as the initial
+//   accumulator of a token's first column.
+// - Tables of non-integer values are multiplied as 16-bit floats instead.
+// - A CTA owns whole units of 16 rows; its warps split K and reduce once, in shared memory, in a fixed order.
+// - Each warp has its own ring of bulk copies of weights, filled before griddepcontrol.wait.
+#ifndef ANYBIT_SM90_PACKED_GEMV_CUH
+#define ANYBIT_SM90_PACKED_GEMV_CUH
+
+#include "packed/sm90_gemv/sm90_packed_gemv_parts.cuh"
+
+namespace packed {
+
+// RMSNorm of x + residual on activations in registers, rounded where the model rounds. Uses all warps' `slots` as scratch:
+// they are free before and after.
+template <class C>
+__device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages], const uint2 (&gamma)[C::x_stages],
+                                          int rounds, int warp, uint32_t slots, uint32_t lane) {
+    using S = DigitShape<C>;
+    static_assert(C::x_resident && !C::gather, "a norm needs whole rows at hand");
+    constexpr bool bf16 = C::operand == Operand::bf16;
+    const auto column = [&](int i) { return (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4; };
+    const auto there = [&](int i) { return i < rounds && (!C::ragged || column(i) < p.k); };
+    if (p.residual != nullptr) {
+        uint2 other[C::x_stages][C::tile_m];
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+            for (int token = 0; token < C::tile_m; token++)
+                other[i][token] = there(i) && token < p.m
+                    ? ptx::ld_global_cg_v2(p.residual + static_cast<size_t>(token) * p.residual_stride + column(i)) : make_uint2(0, 0);
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+            for (int token = 0; token < C::tile_m; token++) {
+                if (!there(i) || token >= p.m) continue;
+                uint32_t (&pair)[2] = incoming[i].pairs[token];
+                pair[0] = values::add_pair<bf16>(pair[0], other[i][token].x), pair[1] = values::add_pair<bf16>(pair[1], other[i][token].y);
+                if (blockIdx.x == 0)
+                    *reinterpret_cast<uint2*>(p.residual_sum + static_cast<size_t>(token) * p.k + column(i)) = make_uint2(pair[0], pair[1]);
+            }
+    }
+#pragma unroll
+    for (int token = 0; token < C::tile_m; token++) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (i >= rounds) continue;
+                const float low = values::low_float<bf16>(incoming[i].pairs[token][h]), high = values::high_float<bf16>(incoming[i].pairs[token][h]);
+                squares = fmaf(low, low, fmaf(high, high, squares));
+            }
+        squares = values::Sum::over_warp(squares);
+        if (lane == 0) ptx::st_shared_f32(slots + warp * (C::x_stages * S::slot_bytes) + token * 4, squares);
+    }
+    __syncthreads();
+    float factor[C::tile_m];
+#pragma unroll
+    for (int token = 0; token < C::tile_m; token++) {
+        const float mine = lane < C::warps ? ptx::ld_shared_f32(slots + lane * (C::x_stages * S::slot_bytes) + token * 4) : 0.0f;
+        factor[token] = rsqrtf(fmaf(values::Sum::over_warp(mine), p.part, p.epsilon));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+        for (int token = 0; token < C::tile_m; token++) {
+            uint32_t (&pair)[2] = incoming[i].pairs[token];
+            pair[0] = values::normalize_pair<bf16>(pair[0], gamma[i].x, factor[token]);
+            pair[1] = values::normalize_pair<bf16>(pair[1], gamma[i].y, factor[token]);
+        }
+}
+
+// Fused epilogues.
+enum class Epilogue { nothing, silu, rotary };
+
+// Rotary epilogue: each thread rotates `turns` pairs of outputs, rows r and r + 8 of a unit, and stores them.
+template <class C, class P> struct Rotary {
+    using S = DigitShape<C>;
+    static constexpr int half = S::rows / 2, turns = (half * C::tile_m + C::threads - 1) / C::threads;
+    static constexpr bool bf16 = C::operand == Operand::bf16;
+    float cosine[turns][2], sine[turns][2];
+    int sequence[turns], slot[turns];  // slot -1: nothing to do
+
+    // Output row of pair i's first element.
+    static __device__ __forceinline__ int output(int i, int first) { return (first + i % half / 8) * 16 + i % 8; }
+
+    __device__ __forceinline__ void load(const P& p, int first, int mine) {
+#pragma unroll
+        for (int turn = 0; turn < turns; turn++) {
+            const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
+            const int head = n / p.head_dim, c = n % p.head_dim / 16 * 8 + n % 8;
+            sequence[turn] = slot[turn] = -1;
+            if (token >= C::tile_m || token >= p.m || i % half / 8 >= mine || n + 8 >= p.n) continue;
+            if (head < p.query_heads + p.key_heads) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    cosine[turn][h] = values::low_float<bf16>(p.cosine_of(token, c, h));
+                    sine[turn][h] = values::low_float<bf16>(p.sine_of(token, c, h));
+                }
+            }
+            slot[turn] = 0;
+            if (head >= p.query_heads) p.place(token, sequence[turn], slot[turn]);
+        }
+    }
+
+    template <class Result> __device__ __forceinline__ void store(const P& p, int first, Result&& result) const {
+#pragma unroll
+        for (int turn = 0; turn < turns; turn++) {
+            if (slot[turn] < 0) continue;
+            const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
+            const int row = i % half / 8 * 16 + i % 8, head = n / p.head_dim;
+            const bool query = head < p.query_heads, value = head >= p.query_heads + p.key_heads;
+            uint16_t y[2] = {result(token, row), result(token, row + 8)};
+            int c[2] = {n % p.head_dim, n % p.head_dim + 8};
+            if (!value) {
+                const float low = values::low_float<bf16>(y[0]), high = values::low_float<bf16>(y[1]);
+                const float turned[2] = {low * cosine[turn][0] - high * sine[turn][0], high * cosine[turn][1] + low * sine[turn][1]};
+                c[0] = c[0] / 16 * 8 + n % 8, c[1] = c[0] + p.head_dim / 2;
+#pragma unroll
+                for (int h = 0; h < 2; h++) y[h] = bf16 ? ptx::cvt_bf16_f32(turned[h]) : ptx::cvt_f16_f32(turned[h]);
+            }
+            if (query) {
+                uint16_t* at = p.y + (static_cast<size_t>(token) * p.query_heads + head) * p.head_dim;
+                at[c[0]] = y[0], at[c[1]] = y[1];
+            } else {
+                p.store(head - p.query_heads - (value ? p.key_heads : 0), value, sequence[turn], slot[turn], c, y);
+            }
+        }
+    }
+};
+
+template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinline__ void multiply_digits(const P& p) {
+    using S = packed::DigitShape<C>;
+    static_assert(C::threads == C::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
+
+    if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
+    const uint32_t lane = ptx::lane_id();
+    const int warp = static_cast<int>(ptx::warp_id());
+    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * S::ring_bytes;
+    const uint32_t slots = shared + S::slots + warp * (C::x_stages * S::slot_bytes), barriers = shared + S::barriers + warp * (C::stages * 8);
+
+    // Units of 16 rows are split evenly over the CTAs; 128-column blocks go to the warps round-robin.
+    const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4;
+    const int first = static_cast<int>(blockIdx.x * row_units / gridDim.x);
+    const int mine = static_cast<int>((blockIdx.x + 1) * row_units / gridDim.x) - first;
+    const int chunks = (mine + C::stage_units - 1) / C::stage_units;
+    const int rounds = p.column_blocks > warp ? (p.column_blocks - warp + C::warps - 1) / C::warps : 0;
+
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
+        ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+
+    const uint64_t policy = ptx::createpolicy_evict_first();
+    // Step i of a warp is chunk i % chunks of its column block warp + warps * (i / chunks).
+    const uint32_t last_bytes = static_cast<uint32_t>(mine - (chunks - 1) * C::stage_units) * S::unit_size;
+    const size_t wrap = static_cast<size_t>(C::warps) * row_units * S::unit_size - static_cast<size_t>(chunks - 1) * S::stage_bytes;
+    const uint8_t* ahead = p.tiles + (static_cast<size_t>(warp) * row_units + first) * S::unit_size;
+    int left = rounds * chunks, chunks_ahead = chunks;
+    uint32_t ahead_slot = 0;
+    const auto fetch = [&]() {
+        const bool last = chunks_ahead == 1;
+        if (lane == 0) {
+            const uint32_t bytes = last ? last_bytes : static_cast<uint32_t>(S::stage_bytes), barrier = barriers + ahead_slot * 8;
+            ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+            ptx::cp_async_bulk_load_hint(ring + ahead_slot * S::stage_bytes, ahead, bytes, barrier, policy);
+        }
+        ahead += last ? wrap : S::stage_bytes;
+        chunks_ahead = last ? chunks : chunks_ahead - 1;
+        ahead_slot = ahead_slot + 1 == C::stages ? 0 : ahead_slot + 1;
+        left--;
+    };
+    for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
+    // Further copies are issued as earlier ones land, so that activations don't queue behind weights.
+    for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
+        ptx::mbarrier_wait_parity(barriers + i * 8, 0);
+        fetch();
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < S::rows; i += C::threads) {
+        float2 row = packed::row_factors<C::operand == Operand::f16>(p, first * 16 + i);
+        if constexpr (S::floats) row.x *= scale_of_pair<C::code, C::operand == Operand::bf16>;
+        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x), __float_as_uint(row.y)});
+    }
+    uint2 gamma[C::x_stages];
+    if constexpr (norm) {
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++) {
+            const int column = (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4;
+            gamma[i] = i < rounds && (!C::ragged || column < p.k) ? ptx::ld_global_cg_v2(p.gamma + column) : make_uint2(0, 0);
+        }
+    }
+    ptx::griddepcontrol_wait();
+    Rotary<C, P> rotary;
+    if constexpr (epilogue == Epilogue::rotary) rotary.load(p, first, mine);
+
+    {
+        packed::Incoming<C> incoming[C::x_stages];  // issue all loads before the first conversion
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+            if (i < rounds) incoming[i].load(p, warp + i * C::warps, lane);
+        if constexpr (norm) normalize<C>(p, incoming, gamma, rounds, warp, shared + S::slots, lane);
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+            if (i < rounds) incoming[i].store(slots + i * S::slot_bytes, lane);
+    }
+    __syncwarp();
+
+    packed::ByteTable<C::code> table;
+    table.load();
+    float sums[S::units][S::token_tiles][2];
+#pragma unroll
+    for (int u = 0; u < S::units; u++)
+#pragma unroll
+        for (int n = 0; n < S::token_tiles; n++) sums[u][n][0] = sums[u][n][1] = 0;
+
+    uint32_t x_slot = 0, stage = 0, phase = 0;
+    for (int i = 0; i < rounds; i++) {
+        typename packed::Choose<S::floats, packed::FloatProduct<C>, packed::DigitProduct<C>>::type product;
+        product.take(slots + x_slot * S::slot_bytes, lane);
+        packed::Incoming<C> incoming;
+        if constexpr (!C::x_resident)
+            if (i + C::x_stages < rounds) incoming.load(p, warp + (i + C::x_stages) * C::warps, lane);
+        packed::unroll<0, C::chunks>([&](auto which) {
+            constexpr int chunk = decltype(which)::value;
+            if (C::chunks == 1 || chunk < chunks) {
+                ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
+                const uint32_t from = ring + stage * S::stage_bytes;
+#pragma unroll
+                for (int u = 0; u < C::stage_units; u++) {  // stale past the last row: never stored
+                    uint32_t zeros = 0;
+                    if constexpr (C::code == Code::asym && S::whole_rows) {
+                        const int row = (first + chunk * C::stage_units + u) * 16 + static_cast<int>(lane >> 2);
+                        zeros = chunk * C::stage_units + u < mine ? p.row_zero[row] | p.row_zero[row + 8] << 8 : 0;
+                    }
+                    product.add(sums[chunk * C::stage_units + u], from + u * S::unit_size, lane, zeros, table);
+                }
+                __syncwarp();
+                if (left > 0) fetch();
+                if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
+                if (++stage == C::stages) stage = 0, phase ^= 1;
+            }
+        });
+        if constexpr (!C::x_resident) {
+            if (i + C::x_stages < rounds) {
+                __syncwarp();
+                incoming.store(slots + x_slot * S::slot_bytes, lane);
+                __syncwarp();
+            }
+        }
+        if (++x_slot == C::x_stages) x_slot = 0;
+    }
+
+    // Combines a token's digits, then the warps' sums: [token][row] in shared memory, over each warp's drained ring.
+    const float place = S::columns > 2 && (lane & 1) ? 65536.0f : 1.0f;
+#pragma unroll
+    for (int u = 0; u < S::units; u++)
+#pragma unroll
+        for (int n = 0; n < S::token_tiles; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float v = sums[u][n][r] * place;
+                if constexpr (S::floats) {
+#pragma unroll
+                    for (int step = S::wide / 2; step < S::wide / 2 * S::spread; step *= 2) v += ptx::shfl_xor(v, step);
+                } else if constexpr (S::columns > 2) {
+                    v += ptx::shfl_xor(v, 1);
+                }
+                const uint32_t column = S::floats ? (lane & 3) * 2 + n : n * 8 + (lane & 3) * 2, token = column / S::columns;
+                if (column % S::columns == 0 && token < C::tile_m)
+                    ptx::st_shared_f32(ring + (token * S::rows + u * 16 + r * 8 + (lane >> 2)) * 4, v);
+            }
+    __syncthreads();
+    const auto result = [&](int token, int row) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < C::warps; w++) sum += ptx::ld_shared_f32(shared + w * S::ring_bytes + (token * S::rows + row) * 4);
+        const uint2 factor = ptx::ld_shared_v2(shared + S::factors + row * 8);
+        const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
+        return C::operand == Operand::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
+    };
+    if constexpr (epilogue == Epilogue::rotary) {
+        rotary.store(p, first, result);
+    } else if constexpr (epilogue == Epilogue::silu) {  // a unit's rows: eight of gate, eight of up
+        constexpr int half = S::rows / 2;
+#pragma unroll
+        for (int from = 0; from < half * C::tile_m; from += C::threads) {
+            const int i = from + static_cast<int>(threadIdx.x), token = i / half, place = i % half, row = place / 8 * 16 + place % 8;
+            if (token < p.m && token < C::tile_m && row < mine * 16 && first * 16 + row + 8 < p.n) {
+                const uint32_t y = values::silu_mul_pair<C::operand == Operand::bf16>(result(token, row), result(token, row + 8));
+                p.y[static_cast<size_t>(token) * (p.n / 2) + first * 8 + place] = static_cast<uint16_t>(y);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int from = 0; from < S::rows * C::tile_m; from += C::threads) {
+            const int i = from + static_cast<int>(threadIdx.x), token = i / S::rows, row = i % S::rows, n = first * 16 + row;
+            if (token < p.m && token < C::tile_m && row < mine * 16 && n < p.n) p.y[static_cast<size_t>(token) * p.n + n] = result(token, row);
+        }
+    }
+}
+
+}  // namespace packed
+
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv(const __grid_constant__ Params p) {
+    packed::multiply_digits<C, false, packed::Epilogue::nothing>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
+    packed::multiply_digits<C, true, packed::Epilogue::nothing>(p);
+}
+// silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
+    packed::multiply_digits<C, true, packed::Epilogue::silu>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_rotary(const __grid_constant__ RotaryParams p) {
+    packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_pages(const __grid_constant__ RotaryPagesParams p) {
+    packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
+}
+
+#endif  // ANYBIT_SM90_PACKED_GEMV_CUH

@@ -1,0 +1,345 @@
+"""y = x W^T for up to 4 tokens, as int8 products of fixed-point digits of x. Host side of sm90_packed_gemv.cuh.
+
+``launch_norm`` fuses RMSNorm(x + residual) into the product: blocks hold whole rows of x anyway.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.block.rope import RopeStoreArgs
+from anybit.kernels.block.rope_pages import RopePagesArgs
+from anybit.kernels.common.types import Code
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_layout, packed_problem
+from anybit.kernels.packed.packed_layout import UNIT_ROWS, PackedWeight, round_up
+from anybit.kernels.packed.packed_problem import (
+    FewFacts,
+    Params,
+    arguments,
+    checked_problem,
+    facts,
+    legal,
+    ring,
+    why_not_config,
+    why_not_few,
+)
+
+MOST_TOKENS = 4
+_FLOATS = (Code.e2m1, Code.nf4, Code.e4m3)
+"""Table codes whose values are not integers."""
+
+
+@dataclass(frozen=True)
+class Config(FewFacts):
+    """A kernel config.
+
+    tile_m: at least m. warps: of a block, all along K. stage_units: units of 16 rows per copy; a block has ``chunks``
+    times as many. stages: depth of a warp's pipeline of copies; prologue_stages: copies issued at once, the others as
+    these land. x_stages: blocks of activations in a warp's shared memory; x_resident: whether these are all. trigger:
+    when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue.
+    min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``. sparse: the weights are
+    2:4 sparse.
+    """
+
+    tile_m: int
+    warps: int
+    stage_units: int
+    chunks: int
+    stages: int
+    x_stages: int
+    x_resident: bool
+    prologue_stages: int
+    trigger: int = 0
+    min_blocks_per_sm: int = 1
+    min_shared_bytes: int = 0
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class NormParams(Params):
+    """Arguments of a launch with a fused norm; see sm90_packed_gemv.cuh."""
+
+    residual: Pointer
+    residual_sum: Pointer
+    gamma: Pointer
+    residual_stride: Int32
+    epsilon: Float32
+    part: Float32
+
+
+@dataclass(frozen=True)
+class RotaryParams(NormParams):
+    """Arguments of a launch with fused norm and RoPE, K and V stored to a ring; see sm90_packed_gemv.cuh."""
+
+    cosine: Pointer
+    sine: Pointer
+    ring: Pointer
+    lengths: Pointer
+    sequences: Pointer
+    query_heads: Int32
+    key_heads: Int32
+    head_dim: Int32
+    new_tokens: Int32
+    ring_tokens: Int32
+
+
+@dataclass(frozen=True)
+class RotaryPagesParams(NormParams):
+    """``RotaryParams`` for a paged cache; see sm90_packed_gemv_parts.cuh."""
+
+    table: Pointer
+    positions: Pointer
+    slots: Pointer
+    keys: Pointer
+    values: Pointer
+    page_stride: Int64
+    token_stride: Int64
+    head_stride: Int64
+    query_heads: Int32
+    key_heads: Int32
+    head_dim: Int32
+    page_tokens: Int32
+    stored: Int32
+
+
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+    if (reason := why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)) is not None:
+        return reason
+    if config is None:
+        return None
+    if config.x_resident != (config.x_stages * config.warps >= problem.column_blocks):
+        return "x_resident must say whether x_stages hold all of a warp's activations"
+    return why_not_config(problem, config, shared_bytes(config))
+
+
+def _columns(c: Config) -> int:
+    """MMA columns per token: 4 if codes are at different bits of their bytes, else 2."""
+    if c.sparse:
+        return 2
+    free = c.group in (0, 128)
+    if c.code is Code.iq4:
+        return 2
+    return 2 if c.code is not Code.bipolar and (c.bits in (6, 7, 8) or (c.bits in (3, 5) and not free)) else 4
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and digits; factors; barriers."""
+    c = config
+    rows, columns = c.stage_units * c.chunks * UNIT_ROWS, _columns(c)
+    flushes = max(1, packed_layout.subgroups(c.group))
+    ring = round_up(max(c.stages * c.stage_units * c.unit_bytes, c.tile_m * rows * 4), 128)
+    slot = round_up(c.tile_m * (columns * 144 + flushes * 8), 16)
+    if c.code in _FLOATS:
+        slot = c.tile_m * 272 + 16
+    return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.min_shared_bytes)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    return _kernel(config, "", Params)
+
+
+def _kernel(config: Config, end: str, params: type) -> jit.Kernel:
+    name = "sm90_packed_gemv"
+    return jit.Kernel(
+        f"packed/sm90_gemv/{name}.cuh", name + end, config, params, config.warps * 32, shared_bytes(config)
+    )
+
+
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
+    """At most a block per SM if that covers the rows, so that the next kernel's blocks fit beside them."""
+    units = problem.units
+    return max(min(problem.device.sms, units), -(-units // (config.stage_units * config.chunks))), 1, 1
+
+
+def fitted(
+    p: LinearProblem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
+) -> Config:
+    """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
+    mine = p.block_units
+    stage_units = min(stage_units, mine)
+    blocks = -(-p.column_blocks // warps)
+    base = Config(
+        **facts(p, Config), tile_m=next(t for t in (1, 2, 4) if t >= p.m), warps=warps, stage_units=stage_units,
+        chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks,
+        prologue_stages=1,
+    )  # fmt: skip
+    stage = warps * stage_units * base.unit_bytes
+    stages, prologue = ring(kibibytes << 10, stage, blocks * base.chunks, prefetch)
+    return replace(base, stages=stages, prologue_stages=prologue, **changes)  # type: ignore[arg-type]
+
+
+def configs(problem: LinearProblem) -> Iterator[Config]:
+    """Every legal config worth trying; the default first."""
+    shapes = itertools.product((8, 16), (1, 2, 3, 4), (48, 72, 96), (4,), (1, 2, 4))
+    candidates = (fitted(problem, *shape) for shape in shapes)
+    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+
+
+def default(problem: LinearProblem) -> Config:
+    """The config for problems that were not tuned. Raises KernelError if there is none."""
+    return packed_layout.checked_default(problem, _default, why_not)
+
+
+def _sparse(p: LinearProblem) -> Config:
+    """``_default`` for 2:4 sparse weights: half of the codes, so tall copies; activations are resident if K is small.
+
+    Blocks of few units get short pipelines, so that the next kernel's fit beside them (down 6.9 us, with four stages
+    7.9). Four copies at once if a layer has many rows.
+    """
+    units, bits, blocks = p.block_units, p.weights.bits, p.column_blocks
+    if units <= 2 or bits == 2:
+        return fitted(p, 16, units, 52 if bits <= 4 else 108, 2, 2 if bits == 2 else 0)
+    room = (p.device.shared_bytes - 2048) // 2 if units == 3 else p.device.shared_bytes
+    tall, at_hand = -(-units // -(-units // 7)), -(-blocks // 8) if blocks <= 32 else 4
+    prefetch = 4 if bits == 4 and units > 6 else 1
+    rings = (fitted(p, 8, tall, kibibytes, at_hand, prefetch) for kibibytes in (200, 160, 120, 88, 64, 24, 8, 1))
+    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= room)
+
+
+@functools.cache
+def _default(p: LinearProblem) -> Config:
+    """The fastest on an H200 (docs/packed.md).
+
+    Blocks of few rows take at most half of an SM's shared memory, so that the next kernel's can prefetch weights beside
+    them. Blocks of many rows take all of it: the next kernel's start as these end, and fill their pipelines while
+    slower SMs still work. At low bit-widths, whose pipelines hold much of the layer, the next kernel is triggered by
+    the last copy.
+    """
+    units, bits = p.block_units, p.weights.bits
+    blocks, many = p.column_blocks, units > 6
+    if p.weights.sparse and (units <= 3 or bits > 2):
+        return _sparse(p)
+    if units <= 3:
+        # Three units are two copies: such pipelines fit beside the previous layer's (``heuristics.limit_occupancy``).
+        # For one token three copies of a unit each, with five of a warp's six in flight, are faster still.
+        one = units == 3 and p.m == 1
+        warps, most, first, half = (16, 1, 88 if bits == 4 else 72, True) if one else (16, 2, 108, True)
+    elif p.m > 2:
+        warps, most, first, half = 8, 7 if bits <= 2 else 4, 96, False
+    elif bits <= 2:
+        warps, most, first, half = 8 if p.m == 1 else 16, 7, 90, True
+    elif p.m == 2:
+        warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
+    else:
+        # 3-bit codes take longest to unpack: more warps for that (gate_up 12.0 us instead of 12.6).
+        three = (12, 5, 141, False) if many else (8, 7, 180, False)
+        warps, most, first, half = {3: three, 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
+    stage_units = -(-units // -(-units // most))
+    resident = -(-blocks // warps)
+    room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
+    # Split activations into digits between products, not up front: the first products begin earlier.
+    lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (many and p.m == 1 and bits in (2, 3))
+    prefetch = 0 if most > 1 else 1 if bits == 4 else 2
+    at_hand = 1 if lean else resident if resident <= 4 and p.m <= 2 else 2
+    sizes = [first, *(kibibytes for kibibytes in (96, 72, 48, 24, 8, 1) if kibibytes <= first)]
+    rings = (fitted(p, warps, stage_units, kibibytes, at_hand, prefetch) for kibibytes in sizes)
+    found = packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= room)
+    # Trigger late, but before any block can have ended: an SM that frees up first would get two of the next blocks.
+    late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
+    late = late or (bits == 3 and p.m == 1 and not half and not many)
+    return replace(found, trigger=int(late))
+
+
+NORM_TOKENS = 2
+"""Most tokens for which the kernel can normalize its activations."""
+
+
+def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
+    """Why the kernel cannot normalize its activations, in a sentence; None if it can."""
+    if (reason := why_not(problem, config)) is not None:
+        return reason
+    if problem.m > NORM_TOKENS:
+        return f"the fused norm takes up to {NORM_TOKENS} tokens, not {problem.m}"
+    if problem.act_order or not problem.aligned or problem.k % 4:
+        return "the fused norm needs 16-byte aligned rows, K % 4 == 0 and no activation order"
+    if config is not None and not config.x_resident:
+        return "the config does not hold whole rows of activations"
+    return None
+
+
+@functools.cache
+def norm_default(problem: LinearProblem) -> Config:
+    """The config with a fused norm. Raises KernelError if there is none."""
+    config = default(problem)
+    resident = -(-problem.column_blocks // config.warps)
+    config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
+    if (reason := norm_why_not(problem, config)) is not None:
+        raise KernelError(reason)
+    return config
+
+
+@functools.cache
+def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config, with a fused norm and optionally a SiLU epilogue."""
+    return _kernel(config, "_norm_silu" if silu else "_norm", NormParams)
+
+
+def norm_arguments(
+    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, gamma: Tensor, epsilon: float,
+    residual: Tensor | None, residual_sum: Tensor | None,
+) -> NormParams:  # fmt: skip
+    """The NormParams of a launch, unchecked."""
+    p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
+    return NormParams(
+        **vars(p), residual=residual, residual_sum=residual_sum, gamma=gamma, residual_stride=stride, epsilon=epsilon,
+        part=1 / p.k,
+    )  # fmt: skip
+
+
+def launch_norm(
+    weight: PackedWeight, x: Tensor, y: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True,
+    silu: bool = False,
+) -> None:  # fmt: skip
+    """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual. config must be legal; ops checks operands.
+
+    x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows 16-byte aligned; residual and residual_sum
+    both or neither. silu: y [m, n / 2] = silu(gate) * up, for outputs that alternate eight of gate and eight of up.
+    """
+    problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
+    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
+    jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl, device=y.get_device())
+
+
+@functools.cache
+def rotary_kernel(config: Config, pages: bool = False) -> jit.Kernel:
+    """The kernel of a config with a fused norm, and an epilogue that applies RoPE and stores K and V."""
+    entry, params = ("pages", RotaryPagesParams) if pages else ("rotary", RotaryParams)
+    return _kernel(config, f"_norm_{entry}", params)
+
+
+def rotary_arguments(norm: NormParams, step: RopeStoreArgs | RopePagesArgs) -> RotaryParams | RotaryPagesParams:
+    """The parameters of a launch, unchecked."""
+    if isinstance(step, RopePagesArgs):
+        return RotaryPagesParams(**vars(norm), **step.params())
+    return RotaryParams(
+        **vars(norm), cosine=step.cosine, sine=step.sine, ring=step.ring, lengths=step.lengths,
+        sequences=step.sequences, query_heads=step.query_heads, key_heads=step.key_heads, head_dim=step.head_dim,
+        new_tokens=step.tokens, ring_tokens=step.ring_tokens,
+    )  # fmt: skip
+
+
+def launch_rotary(
+    weight: PackedWeight, x: Tensor, q: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: RopeStoreArgs | RopePagesArgs,
+    pdl: bool = True,
+) -> None:  # fmt: skip
+    """``launch_norm`` of a fused QKV projection with a RoPE epilogue: q[:] = rotated Q; K and V go to step's cache.
+
+    Outputs of the layer are Q, K and V; channels of Q and K in ``rope.paired_channels`` order. q [m, query_heads *
+    head_dim].
+    """
+    problem = checked_problem(weight, x, q, None, bias, q.shape[1])
+    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)
+    kernel = rotary_kernel(config, isinstance(step, RopePagesArgs))
+    jit.launch(kernel, rotary_arguments(norm, step), grid(problem, config), pdl=pdl, device=q.get_device())

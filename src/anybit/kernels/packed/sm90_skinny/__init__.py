@@ -1,0 +1,1 @@
+"""The kernel sm90_skinny: device code and host side."""

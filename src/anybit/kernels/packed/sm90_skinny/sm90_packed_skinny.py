@@ -1,0 +1,173 @@
+"""y = x W^T for up to 16 tokens and packed weights of 1 to 8 bits. Host side of sm90_packed_skinny.cuh."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from anybit import jit
+from anybit.kernels.common.types import Operand
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed import packed_layout, packed_problem
+from anybit.kernels.packed.packed_layout import round_up
+from anybit.kernels.packed.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
+
+MOST_TOKENS = 16
+"""Most tokens: above, other kernels are faster, and shared memory and registers run out here."""
+_RESIDENT_BYTES = 56 << 10
+"""Up to this size all activations of a block stay in shared memory."""
+
+
+@dataclass(frozen=True)
+class Config(FewFacts):
+    """A kernel config.
+
+    split: 16-bit activations are split into two planes of int8. tile_m: MMA columns, at least m. warps: of a block, of
+    which split_k_warps split K. row_units: units of 16 rows that a warp takes at a time, row_chunks times in sequence.
+    stages: depth of a warp's pipeline of weights; prologue_stages: copies issued at once, the others as these land if
+    paced, else after the activations. x_stages: blocks of activations in a warp's shared memory; x_resident: whether
+    these are all. trigger: when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to
+    issue. chain: length of chains of dependent MMAs. min_blocks_per_sm: bounds registers. min_shared_bytes: at least so
+    much shared memory; see ``heuristics.limit_occupancy``.
+    """
+
+    split: bool
+    tile_m: int
+    warps: int
+    split_k_warps: int
+    row_units: int
+    row_chunks: int
+    stages: int
+    x_stages: int
+    trigger: int
+    min_blocks_per_sm: int
+    prologue_stages: int
+    chain: int = 2
+    paced: bool = True
+    x_resident: bool = True
+    min_shared_bytes: int = 0
+
+
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+    p = problem
+    if (reason := why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)) is not None:
+        return reason
+    if p.activations.quantized and p.tile_columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
+        return f"sums over K = {p.k} of {p.weights.bits}-bit weights and int8 activations may not fit int32"
+    if config is None:
+        return None
+    return _why_not_split(p, config) or why_not_config(p, config, shared_bytes(config))
+
+
+def _why_not_split(p: LinearProblem, c: Config) -> str | None:
+    if c.warps % c.split_k_warps:
+        return f"{c.warps} warps are not a multiple of split_k_warps = {c.split_k_warps}"
+    if c.x_resident != (c.x_stages * c.split_k_warps >= p.column_blocks):
+        return "x_resident must say whether x_stages hold all of a warp's activations"
+    if not c.split:
+        return None
+    if c.gather:
+        return "split activations must be aligned and in natural order"
+    if c.group == 16 or p.weights.tabled:
+        return "split activations need weights in integer codes, in groups of 32 or more"
+    if c.bits not in (1, 2, 4, 8):
+        return f"split activations need weights of 1, 2, 4 or 8 bits, not {c.bits}"
+    if not c.x_resident:
+        return "split activations must all be in shared memory: use more x_stages"
+    if p.k % 2:
+        return f"split activations need an even K, not {p.k}"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and activations; factors; barriers."""
+    c = config
+    pitch = 128 if c.split or c.operand is Operand.s8 else 256
+    pitch += 16 if c.tile_m > 1 or c.split else 0
+    slot = c.tile_m * (2 * pitch if c.split else pitch) + (round_up(c.tile_m * 4, 16) if c.split else 0)
+    units = c.row_units * c.row_chunks
+    ring = round_up(max(c.stages * c.row_units * c.unit_bytes, units * 16 * c.tile_m * 4), 128)
+    rows = c.warps // c.split_k_warps * units * 16
+    size = (
+        c.warps * (ring + c.x_stages * slot)
+        + round_up(rows * 8 + c.tile_m * 4, 128)
+        + round_up(c.warps * c.stages * 8, 128)
+    )
+    return max(size, c.min_shared_bytes)
+
+
+@functools.cache
+def kernel(config: Config, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config. silu: with a SiLU epilogue; see ``sm90_packed_gemm.kernel``."""
+    entry = "sm90_packed_skinny" + "_silu" * silu
+    return jit.Kernel(
+        "packed/sm90_skinny/sm90_packed_skinny.cuh", entry, config, Params, config.warps * 32, shared_bytes(config)
+    )
+
+
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
+    """At most a block per SM if that covers the rows, so that the next kernel's blocks fit beside them."""
+    most = config.warps // config.split_k_warps * config.row_units * config.row_chunks
+    return max(min(problem.device.sms, problem.units), -(-problem.units // most)), 1, 1
+
+
+def configs(problem: LinearProblem) -> Iterator[Config]:
+    """Every legal config worth trying; the default first."""
+    splits = (False, True) if not problem.activations.quantized else (False,)
+    shapes = itertools.product((8, 16), (1, 2), (1, 2, 3, 4), (48, 72, 96, 160), (1, 2, 4), splits)
+    candidates = (fitted(problem, *shape) for shape in shapes)
+    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+
+
+def default(problem: LinearProblem) -> Config:
+    """The config for problems that were not tuned. Raises KernelError if there is none."""
+    return packed_layout.checked_default(problem, _default, why_not)
+
+
+@functools.cache
+def _default(p: LinearProblem) -> Config:
+    """The fastest on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole,
+    before the previous kernel has ended; others get pipelines that leave room for the next kernel's, or more warps.
+    """
+    units = -(-p.units // p.device.sms)
+    whole = units <= 3 and units * (p.column_blocks) * (256 * p.weights.bits + 48) <= 108 << 10
+    # Dequantizing 1-bit and 2-bit codes to fp16 takes longer than reading them: see docs/packed.md.
+    split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and not p.activations.quantized
+    split = split and p.k % 2 == 0 and p.aligned and not p.act_order
+    # Sixteen warps hide latency better, if their pipelines still have two stages.
+    more_warps = p.m <= 2 and not whole and (p.weights.bits <= 4 if units <= 3 else p.weights.bits <= 3)
+    if p.activations.quantized and p.m == 1 and units > 6 and p.weights.bits == 4:
+        # Copies of seven units, in all of an SM's shared memory (gate_up 14.1 us; 16.3 in copies of two).
+        alone = fitted(p, 8, 1, 7, 180, 2)
+        if shared_bytes(alone) <= p.device.shared_bytes:
+            return alone
+    # More tokens need room for sums and activations, and the next kernel's blocks no longer fit anyway: down at 3 and 4
+    # tokens of int8 takes 10.4 us with 68 KB, 11.8 with 112; qkv at 6 tokens 5.7 with 80 KB, 7.4 with 68.
+    few = p.m <= 2 or (p.m <= 4 and (whole or units > 3 or not p.activations.quantized))
+    sizes = (112, 64, 32, 16) if few else (80 if units == 3 else 68, 32, 16)
+    warps, row_units = 16 if more_warps else 8, units if units <= 3 else 2
+    rings = (fitted(p, warps, 1, row_units, kibibytes, split=split) for kibibytes in sizes)
+    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
+
+
+def fitted(
+    p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
+) -> Config:
+    """A config with these warps, whose pipelines take about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
+    mine = -(-p.block_units // row_warps)
+    row_units = min(row_units, mine)
+    k_warps = warps // row_warps
+    blocks = -(-p.column_blocks // k_warps)
+    base = Config(
+        **facts(p, Config), split=split, tile_m=next(t for t in (1, 2, 4, 8, 16) if t >= p.m), warps=warps,
+        split_k_warps=k_warps, row_units=row_units, row_chunks=-(-mine // row_units), stages=1, x_stages=blocks,
+        trigger=0, min_blocks_per_sm=1, prologue_stages=1, chain=2 if p.m <= 8 else 4,
+    )  # fmt: skip
+    if not split and (base.tile_m > 8 or warps * blocks * base.tile_m * 256 > _RESIDENT_BYTES):
+        base = replace(base, x_stages=min(blocks, 2))
+    steps = blocks * base.row_chunks
+    stages, prologue = ring(kibibytes << 10, warps * base.row_units * base.unit_bytes, steps, prefetch)
+    late = stages < steps and warps == 8 and base.tile_m <= 2
+    resident = base.x_stages >= blocks
+    return replace(base, stages=stages, prologue_stages=prologue, trigger=int(late), x_resident=resident)

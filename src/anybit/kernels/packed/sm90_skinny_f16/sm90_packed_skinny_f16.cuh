@@ -1,0 +1,310 @@
+// y = x W^T for about 3 to 32 tokens, 16-bit activations, packed weights of 1 to 8 bits: fills the gap between
+// sm90_packed_skinny, whose warps each hold all of a CTA's rows, and sm90_packed_gemm, whose wgmma wants more tokens.
+//
+// - Weights are the A operand of mma.sync (16 rows), dequantized to 16-bit values with scale and zero applied, so that all
+//   groups accumulate in one set of registers.
+// - A CTA owns whole units of 16 rows. Its warps form a row_warps x k_warps grid: those of a row split K, those of a K slice
+//   load and share activations in shared memory. Each warp has its own ring of bulk copies of weights.
+// - The CTAs of a cluster may split K over the same rows. Each then finishes the sums of some of the tokens; the others
+//   send it theirs through DSMEM.
+// - Reductions are in a fixed order: results are deterministic.
+#ifndef ANYBIT_SM90_PACKED_SKINNY_F16_CUH
+#define ANYBIT_SM90_PACKED_SKINNY_F16_CUH
+
+#include "packed/packed_dequantize.cuh"
+#include "packed/packed_params.cuh"
+
+namespace packed {
+
+// Compile-time shape of a Config.
+template <class C> struct MidShape {
+    static constexpr int warps = C::row_warps * C::split_k_warps, group_threads = C::row_warps * 32;
+    static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code);
+    static constexpr int stage_bytes = C::stage_units * unit_size;
+    static constexpr int units = C::stage_units * C::chunks;                    // per warp, at most
+    static constexpr int block_rows = C::block_units * 16;                      // at most
+    static constexpr int token_tiles = C::tile_m / 8, pitch = 256 + 16;         // padded: conflict-free ldmatrix
+    static constexpr int slot_bytes = C::tile_m * pitch;
+    static constexpr int ring_bytes = (C::stages * stage_bytes + 127) / 128 * 128;
+    static constexpr int sum_pitch = block_rows + 4;                            // floats per token, padded against conflicts
+    static constexpr int sums_bytes = C::split_k_warps * C::tile_m * sum_pitch * 4;
+    static constexpr int body_bytes = warps * ring_bytes + C::split_k_warps * C::x_stages * slot_bytes;
+    static constexpr int factors = ((body_bytes > sums_bytes ? body_bytes : sums_bytes) + 127) / 128 * 128;
+    static constexpr int received = factors + block_rows * 8;
+    static constexpr int share = C::tile_m / C::cluster_k;                        // tokens that a CTA finishes
+    static constexpr int barriers = received + (C::cluster_k - 1) * share * block_rows * 4;
+    static constexpr int x_barriers = barriers + warps * C::stages * 8;
+    static constexpr int sum_barrier = x_barriers + C::split_k_warps * C::x_stages * 8;
+    static constexpr int bytes = sum_barrier + 8;
+};
+
+template <class C> PTX void multiply16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    if constexpr (C::operand == Operand::f16) ptx::mma_m16n8k16_f16(d, a, b);
+    else ptx::mma_m16n8k16_bf16(d, a, b);
+}
+
+// One thread's part of loading a block of columns of the activations into `slot`; arrives on the mbarrier once landed.
+template <class C> PTX void bring_activations(const Params& p, uint32_t slot, uint32_t barrier, int block, int thread) {
+    using S = MidShape<C>;
+    if constexpr (C::gather) {  // any order of columns, any alignment
+        const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
+        for (int i = thread; i < C::tile_m * 64; i += S::group_threads) {
+            const int token = i / 64, word = i % 64;
+            uint32_t v = 0;
+            if (token < p.m) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int column = block * 128 + word * 2 + e;
+                    const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
+                    if (channel >= 0)
+                        v |= static_cast<uint32_t>(x[static_cast<size_t>(token) * p.x_stride + channel]) << (16 * e);
+                }
+            }
+            ptx::st_shared_u32(slot + token * S::pitch + word * 4, v);
+        }
+        ptx::mbarrier_arrive(barrier);
+    } else {
+        // Rows past the last token stay stale: each only affects its own column of the MMA.
+        const int first = thread / 16, at = block * 256 + thread % 16 * 16;
+        const int row_bytes = p.x_stride * 2, left = p.k * 2 - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
+        const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
+        const uint32_t to = slot + first * S::pitch + thread % 16 * 16;
+        constexpr int step = S::group_threads / 16;
+#pragma unroll
+        for (int i = 0; i < (C::tile_m + step - 1) / step; i++)
+            if (first + i * step < C::tile_m && first + i * step < p.m) {
+                if constexpr (C::ragged)
+                    ptx::cp_async<16>(to + i * step * S::pitch, valid > 0 ? from + static_cast<size_t>(i * step) * row_bytes : p.x, valid);
+                else
+                    ptx::cp_async<16>(to + i * step * S::pitch, from + static_cast<size_t>(i * step) * row_bytes);
+            }
+        ptx::cp_async_mbarrier_arrive_noinc(barrier);
+    }
+}
+
+// Multiplies a stage of weights by a block of activations and accumulates.
+template <class C, int chunk>
+PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4], Dequantize16<C> (&weights)[C::stage_units],
+                   uint32_t slot, uint32_t lane) {
+    using S = MidShape<C>;
+    unroll<0, 4>([&](auto index) {
+        constexpr int wide = decltype(index)::value;
+        uint32_t b[S::token_tiles][4];
+#pragma unroll
+        for (int n = 0; n < S::token_tiles; n++)
+            ptx::ldmatrix_x4(b[n], slot + (n * 8 + (lane & 7)) * S::pitch + wide * 64 + (lane >> 3) * 16);
+#pragma unroll
+        for (int r = 0; r < C::stage_units; r++) {
+            uint32_t a[2][4];
+            weights[r].template dequantize<8 * wide, 8 * wide + 8>(a);
+#pragma unroll
+            for (int n = 0; n < S::token_tiles; n++) {
+                const uint32_t low[2] = {b[n][0], b[n][1]}, high[2] = {b[n][2], b[n][3]};
+                multiply16<C>(sums[chunk * C::stage_units + r][n], a[0], low);
+                multiply16<C>(sums[chunk * C::stage_units + r][n], a[1], high);
+            }
+        }
+    });
+}
+
+}  // namespace packed
+
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny_f16(const __grid_constant__ Params p) {
+    using packed::Dequantize16;
+    using S = packed::MidShape<C>;
+    static_assert(C::threads == S::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
+
+    if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
+    const uint32_t lane = ptx::lane_id();
+    const int warp = static_cast<int>(ptx::warp_id()), k_warp = warp / C::row_warps;
+    // Rotated by k_warp, so that an uneven split of the rows loads the SM's schedulers evenly.
+    const int row_warp = (warp + k_warp) % C::row_warps;
+    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * S::ring_bytes;
+    const uint32_t slots = shared + S::warps * S::ring_bytes + k_warp * (C::x_stages * S::slot_bytes);
+    const uint32_t barriers = shared + S::barriers + warp * (C::stages * 8);
+    const uint32_t x_barriers = shared + S::x_barriers + k_warp * (C::x_stages * 8), sum_barrier = shared + S::sum_barrier;
+
+    // Units of 16 rows are split evenly over the clusters, then over the row warps.
+    const int rank = C::cluster_k > 1 ? static_cast<int>(blockIdx.x % C::cluster_k) : 0;
+    const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4, owner = blockIdx.x / C::cluster_k, owners = gridDim.x / C::cluster_k;
+    const int block_first = static_cast<int>(owner * row_units / owners);
+    const int block_units = static_cast<int>((owner + 1) * row_units / owners) - block_first;
+    const int first = row_warp * block_units / C::row_warps, mine = (row_warp + 1) * block_units / C::row_warps - first;
+    const int chunks = (mine + C::stage_units - 1) / C::stage_units;
+    // 128-column blocks go round-robin to the K warps of all CTAs of the cluster.
+    constexpr int dealt = C::cluster_k * C::split_k_warps;
+    const int first_column = rank * C::split_k_warps + k_warp;
+    const int rounds = p.column_blocks > first_column ? (p.column_blocks - first_column + dealt - 1) / dealt : 0;
+
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
+        if (row_warp == 0) {
+#pragma unroll
+            for (int i = 0; i < C::x_stages; i++) ptx::mbarrier_init(x_barriers + i * 8, S::group_threads);
+        }
+        if (C::cluster_k > 1 && warp == 0) {
+            ptx::mbarrier_init(sum_barrier, 1);
+            ptx::mbarrier_arrive_expect_tx(sum_barrier, static_cast<uint32_t>((C::cluster_k - 1) * S::share * block_units * 64));
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+
+    const uint64_t policy = ptx::createpolicy_evict_first();
+    // Step i of a warp is chunk i % chunks of its round i / chunks.
+    const size_t stride = static_cast<size_t>(dealt) * row_units * S::unit_size;
+    const uint8_t* ahead = p.tiles + (static_cast<size_t>(first_column) * row_units + block_first + first) * S::unit_size;
+    int left = rounds * chunks, ahead_chunk = 0, ahead_slot = 0;
+    const auto fetch = [&]() {
+        if (lane == 0) {
+            const int units = min(mine - ahead_chunk * C::stage_units, C::stage_units);
+            const uint32_t bytes = static_cast<uint32_t>(units) * S::unit_size, barrier = barriers + ahead_slot * 8;
+            ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+            ptx::cp_async_bulk_load_hint(ring + ahead_slot * S::stage_bytes, ahead + ahead_chunk * S::stage_bytes, bytes, barrier, policy);
+        }
+        left--;
+        if (++ahead_slot == C::stages) ahead_slot = 0;
+        if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
+    };
+    for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
+    // Further copies are issued as earlier ones land, so that activations don't queue behind weights.
+    if constexpr (C::paced) {
+        for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
+            ptx::mbarrier_wait_parity(barriers + i * 8, 0);
+            fetch();
+        }
+    }
+    // As packed::row_factors, inlined by hand: the call would change the SASS that tuning maps were measured with.
+    for (int i = static_cast<int>(threadIdx.x); i < S::block_rows; i += C::threads) {
+        const int n = block_first * 16 + i;
+        float scale = 0.0f, bias = 0.0f;
+        if (n < p.n) {
+            scale = p.row_scale[n];
+            if (p.bias != nullptr)
+                bias = C::operand == Operand::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
+        }
+        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale * Dequantize16<C>::unscale()), __float_as_uint(bias)});
+    }
+    if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive();
+    __syncthreads();
+    ptx::griddepcontrol_wait();
+
+    const int thread = row_warp * 32 + static_cast<int>(lane);
+#pragma unroll
+    for (int i = 0; i < C::x_stages; i++)
+        if (i < rounds)
+            packed::bring_activations<C>(p, slots + i * S::slot_bytes, x_barriers + i * 8, first_column + i * dealt, thread);
+    if constexpr (!C::paced)
+        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // after the activations, which would queue behind these
+
+    float sums[S::units][S::token_tiles][4];
+#pragma unroll
+    for (int r = 0; r < S::units; r++)
+#pragma unroll
+        for (int n = 0; n < S::token_tiles; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[r][n][i] = 0;
+
+    int x_slot = 0, stage = 0;
+    uint32_t x_phase = 0, phase = 0;
+    for (int i = 0; i < rounds; i++) {
+        const uint32_t x = slots + x_slot * S::slot_bytes;
+        ptx::mbarrier_wait_parity(x_barriers + x_slot * 8, x_phase);
+        packed::unroll<0, C::chunks>([&](auto which) {
+            constexpr int chunk = decltype(which)::value;
+            if (chunk < chunks) {
+                ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
+                Dequantize16<C> weights[C::stage_units];
+#pragma unroll
+                for (int r = 0; r < C::stage_units; r++) {  // stale past the last row: never stored
+                    weights[r].begin(p.row_zero, (block_first + first + chunk * C::stage_units + r) * 16, p.row_tiles * 64);
+                    weights[r].load(ring + stage * S::stage_bytes + r * S::unit_size);
+                }
+                packed::add_stage<C, chunk>(sums, weights, x, lane);
+                __syncwarp();
+                if (left > 0) fetch();
+                if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
+                if (++stage == C::stages) stage = 0, phase ^= 1;
+            }
+        });
+        if (i + C::x_stages < rounds) {
+            if constexpr (C::row_warps > 1) ptx::bar_sync(k_warp + 1, S::group_threads);
+            else __syncwarp();
+            packed::bring_activations<C>(p, x, x_barriers + x_slot * 8, first_column + (i + C::x_stages) * dealt, thread);
+        }
+        if (++x_slot == C::x_stages) x_slot = 0, x_phase ^= 1;
+    }
+
+    // Reduction over the K warps: [k_warp][token][row], over the rings and activation slots.
+    __syncthreads();
+    const uint32_t lane_at = ((lane & 3) * 2 * S::sum_pitch + (lane >> 2)) * 4;
+#pragma unroll
+    for (int r = 0; r < S::units; r++)
+        if (r < mine)
+#pragma unroll
+            for (int n = 0; n < S::token_tiles; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int at = (k_warp * C::tile_m + n * 8 + (i & 1)) * S::sum_pitch + (first + r) * 16 + (i >> 1) * 8;
+                    ptx::st_shared_f32(shared + lane_at + at * 4, sums[r][n][i]);
+                }
+    __syncthreads();
+    const int quads = block_units * 4, items = S::share * quads;
+    const auto sum_of = [&](int token, int quad, float (&sum)[4]) {
+#pragma unroll
+        for (int k = 0; k < C::split_k_warps; k++) {
+            const uint4 v = ptx::ld_shared_v4(shared + ((k * C::tile_m + token) * S::sum_pitch + quad * 4) * 4);
+            sum[0] = (k == 0 ? 0.0f : sum[0]) + __uint_as_float(v.x), sum[1] = (k == 0 ? 0.0f : sum[1]) + __uint_as_float(v.y);
+            sum[2] = (k == 0 ? 0.0f : sum[2]) + __uint_as_float(v.z), sum[3] = (k == 0 ? 0.0f : sum[3]) + __uint_as_float(v.w);
+        }
+    };
+    if constexpr (C::cluster_k > 1) {
+        ptx::barrier_cluster_wait();  // the other CTAs run and their mbarriers are initialized
+#pragma unroll
+        for (int step = 1; step < C::cluster_k; step++) {
+            const int other = (rank + step) % C::cluster_k, place = (rank > other ? rank - 1 : rank) * items;  // in its receive buffer
+            const uint32_t there = ptx::mapa(shared + S::received, other), barrier = ptx::mapa(sum_barrier, other);
+            for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
+                float sum[4];
+                sum_of(other * S::share + i / quads, i % quads, sum);
+                const uint4 v = {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
+                ptx::st_async_v4(there + (place + i) * 16, v, barrier);
+            }
+        }
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
+        const int token = rank * S::share + i / quads, quad = i % quads, n = block_first * 16 + quad * 4;
+        float sum[4];
+        sum_of(token, quad, sum);
+        if constexpr (C::cluster_k > 1) {
+            ptx::mbarrier_wait_parity_acquire_cluster(sum_barrier, 0);
+#pragma unroll
+            for (int other = 0; other < C::cluster_k - 1; other++) {
+                const uint4 v = ptx::ld_shared_v4(shared + S::received + (other * items + i) * 16);
+                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+                sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+            }
+        }
+        if (token >= p.m) continue;
+        const uint32_t factor = shared + S::factors + quad * 32;
+        const uint4 f0 = ptx::ld_shared_v4(factor), f1 = ptx::ld_shared_v4(factor + 16);
+        const float v[4] = {
+            fmaf(sum[0], __uint_as_float(f0.x), __uint_as_float(f0.y)), fmaf(sum[1], __uint_as_float(f0.z), __uint_as_float(f0.w)),
+            fmaf(sum[2], __uint_as_float(f1.x), __uint_as_float(f1.y)), fmaf(sum[3], __uint_as_float(f1.z), __uint_as_float(f1.w))};
+        uint16_t* y = p.y + static_cast<size_t>(token) * p.n + n;
+        if constexpr (C::wide_store) {
+            if (n < p.n) {
+                const uint32_t low = C::operand == Operand::f16 ? ptx::cvt_f16x2_f32(v[0], v[1]) : ptx::cvt_bf16x2_f32(v[0], v[1]);
+                const uint32_t high = C::operand == Operand::f16 ? ptx::cvt_f16x2_f32(v[2], v[3]) : ptx::cvt_bf16x2_f32(v[2], v[3]);
+                *reinterpret_cast<uint2*>(y) = {low, high};
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (n + e < p.n) y[e] = C::operand == Operand::f16 ? ptx::cvt_f16_f32(v[e]) : ptx::cvt_bf16_f32(v[e]);
+        }
+    }
+}
+
+#endif  // ANYBIT_SM90_PACKED_SKINNY_F16_CUH

@@ -1,0 +1,1 @@
+"""Quantized layers as torch modules, and the same without modules."""

@@ -1,0 +1,277 @@
+"""Which layers of a transformers model are quantized: found on the meta device, without reading weights."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from anybit.errors import CheckpointError, LayerError, one_line
+from anybit.models.patterns import check_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """A linear layer of a model: n outputs, k inputs. transposed: its weight is stored [K, N] (Conv1D)."""
+
+    name: str
+    n: int
+    k: int
+    transposed: bool
+
+
+def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Build the model of a folder's config.json on the meta device. Raises CheckpointError if that fails."""
+    file = folder / "config.json"
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    except MemoryError:
+        raise
+    except Exception as error:  # a bad config.json can make any class fail in any way
+        raise CheckpointError(
+            f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
+        ) from error
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class for a config: AutoModelForCausalLM, or AutoModelForImageTextToText for vision-language models.
+
+    AutoModelForCausalLM builds only the text part of some of those, and does not know others.
+    """
+    whole = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    named = getattr(config, "architectures", None) or ()
+    plain = whole is None or (
+        type(config) in AutoModelForCausalLM._model_mapping and named and whole.__name__ not in named
+    )
+    return AutoModelForCausalLM if plain else AutoModelForImageTextToText
+
+
+def beside_text(model: Any) -> list[str]:
+    """The outermost modules outside a model's language part: vision or audio towers, projectors.
+
+    Empty for text-only models.
+    """
+    if model.config.get_text_config(decoder=True) is model.config:
+        return []
+    text, head = model.get_decoder(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in (*found, names[text]))
+        if module is text or module is head or inside or not name:
+            continue
+        if not any(part is text or part is head for part in module.modules()) and any(map(is_linear, module.modules())):
+            found.append(name)
+    return found
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes exactly y = x W^T + b.
+
+    Routers and DeepSeek-V4's grouped projection subclass Linear but override forward; FalconLinear's is equivalent.
+    """
+    plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
+    return plain and isinstance(module, (nn.Linear, Conv1D))
+
+
+def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
+    """The Linear and Conv1D layers of a model whose names match none of ``keep``.
+
+    Raises LayerError if there are none.
+    """
+    layers = []
+    for name, module in model.named_modules():
+        if is_linear(module) and should_convert_module(name, keep):
+            transposed = isinstance(module, Conv1D)
+            rows, columns = module.weight.shape
+            layers.append(LinearLayer(name, *((columns, rows) if transposed else (rows, columns)), transposed))
+    if not layers:
+        kept = f" (left as they are: {', '.join(keep)})" if keep else ""
+        raise LayerError(f"{type(model).__name__} has no linear layer to quantize{kept}")
+    return layers
+
+
+def embedding_layers(model: Any, overrides: Mapping[str, Any]) -> list[LinearLayer]:
+    """The input embedding as a layer with an output per token, if overrides name it (not by a pattern); else none.
+
+    Raises LayerError for an embedding that is not a plain nn.Embedding.
+    """
+    found = model.get_input_embeddings()
+    name = _embedding_name(model)
+    if name not in overrides:
+        return []
+    if type(found) is not nn.Embedding:
+        raise LayerError(
+            f"override {name!r}: {name} is a {type(found).__name__}, which may do more than look up rows: only a plain "
+            "nn.Embedding is quantized"
+        )
+    rows, columns = found.weight.shape
+    return [LinearLayer(name, rows, columns, transposed=False)]
+
+
+def shared_heads(model: Any, overrides: Mapping[str, Any]) -> list[str]:
+    """The output heads tied to a quantized embedding that have no scheme of their own: they share its codes."""
+    name = _embedding_name(model)
+    if name not in overrides:
+        return []
+    tied = [head for head, source in tied_heads(model).items() if source == f"{name}.weight"]
+    return [head for head in tied if str(overrides.get(head, overrides[name])) == str(overrides[name])]
+
+
+def _embedding_name(model: Any) -> str:
+    found = model.get_input_embeddings()
+    return next((name for name, module in model.named_modules() if module is found), "")
+
+
+def kept_modules(
+    model: Any, modules_to_not_convert: list[str] | None, overrides: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Modules to leave unquantized: those named (by default the output head), tied heads, and everything but text.
+
+    overrides: a head that they name (not by a pattern) is quantized, and untied if it was tied.
+    """
+    keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
+    # A tied head has no weight of its own to quantize; it multiplies by the codes of a quantized embedding.
+    overrides = overrides or {}
+    chosen = set(overrides) - set(modules_to_not_convert or ()) - set(shared_heads(model, overrides))
+    return sorted({*keep, *tied_heads(model), *beside_text(model)} - chosen)
+
+
+def tied_heads(model: Any) -> dict[str, str]:
+    """Linear layers that share their weight with another module, mapped to the name of that weight."""
+    linears = set(_linear_names(model))
+    heads = {name.removesuffix(".weight"): str(source) for name, source in model.all_tied_weights_keys.items()}
+    return {name: source for name, source in heads.items() if name in linears}
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json entries that untie a model's output head from its embedding."""
+    inner = config.get("text_config")
+    changed: dict[str, Any] = {"tie_word_embeddings": False}
+    return {**changed, "text_config": {**inner, **changed}} if isinstance(inner, Mapping) else changed
+
+
+def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: Collection[str]) -> None:
+    """Raise LayerError for an override that matches no quantized layer, and would silently do nothing."""
+    quantized = [
+        *quantized,
+        *(layer.name for layer in embedding_layers(model, overrides)),
+        *shared_heads(model, overrides),
+    ]
+    for pattern in overrides:
+        if any(name == pattern or fnmatchcase(name, pattern) for name in quantized):
+            continue
+        known = [*_linear_names(model), _embedding_name(model)]
+        kept = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
+        if kept:
+            advice = "remove it from modules_to_not_convert" if kept[0] == pattern else "name it in full to quantize it"
+            raise LayerError(f"override {pattern!r}: {kept[0]} stays in 16 bits: {advice}")
+        ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
+        whole = [name for name in known if name.endswith(f".{pattern}")]
+        if len(whole) == 1:
+            raise LayerError(f"override {pattern!r} is not a full name: write {whole[0]}")
+        raise LayerError(
+            f"override {pattern!r} matches no layer of {type(model).__name__}: write a full name, or a pattern "
+            f"such as '*.{known[0].rpartition('.')[2]}'; the names of its layers end in {ends}"
+        )
+
+
+def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None) -> None:
+    """Raise LayerError for a name or pattern that matches no module: the layer it meant would be quantized."""
+    if isinstance(modules_to_not_convert, str):
+        raise LayerError(f"modules_to_not_convert must be a list of names, not {modules_to_not_convert!r}")
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in modules_to_not_convert or ():
+        try:
+            matched = any(not should_convert_module(name, [pattern]) for name in names)
+        except re.error as error:
+            raise LayerError(
+                f"{pattern!r} is neither a layer to keep in 16 bits nor a pattern: {error}; patterns are regular "
+                "expressions, in which .* matches any text" + _suggestion(pattern)
+            ) from None
+        try:
+            check_pattern(pattern, "modules_to_not_convert")  # so that the saved folder loads again
+        except CheckpointError as error:
+            raise LayerError(str(error)) from None
+        if not matched:
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model)))
+            raise LayerError(
+                f"{pattern!r} matches no layer of {type(model).__name__}; the names of its linear layers end in {known}"
+            )
+
+
+def _suggestion(pattern: str) -> str:
+    """A suggestion for the end of an error message: a shell pattern as a regular expression."""
+    mended = re.sub(r"(?<!\.)\*", ".*", pattern)
+    try:
+        re.compile(mended)
+    except re.error:
+        return ""
+    return f": {mended!r}?" if mended != pattern else ""
+
+
+def tied_names(model: Any) -> set[str]:
+    """The parameters that a checkpoint may leave out because they are tied to another."""
+    return set(model.all_tied_weights_keys)
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_linear(module)]
+
+
+def _architecture(file: Path) -> str:
+    import json
+
+    try:
+        config = json.loads(file.read_text())
+        return str((config.get("architectures") or [config.get("model_type")])[0])
+    except (OSError, ValueError, AttributeError, IndexError):
+        return "what it names"
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__  # its own first line only names a validator
+    return one_line(error, first=True)
+
+
+def check_tokens(model: Any, ids: Sequence[int] | torch.Tensor, where: object) -> None:
+    """Raise CheckpointError for a token id beyond a model's embedding, which a GPU might not report."""
+    largest = max(ids, default=0) if isinstance(ids, Sequence) else int(ids.max()) if ids.numel() else 0
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if rows is not None and largest >= rows:
+        raise CheckpointError(
+            f"the tokenizer of {where} gives token {largest}, but the model has only {rows} embeddings: it is the "
+            "tokenizer of another model"
+        )
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a model was trained for; None if its config does not say (``Loaded.positions``)."""
+    text = config.get_text_config(decoder=True)
+    count, rotary = getattr(text, "max_position_embeddings", None), _rotary(config)
+    kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
+    scaled = any(kind.get("rope_type", "default") != "default" for kind in kinds)
+    if scaled or getattr(text, "alibi", False) or not isinstance(count, int) or count < 1:
+        return None
+    return count
+
+
+def last_position(config: Any) -> int | None:
+    """The size of a model's position table, a hard limit; None without one."""
+    return None if _rotary(config) else positions_of(config)
+
+
+def _rotary(config: Any) -> dict[str, Any]:
+    return getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}

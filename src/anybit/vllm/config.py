@@ -1,0 +1,362 @@
+"""The quantization method "anybit" for vLLM: which layers are quantized, and how."""
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from anybit.checkpoints.configuration import Quantization, method_of, override_of
+from anybit.checkpoints.folder import read_json
+from anybit.checkpoints.safetensors import read_header
+from anybit.checkpoints.sidecars import with_quantization
+from anybit.checkpoints.source import from_hub
+from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError, one_line
+from anybit.hf.check import check_folder
+from anybit.scheme import Scheme
+from anybit.vllm import fusion, streams
+from anybit.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
+from anybit.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
+from anybit.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
+from anybit.vllm.warmup import Ledger
+
+METHOD, COMPRESSED = "anybit", "compressed-tensors"
+HEADS = ("lm_head", "embed_out")
+_DRAFT = "draft_model."
+"""Prefix that vLLM adds to the layer names of a draft model; checkpoints do not have it."""
+_TEXT_DRAFTERS = (None, "ngram", "ngram_gpu", "suffix", "draft_model")
+"""How vLLM drafts without the model's hidden states."""
+_OF_ROTATED = ({"down_proj"}, {"down_proj", "o_proj"})
+"""The layers whose inputs method ``rotate`` leaves to be rotated at run time; smooth_rotate leaves all of a block's."""
+_logger = logging.getLogger("vllm.anybit")
+_HOW = (
+    'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
+    '"w4a16g128"}}\', or `anybit serve MODEL --scheme w4a16g128`'
+)
+
+
+class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
+    """How a model is quantized, for vLLM.
+
+    scheme: of the quantized layers; None until it is read from another tool's files.  kept: names or patterns of
+    layers that are not quantized.  group_index, input_scale: whether every layer stores an activation order, and a
+    scale per input.  hadamard: layers whose inputs are rotated at run time.  overrides: per-layer schemes, by name or
+    shell pattern.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | str | None = None,
+        kept: list[str] | None = None,
+        group_index: bool = False,
+        hadamard: list[str] | None = None,
+        input_scale: bool = False,
+        overrides: dict[str, Scheme] | None = None,
+    ) -> None:
+        super().__init__()
+        self.scheme, self.overrides = None if scheme is None else Scheme.parse(scheme), dict(overrides or {})
+        self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
+        self.group_index, self.input_scale = group_index, input_scale
+        self.stored: list[str] | None = None
+        self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
+        self.coded_embedding = False
+        self._told: set[str] = set()
+        self._on_hub: tuple[str, bool, str | None] | None = None
+        self._source: streams.Source | None = None
+        self._mapper: Any = None
+        self._engine_checked = False
+        self._words = _stored_words(self)
+
+    def __repr__(self) -> str:
+        return f"AnyBitConfig({self.scheme})"
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The method's name."""
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """float16 and bfloat16; float32 too without a GPU."""
+        return [torch.float16, torch.bfloat16, *([] if torch.cuda.is_available() else [torch.float32])]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """sm_80."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: everything is in config.json."""
+        return []
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> Any:
+        """Claim compressed-tensors folders that anybit wrote, and any folder under ``--quantization anybit``."""
+        method = hf_quant_cfg.get("quant_method")
+        mine = method == METHOD or (method == COMPRESSED and isinstance(hf_quant_cfg.get(METHOD), dict))
+        return METHOD if user_quant == METHOD or (mine and user_quant is None) else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "AnyBitConfig":
+        """Parse a ``quantization_config``: anybit's own, compressed-tensors' with an anybit section, or another tool's.
+
+        Another tool's settings are read later, with its files. Raises CheckpointError.
+        """
+        try:
+            return cls._from_settings(config)
+        except (AnyBitError, MemoryError):
+            raise
+        except Exception as error:  # values of unexpected types can raise anything
+            raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from error
+
+    @classmethod
+    def _from_settings(cls, config: dict[str, Any]) -> "AnyBitConfig":
+        method = config.get("quant_method")
+        if method == METHOD and "scheme" not in config:
+            raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
+        own = Quantization.of({"quantization_config": config})
+        if own is not None:
+            return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.input_scale, own.overrides)
+        return cls()
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Check the folder and find its quantized layers by the tensors in its headers, not by patterns."""
+        trusted, folder = type(hf_config).__module__.startswith("transformers_modules"), Path(model_name)
+        if not folder.exists():  # vLLM 0.26 does not pass the revision
+            self._on_hub = model_name, trusted, revision or getattr(hf_config, "_commit_hash", None)
+            if self.scheme is None:
+                return
+        elif self.scheme is None or streams.gguf_in(folder) is not None:
+            self._stream(folder, trusted)
+            return
+        elif any(folder.glob("*.safetensors")):
+            self._check_words(folder)
+            check_folder(folder, trusted)
+        names = _tensor_names(model_name, revision)
+        mark = ".weight_packed"
+        self.stored = None if names is None else sorted(
+            name.removesuffix(mark) for name in names if name.endswith(mark)
+        )  # fmt: skip
+        experts = [name for name in self.stored or () if ".experts." in name]
+        if experts:
+            raise CheckpointError(
+                f"{model_name} has quantized experts ({experts[0]}); in vLLM, anybit runs experts in 16 bits only. "
+                "Quantize the model again with these layers in modules_to_not_convert"
+            )
+
+    def _check_words(self, folder: Path) -> None:
+        """Raise OptionError if ``--hf-overrides`` contradicts the folder's own config.json about stored tensors."""
+        own = Quantization.of(with_quantization(read_json(folder / "config.json"), folder, read_json))
+        if own is None:
+            return
+        pairs = zip(_stored_words(own).items(), self._words.values(), strict=True)
+        for (name, stored), asked in pairs:
+            if stored != asked:
+                raise OptionError(
+                    f"{folder} is quantized with {name} {stored}, and the quantization_config of --hf-overrides says "
+                    f"{asked}. Leave that out, or serve the unquantized model; for a KV format alone, use "
+                    '--additional-config \'{"anybit_kv_cache": "kv4"}\''
+                )
+
+    def _stream(self, folder: Path, trusted: bool) -> None:
+        """Read layers, schemes and (later) tensors from another tool's files."""
+        config = with_quantization(read_json(folder / "config.json"), folder, read_json)
+        if streams.gguf_in(folder) is None and method_of(config) is None:
+            raise OptionError(
+                f"the model is not quantized, and --quantization anybit alone does not say how to quantize it: {_HOW}"
+            )
+        self._source = streams.Source(folder, trusted)
+        source = self._source.opened()
+        for name in source.kv_scales[:1]:
+            _logger.warning("anybit: scales for an 8-bit KV cache, such as %s, are ignored", name)
+        self.scheme, self.group_index = source.scheme, source.group_index
+        self.overrides = {name: scheme for name, scheme in source.layers.items() if scheme != source.scheme}
+        self.stored = sorted(source.layers)
+        if self._mapper is not None:
+            self.apply_vllm_mapper(self._mapper)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Map checkpoint names to vLLM's, for models whose names differ."""
+        self._mapper = hf_to_vllm_mapper
+        self.kept = hf_to_vllm_mapper.apply_list(self.kept)
+        self.overrides = hf_to_vllm_mapper.apply_dict(self.overrides)
+        self.hadamard = hf_to_vllm_mapper.apply_list(self.hadamard)
+        if self.stored is not None:
+            self.stored = hf_to_vllm_mapper.apply_list(self.stored)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method that runs a layer. Raises LayerError if vLLM fuses layers of which only some are quantized."""
+        self._check_hub()
+        self._check_engine()
+        if self._source is not None:
+            streams.note(self._source)
+        prefix = prefix.removeprefix(_DRAFT)
+        if isinstance(layer, RoutedExperts):
+            self._tell("experts stay in 16 bits: in vLLM, anybit quantizes linear layers only")
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        if isinstance(layer, ParallelLMHead):
+            return self._head_method(prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._embedding_method(prefix)
+        if not isinstance(layer, LinearBase):
+            return None
+        names = self._parts(prefix)
+        chosen = [self._quantizes(name) for name in names]
+        if not any(chosen):
+            return UnquantizedLinearMethod()
+        if not all(chosen):
+            kept = next(name for name, one in zip(names, chosen, strict=True) if not one)
+            raise LayerError(
+                f"vLLM fuses {' + '.join(names)}, of which {kept} is not quantized: quantize all of them, or none"
+            )
+        fusion.watch()
+        fusion.install()
+        parts = [Part(name, self._scheme_of(name), name in self.hadamard) for name in names]
+        coded = {str(part.scheme.activations) for part in parts}
+        if len(coded) != 1:
+            raise LayerError(
+                f"vLLM fuses {' + '.join(names)}, whose activation formats differ ({' and '.join(sorted(coded))}): "
+                "give them one scheme"
+            )
+        if not self.stored:
+            return AnyBitOnlineLinearMethod(parts, self.ledger)
+        return AnyBitLinearMethod(parts, self.ledger, self.group_index, self.input_scale)
+
+    def _scheme_of(self, name: str) -> Scheme:
+        """The scheme of one layer."""
+        found = override_of(name, self.overrides) or self.scheme
+        assert found is not None, "a layer is built before its folder was read"
+        return found
+
+    def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
+        """The method for an embedding, which is quantized if the checkpoint has codes for it.
+
+        Some of vLLM's models pass no prefix for theirs; then the name comes from the overrides.
+        """
+        name = name or next((one for one in self.overrides if one.rpartition(".")[2] in EMBEDDINGS), "")
+        if name in (self.stored or ()):
+            self.coded_embedding = True
+            return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
+        if name in self.overrides:
+            raise LayerError(
+                f"{name} is an embedding, which cannot be quantized while vLLM loads it: quantize the model first, "
+                f"`anybit quantize MODEL --override {name}={self.overrides[name]}`"
+            )
+        return None
+
+    def _check_hub(self) -> None:
+        """Download a hub model to vLLM's own location and check it, before any layer is built."""
+        if self._on_hub is None:
+            return
+        (name, trusted, revision), self._on_hub = self._on_hub, None
+        load = get_current_vllm_config().load_config
+        if self.scheme is None:
+            self._stream(from_hub(name, trusted, revision, load.download_dir), trusted)
+        elif str(load.load_format) in streams.OF_FILES and not envs.VLLM_USE_MODELSCOPE:
+            folder = from_hub(name, trusted, revision, load.download_dir)
+            self._check_words(folder)
+            check_folder(folder, trusted)
+
+    def _check_engine(self) -> None:
+        """Raise OptionError for KV heads that the ranks cannot divide (vLLM would only assert), and for CPU offload.
+
+        vLLM offloads parameters; anybit's prepared codes are buffers.
+        """
+        if self._engine_checked:
+            return
+        self._engine_checked, config = True, get_current_vllm_config()
+        offload = config.offload_config
+        if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+            raise OptionError(
+                "--cpu-offload-gb and --offload-group-size do not work with anybit's layers, whose codes stay on the "
+                "GPU: leave them out; a scheme with fewer bits takes less memory"
+            )
+        drafter = getattr(getattr(config, "speculative_config", None), "method", None)
+        if drafter not in _TEXT_DRAFTERS and {name.rpartition(".")[2] for name in self.hadamard} in _OF_ROTATED:
+            _logger.warning(
+                "anybit: the model's hidden states are rotated (method rotate), and %s drafts from those of the model "
+                "before: nearly all of its drafts will be refused. Use ngram or a draft model, or quantize with "
+                "smooth_rotate or gptq",
+                drafter,
+            )
+        ranks = config.parallel_config.tensor_parallel_size
+        heads = 1 if config.model_config is None else config.model_config.get_total_num_kv_heads()
+        if heads % ranks and ranks % heads:
+            fits = [str(count) for count in range(1, heads + 1) if heads % count == 0]
+            raise OptionError(
+                f"--tensor-parallel-size {ranks} cannot share the {heads} KV heads of the model: choose one of "
+                f"{', '.join(fits)} or a multiple of {heads}, or split the layers between GPUs: "
+                f"--pipeline-parallel-size {ranks}"
+            )
+
+    def _head_method(self, name: str) -> QuantizeMethodBase | None:
+        """The method for the output head: quantized if the checkpoint has codes for it, or if an override names it."""
+        if self.stored:
+            if name in self.stored:
+                return AnyBitHeadMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
+        elif name in self.overrides:
+            return AnyBitOnlineHeadMethod(self._scheme_of(name), name, self.ledger)
+        if self.coded_embedding:
+            return HeadBesideCodes()
+        self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes decode steps faster")
+        return None
+
+    def _parts(self, prefix: str) -> list[str]:
+        """The checkpoint's layers that make up one layer of vLLM."""
+        parent, _, last = prefix.rpartition(".")
+        fused = self.packed_modules_mapping.get(last, [last])
+        return [f"{parent}.{name}" if parent else name for name in fused]
+
+    def _quantizes(self, name: str) -> bool:
+        if self.stored:
+            return name in self.stored
+        return not any(_matches(pattern, name) for pattern in self.kept)
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            _logger.info("anybit: %s", message)
+
+
+def _stored_words(of: Any) -> dict[str, Any]:
+    """The settings that describe stored tensors, by name; without activations and KV format."""
+    return {
+        "scheme": None if of.scheme is None else _weights(of.scheme),
+        "overrides": {name: _weights(scheme) for name, scheme in of.overrides.items()},
+        "group_index": of.group_index,
+        "input_scale": of.input_scale,
+        "hadamard": sorted(of.hadamard),
+    }
+
+
+def _weights(scheme: Scheme) -> str:
+    """The scheme with the same weights, 16-bit activations and no KV format."""
+    return str(replace(scheme, activations=Scheme.parse("w4a16").activations, kv=None))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of modules to keep matches a name, by transformers' rule (``should_convert_module``)."""
+    return bool(re.match(f"{pattern}\\.", name) or re.match(pattern, name)) or name.endswith(pattern)
+
+
+def _tensor_names(model: str, revision: str | None) -> list[str] | None:
+    """Names of a checkpoint's tensors, from its headers; None if it has no safetensors files."""
+    folder = Path(model)
+    if folder.is_dir():
+        files = sorted(folder.glob("*.safetensors"))
+        return [entry.name for file in files for entry in read_header(file)] if files else None
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    found = get_safetensors_params_metadata(model, revision=revision)
+    return list(found) or None

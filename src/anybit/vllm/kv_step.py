@@ -1,0 +1,152 @@
+"""One layer of one step over a low-bit KV cache in vLLM's blocks.
+
+Requests with few new tokens run anybit's decode kernel over packed pages. Prompts attend over unpacked pages through a
+function that the caller passes in (vLLM's FlashAttention); nothing here imports vLLM. The first layer of a step works
+out what to launch, and later layers with the same shapes repeat those launches with their own addresses
+(``ops.kv_again``).
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybit.cache.blocks import Row
+from anybit.ops import kv, kv_again, kv_rows
+from anybit.ops.kv import Masks
+from anybit.ops.kv_rows import PAGE, RowLayout
+from anybit.vllm.kv_plan import Group, plan
+
+Prompts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int, Tensor], None]
+"""Causal attention of ragged queries: (q [tokens, heads, dim], keys and values [pages, 128, kv_heads, dim], starts
+[sequences + 1], seen [sequences], table [sequences, pages], the largest of seen, out), all int32. Without a table, keys
+and values are [tokens, kv_heads, dim], and those of a sequence begin where its queries do."""
+
+
+class Asked(NamedTuple):
+    """The arguments of ``Prompts`` for a slice of a step's tokens, the same for every layer.
+
+    paged: unpacked keys and values, and the table; None where the slice attends over its own new keys and values.
+    """
+
+    here: slice
+    paged: tuple[Tensor, Tensor, Tensor] | None
+    starts: Tensor
+    seen: Tensor
+    most: int
+
+
+@dataclass
+class Batch:
+    """What all layers of a step share.
+
+    table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new tokens
+    in all.  decodes: how many requests, the first ones, have few new tokens: at most ``queries`` each,
+    ``decode_tokens`` in all.  The rest are prompts.  most: the most new tokens of a prompt.  aligned: whether the new
+    tokens of every prompt begin a page.  groups: of prompts, with their arrays on the device.  rows: all requests, on a
+    CPU, where plain torch runs them.  made: the launches of layers so far, by ``kv_again.key_of``.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    tokens: int
+    decodes: int
+    decode_tokens: int
+    queries: int = 1
+    most: int = 0
+    aligned: bool = False
+    groups: list[tuple[Group, tuple[Tensor, ...]]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    made: dict[Hashable, list[kv_again.Again | Asked]] = field(default_factory=dict, init=False)
+
+    def in_rows(self) -> None:
+        """Describe all requests for plain torch (``kvrows.step``) to run; reads the device."""
+        starts, known = self.starts.tolist(), self.lengths.tolist()
+        ends = zip(starts, starts[1:], known, strict=False)
+        self.rows = [Row(self.table[i], a, z, n - (z - a)) for i, (a, z, n) in enumerate(ends) if z > a]
+
+    def add_prompts(self, starts: np.ndarray, lengths: np.ndarray, room: int) -> None:
+        """Plan the prompts from their starts and lengths on the host; arguments as in ``kv_plan.plan``."""
+        new = np.diff(starts)
+        self.most, self.aligned = int(new.max()), not ((lengths - new)[new > 0] % PAGE).any()
+        device = self.table.device
+        for group in plan(starts, lengths, room):
+            arrays = [torch.from_numpy(x) for x in (group.jobs, group.table, group.starts, group.seen)]
+            if device.type == "cuda":
+                arrays = [x.pin_memory() for x in arrays]
+            self.groups.append((group, tuple(x.to(device, non_blocking=True) for x in arrays)))
+
+
+def run(
+    batch: Batch, rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: Masks, out: Tensor,
+    *, capacity: int, space: Callable[[int], Tensor], prompts: Prompts,
+) -> None:  # fmt: skip
+    """Store a batch's new tokens and write its attention to ``out``, which has q's shape and dtype.
+
+    pages: uint8 [blocks, kv_heads, page_bytes].  q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; float16 or
+    bfloat16.  capacity: the most tokens of a request.  space: returns a tensor [pages, 2, kv_heads, 128, dim] for at
+    least so many pages.
+    """
+    key = kv_again.key_of(rows, pages, q, k, v, out, masks, capacity)
+    sinks = None if key is None or masks.sinks is None else kv.in_log2(masks.sinks, q)
+    places = kv_again.places_of(pages, q, k, v, out, sinks)
+
+    def attend(of: Asked) -> None:
+        keys, values, table = of.paged or (k[of.here], v[of.here], None)
+        prompts(q[of.here], keys, values, of.starts, of.seen, table, of.most, out[of.here])
+
+    if (known := batch.made.get(key)) is not None:
+        for again in known:
+            if isinstance(again, Asked):
+                attend(again)
+            else:
+                again(places)
+        return
+    made, keeps = list[kv_again.Again | Asked](), key is not None
+    for part in _parts(batch, rows, pages, q, k, v, masks, out, capacity, space):
+        if isinstance(part, Asked):
+            attend(part)
+            made.append(part)
+        elif keeps:
+            launches = kv_again.first(part, places)
+            keeps = launches is not None
+            made += launches or []
+        else:
+            part()
+    if keeps:
+        batch.made[key] = made
+
+
+def _parts(
+    batch: Batch, rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: Masks, out: Tensor,
+    capacity: int, space: Callable[[int], Tensor],
+) -> Iterator[Callable[[], None] | Asked]:  # fmt: skip
+    """The calls of a layer, in order."""
+    d, total = batch.decodes, batch.starts.shape[0] - 1
+    starts = batch.starts[d:]
+    others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
+    if batch.groups:  # pack all pages that become full before anyone reads them
+        if batch.aligned:
+            yield partial(kv_rows.store, others, k, v, kv_rows.Ragged(starts, batch.most))
+        else:
+            yield partial(kv_rows.pack, others, k, v, starts, batch.most)
+    if d:
+        few = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
+        ragged = kv_rows.Ragged(batch.starts[: d + 1], batch.queries) if batch.queries > 1 else None
+        here = slice(0, batch.decode_tokens)
+        yield partial(kv_rows.store, few, k[here], v[here], ragged)
+        yield partial(kv_rows.decode, q[here], few, masks, out=out[here], overlaps=True, ragged=ragged)
+    for group, (jobs, table, begins, seen) in batch.groups:
+        paged = None
+        if jobs.shape[0]:
+            plain = space(jobs.shape[0])[: jobs.shape[0]]
+            yield partial(kv_rows.unpack, others, k, v, starts, jobs, plain)
+            paged = plain[:, 0].transpose(1, 2), plain[:, 1].transpose(1, 2), table
+        yield Asked(slice(group.begin, group.end), paged, begins, seen, int(group.seen.max()))
+    if batch.groups and not batch.aligned:
+        yield partial(kv_rows.keep, others, k, v, starts, batch.most)

