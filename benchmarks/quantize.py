@@ -256,7 +256,6 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
-    parser.add_argument("--name", default="quantizers", help="of the file of rows: mixed for rows in no table")
     parser.add_argument("--figure", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
     if arguments.figure:
@@ -268,7 +267,7 @@ def main() -> None:
     for case in arguments.cases:
         if time.monotonic() - started > arguments.seconds:
             break
-        unit(case, arguments, place / f"{arguments.name}.json")
+        unit(case, arguments, place / "quantizers.json")
 
 
 if __name__ == "__main__":
