@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
+from anybit.models.families import VLLM_HYBRIDS
 from anybit.scheme import KVFormat
 from anybit.vllm import config as quantization
 from anybit.vllm import kv_backend, kv_cache
@@ -96,7 +97,7 @@ def engine(format: str = "kv4", **changed: Any) -> Any:
             block_size=16,
             enable_prefix_caching=False,
         ),
-        "model": SimpleNamespace(is_hybrid=False, architecture=kv_cache.HYBRIDS[0]),
+        "model": SimpleNamespace(is_hybrid=False, architecture=VLLM_HYBRIDS[0]),
         "device": SimpleNamespace(device_type="cuda"),
     }
     whole = {name: changed.pop(name) for name in ("kv_transfer_config", "speculative_config") if name in changed}

@@ -18,12 +18,10 @@ from anybit.errors import LayerError
 from anybit.hf import graph
 from anybit.hf.cache import AnyBitCache
 from anybit.layers.linear import QuantLinear
+from anybit.models.families import BLOCKS
 from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import Norms, add_rms_norm, paired_channels, paired_rows, rms_norm, rotate
 from anybit.ops.kv import Masks
-
-LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""The decoder layers of transformers that ``fuse`` knows."""
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _TABLE_BYTES = 128 << 20
@@ -45,7 +43,7 @@ class FusedLayer(nn.Module):
         self.head_dim = attention.head_dim
         self.query_heads = self.config.num_attention_heads
         self.key_heads = self.config.num_key_value_heads
-        window_of = self.config if type(layer).__name__ == "MistralDecoderLayer" else attention
+        window_of = self.config if BLOCKS[type(layer).__name__].window_in_config else attention
         self.window = getattr(window_of, "sliding_window", None)
         self.input_norm: Any = layer.input_layernorm
         self.mlp_norm: Any = layer.post_attention_layernorm
@@ -217,7 +215,7 @@ def fuse(model: nn.Module) -> nn.Module:
     body = _body(model)
     layers = getattr(body, "layers", None)
     if layers is None or not len(layers):
-        raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(LAYERS)}")
+        raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(BLOCKS)}")
     if isinstance(layers[0], FusedLayer):
         return model
     if (reason := graph.on_several_devices(model)) is not None:
@@ -299,8 +297,8 @@ def _body(model: Any) -> Any:
 
 
 def _why_not(layer: nn.Module) -> str | None:
-    if type(layer).__name__ not in LAYERS:
-        return f"it is a {type(layer).__name__}, and fuse knows {', '.join(LAYERS)}"
+    if type(layer).__name__ not in BLOCKS:
+        return f"it is a {type(layer).__name__}, and fuse knows {', '.join(BLOCKS)}"
     if not type(layer).__module__.startswith("transformers.models."):
         return f"its {type(layer).__name__} is not transformers' own, but of {type(layer).__module__}"
     if (hooked := next((name for name, part in layer.named_modules() if _is_hooked(part)), None)) is not None:

@@ -30,15 +30,12 @@ from vllm.platforms import current_platform
 
 from anybit import ops
 from anybit.codes.packing import QuantizedWeight
+from anybit.models.families import VLLM_MLP
 from anybit.ops.elementwise import paired_rows, silu_mul
 from anybit.scheme import Scheme
 from anybit.vllm import rotary as rotary  # for its ops
 
 _logger = logging.getLogger("vllm.anybit")
-_MLPS = (
-    ("gate_up_proj", "act_fn", "down_proj"),
-    ("gate_up_proj", "maybe_fused_act_quant", "act_fn", "down_proj"),  # 0.32: the helper calls act_fn for our layers
-)
 _parents: "WeakKeyDictionary[nn.Module, ref[nn.Module]]" = WeakKeyDictionary()
 
 
@@ -80,7 +77,7 @@ def _mlp_of(layer: nn.Module) -> Any | None:
     parent = parent_of(layer, "gate_up_proj")
     if parent is None:
         return None
-    plain = type(parent).forward.__code__.co_names in _MLPS and type(getattr(parent, "act_fn", None)) is SiluAndMul
+    plain = type(parent).forward.__code__.co_names in VLLM_MLP and type(getattr(parent, "act_fn", None)) is SiluAndMul
     return parent if plain else None
 
 

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
+from anybit.models.families import VLLM_HYBRIDS
 from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 from anybit.vllm import kv_spec
@@ -28,8 +29,6 @@ from anybit.vllm.kv_backend import RowBackend, backend_of, drafts_of
 from anybit.vllm.kv_spec import RowSpec
 
 OPTION, ATTENTION = "anybit_kv_cache", "anybit_attention"
-HYBRIDS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM")
-"""Hybrid models (Mamba or linear-attention layers) tested with it by tests/cases_vllm_hybrid.py, on CPU and GPU."""
 _logger = logging.getLogger("vllm.anybit")
 
 
@@ -87,10 +86,10 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     if drafter not in (None, "ngram"):
         return f"speculative decoding by {drafter} is not tested with it: use ngram, or leave --speculative-config out"
     if model.is_hybrid:
-        if model.architecture not in HYBRIDS:
+        if model.architecture not in VLLM_HYBRIDS:
             return (
                 f"{model.architecture} is a hybrid model (Mamba or linear-attention layers); of these, only "
-                f"{', '.join(HYBRIDS)} are tested"
+                f"{', '.join(VLLM_HYBRIDS)} are tested"
             )
         if cache.enable_prefix_caching:
             return "prefix caching is not tested with hybrid models: use --no-enable-prefix-caching"

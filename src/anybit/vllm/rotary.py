@@ -29,19 +29,10 @@ from vllm.utils.torch_utils import (
 )
 from vllm.v1.attention.backend import AttentionType
 
+from anybit.models.families import VLLM_ATTENTION
 from anybit.ops import pages
 from anybit.ops.elementwise import paired_channels
 from anybit.scheme import Scheme
-
-_BEFORE = ("qkv_proj", "split", "q_size", "kv_size")
-_AFTER = ("rotary_emb", "attn", "o_proj")
-_NORMS = ("head_dim", "num_kv_heads", "q_norm", "k_norm")
-_FORWARDS = {
-    (*_BEFORE, *_AFTER): False,
-    (*_BEFORE, "qk_norm", "shape", "view", "num_heads", *_NORMS, *_AFTER): False,  # Qwen2, where qk_norm is false
-    (*_BEFORE, "view", "shape", "head_dim", "q_norm", "k_norm", *_AFTER): True,  # Qwen3
-}
-"""Names used in the code of supported attention forwards -> whether that forward has a per-head QK norm."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ def heads_of(parent: nn.Module | None, dtype: torch.dtype, scheme: Scheme, plain
 def _norms_heads(code: CodeType) -> bool | None:
     """Whether a supported attention forward has a per-head QK norm; None for any other forward."""
     arguments = code.co_varnames[: code.co_argcount]
-    return _FORWARDS.get(code.co_names) if arguments == ("self", "positions", "hidden_states") else None
+    return VLLM_ATTENTION.get(code.co_names) if arguments == ("self", "positions", "hidden_states") else None
 
 
 def stores_pages(attention: Any, dtype: torch.dtype) -> bool:

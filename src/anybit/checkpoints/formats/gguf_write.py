@@ -20,9 +20,8 @@ from anybit.checkpoints.formats.gguf_file import NotNative, names_of, row_order
 from anybit.checkpoints.formats.translate import Translation
 from anybit.codes.packing import reorder
 from anybit.errors import ConversionError, dtype_name
+from anybit.models.families import FAMILIES
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""transformers' model types, and GGUF's architectures."""
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
@@ -40,10 +39,11 @@ def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dic
     import gguf
 
     config = empty.config
-    architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None:
-        known = ", ".join(sorted(ARCHITECTURES))
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        known = ", ".join(FAMILIES)
         raise ConversionError(f"GGUF files can be written for {known} models, not for {config.model_type}")
+    architecture = family.gguf
     writer = gguf.GGUFWriter(file, architecture)
     _describe(writer, config)
     _add_tokenizer(writer, folder, config.vocab_size)

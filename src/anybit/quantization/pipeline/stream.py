@@ -5,7 +5,6 @@ Only one source tensor and its codes are in memory at a time; a failed run leave
 
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.layers.embedding import embedding_refused
 from anybit.layers.linear import QuantLinear
+from anybit.models.families import EXPERTS
 from anybit.models.modules import (
     LinearLayer,
     beside_text,
@@ -251,13 +251,9 @@ def run_rtn(job: Job) -> Saved:
     )
 
 
-_EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""Names of experts in checkpoints; the second alternative is Granite 4's."""
-
-
 def experts_of(entries: Mapping[str, Entry]) -> tuple[int, int]:
     """(weights, bytes) of the experts in a checkpoint: floats, or MXFP4 as gpt-oss' ``_blocks`` and ``_scales``."""
-    found = [(name, e) for name, e in entries.items() if _EXPERTS.search(name) and len(e.shape) > 1]
+    found = [(name, e) for name, e in entries.items() if EXPERTS.search(name) and len(e.shape) > 1]
     floats = [e for name, e in found if e.dtype.is_floating_point and not name.endswith("bias")]
     codes = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_blocks")]
     scales = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_scales")]

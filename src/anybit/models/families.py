@@ -1,0 +1,58 @@
+"""Model families with code of their own, a row each. Models of other families take the general paths."""
+
+import re
+from dataclasses import dataclass
+
+_QKV = ("qkv_proj", "split", "q_size", "kv_size")
+_OUTPUT = ("rotary_emb", "attn", "o_proj")
+_HEAD_NORMS = ("head_dim", "num_kv_heads", "q_norm", "k_norm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's models are called and built of in other libraries.
+
+    block: transformers' class of a decoder layer, which ``fuse`` replaces. gguf: llama.cpp's name of the architecture.
+    attention: the names that the code of vLLM's attention forward uses, by version. qk_norm: whether that forward norms
+    each head. window_in_config: the sliding window is in the config, not in the attention module.
+    """
+
+    block: str
+    gguf: str
+    attention: tuple[tuple[str, ...], ...] = ((*_QKV, *_OUTPUT),)
+    qk_norm: bool = False
+    window_in_config: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaDecoderLayer", "llama"),
+    "mistral": Family("MistralDecoderLayer", "llama", window_in_config=True),
+    "qwen2": Family(
+        "Qwen2DecoderLayer",
+        "qwen2",
+        (
+            (*_QKV, *_OUTPUT),
+            (*_QKV, "qk_norm", "shape", "view", "num_heads", *_HEAD_NORMS, *_OUTPUT),  # where qk_norm is false
+        ),
+    ),
+    "qwen3": Family(
+        "Qwen3DecoderLayer",
+        "qwen3",
+        ((*_QKV, "view", "shape", "head_dim", "q_norm", "k_norm", *_OUTPUT),),
+        qk_norm=True,
+    ),
+}
+"""By transformers' ``model_type``."""
+BLOCKS = {family.block: family for family in FAMILIES.values()}
+"""By transformers' class of a decoder layer."""
+VLLM_ATTENTION = {names: family.qk_norm for family in FAMILIES.values() for names in family.attention}
+"""Names used in the code of vLLM's attention forwards that anybit can replace -> whether each head is normed."""
+VLLM_MLP = (
+    ("gate_up_proj", "act_fn", "down_proj"),
+    ("gate_up_proj", "maybe_fused_act_quant", "act_fn", "down_proj"),  # 0.32: the helper calls act_fn for our layers
+)
+"""Names used in the code of vLLM's gated MLPs, by version."""
+VLLM_HYBRIDS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM")
+"""Hybrid models (Mamba or linear-attention layers) with which low-bit caches are tested, on CPU and GPU."""
+EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")
+"""Names of experts in checkpoints; the second alternative is Granite 4's."""
