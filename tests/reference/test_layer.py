@@ -14,6 +14,7 @@ import torch._dynamo
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import KernelError, LayerError
 from anybit.kernels.packed.packed_tiles import prepare as prepare_tiles
+from anybit.layers.embedding import QuantEmbedding, TiedHead
 from anybit.layers.linear import QuantLinear, use_backend
 from anybit.ops import elementwise
 from anybit.ops.backend import LinearSpec
@@ -53,8 +54,81 @@ def test_copies_are_layers_of_their_own(scheme: str, prepared: bool) -> None:
     ]
     for each in copies:
         assert torch.equal(each(x), y)
-    copies[0].weight_packed = copies[1].weight_packed  # only theirs: this one is unchanged
-    assert torch.equal(layer(x), y)
+    words = layer.quantized_weight().words
+    copies[0].weight_packed = torch.nn.Parameter(words.flip(0), requires_grad=False)  # only that one's
+    assert torch.equal(layer(x), y) and not torch.equal(copies[0](x), y)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "mul_": lambda w: w.mul_(2), "*=": lambda w: w.__imul__(2), "[]": lambda w: w.__setitem__(0, 1),
+    "data": lambda w: w.data.mul_(2), "data =": lambda w: setattr(w, "data", w * 2), "view": lambda w: w.t()[0].zero_(),
+    "detach": lambda w: w.detach().zero_(), "chunks": lambda w: w.chunk(2)[1].fill_(3),
+    "out": lambda w: torch.add(w, 1, out=w), "inplace": lambda w: torch.nn.functional.relu(w, inplace=True),
+    "init": torch.nn.init.zeros_, "foreach": lambda w: torch._foreach_mul_([w], 2),
+    "train": lambda w: w.requires_grad_(), "train =": lambda w: setattr(w, "requires_grad", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_that_would_change_nothing_raise(write: Callable[[torch.Tensor], object], mode: type) -> None:
+    layer, table, x = layer_of("w4a16g128asym"), QuantEmbedding(24, 256, "w4a16g128"), torch.randn(2, 256)
+    with mode():
+        layer(x), table.prepare()
+        wanted = layer(x)
+        for weight in (layer.weight, layer.weight_scale, table.weight, TiedHead(table).weight):
+            with pytest.raises(LayerError, match=r"the layer's codes would not change: .*load_weight"):
+                write(weight)
+        assert torch.equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_weight_is_read_and_copied_as_any_other(prepared: bool) -> None:
+    layer = layer_of("w4a16g128")
+    weight = (layer.prepare() if prepared else layer).weight
+    plain = layer.dequantize()
+    assert (weight.shape, weight.dtype, weight.device) == (plain.shape, plain.dtype, plain.device)
+    for copied in (weight.clone(), weight * 1, copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert type(copied) is torch.Tensor and torch.equal(copied, plain)
+        copied.mul_(2)
+    x = torch.randn(3, 256, requires_grad=True)
+    (x @ weight.t()).sum().backward()
+    assert torch.allclose(x.grad, plain.sum(0), atol=1e-5) and (weight.numpy() == plain.numpy()).all()
+    linear = torch.nn.Linear(256, 24, bias=False)
+    linear.weight = torch.nn.Parameter(weight)  # the user's own, to train
+    linear(torch.randn(3, 256)).sum().backward()
+    torch.optim.SGD(linear.parameters(), 0.1).step()
+    assert not torch.equal(linear.weight, plain) and torch.equal(layer.weight, plain)
+    again = pickle.loads(pickle.dumps(linear))
+    assert type(again.weight) is torch.nn.Parameter and torch.equal(again.weight, linear.weight)
+    assert type(linear.state_dict()["weight"]) is torch.Tensor
+
+
+def test_a_weight_is_not_assigned() -> None:
+    layer, table = layer_of("w4a16g128"), QuantEmbedding(24, 256, "w4a16g128")
+    for module in (layer, table, TiedHead(table)):
+        for value in (torch.zeros(24, 256), torch.nn.Parameter(torch.zeros(24, 256))):
+            with pytest.raises(LayerError, match=r"weight is a copy to read, .*load_weight"):
+                module.weight = value
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a8asym", "w2a16g64s24", "w3a16g32min"])
+def test_a_prepared_layer_has_no_placeholders(scheme: str) -> None:
+    """DistributedDataParallel and accelerate take any parameter on the meta device for one that is missing."""
+    layer = layer_of(scheme)
+    state, x = layer.state_dict(), torch.randn(2, 256)
+    saved = {name: tensor.clone() for name, tensor in state.items()}
+    wanted = layer(x)
+    assert [name for name, _ in layer.named_parameters()] == ["weight_shape"]
+    for name, tensor in saved.items():
+        assert torch.equal(getattr(layer, name), tensor)
+    assert layer.weight_g_idx is None and layer.runs_on is not None
+    layer.weight_scale = torch.nn.Parameter(saved["weight_scale"] * 2, requires_grad=False)
+    if scheme != "w3a16g32min":  # its values are scale * code + minimum
+        torch.testing.assert_close(layer(x), wanted * 2)
+    assert torch.equal(layer.state_dict()["weight_scale"], saved["weight_scale"] * 2)
+    layer.unprepare()
+    assert {name for name, _ in layer.named_parameters()} == saved.keys()
 
 
 def test_threads_may_share_a_layer_from_the_first_call() -> None:

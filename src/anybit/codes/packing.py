@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from anybit.errors import LayerError, dtype_name
 from anybit.scheme import WeightFormat
@@ -361,3 +362,81 @@ def _check_stored(name: str, tensor: Tensor, device: torch.device) -> None:
 def _check_bits(bits: int) -> None:
     if bits not in range(1, 9):
         raise LayerError(f"codes must have 1 to 8 bits, not {bits}")
+
+
+READ_ONLY = (
+    "a quantized layer's weight is a copy to read, and the layer's codes would not change: give the layer a new weight "
+    "with load_weight(quantize_weight(tensor, layer.scheme.weights)), or change plain layers after model.dequantize(); "
+    "clone() makes a copy to write to"
+)
+
+
+class DequantizedWeight(Tensor):
+    """A copy of a layer's weight to read: results are plain tensors; writes, also through views, raise LayerError.
+
+    ``nn.Parameter`` of one is an independent parameter.
+    """
+
+    _detached = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> Tensor:
+        """The tensor as one; traced by torch.compile, the tensor itself."""
+        if torch.compiler.is_compiling():
+            return tensor
+        with torch.inference_mode(False):  # inference tensors do not count writes
+            copy = (tensor.clone() if tensor.is_inference() else tensor).as_subclass(DequantizedWeight)
+        # Some models' _init_weights reaches into children: without this flag it would initialize this copy.
+        copy._is_hf_initialized = True
+        return copy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; raises LayerError if it wrote, or tried to."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_compiling():
+                return func(*args, **kwargs)
+            copies = [t for t in tree_leaves((args, kwargs)) if isinstance(t, cls)]
+            trained = func is Tensor.requires_grad_ and not getattr(args[0], "_detached", False) and (*args, True)[1]
+            if trained or getattr(func, "__name__", "") == "__set__":
+                raise LayerError(READ_ONLY)
+            versions = [t._version for t in copies]
+            result = func(*args, **kwargs)
+            if versions != [t._version for t in copies]:
+                raise LayerError(READ_ONLY)
+            memory = set(map(_address, copies))
+
+            def marked(found: Any) -> Any:
+                """A view as a DequantizedWeight, and any other tensor as a plain one."""
+                if not isinstance(found, Tensor) or any(found is t for t in copies):
+                    return found
+                if _address(found) not in memory:
+                    return found.as_subclass(Tensor) if type(found) is cls else found
+                view = found.as_subclass(cls)
+                if func is Tensor.detach:
+                    view._detached = True
+                return view
+
+            return tree_map(marked, result)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_param":  # the last thing that nn.Parameter does
+            self.__class__ = nn.Parameter  # type: ignore[assignment]
+        else:
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = copied = self.as_subclass(Tensor).__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Where a tensor's memory begins; None for those without: sparse ones, and those of torch.func's transforms."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:
+        return None

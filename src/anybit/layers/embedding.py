@@ -49,8 +49,6 @@ class QuantEmbedding(QuantLinear):
             embedding_dim, num_embeddings, scheme, False, group_index=group_index, dtype=dtype, device=device,
             backend=backend,
         )  # fmt: skip
-        # transformers takes a model's device from its first parameter; once prepared, only this one is off meta.
-        self._parameters = {"weight_shape": self._parameters["weight_shape"], **self._parameters}
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
 
     @classmethod
@@ -77,7 +75,7 @@ class QuantEmbedding(QuantLinear):
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
-        return ops.rows(ids.long(), self._prepared, self.weight_scale.dtype)
+        return ops.rows(ids.long(), self._prepared, self._dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply by the table, as a tied head does: x float [..., embedding_dim] -> [..., num_embeddings]."""
@@ -105,8 +103,13 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight [N, K], recomputed at every access."""
+        """The dequantized weight [N, K], recomputed at every access, and only to be read."""
         return self._embedding[0].weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            setattr(self._embedding[0], name, value)  # raises
+        super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the head: x float [..., K] -> [..., N]."""

@@ -1,7 +1,7 @@
 """QuantLinear: a linear layer whose weight is a QuantizedWeight."""
 
 import threading
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +9,41 @@ from torch.autograd import forward_ad
 
 from anybit import ops
 from anybit.codes.hadamard import inverse
-from anybit.codes.packing import QuantizedWeight, check_fours, pack_words, unpack_words, words_per_row
+from anybit.codes.packing import (
+    READ_ONLY,
+    DequantizedWeight,
+    QuantizedWeight,
+    check_fours,
+    pack_words,
+    unpack_words,
+    words_per_row,
+)
 from anybit.device import Device
 from anybit.errors import LayerError, dtype_name
 from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.scheme import Scheme, is_whole
 
+_Kind = TypeVar("_Kind", nn.Parameter, nn.Parameter | None)
+
+_SAVED = {"weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum"}
 _preparing = threading.RLock()
 """Held while a layer's weight is converted: in between, neither layout is complete."""
+
+
+class _Saved(Generic[_Kind]):
+    """A tensor of the saved layout: a parameter, or of a prepared layer, which holds none, a copy to read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type) -> _Kind:
+        own, prepared = layer._parameters.get(self.name), layer.__dict__.get("_prepared")
+        if own is None and prepared is not None:
+            own = layer.tensors_of(prepared.restore()).get(self.name)
+            own = None if own is None else DequantizedWeight.of(own.clone())
+        found: _Kind = own
+        return found
 
 
 class QuantLinear(nn.Module):
@@ -33,7 +59,8 @@ class QuantLinear(nn.Module):
     hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``quantization.methods.rotate``).
 
     The first call, or ``prepare``, converts the weight to a backend's layout, which replaces the saved layout in
-    memory; ``state_dict`` converts it back.
+    memory; ``state_dict`` converts it back. Of a prepared layer, ``parameters()`` are only weight_shape, bias and
+    input_scale, and the other tensors are copies to read; assigning one is a new weight for the next call.
 
     Gradients flow to x, so that earlier layers can be trained, and to a bias with requires_grad; the weight gets none.
     torch.func's grad, jvp, jacrev and jacfwd work too.
@@ -42,13 +69,13 @@ class QuantLinear(nn.Module):
     # Tensor parallelism in transformers shards the module's own parameters.
     _hf_quantized_needs_local_tp = True
 
-    weight_packed: nn.Parameter
-    weight_scale: nn.Parameter
-    weight_zero_point: nn.Parameter | None
+    weight_packed = _Saved[nn.Parameter]()
+    weight_scale = _Saved[nn.Parameter]()
+    weight_zero_point = _Saved[nn.Parameter | None]()
     weight_shape: nn.Parameter
-    weight_g_idx: nn.Parameter | None
-    weight_indices: nn.Parameter | None
-    weight_minimum: nn.Parameter | None
+    weight_g_idx = _Saved[nn.Parameter | None]()
+    weight_indices = _Saved[nn.Parameter | None]()
+    weight_minimum = _Saved[nn.Parameter | None]()
     input_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -95,11 +122,8 @@ class QuantLinear(nn.Module):
             "bias": ((out_features,), dtype) if bias else None,
         }
         for name, shape_and_dtype in shapes.items():
-            if shape_and_dtype is None:
-                self.register_parameter(name, None)
-            else:
-                shape, kind = shape_and_dtype
-                self.register_parameter(name, _frozen(torch.zeros(shape, dtype=kind, device=device)))
+            empty = shape_and_dtype and torch.zeros(shape_and_dtype[0], dtype=shape_and_dtype[1], device=device)
+            self._parameters[name] = None if empty is None else _frozen(empty)
         self._prepared: ops.Prepared | None = None
 
     @classmethod
@@ -157,7 +181,7 @@ class QuantLinear(nn.Module):
             )
         self._prepared = None
         if weight.group_index is None:
-            self.weight_g_idx = None
+            self._parameters["weight_g_idx"] = None
         for name, tensor in self.tensors_of(weight).items():
             setattr(self, name, _frozen(tensor))
 
@@ -201,9 +225,9 @@ class QuantLinear(nn.Module):
             if self.hadamard:
                 ops.prepare_rotation(self.in_features, weight.words.device)
             _wait_for(weight.words)
-            self._prepared = prepared
+            self._prepared, self._dtype, self._ordered = prepared, weight.scale.dtype, weight.group_index is not None
             for name in self.tensors_of(weight).keys() - {"weight_shape"}:
-                setattr(self, name, _frozen(torch.empty_like(getattr(self, name), device="meta")))
+                self._parameters[name] = None
 
     @property
     def runs_on(self) -> str | None:
@@ -237,14 +261,20 @@ class QuantLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, [N, K], recomputed at every access: for code that inspects layers, not for speed."""
-        dtype = self.weight_scale.dtype
+        """The dequantized weight, [N, K], recomputed at every access: for code that inspects layers, not for speed.
+
+        Writing to it, or assigning another, raises LayerError: the codes would not change.
+        """
         if self._prepared is None and self.weight_packed.is_meta:
-            return torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
-        weight = self.dequantize(dtype)
-        # Some models' _init_weights reaches into children: without this flag it would initialize this copy.
-        weight._is_hf_initialized = True  # type: ignore[attr-defined]
-        return weight
+            return torch.empty(self.out_features, self.in_features, dtype=self.weight_scale.dtype, device="meta")
+        return DequantizedWeight.of(self.dequantize(self._dtype if self._prepared else self.weight_scale.dtype))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise LayerError(READ_ONLY)
+        if name in _SAVED and self.__dict__.get("_prepared") is not None:
+            self.unprepare()  # the next call prepares the layer with the new tensor
+        super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = x W^T + bias: x float [..., in_features] -> [..., out_features] in x's dtype.
@@ -335,7 +365,7 @@ class QuantLinear(nn.Module):
     def _norms_first(self, x: Tensor, silu: bool = False) -> bool:
         """Whether the GEMM kernel may also normalize its input, or apply SiLU in its epilogue."""
         assert self._prepared is not None
-        plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
+        plain = self.input_scale is None and not self.hadamard and not self._ordered
         most = 0 if self.scheme.activations.quantized else ops.backends[self._prepared.spec.backend].norm_tokens
         return plain and x.is_cuda and (silu or x.numel() <= most * self.in_features)
 
