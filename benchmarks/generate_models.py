@@ -177,6 +177,9 @@ class Check:
         )
 
 
+_PARTS = ("forward", "norm_linear", "silu_linear", "norm_linear_rope")
+
+
 @contextlib.contextmanager
 def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[None]:
     """Within this context, also compute a fused model's products and attention in torch, and compare."""
@@ -221,8 +224,8 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             errors.append(apart(y, expected(layer, elementwise._silu_mul_cpu(gate_up))))
             return y
 
-        layer.forward, layer.norm_linear, layer.silu_linear = plain, norm_linear, silu_linear
-        layer.norm_linear_rope = norm_linear_rope
+        watched = (plain, norm_linear, silu_linear, norm_linear_rope)
+        vars(layer).update(zip(_PARTS, watched, strict=True))  # a fused layer refuses an assigned forward
 
     kernel = attention.decode
 
@@ -239,7 +242,7 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
     finally:
         implement(kernel)
         for layer in layers:
-            for name in ("forward", "norm_linear", "silu_linear", "norm_linear_rope"):
+            for name in _PARTS:
                 del layer.__dict__[name]
 
 

@@ -1,9 +1,11 @@
 """Fused models give the outputs of unfused ones, and can be unfused completely."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.modules import module as every
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import anybit
@@ -227,15 +229,128 @@ def test_layers_that_only_share_a_name_stay_as_they_are(tmp_path):
         anybit.fuse(model)
 
 
-def test_hooks_are_not_dropped(tmp_path):
+HOOKS = (
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)  # fmt: skip
+
+
+def hook(*_):
+    return None
+
+
+def answer(x):
+    return x
+
+
+@pytest.mark.parametrize("register", [*HOOKS, "forward"])
+@pytest.mark.parametrize(
+    "part", ["model.layers.1", "model.layers.1.self_attn", "model.layers.0.mlp.act_fn", "model.norm"]
+)
+def test_hooks_are_not_dropped(register, part, tmp_path):
     model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
     ids = torch.randint(0, 128, (1, 5))
     model(ids, output_hidden_states=True)  # transformers leaves its own hooks behind
-    hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
-    with pytest.raises(
-        LayerError, match="layer 1 cannot be fused: forward hooks of self_attn would no longer be called"
-    ):
+    logits, called, module = model(ids).logits, [], model.get_submodule(part)
+    if register == "forward":
+        module.forward = lambda *a, **k: called.append(1) or type(module).forward(module, *a, **k)
+    else:
+        handle = getattr(module, register)(lambda *_: called.append(1))
+    with pytest.raises(LayerError, match=r"cannot be fused: .* would no longer be called: remove them first"):
         anybit.fuse(model)
-    hook.remove()
-    logits = model(ids).logits
+    anybit.accelerate(model)  # leaves the layers as they are
+    model(ids).logits.sum().backward()
+    assert called
+    anybit.unfuse(model)
+    if register == "forward":
+        del module.forward
+    else:
+        handle.remove()
     assert torch.allclose(anybit.fuse(model)(ids).logits, logits, atol=1e-6)
+
+
+def test_what_is_attached_to_a_fused_layer_is_refused_at_once(tmp_path):
+    """Its parts are not called: hooks, other modules and other forwards would have no effect."""
+    model = quantized(Qwen3Config(**SIZES, head_dim=64), "w4a16g32", tmp_path)
+    ids = torch.randint(0, 128, (1, 5))
+    before = dict(model.model.layers[0].named_modules(prefix="before"))
+    logits, kinds = model(ids).logits, {name: type(module) for name, module in before.items()}
+    anybit.fuse(model)
+    for each, held in ((model, before), (copy.deepcopy(model), {})):
+        parts = {**held, **dict(each.model.layers.named_modules()), "tables": each.model.rotary_emb.rotary}
+        parts[""] = each.model.norm  # the list of layers itself takes hooks
+        assert {"0.mlp", "1.self_attn.q_norm", "1.self_attn.o_proj", "0.gate_up", *held} <= set(parts)
+        for module in parts.values():
+            for register in HOOKS:
+                with pytest.raises(LayerError, match=r"hooks of \w+ in a fused layer .*anybit.unfuse"):
+                    getattr(module, register)(hook)
+            with pytest.raises(LayerError, match=r"would not use another forward of \w+: call anybit.unfuse"):
+                module.forward = answer
+        for name in ("mlp", "self_attn", "input_layernorm"):
+            with pytest.raises(LayerError, match=f"would not use another {name} of"):
+                setattr(each.model.layers[1], name, torch.nn.Identity())
+        with pytest.raises(LayerError, match="would not use another gate_proj of Qwen3MLP"):
+            each.model.layers[1].mlp.gate_proj = torch.nn.Identity()
+        assert torch.allclose(each(ids).logits, logits, atol=1e-6)
+        anybit.unfuse(each)
+    assert {name: type(module) for name, module in model.model.layers[0].named_modules(prefix="before")} == kinds
+    called = []
+    before["before.mlp"].register_forward_hook(lambda *_: called.append(1))
+    assert torch.equal(model(ids).logits, logits) and called
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_global_hooks_are_not_dropped(kind, tmp_path):
+    model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
+    ids = torch.randint(0, 128, (1, 5))
+    fused = anybit.fuse(copy.deepcopy(model))
+    logits = fused(ids).logits
+    handle = getattr(every, f"register_module_{kind}")(hook)
+    try:
+        with pytest.raises(LayerError, match=r"global module hooks would not see the parts .*anybit.unfuse\(model\)"):
+            fused(ids)
+        with pytest.raises(LayerError, match="cannot be fused: global module hooks would no longer be called"):
+            anybit.fuse(model)
+    finally:
+        handle.remove()
+    assert torch.equal(fused(ids).logits, logits)
+
+
+def of_embeds(model, ids):
+    embeds = torch.randn(1, 5, 128, requires_grad=True)
+    return model(inputs_embeds=embeds).logits
+
+
+GRADIENTS = {
+    "input_layernorm": lambda model, ids: model(ids).logits,
+    "model.norm": lambda model, ids: model.model(ids).last_hidden_state,
+    "embed_tokens": lambda model, ids: model(ids, return_dict=False)[0],
+    "bias": lambda model, ids: model(ids).logits,
+    "inputs": of_embeds,
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_not_lost(name, tmp_path):
+    """In a fused model they raise; without it, or before what is fused, they flow."""
+    model = quantized(Qwen2Config(**SIZES), "w4a16g32", tmp_path)
+    ids = torch.randint(0, 128, (1, 5))
+    for key, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(name in key)
+    anybit.fuse(model)
+    with torch.no_grad():
+        assert not GRADIENTS[name](model, ids).requires_grad
+    y = GRADIENTS[name](model, ids)
+    with pytest.raises(LayerError, match=r"a fused model .* has no gradients: call anybit.unfuse\(model\) to train"):
+        y.sum().backward()
+    anybit.unfuse(model)
+    GRADIENTS[name](model, ids).sum().backward()
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert bool(wanted) == (name != "inputs") and all(parameter.grad is not None for parameter in wanted)
+    anybit.fuse(model)
+    for key, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(key == "lm_head.weight")
+    model(ids).logits.sum().backward()  # the head is not fused
+    assert model.lm_head.weight.grad.count_nonzero()

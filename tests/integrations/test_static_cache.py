@@ -3,6 +3,7 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -410,3 +411,54 @@ def test_torch_compile_sees_one_graph(llama):
                 cache.counted()
         results.append(torch.cat(logits, 1))
     torch.testing.assert_close(results[1], results[0], rtol=5e-3, atol=5e-3)
+
+
+def test_hooks_are_called_at_every_step_of_a_generation(llama):
+    model = quantized(llama, "w4a16g32")
+    wanted = model.generate(prompt(), **GREEDY)
+    anybit.accelerate(model)
+    static = {**GREEDY, "cache_implementation": "static"}
+    for _ in range(2):  # the second time with the graph of the first
+        agree(model.generate(prompt(), **static), wanted)
+    for extra in ({}, {"repetition_penalty": 1.0}, {"num_beams": 2}):
+        called = []
+        hook = model.lm_head.register_forward_hook(lambda *_, called=called: called.append(1))
+        model.generate(prompt(), **static, **extra)
+        hook.remove()
+        assert len(called) == 20
+        agree(model.generate(prompt(), **static), wanted)
+        assert len(called) == 20
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_with_hooks_are_not_replayed(llama, fused, monkeypatch):
+    """A replay calls no Python: with hooks the step runs anew, whenever they were registered."""
+    model = quantized(llama, "w4a16g32")
+    if fused:
+        anybit.fuse(model)
+    model.to("cpu")
+    model.set_attn_implementation("anybit")
+    cache = AnyBitCache("kv16", config=model.config, capacity=512, static=True)
+    replays, calls, ids = [], [], torch.ones(2, 1, dtype=torch.long)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    with torch.no_grad():
+        model(prompt().cpu(), past_key_values=cache)
+        step = graph.StepGraph(model, type(model).forward.__get__(model), cache)
+        step.graph, step.logits = SimpleNamespace(replay=lambda: replays.append(1)), torch.zeros(2, 1, 128)
+        position = iter(range(119, 200))
+        assert step(ids, next(position)) is step.logits and len(replays) == 1
+        parts = [model.lm_head, model.model.embed_tokens, *(() if fused else (model.model.layers[1].mlp.act_fn,))]
+        for part in parts:
+            for register in (part.register_forward_hook, part.register_forward_pre_hook):
+                handle, count = register(lambda *_: calls.append(1)), len(calls)
+                assert step(ids, next(position)) is not step.logits and len(calls) == count + 1
+                handle.remove()
+                replays.clear()
+                assert step(ids, next(position)) is step.logits and len(calls) == count + 1 and replays
+            part.forward = lambda x, own=part.forward: calls.append(2) or own(x)
+            assert step(ids, next(position)) is not step.logits and calls[-1] == 2
+            del part.forward
+        if not fused:  # those that transformers installs to record outputs are no reason
+            model.set_attn_implementation("sdpa")
+            model.model(ids, output_hidden_states=True)
+        assert step(ids, next(position)) is step.logits

@@ -16,6 +16,7 @@ from anybit import ops
 from anybit.codes.packing import reorder, stack, unstack
 from anybit.errors import LayerError
 from anybit.hf import graph
+from anybit.hf.bypass import bypass, hooked, refuse_gradients, refuse_records, restore
 from anybit.hf.cache import AnyBitCache
 from anybit.layers.linear import QuantLinear
 from anybit.models.families import BLOCKS
@@ -31,13 +32,16 @@ Hidden = Tensor | tuple[Tensor, Tensor]
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in about eight launches, five at one or two tokens, instead of more than twenty."""
+    """A decoder layer in about eight launches, five at one or two tokens, instead of more than twenty.
+
+    Children that the decoder layer has, too, have the same names.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
-        self.attention: Any = attention
+        self.self_attn: Any = attention
         self.config = attention.config
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
@@ -45,8 +49,8 @@ class FusedLayer(nn.Module):
         self.key_heads = self.config.num_key_value_heads
         window_of = self.config if BLOCKS[type(layer).__name__].window_in_config else attention
         self.window = getattr(window_of, "sliding_window", None)
-        self.input_norm: Any = layer.input_layernorm
-        self.mlp_norm: Any = layer.post_attention_layernorm
+        self.input_layernorm: Any = layer.input_layernorm
+        self.post_attention_layernorm: Any = layer.post_attention_layernorm
         # Interleave the channels that RoPE rotates together, so that the GEMM of one or two tokens can apply RoPE and
         # store keys and values in its epilogue. Not for models with a QK norm (Qwen3), nor for quantized activations,
         # whose GEMMs have no such epilogue.
@@ -70,10 +74,11 @@ class FusedLayer(nn.Module):
         self.mlp = mlp
         for product in (self.qkv, self.output, self.gate_up, self.down):
             product.stand_in_fused(True)
+        self.original = [bypass(layer)]  # in a list, so that nn.Module does not register its parameters a second time
         for parent, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             for name in names:
                 delattr(parent, name)
-        self.original = [layer]  # in a list, so that nn.Module does not register its parameters a second time
+        bypass(self)
 
     def forward(
         self,
@@ -90,7 +95,7 @@ class FusedLayer(nn.Module):
         assert position_embeddings is not None
         cache = past_key_values if cache is None else cache
         x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
-        gamma, epsilon = self.input_norm.weight, _epsilon(self.input_norm)
+        gamma, epsilon = self.input_layernorm.weight, _epsilon(self.input_layernorm)
         step = self._step(x, attention_mask, cache, position_embeddings)
         if step is not None:
             q, residual = self.qkv.norm_linear_rope(x, residual, gamma, epsilon, step)
@@ -99,7 +104,7 @@ class FusedLayer(nn.Module):
         else:
             qkv, residual = self.qkv.norm_linear(x, residual, gamma, epsilon)
             attended = self._attend(qkv, attention_mask, cache, position_embeddings, kwargs)
-        norm = self.mlp_norm
+        norm = self.post_attention_layernorm
         silu = self.pairs is not None
         gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
         return self.down(gated) if silu else self.down.silu_linear(gated), residual
@@ -125,7 +130,7 @@ class FusedLayer(nn.Module):
         return cosine, sine
 
     def _masks(self) -> Masks:
-        return Masks(scale=self.attention.scaling, window=self.window)
+        return Masks(scale=self.self_attn.scaling, window=self.window)
 
     def _attend(
         self, qkv: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
@@ -133,7 +138,7 @@ class FusedLayer(nn.Module):
         batch, tokens = qkv.shape[:2]
         dim, heads = self.head_dim, self.key_heads
         rotary, paired = self._rotary(embeddings, batch, tokens), self.channels is not None
-        q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
+        q_norm, k_norm = getattr(self.self_attn, "q_norm", None), getattr(self.self_attn, "k_norm", None)
         gammas: Norms = (
             (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, _epsilon(q_norm))
         )
@@ -148,7 +153,7 @@ class FusedLayer(nn.Module):
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
         if self.window is not None:
             kwargs["sliding_window"] = self.window
-        out, _ = attend(self.attention, q, k, v, mask, dropout=0.0, scaling=self.attention.scaling, **kwargs)
+        out, _ = attend(self.self_attn, q, k, v, mask, dropout=0.0, scaling=self.self_attn.scaling, **kwargs)
         return self._output(out)
 
     def _output(self, attended: Tensor) -> Tensor:
@@ -177,7 +182,7 @@ class FusedRotary(nn.Module):
 
     def __init__(self, rotary: nn.Module, positions: int) -> None:
         super().__init__()
-        self.rotary = rotary
+        self.rotary = bypass(rotary)
         self.positions, self.in_tables = positions, False
         self.tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -201,7 +206,7 @@ def _rotary_of(body: Any) -> nn.Module | None:
     rotary = getattr(body, "rotary_emb", None)
     positions = getattr(body.config, "max_position_embeddings", 0)
     inverse = getattr(rotary, "inv_freq", None)
-    if rotary is None or inverse is None or getattr(rotary, "rope_type", None) not in _FIXED_ROTARY:
+    if rotary is None or inverse is None or hooked(rotary) or getattr(rotary, "rope_type", None) not in _FIXED_ROTARY:
         return None
     return FusedRotary(rotary, positions) if 0 < positions * inverse.numel() * 8 <= _TABLE_BYTES else None
 
@@ -210,7 +215,8 @@ def fuse(model: nn.Module) -> nn.Module:
     """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
 
     Supports Llama, Mistral, Qwen2 and Qwen3; raises LayerError, naming the layer, for anything else. Projections that
-    share an input but not a scheme stay separate GEMMs. To save a fused model or get hidden states, ``unfuse`` it.
+    share an input but not a scheme stay separate GEMMs. To save or train a fused model, hook or replace its parts, or
+    get hidden states, ``unfuse`` it: all of these raise LayerError.
     """
     body = _body(model)
     layers = getattr(body, "layers", None)
@@ -218,7 +224,9 @@ def fuse(model: nn.Module) -> nn.Module:
         raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(BLOCKS)}")
     if isinstance(layers[0], FusedLayer):
         return model
-    if (reason := graph.on_several_devices(model)) is not None:
+    ends = hooked(body.norm, "norm")
+    reason = f"{ends} would no longer be called: remove them first" if ends else graph.on_several_devices(model)
+    if reason is not None:
         raise LayerError(f"the model cannot be fused: {reason}")
     for index, layer in enumerate(layers):
         if (reason := _why_not(layer)) is not None:
@@ -232,13 +240,14 @@ def fuse(model: nn.Module) -> nn.Module:
         except BaseException:  # out of memory, for example: a half-fused model would not run
             _restore(layers)
             raise
-    body.norm = FusedNorm(body.norm)
+    body.norm = bypass(FusedNorm(body.norm))
     body.rotary_emb = _rotary_of(body) or body.rotary_emb
     graph.install(model, layers[0].qkv.scheme.kv)
     model.__dict__["_anybit_refusals"] = (
         model.register_state_dict_pre_hook(_refuse_state_dict),
         model.register_load_state_dict_pre_hook(_refuse_state_dict),
-        body.register_forward_pre_hook(_refuse_records, with_kwargs=True),
+        body.register_forward_pre_hook(refuse_records, with_kwargs=True),
+        body.register_forward_hook(refuse_gradients),
     )
     return model
 
@@ -262,9 +271,9 @@ def unfuse(model: nn.Module) -> nn.Module:
     body = _body(model)
     _restore(getattr(body, "layers", ()))
     if isinstance(getattr(body, "norm", None), FusedNorm):
-        body.norm = body.norm.norm
+        body.norm = restore(body.norm).norm
     if isinstance(getattr(body, "rotary_emb", None), FusedRotary):
-        body.rotary_emb = body.rotary_emb.rotary
+        body.rotary_emb = restore(body.rotary_emb.rotary)
     graph.uninstall(model)
     schemes = [module.scheme for module in model.modules() if isinstance(module, QuantLinear)]
     kv = next((scheme.kv for scheme in schemes if scheme.kv is not None), None)  # per-layer overrides have none
@@ -279,7 +288,8 @@ def _restore(layers: Any) -> None:
     """Replace fused layers by the originals, giving them back their projections."""
     for index, layer in enumerate(layers):
         if isinstance(layer, FusedLayer):
-            attention, mlp = layer.attention, layer.mlp
+            restore(layer)
+            attention, mlp = layer.self_attn, layer.mlp
             _split(
                 layer.qkv,
                 attention,
@@ -289,7 +299,7 @@ def _restore(layers: Any) -> None:
             _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
             for product in (layer.output, layer.down):
                 product.stand_in_fused(False)
-            layers[index] = layer.original[0]
+            layers[index] = restore(layer.original[0])
 
 
 def _body(model: Any) -> Any:
@@ -301,8 +311,8 @@ def _why_not(layer: nn.Module) -> str | None:
         return f"it is a {type(layer).__name__}, and fuse knows {', '.join(BLOCKS)}"
     if not type(layer).__module__.startswith("transformers.models."):
         return f"its {type(layer).__name__} is not transformers' own, but of {type(layer).__module__}"
-    if (hooked := next((name for name, part in layer.named_modules() if _is_hooked(part)), None)) is not None:
-        return f"forward hooks of {hooked or 'the layer'} would no longer be called: remove them first"
+    if (found := hooked(layer)) is not None:
+        return f"{found} would no longer be called: remove them first"
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
     names = {f"self_attn.{n}": getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
@@ -319,12 +329,6 @@ def _why_not(layer: nn.Module) -> str | None:
     if attention.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
     return None
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether a module has forward hooks other than those that transformers installs to record outputs."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 class SideBySide(nn.Module):
@@ -377,6 +381,8 @@ def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:
         weight, bias = reorder(weight, rows), None if bias is None else bias[rows.to(bias.device)]
     joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend)
     joined.hadamard = layers[0].hadamard
+    if joined.bias is not None:
+        joined.bias.requires_grad_(any(b is not None and b.requires_grad for b in biases))
     return joined.prepare()
 
 
@@ -398,6 +404,8 @@ def _split(
     for name, weight, part in zip(shares, unstack(whole, outputs), biases, strict=True):
         layer = QuantLinear.from_weight(weight, fused.scheme, part, fused.backend)
         layer.hadamard = fused.hadamard
+        if layer.bias is not None and fused.bias is not None:
+            layer.bias.requires_grad_(fused.bias.requires_grad)
         setattr(parent, name, layer.prepare())
 
 
@@ -414,15 +422,6 @@ def _epsilon(norm: Any) -> float:
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise LayerError("a fused model is for inference: call anybit.unfuse(model) before saving or loading its state")
-
-
-def _refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-    """Raise LayerError for outputs that transformers records by layer type and would silently omit if fused."""
-    for name in ("output_hidden_states", "output_attentions"):
-        asked = kwargs.get(name)
-        if asked if asked is not None else getattr(body.config, name, False):
-            what = name.removeprefix("output_")
-            raise LayerError(f"a fused model has no {what} to record: call anybit.unfuse(model)")
 
 
 def _eager(

@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from anybit.cache import kvcache
 from anybit.errors import LayerError
 from anybit.hf import greedy
+from anybit.hf.bypass import Bypassed, hooked
 from anybit.hf.cache import NAME, AnyBitCache, NotCausalError
 from anybit.hf.cache_name import CACHE, cache_of
 from anybit.layers.linear import QuantLinear
@@ -61,6 +63,17 @@ class StepGraph:
         self.stream = torch.cuda.Stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
+        self.parts = list(model.children())
+        modules = [module for part in self.parts for module in part.modules()]
+        self.attributes = [module.__dict__ for module in modules if not isinstance(module, Bypassed)]
+        self.seen, self.hooked = (-1, -1), False
+
+    def _has_hooks(self) -> bool:
+        """Whether modules have hooks, or forwards set on instances, which a replay would not call."""
+        seen = RemovableHandle.next_id, sum(map(len, self.attributes))  # both grow by what may be one
+        if self.hooked or seen != self.seen:
+            self.seen, self.hooked = seen, any(map(hooked, self.parts))
+        return self.hooked
 
     def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
         """Logits [rows, 1, vocabulary] after tokens ``ids``; the next step overwrites them."""
@@ -75,6 +88,8 @@ class StepGraph:
         self.cache.count(1)
         self.cache.packs_later = True  # by ``counted`` below: packing is not part of the graph, the same for all steps
         try:
+            if self._has_hooks():
+                return self._run()
             if self.graph is None:
                 self._first_steps()
             else:
