@@ -36,6 +36,7 @@ from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
 from anybit.hf import graph
+from anybit.hf.model_methods import give_back, take_over
 from anybit.layers.embedding import QuantEmbedding, put_embedding
 from anybit.layers.linear import QuantLinear
 from anybit.models.modules import (
@@ -260,6 +261,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
                 except LayerError as error:
                     raise LayerError(f"layer {name}: {error}") from None
         check_finite(model)
+        take_over(model)
         kv = Scheme.parse(self.quantization_config.scheme).kv
         if kv is not None:
             graph.install(model, kv)
@@ -327,6 +329,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
             unfuse(model)
             graph.uninstall(model)
+        give_back(model)
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantEmbedding):
                 plain = module.dequantized(dtype or torch.float32)

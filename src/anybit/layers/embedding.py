@@ -1,6 +1,7 @@
 """QuantEmbedding: an embedding whose table is a QuantizedWeight, and TiedHead, the output head that shares it."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -128,9 +129,14 @@ class TiedHead(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, tied to an embedding"
 
 
-def put_embedding(model: Any, name: str, embedding: QuantEmbedding, heads: Sequence[str]) -> None:
-    """Replace a model's embedding, and the output heads tied to it by TiedHeads."""
+def put_embedding(model: Any, name: str, embedding: QuantEmbedding, heads: Collection[str]) -> None:
+    """Replace a model's embedding, and the output heads tied to it by TiedHeads, which ``tie_weights`` leaves alone."""
     model.set_submodule(name, embedding)
     for head in heads:
         model.set_submodule(head, TiedHead(embedding, model.get_submodule(head).bias))
         model.all_tied_weights_keys.pop(f"{head}.weight", None)
+    for name, part in model.named_modules():
+        own = [f"{head}.weight".removeprefix(f"{name}." if name else "") for head in heads]
+        if ties := getattr(part, "_tied_weights_keys", None):
+            gone = {key for key in ties if any(re.fullmatch(key, weight) for weight in own)}
+            part._tied_weights_keys = {key: source for key, source in ties.items() if key not in gone}
