@@ -83,12 +83,6 @@ class Model:
         self.live(s)
         self.tokens[s], self.owned[s] = None, []
 
-    def fork(self, s):
-        self.live(s)
-        target = self.add()
-        self.tokens[target], self.owned[target] = list(self.tokens[s]), self.owned[s][: self.held(s)]
-        return target
-
     def crop(self, s, length):
         self.live(s)
         self.whole(length)
@@ -103,12 +97,11 @@ class Model:
         if len(origin) != len(sequences) or any(o >= len(sequences) for o in origin):
             raise Refused("origins")
         tokens = [list(self.tokens[sequences[o]]) for o in origin]
-        owned = [self.owned[s] if s == sequences[o] else self.owned[sequences[o]][: self.held(sequences[o])]
-                 for s, o in zip(sequences, origin, strict=True)]  # fmt: skip
+        owned = [self.owned[sequences[o]] for o in origin]
         for s, t, o in zip(sequences, tokens, owned, strict=True):
             self.tokens[s], self.owned[s] = t, list(o)
 
-    def reserve(self, sequences, counts):
+    def extend(self, sequences, counts):
         self.live(*sequences)
         self.whole(*counts)
         if len(counts) != len(sequences):
@@ -124,10 +117,6 @@ class Model:
                     self.owned[s][old // self.page] = object()
             while len(self.owned[s]) * self.page < new:
                 self.owned[s].append(object())
-
-    def extend(self, sequences, counts):
-        self.reserve(sequences, counts)
-        for s, n in zip(sequences, counts, strict=True):
             self.tokens[s] += range(self.named, self.named + n)
             self.named += n
 
@@ -139,11 +128,10 @@ STEPS = (
     "extend",
     "extend",
     "extend",
-    "reserve",
-    "fork",
-    "fork",
     "crop",
     "crop",
+    "reorder",
+    "reorder",
     "reorder",
     "add",
     "add",
@@ -223,8 +211,6 @@ class History:
         if counts and self.rng.random() < 0.04:
             counts.pop()
         return sequences, counts
-
-    _reserve = _extend
 
     def _crop(self):
         (s,) = self._one()

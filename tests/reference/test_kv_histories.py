@@ -39,7 +39,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         ("extend", ([0, 2], 1), "sequence 2 is not in the cache"),
         ("extend", ([0, True], 1), "a sequence must be a whole number, not True"),
         (
-            "reserve",
+            "extend",
             ([0, 1], [130, 140]),
             "2 sequences need 4 more pages for their tokens, and the KV cache has 3 of 4",
         ),
@@ -48,7 +48,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         ("reorder", ([0, 1], [0]), "2 sequences cannot be reordered by 1 origins"),
         ("reorder", ([0, 1], [0, -1]), "origin -1 is not one of the 2 sequences"),
         ("reorder", ([0, 0], [0, 1]), "sequence 0 is named 2 times"),
-        ("fork", (2,), "sequence 2 is not in the cache"),
         ("free", (1.0,), "a sequence must be a whole number, not 1.0"),
     ],
 )

@@ -70,12 +70,7 @@ def life(seed, window=16, page=32, slack=16):
                 name += n
                 memory.write(s, tokens)
                 model[s] = model[s] + tokens
-            elif act < 0.72:
-                s = rng.choice(live)
-                target, change = ledger.plan_fork(s)
-                memory.commit(change)
-                model[target] = list(model[s])
-            elif act < 0.86:
+            elif act < 0.75:
                 s = rng.choice(live)
                 n = rng.randrange(len(model[s]) + 1)
                 memory.commit(ledger.plan_crop(s, n))
@@ -134,40 +129,22 @@ def test_a_plan_changes_nothing():
     extend(ledger, [s], [40])
     before = list(ledger.entries), list(ledger.pool.references), list(ledger.pool._free)
     ledger.plan_extend([s], [60])
-    ledger.plan_reserve([s], [60])
     ledger.plan_crop(s, 3)
-    ledger.plan_fork(s)
     ledger.plan_reorder([s], [0])
     assert before == (ledger.entries, ledger.pool.references, ledger.pool._free)
 
 
-def test_of_forks_that_write_to_one_page_all_but_one_copy_it():
+def test_of_owners_that_write_to_one_page_all_but_one_copy_it():
     """Three owners of a half-full page, and two free pages: enough, and one is enough for one owner."""
     ledger = Ledger(3, 3, 16, 32, 16, 160)
-    s = ledger.add()
-    extend(ledger, [s], [20])
-    rows = [s]
-    for _ in range(2):
-        target, change = ledger.plan_fork(s)
-        ledger.commit(change)
-        rows.append(target)
+    rows = [ledger.add() for _ in range(3)]
+    extend(ledger, rows[:1], [20])
+    ledger.commit(ledger.plan_reorder(rows, [0, 0, 0]))
     assert ledger.plan_extend(rows[:1], [12]).taken == 1
     change = extend(ledger, rows, [12, 12, 12])
     assert change.taken == 2 and len(change.actions[0].targets) == 2
     assert len({ledger.entry(row).pages for row in rows}) == 3
     assert ledger.pool.references == [1, 1, 1]
-
-
-def test_what_is_reserved_is_no_fork_s():
-    ledger = Ledger(2, 4, 16, 16, 16, 160)
-    s = ledger.add()
-    ledger.commit(ledger.plan_reserve([s], [40]))
-    assert len(ledger.entry(s).pages) == 2
-    target, change = ledger.plan_fork(s)
-    ledger.commit(change)
-    assert not ledger.entry(target).pages
-    change = extend(ledger, [s, target], [40, 16])
-    assert change.taken == 1 and not set(ledger.entry(s).pages) & set(ledger.entry(target).pages)
 
 
 def test_pages_are_counted():

@@ -137,16 +137,6 @@ class KVCache:
         self.table[sequence] = -1
         self.lengths[sequence] = 0
 
-    def fork(self, sequence: int) -> int:
-        """A second sequence with the same tokens, copy-on-write: pages are shared, the residual is copied.
-
-        Pages set aside by ``reserve`` stay with the first sequence. A partially filled page is shared too; whichever
-        owner writes to it first gets a copy, which takes one more page.
-        """
-        target, change = self.ledger.plan_fork(sequence)
-        self._commit(change)
-        return target
-
     def crop(self, sequence: int, length: int) -> None:
         """Keep the first ``length`` tokens.
 
@@ -156,16 +146,11 @@ class KVCache:
         self._commit(self.ledger.plan_crop(sequence, length))
 
     def reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> None:
-        """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was (beam search)."""
-        self._commit(self.ledger.plan_reorder(sequences, origin))
+        """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was (beam search).
 
-    def reserve(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Set pages aside for ``tokens`` more tokens of each sequence, so that extending by them cannot fail.
-
-        Cropping or reordering a sequence gives up its unused pages; forking it shares its partial page, which costs a
-        copy again.
+        Pages are shared, residuals copied; of a partially filled page, whichever owner writes to it first takes a copy.
         """
-        self._commit(self.ledger.plan_reserve(sequences, each(tokens, sequences)), lengths=False)
+        self._commit(self.ledger.plan_reorder(sequences, origin))
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
         """Allocate pages for ``tokens`` more tokens of each sequence and update lengths; ``write`` them next.

@@ -152,26 +152,63 @@ class Ledger:
 
     def add(self) -> int:
         """A new, empty sequence."""
-        sequence = self._unused()
-        self.entries[sequence] = Entry()
-        return sequence
+        for sequence, entry in enumerate(self.entries):
+            if entry is None:
+                self.entries[sequence] = Entry()
+                return sequence
+        raise CacheError(
+            f"all {len(self.entries)} sequences of the KV cache are in use: free one, or make room for more"
+        )
 
     def free(self, sequence: int) -> None:
         """Remove a sequence; pages that no other sequence uses become free."""
         self.pool.exchange(0, (), self.entry(sequence).pages)
         self.entries[sequence] = None
 
-    def plan_reserve(self, sequences: Sequence[int], tokens: Sequence[int]) -> Change:
-        """Give each sequence private pages for ``tokens[i]`` more tokens.
-
-        ``plan_extend`` by up to that many then takes no page, unless the sequence was cropped, forked or reordered
-        meanwhile: a crop and a reorder give up unused pages; a fork shares the partial page again.
-        """
-        return self._plan_growth(sequences, tokens, counts=False)
-
     def plan_extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> Change:
         """Append ``tokens[i]`` tokens to each sequence: allocate pages and update lengths."""
-        return self._plan_growth(sequences, tokens, counts=True)
+        rows = self._rows(sequences)
+        more = [whole(n, "a number of tokens") for n in tokens]
+        if len(more) != len(rows):
+            raise CacheError(f"{len(rows)} sequences and {len(more)} numbers of tokens: give one number for each")
+        for (row, entry), n in zip(rows.items(), more, strict=True):
+            if n < 0 or entry.length + n > self.capacity:
+                raise CacheError(
+                    f"sequence {row} has {entry.length} tokens of at most {self.capacity}: {_short(n)} more do not fit"
+                )
+        left: Counter[int] = Counter()  # how many of these sequences give up their share of a page
+        copied: set[int] = set()
+        needed = 0
+        for (row, entry), n in zip(rows.items(), more, strict=True):
+            begin, end = self.packed(entry.length), self.packed(entry.length + n)
+            needed += self.holding(entry.length + n) - len(entry.pages)
+            if end > begin and begin % self.page:  # writes to a partial page
+                page = entry.pages[begin // self.page]
+                if self.pool.references[page] - left[page] > 1:
+                    left[page] += 1
+                    copied.add(row)
+        needed += len(copied)
+        if needed > self.pool.available:
+            raise CacheError(
+                f"{len(rows)} sequences need {needed} more pages for their tokens, and the KV cache has "
+                f"{self.pool.available} of {len(self.pool.references)} left: free a sequence, or make the cache with "
+                "more pages"
+            )
+        fresh = iter(self.pool.next(needed))
+        entries: dict[int, Entry] = {}
+        copies: list[tuple[int, int]] = []
+        for (row, (length, pages, oldest)), n in zip(rows.items(), more, strict=True):
+            total = length + n
+            if row in copied:
+                tail = self.packed(length) // self.page
+                copies.append((pages[tail], next(fresh)))
+                pages = (*pages[:tail], copies[-1][1], *pages[tail + 1 :])
+            extra = self.holding(total) - len(pages)
+            if extra:
+                pages = (*pages, *itertools.islice(fresh, extra))
+            entries[row] = Entry(total, pages, max(oldest, total - self.ring))
+        actions = (CopyPages(*map(tuple, zip(*copies, strict=True))),) if copies else ()
+        return Change(entries, actions, needed)
 
     def plan_crop(self, sequence: int, length: int) -> Change:
         """Keep the first ``length`` tokens; kept tokens of a reopened window move from pages back to the ring."""
@@ -188,12 +225,6 @@ class Ledger:
         kept = Entry(length, entry.pages[: self.holding(length)], min(oldest, length))
         return Change({operator.index(sequence): kept}, actions)
 
-    def plan_fork(self, sequence: int) -> tuple[int, Change]:
-        """A second sequence with the same tokens: pages that hold tokens are shared, the residual is copied."""
-        source, target = self.entry(sequence), self._unused()
-        entry = source._replace(pages=source.pages[: self.holding(source.length)])
-        return target, Change({target: entry}, (CopyRings((operator.index(sequence),), (target,)),))
-
     def plan_reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> Change:
         """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was."""
         rows = list(self._rows(sequences))
@@ -204,10 +235,7 @@ class Ledger:
             if not 0 <= place < len(rows):
                 raise CacheError(f"origin {_short(place)} is not one of the {len(rows)} sequences: count them from 0")
         moved = [(rows[o], s) for s, o in zip(rows, places, strict=True) if rows[o] != s]
-        entries = {}
-        for source, target in moved:
-            old = self.entry(source)
-            entries[target] = old._replace(pages=old.pages[: self.holding(old.length)])
+        entries = {target: self.entry(source) for source, target in moved}
         rings = CopyRings(tuple(s for s, _ in moved), tuple(t for _, t in moved))
         return Change(entries, (rings,) if moved else ())
 
@@ -232,14 +260,6 @@ class Ledger:
             if entry.pages is not old:
                 yield sequence, old, entry.pages, len(old) if entry.pages[: len(old)] == old else 0
 
-    def _unused(self) -> int:
-        for sequence, entry in enumerate(self.entries):
-            if entry is None:
-                return sequence
-        raise CacheError(
-            f"all {len(self.entries)} sequences of the KV cache are in use: free one, or make room for more"
-        )
-
     def _rows(self, sequences: Sequence[int]) -> dict[int, Entry]:
         """Entries by sequence; CacheError for one that does not exist or is named twice."""
         rows = {whole(s, "a sequence"): self.entry(s) for s in sequences}
@@ -247,52 +267,6 @@ class Ledger:
             twice = next(row for row in rows if list(sequences).count(row) > 1)
             raise CacheError(f"sequence {twice} is named {list(sequences).count(twice)} times: name each sequence once")
         return rows
-
-    def _plan_growth(self, sequences: Sequence[int], tokens: Sequence[int], counts: bool) -> Change:
-        rows = self._rows(sequences)
-        more = [whole(n, "a number of tokens") for n in tokens]
-        if len(more) != len(rows):
-            raise CacheError(f"{len(rows)} sequences and {len(more)} numbers of tokens: give one number for each")
-        for (row, entry), n in zip(rows.items(), more, strict=True):
-            if n < 0 or entry.length + n > self.capacity:
-                raise CacheError(
-                    f"sequence {row} has {entry.length} tokens of at most {self.capacity}: {_short(n)} more do not fit"
-                )
-        left: Counter[int] = Counter()  # how many of these sequences give up their share of a page
-        copied: set[int] = set()
-        needed = 0
-        for (row, entry), n in zip(rows.items(), more, strict=True):
-            begin, end = self.packed(entry.length), self.packed(entry.length + n)
-            needed += max(self.holding(entry.length + n) - len(entry.pages), 0)
-            if end > begin and begin % self.page:  # writes to a partial page
-                page = entry.pages[begin // self.page]
-                if self.pool.references[page] - left[page] > 1:
-                    left[page] += 1
-                    copied.add(row)
-        needed += len(copied)
-        if needed > self.pool.available:
-            raise CacheError(
-                f"{len(rows)} sequences need {needed} more pages for their tokens, and the KV cache has "
-                f"{self.pool.available} of {len(self.pool.references)} left: free a sequence, or make the cache with "
-                "more pages"
-            )
-        fresh = iter(self.pool.next(needed))
-        entries: dict[int, Entry] = {}
-        copies: list[tuple[int, int]] = []
-        for (row, (length, pages, oldest)), n in zip(rows.items(), more, strict=True):
-            total = length + n
-            if row in copied:
-                tail = self.packed(length) // self.page
-                copies.append((pages[tail], next(fresh)))
-                pages = (*pages[:tail], copies[-1][1], *pages[tail + 1 :])
-            extra = self.holding(total) - len(pages)
-            if extra > 0:
-                pages = (*pages, *itertools.islice(fresh, extra))
-            entries[row] = (
-                Entry(total, pages, max(oldest, total - self.ring)) if counts else Entry(length, pages, oldest)
-            )
-        actions = (CopyPages(*map(tuple, zip(*copies, strict=True))),) if copies else ()
-        return Change(entries, actions, needed)
 
 
 def whole(value: object, name: str) -> int:
