@@ -6,34 +6,11 @@ import transformers as hf
 
 from anybit.cache.ledger import CacheError
 from anybit.errors import LayerError
+from anybit.hf import graph
 from anybit.hf.cache import _CROP_COUNTS_REMOVED, AnyBitCache
-
-COMMON = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
-GATED = {**COMMON, "intermediate_size": 160, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512}
-MODELS = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GATED)),
-    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**GATED)),
-    "gemma3": lambda: hf.Gemma3ForCausalLM(
-        hf.Gemma3TextConfig(
-            **GATED, sliding_window=24, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
-        )
-    ),
-    "opt": lambda: hf.OPTForCausalLM(
-        hf.OPTConfig(**COMMON, ffn_dim=160, max_position_embeddings=512, word_embed_proj_dim=128)
-    ),
-}
-
-
-def model_of(name: str, attention: str | None = None, spread: float | None = None):
-    """A random model. attention: its implementation.  spread: std of weights, so that tokens are well separated."""
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    for parameter in model.parameters() if spread is not None else ():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, spread)
-    if attention is not None:
-        model.set_attn_implementation(attention)
-    return model
+from anybit.scheme import KVFormat
+from cases_cache import COMMON, GATED, MODELS, model_of
+from cases_matrix import MATRIX
 
 
 def bloom():
@@ -74,6 +51,42 @@ def test_packed_attention_and_dequantized_keys_agree(name, format):
     model.set_attn_implementation("anybit")
     got = logits_of(model, ids, AnyBitCache(format, config=model.config))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5 (text)", "Falcon-H1", "LFM 2", "Nemotron-H", "Granite 4"])
+def test_a_model_that_keeps_a_state_is_refused(name):
+    config = MATRIX[name]()
+    cache = AnyBitCache("kv16", config=config)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    for attention in ("sdpa", "anybit"):
+        model.set_attn_implementation(attention)
+        with pytest.raises(LayerError, match=r"keeps more than keys and values in its cache .* use transformers' own"):
+            model.generate(torch.arange(3, 20)[None], past_key_values=cache, max_new_tokens=2)
+        assert cache.get_seq_length() == 0
+
+
+def test_a_state_outside_the_cache_is_refused():
+    sizes = {**COMMON, "intermediate_size": 96, "block_types": ["recurrent", "recurrent", "attention"]}
+    model = hf.RecurrentGemmaForCausalLM(hf.RecurrentGemmaConfig(**sizes, attention_window_size=32)).eval()
+    with torch.no_grad(), pytest.raises(LayerError, match="use transformers' own cache"):
+        model(torch.arange(9)[None], past_key_values=AnyBitCache("kv16"))
+
+
+def test_layers_that_share_keys_and_values_get_dequantized_ones():
+    sizes = {**GATED, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 24, "laurel_rank": 8}
+    sizes |= {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = hf.Gemma3nTextConfig(**sizes, layer_types=["sliding_attention", "full_attention"] * 2)
+    model = hf.Gemma3nForCausalLM(config).eval()
+    ids, call = torch.randint(1, 97, (2, 40)), {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    wanted = model.generate(ids, **call)
+    model.set_attn_implementation("anybit")
+    with pytest.raises(LayerError, match="this layer shares another's keys and values"):
+        model.generate(ids, **call, past_key_values=AnyBitCache("kv16", config=config))
+    model.set_attn_implementation("sdpa")
+    graph.install(model, KVFormat.parse("kv16"))
+    for more in ({}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(ids, **call, **more), wanted)
 
 
 def test_a_model_without_the_attention_interface_gets_dequantized_keys():
@@ -150,7 +163,7 @@ def test_what_cannot_be_is_refused_by_name():
         AnyBitCache("w4a16")
     other = bloom()
     other.config._attn_implementation = "anybit"
-    with pytest.raises(LayerError, match="Create the AnyBitCache without config"):
+    with pytest.raises(LayerError, match="create the AnyBitCache without config"):
         other(input_ids=ids, past_key_values=AnyBitCache("kv4", config=other.config))
 
 

@@ -25,6 +25,7 @@ from anybit.cache.ledger import (
     Change,
     CopyPages,
     CopyRings,
+    Independent,
     Ledger,
     Unpack,
     check_page,
@@ -45,7 +46,7 @@ WINDOW = 128
 """Most tokens packed at a time: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes per word)."""
 
 
-class KVCache:
+class KVCache(Independent):
     """K and V of all layers of up to ``sequences`` sequences of up to ``capacity`` tokens each.
 
     format: KVFormat or its text ("kv4", "k4v2g32t").  pages: size of the pool that all sequences share (default: enough
@@ -61,8 +62,10 @@ class KVCache:
 
     Raises LayerError for a size that is not a positive integer, and for a head_dim that the format does not divide.
     Methods raise CacheError, and change nothing, for a sequence that does not exist or tokens that do not fit.
+    Copies and unpickled caches are independent.
     """
 
+    @torch.inference_mode(False)  # inference tensors could not be written later, outside that mode
     def __init__(
         self,
         format: KVFormat | str,
@@ -92,22 +95,35 @@ class KVCache:
         self.window = min(page, WINDOW)
         per_sequence = -(-capacity // page)
         count = sequences * per_sequence if pages is None else pages
-        self._check_memory(layers, sequences, count, kv_heads, self.window + slack, torch.device(device))
+        device = torch.device(device)
+        self._check_memory(layers, sequences, count, kv_heads, self.window + slack, device)
         self.ledger = Ledger(sequences, count, self.window, page, slack, capacity)
         self.layers, self.kv_heads, self.head_dim, self.dtype = layers, kv_heads, head_dim, dtype
-        self.device = torch.device(device)
-        self.rotation = hadamard(head_dim, dtype, self.device) if self.format.rotate else None
-        self.pages = torch.zeros(layers, count, kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=self.device)
+        self.rotation = hadamard(head_dim, dtype, device) if self.format.rotate else None
+        self.pages = torch.zeros(layers, count, kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=device)
         ring = self.ledger.ring
-        self.residual = torch.zeros(layers, sequences, kv_heads, 2, ring * head_dim, dtype=dtype, device=self.device)
-        self.table = torch.full((sequences, per_sequence), -1, dtype=torch.int32, device=self.device)
-        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
-        self._places = ring_places(ring, head_dim).to(self.device)
+        self.residual = torch.zeros(layers, sequences, kv_heads, 2, ring * head_dim, dtype=dtype, device=device)
+        self.table = torch.full((sequences, per_sequence), -1, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self._places = ring_places(ring, head_dim).to(device)
         self._rows: dict[tuple[object, ...], Tensor] = {}
         self.newest_are_few = False
         """Whether the last write was a decode step, not a prompt: attention may then start reading pages early."""
         self.number = kv.register(self)
         """The handle by which torch.library ops, which cannot take objects, find this cache."""
+
+    @torch.inference_mode(False)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy: under a number of its own, with tensors that can be written and that no process shares."""
+        for name, value in state.items():
+            foreign = isinstance(value, Tensor) and (value.is_inference() or (not value.is_cuda and value.is_shared()))
+            setattr(self, name, value.clone() if foreign else value)
+        self._rows, self.number = {}, kv.register(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.pages.device
 
     def _check_memory(
         self, layers: int, sequences: int, pages: int, kv_heads: int, ring: int, device: torch.device
@@ -351,6 +367,7 @@ class KVCache:
             return turn(both[0], self.rotation, self.dtype), turn(both[1], self.rotation, self.dtype)
         return both
 
+    @torch.inference_mode(False)
     def grow(self, layers: int, capacity: int) -> None:
         """Make room for more layers and longer sequences. Contents stay; device addresses change."""
         check_size("layers", layers)

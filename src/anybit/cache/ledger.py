@@ -16,12 +16,13 @@ Sequences share only pages that hold tokens of both. Partially filled pages are 
 takes a copy, the last one left writes in place.
 """
 
+import copy
 import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from anybit.errors import AnyBitError, LayerError
 from anybit.kernels.attention.kv_page import PAGES
@@ -81,7 +82,14 @@ class Change:
     taken: int = 0
 
 
-class PagePool:
+class Independent:
+    """Its copies share nothing with it: ``copy.copy`` is ``copy.deepcopy``."""
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)
+
+
+class PagePool(Independent):
     """A fixed number of pages with reference counts."""
 
     def __init__(self, pages: int) -> None:
@@ -117,7 +125,7 @@ class PagePool:
                 self._free.append(page)
 
 
-class Ledger:
+class Ledger(Independent):
     """The sequences of a cache: their lengths and pages.
 
     window: tokens that are packed at a time.  page: tokens per page; one must divide the other.

@@ -8,40 +8,42 @@ on a GPU, by the exact reference elsewhere. With any other implementation, and i
 attention interface (BLOOM), the cache returns dequantized keys and values: the same result without the speed.
 """
 
+import copy
 import inspect
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
-from transformers.masking_utils import causal_mask_function
 
 from anybit.cache import attention
 from anybit.cache.kvcache import KVCache, turn
-from anybit.cache.ledger import MOST, check_page, whole
+from anybit.cache.ledger import MOST, Independent, check_page, whole
 from anybit.errors import LayerError
-from anybit.hf.cache_name import CACHE
+from anybit.hf.cache_attention import NAME, check_padding
 from anybit.ops import kv
 from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import Norms, rotate, rotate_store
 from anybit.ops.kv import MOST_QUERIES, Masks
 from anybit.scheme import KVFormat, Scheme, is_whole
 
-NAME = "anybit"
 _GROWTH = 1024
-
-
-class NotCausalError(LayerError):
-    """The mask asked of attention "anybit" is neither causal nor causal with a sliding window."""
-
 
 Waiting = tuple[Tensor, Tensor, int]
 """(keys, values, layer index): new keys and values [batch, tokens, kv_heads, dim], not yet stored."""
 
 
-class AnyBitCache(Cache):  # type: ignore[misc]
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none: a model that asks for one keeps more than keys and values in it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise LayerError(
+            "this model keeps more than keys and values in its cache (a state of linear attention or convolution, or "
+            "an index), and an AnyBitCache holds only those: use transformers' own cache"
+        )
+
+
+class AnyBitCache(Independent, Cache):  # type: ignore[misc]
     """A quantized KV cache for a batch of sequences.
 
     scheme: a KV format ("kv4", "k4v2g32"), or a scheme that has one ("w4a16g128-kv4").
@@ -50,6 +52,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     page, slack: see ``KVCache``.
     static: never grow beyond ``capacity``: addresses stay fixed, so a step can be a CUDA graph (``graph.py``).
     With attention "anybit", the padding of left-padded batches is not stored.
+    Copies (``copy.deepcopy``, ``pickle``, ``torch.save``) are independent; those in this process share ``config``.
 
     After an error the cache is as it was before the forward pass. (If a layer after the first fails, ``KVCache.crop``
     removes the pass's tokens: exact for up to ``slack`` tokens, and if the cache holds no others.)
@@ -67,9 +70,10 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         slack: int = 32,
         static: bool = False,
     ) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
         self.format = _format(scheme)
-        self.config, self.capacity, self.page, self.slack = config, capacity, page, slack
+        self.config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        self.capacity, self.page, self.slack = capacity, page, slack
         self.static = static
         check_page(page, slack)
         if not is_whole(capacity) or not 0 <= capacity <= MOST:
@@ -83,6 +87,12 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self._counted_ahead = 0  # tokens of the current forward pass that ``count`` counted before it ran
         self._pass: tuple[int, list[int]] = 0, []  # tokens counted by the current pass: padding included, and per row
         self.packs_later = False  # full windows are packed by ``counted`` after the forward pass, not during it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo.setdefault(id(self.config), self.config)  # the model's: it says how attention runs now
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__dict__ |= copy.deepcopy(self.__dict__, memo)
+        return copied
 
     # -------- transformers' Cache interface
 
@@ -101,8 +111,14 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         if self._waiting is not None:
             layer, self._waiting = self._waiting[2], None
             raise LayerError(
-                f"layer {layer} did not run attention {NAME!r}, although the model's configuration names it: its "
-                "attention bypasses transformers' attention interface. Create the AnyBitCache without config"
+                f"layer {layer} did not run attention {NAME!r}, although the cache's configuration names it: call "
+                f"model.set_attn_implementation({NAME!r}). If the model bypasses transformers' attention interface, "
+                "create the AnyBitCache without config"
+            )
+        if layer_idx > 0 and self.seen == 0:
+            raise LayerError(
+                f"layer {layer_idx} is the first that stores keys and values, so earlier ones keep a state elsewhere, "
+                "which an AnyBitCache cannot hold: use transformers' own cache"
             )
         self._begin(tuple(key_states.shape), layer_idx, key_states)
         k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
@@ -127,6 +143,11 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     def packed_attention(self) -> bool:
         """Whether attention reads packed pages itself."""
         return getattr(self.config, "_attn_implementation", None) == NAME
+
+    @property
+    def unpadded(self) -> bool:
+        """Whether rows hold fewer tokens than the cache has seen: those of padding are not stored."""
+        return any(self._store().length(row) < self.seen for row in self.rows)
 
     def _begin(self, shape: tuple[int, ...], layer: int, k: Tensor | None = None) -> None:
         """Make room for a layer's new keys [batch, kv_heads, tokens, dim].
@@ -182,21 +203,19 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         """Create the KVCache for a batch of keys [batch, kv_heads, tokens, dim]."""
         batch, heads, _, dim = k.shape
         capacity = self.capacity if self.static else max(self.capacity, total + _GROWTH)
-        # Tensors created in inference mode cannot be written outside it, and a static cache outlives this call.
-        with torch.inference_mode(False):
-            self.store = KVCache(
-                self.format,
-                layers=getattr(self.config, "num_hidden_layers", 1) or 1,
-                kv_heads=heads,
-                head_dim=dim,
-                sequences=batch,
-                capacity=self._pages(capacity),
-                page=self.page,
-                slack=self.slack,
-                dtype=k.dtype if k.dtype in (torch.float16, torch.bfloat16) else torch.float16,
-                device=k.device,
-            )
-            self.rows = [self.store.add() for _ in range(batch)]
+        self.store = KVCache(
+            self.format,
+            layers=getattr(self.config, "num_hidden_layers", 1) or 1,
+            kv_heads=heads,
+            head_dim=dim,
+            sequences=batch,
+            capacity=self._pages(capacity),
+            page=self.page,
+            slack=self.slack,
+            dtype=k.dtype if k.dtype in (torch.float16, torch.bfloat16) else torch.float16,
+            device=k.device,
+        )
+        self.rows = [self.store.add() for _ in range(batch)]
 
     def _count(self, layer: int, tokens: int, of_rows: list[int] | None = None) -> None:
         """At layer 0, count the pass's tokens unless ``count`` already has. of_rows: per row, without padding."""
@@ -308,11 +327,6 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         """Whether any token has been stored."""
         return self.store is not None
 
-    @property
-    def is_croppable(self) -> bool:
-        """True: the newest ``slack`` tokens can be removed exactly."""
-        return True
-
     def __len__(self) -> int:
         return 0 if self.store is None else self.store.layers
 
@@ -389,17 +403,17 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     def attend(self, q: Tensor, new: Waiting | None, padding: Tensor | None, masks: Masks) -> Tensor:
         """Store the keys and values from ``taken`` and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
         if new is None:
-            raise LayerError("attention ran before the cache's update: keys and values of this layer are missing")
+            raise LayerError(
+                "attention ran without an update of the cache before it: this layer shares another's keys and values. "
+                "Create the AnyBitCache without config"
+            )
         k, v, layer = new
         store, tokens = self._store(), q.shape[2]
         q = q.transpose(1, 2).to(store.dtype)
         k, v = (x.to(store.dtype) for x in (k, v))
         counts = [tokens] * len(self.rows) if padding is None else (padding[:, -tokens:] != 0).sum(1).tolist()
-        if layer == 0 and padding is not None and bool((padding[:, 1:] < padding[:, :-1]).any()):
-            raise LayerError(
-                "attention 'anybit' supports left padding only, and this attention_mask hides tokens after "
-                "visible ones (generate builds such a mask from pad tokens inside a prompt: pass attention_mask)"
-            )
+        if layer == 0 and padding is not None:
+            check_padding(padding)
         self._count(layer, tokens, None if padding is None else counts)
         even = all(count == tokens for count in counts)
         if even and tokens <= min(MOST_QUERIES, store.ledger.slack) and self.seen > tokens:
@@ -424,73 +438,4 @@ def _format(scheme: str | Scheme | KVFormat) -> KVFormat:
     return found
 
 
-def attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention implementation "anybit"; LayerError names each argument that it does not support."""
-    cache = getattr(key, "anybit_cache", None)
-    if cache is None:
-        raise LayerError(
-            f"attention 'anybit' needs an AnyBitCache: pass {CACHE}=AnyBitCache('kv4', config=model.config)"
-        )
-    new = cache.taken()  # before any check, so that an error leaves nothing pending in the cache
-    if dropout:
-        raise LayerError(f"attention 'anybit' does not support dropout, and dropout is {dropout}: call model.eval()")
-    if position_bias is not None:
-        raise LayerError("attention 'anybit' does not support a learned position bias")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise LayerError("attention 'anybit' is causal, and this layer is not")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise LayerError(f"attention 'anybit' takes padding masks [batch, keys], not {tuple(attention_mask.shape)}")
-    masks = Masks(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
-    return cache.attend(query, new, attention_mask, masks).to(query.dtype), None
-
-
-def mask(
-    *args: Any,
-    attention_mask: Tensor | None = None,
-    kv_length: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask for "anybit": the padding mask, or None without padding; attention itself is causal and windowed."""
-    if not torch.compiler.is_compiling() and not _is_causal(mask_function):
-        raise NotCausalError(
-            f"attention {NAME!r} is causal, with or without a sliding window, and this model's mask is of another kind "
-            "(chunked, or bidirectional within images): use another attention implementation, and create AnyBitCache "
-            "without config"
-        )
-    if attention_mask is None:
-        return None
-    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # some models (OPT) create a mask if none is given; rows of a captured step have no padding
-    attention_mask = attention_mask[:, -kv_length:] if kv_length else attention_mask
-    return None if bool(attention_mask.all()) else attention_mask
-
-
-def _is_causal(function: Any) -> bool:
-    """Whether a mask function of transformers is plainly causal, with or without a sliding window."""
-    if function is None or function is causal_mask_function:
-        return True
-    kind, inside = getattr(function, "__qualname__", "").partition(".")[0], getattr(function, "__closure__", None)
-    values = [cell.cell_contents for cell in inside or ()]
-    if kind == "blockwise_overlay":  # -1: token in no block
-        return not bool((values[0] >= 0).any())
-    return kind == "sliding_window_overlay" or (kind in ("and_masks", "or_masks") and all(map(_is_causal, *values)))
-
-
 _CROP_COUNTS_REMOVED = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, mask)

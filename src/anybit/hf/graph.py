@@ -12,6 +12,7 @@ logits, run eagerly.
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 import warnings
@@ -29,7 +30,8 @@ from anybit.cache import kvcache
 from anybit.errors import LayerError
 from anybit.hf import greedy
 from anybit.hf.bypass import Bypassed, hooked
-from anybit.hf.cache import NAME, AnyBitCache, NotCausalError
+from anybit.hf.cache import AnyBitCache
+from anybit.hf.cache_attention import NAME, NotCausalError
 from anybit.hf.cache_name import CACHE, cache_of
 from anybit.layers.linear import QuantLinear
 from anybit.ops.capture import capture
@@ -192,6 +194,12 @@ class Decoder:
         """The model (a weak reference: the model owns this object)."""
         return self._model()
 
+    @property
+    def config(self) -> Any:
+        """The configuration for caches: the text model's, or a stand-in where attention cannot read packed pages."""
+        config = self.model.config.get_text_config(decoder=True)
+        return config if _attention_is_open(self.model) else _Plain(config)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's original forward pass."""
         if self._overridden is not None:
@@ -206,11 +214,9 @@ class Decoder:
 
     def cache(self, rows: int, capacity: int, static: bool, keep: bool) -> AnyBitCache:
         """An empty cache for a ``generate`` call. keep: the caller keeps it, so it must not be reused."""
-        config = self.model.config.get_text_config(decoder=True)
         kv = self.kv or _SIXTEEN_BITS
-        own = config if _attention_is_open(self.model) else _Plain(config)
         if not static:
-            return AnyBitCache(kv, config=own, capacity=capacity)
+            return AnyBitCache(kv, config=self.config, capacity=capacity)
         capacity = -(-(capacity + 1) // _ROUND) * _ROUND
         layers = [m._prepared for m in self.model.modules() if isinstance(m, QuantLinear)]
         weights = [(-1 if prepared is None else prepared.number, False) for prepared in layers]
@@ -223,18 +229,26 @@ class Decoder:
         if found is None:
             self.caches.clear()  # keep one at a time: caches are large
             found = AnyBitCache(kv, capacity=capacity, static=True)
-        found.config = own  # a previous prefill may have replaced it
+        found.config = self.config  # a previous prefill may have replaced it
         found.reset()
         if not keep:
             self.caches[key] = found
         return found
 
-    def tokens(self, cache: AnyBitCache, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
-        """Yield the greedy tokens [rows, 1] of each step over a static cache."""
+    def tokens(
+        self, cache: AnyBitCache, first: Tensor, positions: Tensor, mask: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the greedy tokens [rows, 1] of each step over a static cache.
+
+        first, positions: [rows, 1].  mask: of padding, [rows, tokens before the first].
+        """
         if not first.is_cuda or isinstance(cache.config, _Plain):  # no graph: dequantized keys grow at every step
             ids = first
             while True:
+                if mask is not None:  # packed attention needs none: it stores no padding
+                    mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
                 step = {"input_ids": ids, "position_ids": positions, CACHE: cache, "use_cache": True}
+                step["attention_mask"] = mask
                 ids = self.model(**step).logits[:, -1].float().argmax(-1, keepdim=True)
                 positions = positions + 1
                 yield ids
@@ -287,13 +301,17 @@ def install(model: Any, kv: KVFormat | None) -> None:
     def attending(decoder: Decoder, args: Any, kwargs: Any) -> Any:
         cache = cache_of(kwargs)
         if not isinstance(cache, AnyBitCache) or cache.config is None:
+            if cache is not None and not isinstance(cache, AnyBitCache) and decoder.kv is not None:
+                logger.warning_once(f"a {type(cache).__name__} keeps keys and values, not in the scheme's {decoder.kv}")
             return decoder.forward(*args, **kwargs)
+        if cache.config is not decoder.model.config and not isinstance(cache.config, _Plain):
+            cache.config = decoder.config  # an unpickled cache brought a copy
         try:
             return packed(decoder, cache, args, kwargs)
         except NotCausalError:  # before any layer has run
-            if cache.packed_attention:
-                raise  # the model's own attention is the one that cannot be
-            logger.warning_once("attention over a dequantized cache, which is slower: this model's mask is not causal")
+            if cache.packed_attention or cache.unpadded:
+                raise  # the model's own attention is the one that cannot be, or keys and values lack the padding
+            logger.warning_once("attention over a dequantized cache, which is slower: the mask is not simply causal")
             cache.config = _Plain(cache.config)
             return decoder.forward(*args, **kwargs)
 
@@ -343,13 +361,15 @@ def install(model: Any, kv: KVFormat | None) -> None:
     @functools.wraps(type(model).generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         decoder: Decoder = self._anybit_decoder
-        given = kwargs | ({"generation_config": args[1]} if len(args) > 1 else {})  # its second positional argument
-        static = greedy.setting(self, given, "cache_implementation") == "static"
-        if greedy.wanted(self, given) and why_not(self, decoder.kv or _SIXTEEN_BITS) is None:
-            streamer = kwargs.pop("streamer", None)
-            kwargs["custom_generate"] = functools.partial(greedy.generate, steps=decoder.tokens, streamer=streamer)
+        usual = types.MethodType(type(self).generate, self)
+        given = (signature := inspect.signature(usual)).bind(*args, **kwargs)
+        named = dict(zip(signature.parameters, given.args, strict=False)) | given.kwargs
+        static = greedy.setting(self, named, "cache_implementation") == "static"
+        if greedy.wanted(self, named) and why_not(self, decoder.kv or _SIXTEEN_BITS) is None:
+            streamer = named.pop("streamer", None)
+            named["custom_generate"] = functools.partial(greedy.generate, steps=decoder.tokens, streamer=streamer)
         with decoder.turn() if static else contextlib.nullcontext():
-            return type(self).generate(self, *args, **kwargs)
+            return usual(**named)
 
     model._anybit_decoder = Decoder(model, kv)
     model.generate = types.MethodType(generate, model)
@@ -397,6 +417,7 @@ def on_several_devices(model: Any) -> str | None:
     return None if len(devices) < 2 else f"it is spread over the devices {', '.join(devices)}: load it onto one"
 
 
-def _attention_is_open(model: nn.Module) -> bool:
-    """Whether a model's attention goes through transformers' interface, so that anybit's can replace it."""
-    return bool(getattr(model, "_supports_attention_backend", False))
+def _attention_is_open(model: Any) -> bool:
+    """Whether anybit's attention can replace a model's: it is replaceable, and every layer has its own K and V."""
+    shared = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
+    return bool(getattr(model, "_supports_attention_backend", False)) and not shared
