@@ -78,7 +78,11 @@ def test_layers_that_share_keys_and_values_get_dequantized_ones():
     torch.manual_seed(0)
     config = hf.Gemma3nTextConfig(**sizes, layer_types=["sliding_attention", "full_attention"] * 2)
     model = hf.Gemma3nForCausalLM(config).eval()
-    ids, call = torch.randint(1, 97, (2, 40)), {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    ids, padding = torch.randint(1, 97, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    padding[0, :30] = 0
+    call = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "attention_mask": padding}
     wanted = model.generate(ids, **call)
     model.set_attn_implementation("anybit")
     with pytest.raises(LayerError, match="this layer shares another's keys and values"):

@@ -16,35 +16,7 @@ from anybit import AnyBitCache, QuantLinear
 from anybit.errors import LayerError
 from anybit.hf import graph
 from anybit.scheme import KVFormat
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = {
-    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128, "max_position_embeddings": 512,
-    "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, "min_new_tokens": 20}
-
-
-def folder_of(config, path):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.2)
-    model.save_pretrained(path)
-    return path
-
-
-def quantized(path, scheme):
-    dtype = torch.float16 if DEVICE == "cuda" else torch.float32
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=anybit.AnyBitConfig(scheme), dtype=dtype, device_map=DEVICE
-    )
-
-
-def prompt(rows=2, tokens=119):  # steps go past a window of 128 tokens
-    return torch.randint(1, 128, (rows, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+from cases_cache import DEVICE, GREEDY, SIZES, folder_of, prompt, quantized
 
 
 def agree(a, b, exact=DEVICE == "cpu"):
@@ -203,14 +175,6 @@ def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):
     config.min_new_tokens = None
     agree(model.generate(prompt(), config), wanted, exact=False)
     assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
-
-
-@pytest.mark.skipif(not hasattr(hf.GenerationConfig(), "use_mtp"), reason="of newer transformers")
-def test_layers_that_draft_are_not_passed_over(llama):
-    """They were requested, and this model has none: a static cache silently ignored them."""
-    call = {"cache_implementation": "static", "use_mtp": True, **GREEDY}
-    with pytest.raises(ValueError, match=r"num_mtp_layers|assisted generate"):  # by the version
-        quantized(llama, "w4a16g64-kv16").generate(prompt(1), **call)
 
 
 def test_a_cache_without_packed_attention_is_never_captured(tmp_path, monkeypatch):

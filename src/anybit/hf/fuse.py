@@ -18,6 +18,7 @@ from anybit.errors import LayerError
 from anybit.hf import graph
 from anybit.hf.bypass import bypass, hooked, refuse_gradients, refuse_records, restore
 from anybit.hf.cache import AnyBitCache
+from anybit.hf.cache_name import CACHE
 from anybit.layers.linear import QuantLinear
 from anybit.models.families import BLOCKS
 from anybit.ops.backend import RopeStoreArgs
@@ -85,15 +86,13 @@ class FusedLayer(nn.Module):
         hidden_states: Hidden,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        cache: Any = None,
         **kwargs: Any,
     ) -> Hidden:
         """One decoder layer: hidden states [batch, tokens, hidden], or a ``Hidden`` pair of them -> a pair."""
         assert position_embeddings is not None
-        cache = past_key_values if cache is None else cache
+        cache = kwargs.pop(CACHE, None)  # kwargs then hold continuous batching's, for attention or ``update``
         x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
         gamma, epsilon = self.input_layernorm.weight, _epsilon(self.input_layernorm)
         step = self._step(x, attention_mask, cache, position_embeddings)
@@ -149,7 +148,7 @@ class FusedLayer(nn.Module):
         v = qkv[..., -heads * dim :]
         q, k, v = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v))
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
         if self.window is not None:
             kwargs["sliding_window"] = self.window

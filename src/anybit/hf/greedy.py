@@ -19,8 +19,10 @@ TOGETHER = 8
 _KNOWN_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
 _OTHERS = (
     "return_dict_in_generate", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp",
+    "constraints", "force_words_ids", "dola_layers", "speculation_type", "prefill_chunk_size", "stop_strings",
+    "token_healing",
 )  # fmt: skip
-"""Settings that ask for more than tokens, or for another way to them."""
+"""Settings that ask for more than tokens, or for another way to them (the last two need the tokenizer)."""
 _KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep")
 
 
@@ -37,7 +39,7 @@ def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
     value = functools.partial(setting, model, kwargs)
     plain = not value("do_sample") and (value("num_beams") or 1) == 1 and (value("num_return_sequences") or 1) == 1
     extra = any(map(value, _OTHERS))
-    given = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
+    given = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model", "synced_gpus"))
     given = given or cache_of(kwargs) is not None
     return value("cache_implementation") == "static" and plain and not extra and not given
 
@@ -49,14 +51,14 @@ def generate(
     stopping_criteria: Any,
     generation_config: Any,
     *,
-    steps: Callable[[AnyBitCache, Tensor, Tensor], Iterator[Tensor]],
+    steps: Callable[[AnyBitCache, Tensor, Tensor, Tensor | None], Iterator[Tensor]],
     streamer: Any = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Tensor:
     """A decoding method for transformers (``custom_generate``). Returns tokens [rows, length], prompts included.
 
-    steps: yields the tokens [rows, 1] of each step, given the cache, the first tokens and their positions.
+    steps: yields the tokens [rows, 1] of each step, given the cache, the first tokens, their positions and the mask.
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -72,10 +74,10 @@ def generate(
     ends, padding = generation_config._eos_token_tensor, generation_config._pad_token_tensor
     ends = set() if ends is None else set(ends.flatten().tolist())
     room = generation_config.max_length - input_ids.shape[1]
-    positions = model_kwargs.get("position_ids")
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = model(
-        input_ids=input_ids.to(model.device), attention_mask=model_kwargs.get("attention_mask"),
+        input_ids=input_ids.to(model.device), attention_mask=mask,
         position_ids=positions, use_cache=True, **{CACHE: cache}, **fewer,
     ).logits  # fmt: skip
     first = logits[:, -1].float().argmax(-1, keepdim=True)
@@ -96,7 +98,7 @@ def generate(
         return all(row.ended for row in rows)
 
     fresh: list[Tensor] = []
-    source, made = steps(cache, first, last + 1), 1
+    source, made = steps(cache, first, last + 1, mask), 1
     done = look([first])  # stream the first token at once
     while not done and made < room:
         fresh.append(next(source).clone())
