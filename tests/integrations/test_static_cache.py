@@ -1,6 +1,7 @@
 """generate over AnyBitCaches that models create themselves: static ones, and those of schemes with a KV format."""
 
 import copy
+import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -244,6 +245,19 @@ def test_graphs_are_forgotten_with_the_layers_that_they_ran(llama):
     assert second is not first and cache() is second
     attention.q_proj = torch.nn.Sequential(attention.q_proj, torch.nn.Linear(256, 256, bias=False).to(DEVICE))
     assert cache() is not second
+
+
+def test_graphs_are_freed_with_their_caches(llama, monkeypatch):
+    """Each copy of a static cache has a graph of its own."""
+    model = quantized(llama, "w4a16g32-kv4")
+    decoder, call = model._anybit_decoder, {**GREEDY, "cache_implementation": "static"}
+    cache = model.generate(prompt(), **call, return_dict_in_generate=True).past_key_values
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    decoder.graphs[cache] = graph.StepGraph(model, decoder.forward, cache)
+    decoder.greedy[cache] = graph.GreedyGraph(model, decoder.forward, cache)
+    del cache
+    gc.collect()
+    assert not decoder.graphs and not decoder.greedy
 
 
 def test_pickling_says_what_to_do(llama):

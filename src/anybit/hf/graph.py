@@ -55,7 +55,8 @@ class StepGraph:
 
     def __init__(self, model: Any, forward: Callable[..., Any], cache: AnyBitCache) -> None:
         store = cache._store()
-        self.forward, self.cache = forward, cache
+        self.forward = forward
+        self._cache = weakref.ref(cache)  # else no graph, and so no cache, would ever be freed
         rotary = getattr(model.get_decoder(), "rotary_emb", None) if hasattr(model, "get_decoder") else None
         self.rotary: Any = rotary if hasattr(rotary, "in_tables") else None
         rows, device = len(cache.rows), store.device
@@ -76,6 +77,13 @@ class StepGraph:
         if self.hooked or seen != self.seen:
             self.seen, self.hooked = seen, any(map(hooked, self.parts))
         return self.hooked
+
+    @property
+    def cache(self) -> AnyBitCache:
+        """The cache, which whoever runs a step holds."""
+        found = self._cache()
+        assert found is not None
+        return found
 
     def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
         """Logits [rows, 1, vocabulary] after tokens ``ids``; the next step overwrites them."""
