@@ -1,90 +1,105 @@
-"""What a kernel costs before it runs: first use, loading from the disk cache, and host time per launch.
+"""Host time of repeated calls, by scheme: a layer, a fused decoder layer, a layer of a vLLM step with a low-bit cache.
 
 python benchmarks/launch.py    # into results/h200/launch.json
+
+Only names that users and vLLM's plug-in have, so the same file measures a tree before and after a change. Tensors are
+small: kernels end before Python has launched the next, and the time of a call is Python's alone.
 """
 
 import argparse
-import os
-import statistics
-import tempfile
+import copy
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from anybit import jit
-from anybit.device import Device
-from anybit.jit import cache, tensor_map
-from anybit.kernels.bitplane import bitplane, bitplane_layout
-from anybit.kernels.bitplane.bitplane_problem import arguments
-from anybit.kernels.block import quantize_activations
-from anybit.kernels.common.types import Output
-from anybit.kernels.linear_problem import LinearProblem
-from anybit.scheme import Scheme
-from cases import Case
-from linear_bitplane import random_weight
+import anybit
+from anybit.ops import kv_rows
+from anybit.ops.kv import NO_MASKS
+from anybit.scheme import KVFormat
+from anybit.vllm import kv_step
 from timing import RESULTS, merge_rows, stamp
 
-LAUNCHES, ROUNDS = 200, 20
+SCHEMES = ("w4a16g128", "w2a16g64asym", "w4a8", "w8a8", "w4a8fp", "w2a2", "w4a4")
+BLOCKS = ("w4a16g128", "w4a8")
+CACHES = ("kv8", "kv4g128", "kv2g32")
+TOKENS, WIDTH, LAYERS = (1, 16), 1024, 16
+CALLS, ROUNDS = 200, 20
 
 
-def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
-    """Measure one product: compile into an empty cache, load from it, launch repeatedly."""
-    packed = quantize_activations.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
-    weight, codes = random_weight(Case("launch", m, n, k), scheme)
-    y = torch.empty(m, n, dtype=torch.float16, device="cuda")
-    problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, device=Device.of(y))
-    config = bitplane.default(problem)
-    family = bitplane.family_of(config)
-    kernel = family.kernel(config)
-    seconds = {}
-    kept = os.environ.get("ANYBIT_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["ANYBIT_CACHE_DIR"] = folder
-        for name in ("first use", "disk"):
-            cache.clear_memory()
-            start = time.perf_counter()
-            compiled = jit.cached(kernel, Device.of(y).arch)
-            seconds[name] = time.perf_counter() - start
-    if kept is None:
-        del os.environ["ANYBIT_CACHE_DIR"]
-    else:
-        os.environ["ANYBIT_CACHE_DIR"] = kept
-    cache.clear_memory()
-    y_map = tensor_map.encode(y, 64, config.tma_rows) if config.tma_rows else bytes(128)
-    params, grid = arguments(packed, weight, y, y_map=y_map), family.grid(problem, config)
-    costs = {"launch": lambda: jit.launch(kernel, params, grid, pdl=True)}
-    costs["multiply"] = lambda: bitplane.multiply(packed, weight, Output.f16, y=y, config=config)
-    x = bitplane_layout.unpack(packed.codes, m, k).double() - (scheme.activations.zero or 0)
-    w = codes.double() - (scheme.weights.zero or 0)
-    expected = (x @ w.T) * packed.scale.double()[:, None] * weight.scale.double()
-    host = {}
-    for name, call in costs.items():
-        y.fill_(torch.nan)
-        call()
-        torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
-        found = []
-        for _ in range(ROUNDS):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(LAUNCHES):
-                call()
-            found.append((time.perf_counter() - start) / LAUNCHES)
-        host[name] = statistics.median(found) * 1e6
-    return {
-        "case": kernel.entry,
-        "scheme": str(scheme),
-        "m": m,
-        "n": n,
-        "k": k,
-        "first_use_s": round(seconds["first use"], 3),
-        "from_disk_ms": round(seconds["disk"] * 1e3, 2),
-        "launch_host_us": round(host["launch"], 2),
-        "multiply_host_us": round(host["multiply"], 2),
-        "registers": compiled.registers,
-        "checked": True,
-    }
+def host_us(call: Callable[[], object], each: int = 1) -> float:
+    """Microseconds of host time: the least over rounds (other load only adds), of a call divided by ``each``."""
+    calls, found = max(1, CALLS // each), []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) / (calls * each))
+    torch.cuda.synchronize()
+    return round(min(found) * 1e6, 2)
+
+
+def linear(scheme: str, tokens: int) -> float:
+    """A ``QuantLinear``, after its result was compared with the reference's."""
+    weight = anybit.quantize_weight(torch.randn(WIDTH, WIDTH) * 0.05, anybit.Scheme.parse(scheme).weights)
+    reference = anybit.QuantLinear.from_weight(weight, scheme, torch.randn(WIDTH).half())
+    layer = copy.deepcopy(reference).cuda()
+    x = torch.randn(tokens, WIDTH).half()
+    with torch.inference_mode():
+        expected, y = reference(x).float(), layer(x.cuda()).cpu().float()
+        assert (y - expected).norm() < 3e-2 * expected.norm(), f"{scheme}, {tokens} tokens"
+        x = x.cuda()
+        return host_us(lambda: layer(x))
+
+
+def block(scheme: str, tokens: int) -> float:
+    """A fused decoder layer in an eager forward, transformers' part included; logits are compared with unfused ones."""
+    shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 8, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=LAYERS, **shape)).half().cuda().eval()
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            weight = anybit.quantize_weight(module.weight.detach(), anybit.Scheme.parse(scheme).weights)
+            model.model.layers.set_submodule(name, anybit.QuantLinear.from_weight(weight, scheme))
+    ids = torch.arange(tokens, device="cuda")[None]
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits.float()
+        anybit.fuse(model)
+        logits = model(ids, use_cache=False).logits.float()
+        assert (logits - expected).norm() < 5e-2 * expected.norm(), f"{scheme}, {tokens} tokens"
+        return host_us(lambda: model(ids, use_cache=False), LAYERS)
+
+
+def step(format: str, requests: int) -> float:
+    """A layer of a step of vLLM in which each request decodes a token: the first of a batch plans for the others."""
+    heads, kv_heads, dim, length = 32, 8, 128, 1000
+    rows = kv_rows.layout(KVFormat.parse(format), dim)
+    width = rows.front + -(-length // kv_rows.PAGE)
+    table = torch.arange(1, 1 + requests * width, dtype=torch.int32, device="cuda").view(requests, width)
+    pages = torch.zeros(
+        LAYERS, 1 + requests * width, kv_heads, rows.layout.page_bytes, dtype=torch.uint8, device="cuda"
+    )
+    layers = pages.unbind()
+    lengths = torch.full((requests,), length, dtype=torch.int32, device="cuda")
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+    q = torch.randn(requests, heads, dim, device="cuda").half()
+    k, v = torch.randn(2, requests, kv_heads, dim, device="cuda").half()
+    out = torch.empty_like(q)
+
+    def whole() -> None:
+        batch = kv_step.Batch(table, lengths, starts, requests, requests, requests)
+        for layer in layers:
+            kv_step.run(
+                batch, rows, layer, q, k, v, NO_MASKS, out, capacity=4096, space=torch.empty, prompts=lambda *_: None
+            )
+
+    whole()
+    assert bool(out.isfinite().all()), format
+    return host_us(whole, LAYERS)
 
 
 def main() -> None:
@@ -92,11 +107,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "launch.json")
     options = parser.parse_args()
     marks = stamp()
-    shown = ("case", "scheme", "first_use_s", "from_disk_ms", "launch_host_us", "multiply_host_us")
-    rows = [run(m, 1024, 1024, Scheme.parse(text)) | marks for m, text in ((64, "w2a2"), (512, "w4a4"))]
-    for row in rows:
-        print(*(row[key] for key in shown))
-    merge_rows(options.out, rows)
+    jobs: list[tuple[str, Callable[[str, int], float], tuple[str, ...]]] = [
+        ("linear", linear, SCHEMES), ("fused layer", block, BLOCKS), ("vLLM step", step, CACHES),
+    ]  # fmt: skip
+    for case, measure, schemes in jobs:
+        for scheme in schemes:
+            for tokens in TOKENS:
+                row: dict[str, Any] = {"case": case, "scheme": scheme, "m": tokens, "n": WIDTH, "k": WIDTH}
+                row |= {"host_us": measure(scheme, tokens), "checked": True}
+                print(*row.values())
+                merge_rows(options.out, [row | marks])
 
 
 if __name__ == "__main__":
