@@ -40,6 +40,7 @@ from anybit.errors import KernelError
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed, Target
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_tiles
 from anybit.kernels.packed.repack import repack
 from anybit.scheme import Scheme
@@ -177,7 +178,7 @@ class Run:
         config, coded = self.job.config, self.codes
         if coded is not None and codes:
             quantize_activations.launch(self.problem, self.quantizer, coded, x)
-        FAMILIES[self.job.family].multiply(x if coded is None else coded, weight, y, config)
+        multiply(FAMILIES[self.job.family].module, x if coded is None else coded, weight, y, config=config)
 
     def call(self, i: int, codes: bool = True) -> None:
         """Call i of a chain."""

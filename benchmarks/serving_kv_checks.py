@@ -59,7 +59,7 @@ class Watch:
         from anybit.cache.attention import attend
         from anybit.cache.blocks import PAGE, Pool, Row
         from anybit.kernels.attention import kv_page
-        from anybit.ops import kv_rows
+        from anybit.ops import kv, kv_rows
         from timing import worst_of
 
         batch, worst, compared, requests, prompt = self.batch, 0.0, 0, 0, self.prompt
@@ -71,7 +71,7 @@ class Watch:
             out = torch.empty_like(q)
             seen = kv_rows.view(rows, pages, table[:count], lengths[:count], q.dtype, impl.capacity)
             if q.is_cuda:
-                kv_rows.decode(q, seen, impl.masks, out=out, overlaps=False)
+                kv.run(kv_rows.decode(q, seen, impl.masks, out=out, overlaps=False), 0)
             for i, given in [(i, self.tokens.get((name, int(table[i, 0])))) for i in range(count)]:
                 if given is None:
                     continue

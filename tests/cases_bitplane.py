@@ -8,6 +8,7 @@ from torch import Tensor
 
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
+from anybit.kernels import gemm_kernel
 from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
 from anybit.kernels.bitplane.bitplane_problem import Params, facts, wgmma_n
@@ -56,14 +57,11 @@ def emulated(scheme: str, m: int, n: int, k: int, output: Output) -> LinearProbl
 
 def on_host(given: Operands, y: Tensor, bias: Tensor | None, y_map: Any) -> Params:
     """Launch parameters in the emulator, which takes tensors for addresses."""
-    return replace(
-        bitplane_problem.arguments(given.x, given.weight, y, bias),
-        activations=given.x.codes,
-        activation_scale=given.x.scale,
-        activation_sum=given.x.sum,
-        activation_zero=given.x.zero,
-        y_map=y_map,
-    )
+    x, weight = given.x, given.weight
+    problem = LinearProblem(x.m, *weight.shape, weight.format, x.format, y.dtype, EMULATED)
+    by_threads = gemm(problem, 64)  # results are not stored by TMA
+    pointers = gemm_kernel.Operands(x.codes, 0, weight.pointers, y, y.stride(0), bias, x.scale, x.sum, x.zero)
+    return replace(bitplane_problem.arguments(pointers, problem, by_threads), y_map=y_map)
 
 
 def operands(

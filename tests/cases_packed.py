@@ -8,6 +8,7 @@ from torch import Tensor
 
 from anybit.codes.packing import QuantizedWeight, table_of
 from anybit.device import Device
+from anybit.kernels.gemm_kernel import Operands
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_tiles, sparse_layout
 from anybit.kernels.packed.packed_layout import TILE_COLUMNS, PackedWeight, code_bytes, subgroups, tile_group
@@ -146,3 +147,11 @@ def _by_column(values: Tensor, parts: int) -> Tensor:
     blocks, tile_count = values.shape[:2]
     rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
     return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)
+
+
+def operands(
+    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None = None, x_scale: Tensor | None = None,
+    x_sum: Tensor | None = None, scratch: tuple[Any, Any] = (None, None),
+) -> Operands:  # fmt: skip
+    """The operands of a product of tensors, unchecked."""
+    return Operands(x, x.stride(0), weight.pointers, y, y.stride(0), bias, x_scale, x_sum, scratch=scratch)

@@ -7,7 +7,7 @@ import torch
 from anybit.cache.attention import attend
 from anybit.cache.blocks import Pool, Row, step
 from anybit.kernels.attention.kv_page import PageLayout
-from anybit.ops import kv_rows
+from anybit.ops import kv, kv_rows
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.scheme import KVFormat
@@ -158,8 +158,13 @@ class Drafts:
     def run(self):
         """One layer of a step: what a graph captures."""
         ragged = kv_rows.Ragged(self.starts, self.most)
-        kv_rows.store(self.view, self.k, self.v, ragged)
-        kv_rows.decode(self.q, self.view, self.case.masks(self.q.device), out=self.out, overlaps=True, ragged=ragged)
+        kv.run(kv_rows.store(self.view, self.k, self.v, ragged), 0)
+        kv.run(
+            kv_rows.decode(
+                self.q, self.view, self.case.masks(self.q.device), out=self.out, overlaps=True, ragged=ragged
+            ),
+            0,
+        )
 
     def advance(self, run) -> float:
         """Step by ``run`` and by the reference; returns the largest relative error of a query and head."""

@@ -1,7 +1,7 @@
 """Kernels for few tokens compile without spills, to the intended instructions."""
 
 from dataclasses import replace
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from machine_code import check, count, sass
 from anybit import jit
 from anybit.choose import heuristics
 from anybit.device import Device
+from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
@@ -192,7 +193,7 @@ def test_one_block_is_always_legal(scheme: str) -> None:
         (37888, 3584, {4: sm90_packed_skinny_f16, 6: sm90_packed_skinny_f16, 8: sm90_packed_skinny_f16}),
     ],
 )
-def test_layers_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleType | None]) -> None:
+def test_layers_run_what_was_fastest(n: int, k: int, kernels: dict[int, GemmKernel[Any] | None]) -> None:
     """On an H200, us at 3 tokens: 21.1 (f16 kernel: 23.5), 31.8 (33.6), and 10.6 (skinny: 12.2)."""
     assert {m: heuristics.kernel(problem(4, m, n, k)) for m in kernels} == kernels
 
@@ -208,7 +209,7 @@ def test_layers_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleTy
         (4096, 2048, {6: sm90_packed_skinny, 8: None}),
     ],
 )
-def test_small_layers_of_int8_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleType | None]) -> None:
+def test_small_layers_of_int8_run_what_was_fastest(n: int, k: int, kernels: dict[int, GemmKernel[Any] | None]) -> None:
     """On an H200, 576 x 576 at 8 tokens took 2.7 us, and 3.8 by sm90_packed_gemm."""
     weights = WeightFormat(4, "sym", None)
     its = {m: LinearProblem(m, n, k, weights, ActivationFormat(8, "sym"), device=HOPPER) for m in kernels}
@@ -219,7 +220,7 @@ def test_small_layers_of_int8_run_what_was_fastest(n: int, k: int, kernels: dict
     ("n", "units", "blocks"), [(33792, 16, 132), (34816, 17, 132), (38016, 18, 132), (38080, 16, 149), (57344, 16, 224)]
 )
 @pytest.mark.parametrize("family", [sm90_packed_gemv, sm90_packed_skinny])
-def test_a_few_more_units_spare_a_second_wave(family: ModuleType, n: int, units: int, blocks: int) -> None:
+def test_a_few_more_units_spare_a_second_wave(family: GemmKernel[Any], n: int, units: int, blocks: int) -> None:
     """34816 x 5120 took 34.1 us in 136 blocks on 132 SMs, and takes 25.6 now (int8, two tokens)."""
     it = problem(4, 2, n, 5120)
     config = family.default(it)

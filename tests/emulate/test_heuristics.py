@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import emulate
 from anybit.device import Device
 from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.kernels.block.rope_pages import RopePagesArgs
+from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
@@ -20,7 +20,7 @@ from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
-from cases_packed import FOREIGN, TOLERANCE, product, scheme_of, unpack
+from cases_packed import FOREIGN, TOLERANCE, operands, product, scheme_of, unpack
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -29,7 +29,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def run(
-    module: ModuleType, format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *,
+    module: GemmKernel[Any], format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *,
     ordered: bool = False, bias: bool = False, seed: int = 0,
     make: Callable[[LinearProblem], Any] | None = None, **changes: Any,
 ) -> None:  # fmt: skip
@@ -39,7 +39,7 @@ def run(
     config = replace(module.default(problem) if make is None else make(problem), **changes)
     assert module.why_not(problem, config) is None
     y = case.empty()
-    params = packed_problem.arguments(case.packed, case.x, y, None, case.bias)
+    params = packed_problem.arguments(operands(case.packed, case.x, y, case.bias), problem)
     emulate.run(module.kernel(config), params, module.grid(problem, config), seed=seed, dependent=("x", "y"))
     error = case.error(y)
     assert error < TOLERANCE[dtype], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
@@ -47,14 +47,14 @@ def run(
 
 @BOTH
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_widths(module: ModuleType, bits: int) -> None:
+def test_widths(module: GemmKernel[Any], bits: int) -> None:
     run(module, WeightFormat(bits, ("sym", "asym", "bipolar")[bits % 3], 128), 3, 64, 384, HALVES[bits % 2], seed=bits)
 
 
 @BOTH
 @pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
 @pytest.mark.parametrize("group", [32, 64, 256, None])
-def test_codes_and_groups(module: ModuleType, code: str, group: int | None) -> None:
+def test_codes_and_groups(module: GemmKernel[Any], code: str, group: int | None) -> None:
     for i, bits in enumerate({"sym": (4, 3), "asym": (3, 8), "bipolar": (8, 4)}[code]):
         run(module, WeightFormat(bits, code, group), 2 + i % 2, 64, 512, HALVES[i % 2], seed=i, bias=True)
 
@@ -72,7 +72,7 @@ def test_sparse_weights(bits: int) -> None:
 
 @BOTH
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
-def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> None:
+def test_formats_of_other_tools(module: GemmKernel[Any], format: WeightFormat) -> None:
     for i, (m, n, k) in enumerate(((3, 40, 328), (1, 64, 512), (2, 20, 132))):
         if i == (FOREIGN.index(format) + (module is sm90_packed_gemv)) % 3:
             continue  # two of three cases per kernel; together the two kernels run all
@@ -80,14 +80,14 @@ def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> Non
 
 
 @BOTH
-def test_activation_order(module: ModuleType) -> None:
+def test_activation_order(module: GemmKernel[Any]) -> None:
     run(module, WeightFormat(4, "asym", 64), 2, 64, 320, ordered=True)
     run(module, WeightFormat(3, "sym", 256), 1, 64, 300, torch.bfloat16, ordered=True)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (1, 20, 130), (3, 72, 37), (2, 100, 264), (4, 330, 128)])
 @BOTH
-def test_ragged(module: ModuleType, m: int, n: int, k: int) -> None:
+def test_ragged(module: GemmKernel[Any], m: int, n: int, k: int) -> None:
     run(module, WeightFormat(4, "sym", 128), m, n, k, bias=True)
 
 
@@ -123,7 +123,7 @@ def test_numbers_that_are_not_finite() -> None:
     case.x[0, 3], case.x[1, 200], case.x[2] = torch.nan, torch.inf, 0.0
     problem = packed_problem.problem_of(case.packed, 3, torch.float16, torch.float16, HOPPER)
     y = case.empty()
-    params = packed_problem.arguments(case.packed, case.x, y, None, None)
+    params = packed_problem.arguments(operands(case.packed, case.x, y), problem)
     config = sm90_packed_gemv.default(problem)
     emulate.run(sm90_packed_gemv.kernel(config), params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
     assert not y[:2].isfinite().any() and not y[2].any()
@@ -147,7 +147,9 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
         config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
         assert sm90_packed_gemv.norm_why_not(problem, config) is None
         y, total = case.empty(), torch.zeros(m, k, dtype=dtype) if residual else None
-        params = sm90_packed_gemv.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, other, total)
+        params = sm90_packed_gemv.norm_arguments(
+            operands(case.packed, case.x, y, case.bias), problem, gamma, 1e-5, other, total
+        )
         dependent = ("x", "y", "residual", "residual_sum") if residual else ("x", "y")
         emulate.run(
             sm90_packed_gemv.norm_kernel(config), params, sm90_packed_gemv.grid(problem, config), dependent=dependent
@@ -169,7 +171,9 @@ def test_ends_with_silu(dtype: torch.dtype) -> None:
         problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
         config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
         y = torch.full((m, n // 2), torch.nan, dtype=dtype)
-        params = sm90_packed_gemv.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, None, None)
+        params = sm90_packed_gemv.norm_arguments(
+            operands(case.packed, case.x, y, case.bias), problem, gamma, 1e-5, None, None
+        )
         kernel = sm90_packed_gemv.norm_kernel(config, silu=True)
         emulate.run(kernel, params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
         x = _rms_norm_cpu(case.x, gamma, 1e-5)
@@ -197,7 +201,9 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
     lengths, order = torch.tensor([40, 7, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     cosine, sine, sequences = angles.cos().to(dtype), angles.sin().to(dtype), order[: m // tokens]
     step = RopeStoreArgs(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
-    norm = sm90_packed_gemv.norm_arguments(case.packed, case.x, q, case.bias, gamma, 1e-5, other, total)
+    norm = sm90_packed_gemv.norm_arguments(
+        operands(case.packed, case.x, q, case.bias), problem, gamma, 1e-5, other, total
+    )
     params = sm90_packed_gemv.rotary_arguments(norm, step)
     kernel, grid = sm90_packed_gemv.rotary_kernel(config), sm90_packed_gemv.grid(problem, config)
     emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "ring"))
@@ -231,7 +237,9 @@ def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None
         keys, values = cache.transpose(1, 2).split(dim, dim=-1)
         return RopePagesArgs(table, positions, keys, values, slots, heads, kv_heads)
 
-    norm = sm90_packed_gemv.norm_arguments(case.packed, case.x, q, case.bias, gamma, 1e-5, other, total)
+    norm = sm90_packed_gemv.norm_arguments(
+        operands(case.packed, case.x, q, case.bias), problem, gamma, 1e-5, other, total
+    )
     params = sm90_packed_gemv.rotary_arguments(norm, step(got))
     kernel, grid = sm90_packed_gemv.rotary_kernel(config, pages=True), sm90_packed_gemv.grid(problem, config)
     emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "keys", "values"))
@@ -255,7 +263,7 @@ def test_norm_refusals() -> None:
 
 
 @BOTH
-def test_refusals(module: ModuleType) -> None:
+def test_refusals(module: GemmKernel[Any]) -> None:
     packed = packed_tiles.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(module.why_not(replace(problem, device=Device.named("sm_80"))))

@@ -35,7 +35,7 @@ def launched(monkeypatch):
     kernels, known = set(), {}
 
     class Launcher:
-        """Like jit's; relaunches pass addresses, of tensors in ``known``."""
+        """Like jit's; plans pass addresses, of tensors in ``known``."""
 
         def __init__(self, kernel, device, pdl):
             self.kernel, self.pdl = kernel, pdl
@@ -43,9 +43,6 @@ def launched(monkeypatch):
 
         def values(self, params):
             return [getattr(params, f.name) for f in dataclasses.fields(params)]
-
-        def __call__(self, params, grid):
-            self.start(self.values(params), grid)
 
         def start(self, values, grid):
             fields = dataclasses.fields(self.kernel.params)
@@ -55,9 +52,6 @@ def launched(monkeypatch):
             ]
             dependent = [f.name for f in fields if f.name in ("k", "v", "q")] if self.pdl else ()
             emulate.run(self.kernel, self.kernel.params(*values), grid, resident=64, dependent=dependent)
-
-        def last(self):
-            return b""
 
     def in_log2(values, like, plain=kv.in_log2):
         found = plain(values, like)
@@ -97,10 +91,10 @@ def test_a_token_of_each_sequence(case: Case, launched):
     q, k, v = (torch.zeros(n, *x.shape[1:], dtype=x.dtype) for x in (there.q, there.k, there.v))
     for full, x in ((q, there.q), (k, there.k), (v, there.v)):
         full[rows] = x
-    kv_rows.store(there.view(), k, v)
+    kv.run(kv_rows.store(there.view(), k, v), -1)
     alike(here, there)
     out = torch.full_like(q, torch.nan)
-    kv_rows.decode(q, there.view(), case.masks(), out=out, overlaps=True)
+    kv.run(kv_rows.decode(q, there.view(), case.masks(), out=out, overlaps=True), -1)
     assert out.isfinite().all()
     error = (out[rows].double() - want.double()).abs().mean() / want.double().abs().mean()
     assert error < (1e-2 if case.bf16 else 2e-3)
@@ -111,10 +105,10 @@ def test_a_few_tokens_of_each_sequence(case: Case, launched):
     here, there = Step(case), Step(case)
     want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
     ragged = kv_rows.Ragged(there.starts, there.most)
-    kv_rows.store(there.view(), there.k, there.v, ragged)
+    kv.run(kv_rows.store(there.view(), there.k, there.v, ragged), -1)
     alike(here, there)
     out = torch.full_like(there.q, torch.nan)
-    kv_rows.decode(there.q, there.view(), case.masks(), out=out, overlaps=True, ragged=ragged)
+    kv.run(kv_rows.decode(there.q, there.view(), case.masks(), out=out, overlaps=True, ragged=ragged), -1)
     error = (out.double() - want.double()).abs().mean(-1) / want.double().abs().mean(-1)  # per query and head
     assert error.max() < (2e-2 if case.bf16 else 6e-3)
 
@@ -131,13 +125,13 @@ def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
     here, there = Step(case), Step(case)
     before = here.pages.clone()
     arguments = there.k, there.v, there.starts, there.most
-    kv_rows.pack(there.view(), *arguments)
+    kv.run(kv_rows.pack(there.view(), *arguments), -1)
     jobs = there.jobs()
     out = torch.full((len(jobs), 2, case.kv_heads, 128, case.head_dim), torch.nan, dtype=case.dtype)
-    kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32), out)
+    kv.run(kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32), out), -1)
     want = unpacked(there, Pool(case.rows, there.pages, case.dtype), jobs)
     torch.testing.assert_close(out, want, rtol=1e-2 if case.bf16 else 1e-3, atol=1e-3)
-    kv_rows.keep(there.view(), *arguments)
+    kv.run(kv_rows.keep(there.view(), *arguments), -1)
     step(here.pool, here.batch, here.q, here.k, here.v)
     alike(here, there)
     assert not torch.equal(before, here.pages)
@@ -168,7 +162,7 @@ def test_a_step_of_vllm(case: Case, room: int, launched):
         alike(here, there)
         error = (out.double() - want.double()).abs().mean() / want.double().abs().mean()
         assert error < (1e-2 if case.bf16 else 2e-3)
-    assert len(batch.made) == 1, "the second layer relaunches the first's"
+    assert len(batch.plans) == 1, "the second layer runs the plans of the first"
     of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
     assert kernels <= set(kv_rows.kernels_for(*of, 1024, batch.decodes, device, batch.queries)), (
         "a kernel was not compiled ahead"

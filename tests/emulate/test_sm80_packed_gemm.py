@@ -8,11 +8,12 @@ import torch
 import emulate
 from anybit import jit
 from anybit.device import Device
+from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.kernels.packed.sm80_gemm.sm80_packed_gemm import Params
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, TOLERANCE, problem, product, scheme_of
+from cases_packed import FOREIGN, TOLERANCE, operands, problem, product, scheme_of
 
 pytestmark = pytest.mark.emulate
 
@@ -23,14 +24,15 @@ def run(
 ) -> None:  # fmt: skip
     case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
     y = case.empty()
-    ordered = packed_layout.in_order(case.packed, case.x)
+    ordered = packed_layout.in_order(case.packed.permutation, case.x)
     device = replace(Device.named(arch), sms=sms)
     asked = problem(m, n, ordered.shape[1], format, dtype, device)
     config = replace(sm80_packed_gemm.default(asked), **changes)
     assert sm80_packed_gemm.why_not(asked, config) is None
-    partial, locks = sm80_packed_gemm.scratch(asked, config, y.device)
-    partial.fill_(torch.nan)
-    params = sm80_packed_gemm.arguments(case.packed, ordered, y, case.x_scale, case.bias, partial, locks)
+    size, zeros = sm80_packed_gemm.scratch_bytes(asked, config)
+    partial, locks = torch.full((size // 4,), torch.nan), torch.zeros(zeros // 4, dtype=torch.int32)
+    given = operands(case.packed, ordered, y, case.bias, case.x_scale, scratch=(partial, locks))
+    params = sm80_packed_gemm.arguments(given, asked, config)
     emulate.run(sm80_packed_gemm.kernel(config), params, sm80_packed_gemm.grid(asked, config), seed=seed, resident=sms)
     assert not locks.any()
     error = case.error(y)
@@ -100,12 +102,12 @@ def test_more_tokens_than_a_launch_takes(dtype: torch.dtype, monkeypatch: pytest
         grids.append(params.m)
         emulate.run(kernel, params, grid, resident=2)
 
-    monkeypatch.setattr(sm80_packed_gemm.jit, "launch", launch)
+    monkeypatch.setattr(jit, "launch", launch)
     monkeypatch.setattr(Device, "of", staticmethod(lambda _: replace(Device.named("sm_80"), sms=2)))
     monkeypatch.setattr(sm80_packed_gemm, "_STEPS", 3)
     case = product(WeightFormat(4, "sym", 128), 70, 64, 256, dtype, bias=True)
     y = case.empty()
-    sm80_packed_gemm.launch(case.packed, case.x, y, case.x_scale, case.bias)
+    multiply(sm80_packed_gemm, case.x, case.packed, y, case.bias, x_scale=case.x_scale)
     assert grids == [64, 6] and case.error(y) < TOLERANCE[case.output]
 
 
@@ -117,4 +119,4 @@ def test_any_number_of_tokens_has_a_config(shape: tuple[int, int], m: int) -> No
     config = sm80_packed_gemm.default(asked)
     tokens, rows, depth = sm80_packed_gemm._line(part, config)
     assert part.m == m or part.m % 64 == 0
-    assert tokens * rows * depth < 2**24 and sm80_packed_gemm._sizes(part, config)[0] <= 2**28
+    assert tokens * rows * depth < 2**24 and sm80_packed_gemm.scratch_bytes(part, config)[0] <= 2**30

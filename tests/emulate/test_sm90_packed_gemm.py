@@ -15,6 +15,7 @@ from anybit.kernels.packed.packed_tiles import prepare
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import WeightFormat
 from cases import random_weight
+from cases_packed import operands
 from cases_packed_gemm import A16, INT8, Case, silu_cases, tiny_cases
 
 pytestmark = pytest.mark.emulate
@@ -52,7 +53,7 @@ def made(
         operand = wide[:, : p.k]
     box = emulate.Box(operand, 128 // operand.element_size(), config.tile_m // config.cluster_n)
     tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
-    params = sm90_packed_gemm.params(p, config, None, packed, y, bias, x_scale, x_sum)
+    params = sm90_packed_gemm.arguments(operands(packed, operand, y, bias, x_scale, x_sum), p, config)
     stored = {"y_map": emulate.Box(y, 64, config.tile_m)} if config.tensor_store else {}
     kernel = sm90_packed_gemm.kernel(config, silu)
     emulate.run(

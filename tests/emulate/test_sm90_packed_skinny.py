@@ -13,7 +13,7 @@ from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.ops.elementwise import _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
-from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
+from cases_packed import FOREIGN, TOLERANCE, operands, product, scheme_of
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -32,7 +32,7 @@ def run(
     config = replace(config, **changes)
     assert sm90_packed_skinny.why_not(problem, config) is None
     y = case.empty()
-    params = packed_problem.arguments(case.packed, case.x, y, case.x_scale, case.bias)
+    params = packed_problem.arguments(operands(case.packed, case.x, y, case.bias, case.x_scale), problem)
     emulate.run(
         sm90_packed_skinny.kernel(config),
         params,
@@ -65,7 +65,7 @@ def test_ends_with_silu(m: int, n: int, dtype: torch.dtype) -> None:
     config, made = sm90_packed_skinny.default(problem), []
     for silu in (False, True):
         y = torch.full((m, n // (1 + silu)), torch.nan, dtype=case.output)
-        params = packed_problem.arguments(case.packed, case.x, y, case.x_scale, case.bias)
+        params = packed_problem.arguments(operands(case.packed, case.x, y, case.bias, case.x_scale), problem)
         kernel = sm90_packed_skinny.kernel(config, silu)
         emulate.run(kernel, params, sm90_packed_skinny.grid(problem, config), dependent=("x", "y", "x_scale"))
         made.append(y)

@@ -11,7 +11,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -26,6 +25,7 @@ from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident  # noqa
 from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny  # noqa: E402
 from anybit.kernels.block import quantize_activations  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
+from anybit.kernels.gemm_kernel import GemmKernel  # noqa: E402
 from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
@@ -35,7 +35,7 @@ TOGETHER = 24
 """Products per graph."""
 
 
-def space(m: int, n: int, k: int, scheme: Scheme) -> list[tuple[ModuleType, Any]]:
+def space(m: int, n: int, k: int, scheme: Scheme) -> list[tuple[GemmKernel[Any], Any]]:
     """All families' configs."""
     problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, device=H200)
     families = (sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm80_bitplane_gemm)
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def in_graphs(
-    found: list[tuple[ModuleType, Any]], x: torch.Tensor, weight: Any, first: torch.Tensor, options: Any
+    found: list[tuple[GemmKernel[Any], Any]], x: torch.Tensor, weight: Any, first: torch.Tensor, options: Any
 ) -> None:
     """Configs in random order, each after the quantizer, as in the tuner's races."""
     stream, began, rounds = torch.cuda.Stream(), time.perf_counter(), 0

@@ -9,10 +9,9 @@ from anybit.codes.rtn import quantize_weight
 from anybit.kernels.bitplane import bitplane_layout
 from anybit.kernels.block import hadamard as kernel
 from anybit.kernels.block import quantize_activations
-from anybit.kernels.block.quantize_activations import Source, Target
+from anybit.kernels.block.quantize_activations import Target
 from anybit.layers.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, silu_mul
-from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -119,8 +118,10 @@ def test_sizes_that_no_kernel_rotates_are_rotated_before():
 def test_other_rows_are_not_touched_by_what_is_not_finite():
     x = torch.randn(3, 1536, device="cuda", dtype=torch.float16)
     x[1, 9] = torch.nan
-    packed = quantize_activations.Packed(3, 1536, ActivationFormat(4, "asym"), Target.planes, x.device)
-    ActivationPrologue(Source.plain, x, rotated=True).code(packed, Target.planes)
+    form = ActivationFormat(4, "asym")
+    packed = quantize_activations.Packed(3, 1536, form, Target.planes, x.device)
+    problem = quantize_activations.problem_of(x, form, Target.planes, rotated=True)
+    quantize_activations.launch(problem, quantize_activations.default(problem), packed, x)
     assert packed.scale.isnan().tolist() == [False, True, False]
 
 

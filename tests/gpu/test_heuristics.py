@@ -1,7 +1,7 @@
 """sm90_packed_gemv and _skinny_f16 on hardware: widths, codes, groups, repeats, chains of dependent kernels."""
 
 import itertools
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +9,9 @@ import torch
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.jit import Kernel
+from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.packed_layout import PackedWeight
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
@@ -21,7 +23,7 @@ from cases_packed import FOREIGN, TOLERANCE, product, unpack
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 HALVES = (torch.float16, torch.bfloat16)
-Case = tuple[ModuleType, int, int, int, WeightFormat, torch.dtype, bool, bool]
+Case = tuple[GemmKernel[Any], int, int, int, WeightFormat, torch.dtype, bool, bool]
 """Kernel, m, n, k, format, activations, activation order, bias."""
 
 D, M = sm90_packed_gemv, sm90_packed_skinny_f16
@@ -88,16 +90,16 @@ def test_cases(case: Case) -> None:
     module, m, n, k, format, dtype, act_order, bias = case
     it = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=n + m, device="cuda")
     y = it.empty()
-    packed_problem.launch_few(module, it.packed, it.x, y, bias=it.bias)
+    multiply(module, it.x, it.packed, y, bias=it.bias)
     error = it.error(y)
     assert error < TOLERANCE[dtype], f"{case}: mean relative error {error:.2e}"
     again = it.empty()
     for _ in range(3):
-        packed_problem.launch_few(module, it.packed, it.x, again, bias=it.bias)
+        multiply(module, it.x, it.packed, again, bias=it.bias)
         assert torch.equal(y, again), f"{case}: results differ from run to run"
 
 
-def chain(module: ModuleType, packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:
+def chain(module: GemmKernel[Any], packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:
     """y = x W^T repeatedly, each product the next one's activations."""
     buffers = [x.clone(), torch.empty_like(x)]
     stream = torch.cuda.Stream()
@@ -105,7 +107,7 @@ def chain(module: ModuleType, packed: list[PackedWeight], x: torch.Tensor, links
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for i in range(links):
-            packed_problem.launch_few(module, packed[i % len(packed)], buffers[i % 2], buffers[(i + 1) % 2], pdl=pdl)
+            multiply(module, buffers[i % 2], packed[i % len(packed)], buffers[(i + 1) % 2], pdl=pdl)
     graph.replay()
     torch.cuda.synchronize()
     return buffers[links % 2]
@@ -114,7 +116,7 @@ def chain(module: ModuleType, packed: list[PackedWeight], x: torch.Tensor, links
 @pytest.mark.parametrize(
     ("module", "m"), [(sm90_packed_skinny, 1), (sm90_packed_skinny, 8), (D, 1), (D, 4), (M, 8), (M, 16)]
 )
-def test_chains_under_programmatic_launch(module: ModuleType, m: int) -> None:
+def test_chains_under_programmatic_launch(module: GemmKernel[Any], m: int) -> None:
     """What a kernel prefetches before its predecessor has ended must not change a bit."""
     size = 4096
     layers = []
@@ -134,12 +136,12 @@ def test_chains_under_programmatic_launch(module: ModuleType, m: int) -> None:
 
 
 @pytest.mark.parametrize(("module", "m", "step"), [(D, 2, 10), (M, 16, 20)])
-def test_configs_agree(module: ModuleType, m: int, step: int) -> None:
+def test_configs_agree(module: GemmKernel[Any], m: int, step: int) -> None:
     it = product(WeightFormat(2, "sym", 128), m, 1024, 2048, device="cuda")
     problem = packed_problem.problem_of(it.packed, m, torch.float16, torch.float16, Device.of(it.x))
     for config in itertools.islice(module.configs(problem), 0, None, step):
         y = it.empty()
-        packed_problem.launch_few(module, it.packed, it.x, y, config=config)
+        multiply(module, it.x, it.packed, y, config=config)
         assert it.error(y) < 1e-3, f"{config}: {it.error(y):.2e}"
 
 
@@ -149,6 +151,6 @@ def test_outliers_keep_their_place() -> None:
     x = it.x.clone()
     x[0, 77] = 1000.0
     y = it.empty()
-    packed_problem.launch_few(sm90_packed_gemv, it.packed, x, y)
+    multiply(sm90_packed_gemv, x, it.packed, y)
     expected = x.double() @ unpack(it.packed).T
     assert (y.double() - expected).abs().mean() / expected.abs().mean() < 1e-3

@@ -6,7 +6,7 @@ import torch
 from anybit.cache.blocks import Pool, step
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.ops import kv_rows
+from anybit.ops import kv, kv_rows
 from anybit.ops.kv_rows import PAGE
 from anybit.vllm.kv_step import run
 from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
@@ -51,10 +51,10 @@ def test_a_token_or_a_few_of_each_sequence(case: Case):
     here, there = Step(case), Step(case, device="cuda")
     want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
     ragged = kv_rows.Ragged(there.starts, there.most) if there.most > 1 else None
-    kv_rows.store(there.view(), there.k, there.v, ragged)
+    kv.run(kv_rows.store(there.view(), there.k, there.v, ragged), 0)
     alike(there, here)
     out = torch.full_like(there.q, torch.nan)
-    kv_rows.decode(there.q, there.view(), case.masks("cuda"), out=out, overlaps=True, ragged=ragged)
+    kv.run(kv_rows.decode(there.q, there.view(), case.masks("cuda"), out=out, overlaps=True, ragged=ragged), 0)
     assert worst(out, want) < (2e-2 if case.bf16 else 6e-3)
 
 
@@ -64,10 +64,10 @@ def test_any_number_of_tokens_of_each_sequence(case: Case):
     arguments = there.k, there.v, there.starts, there.most
     jobs = there.jobs()
     out = torch.full((len(jobs), 2, case.kv_heads, PAGE, case.head_dim), torch.nan, dtype=case.dtype, device="cuda")
-    kv_rows.pack(there.view(), *arguments)
-    kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32, device="cuda"), out)
+    kv.run(kv_rows.pack(there.view(), *arguments), 0)
+    kv.run(kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32, device="cuda"), out), 0)
     want = unpacked(here, Pool(case.rows, there.pages.cpu(), case.dtype), jobs)
-    kv_rows.keep(there.view(), *arguments)
+    kv.run(kv_rows.keep(there.view(), *arguments), 0)
     step(here.pool, here.batch, here.q, here.k, here.v)
     alike(there, here)
     torch.testing.assert_close(out.cpu(), want, rtol=1e-2 if case.bf16 else 1e-3, atol=1e-3)
@@ -75,7 +75,7 @@ def test_any_number_of_tokens_of_each_sequence(case: Case):
 
 @pytest.mark.parametrize(("case", "room"), [(STEPS[0], 1), *((case, 100) for case in STEPS)], ids=str)
 def test_layers_of_a_step_of_vllm(case: Case, room: int):
-    """Three layers with separate tensors through one batch; the later two relaunch the first one's kernels."""
+    """Three layers with separate tensors through one batch; the later two run the plans of the first."""
     batch, space = None, torch.empty(100, 2, case.kv_heads, PAGE, case.head_dim, dtype=case.dtype, device="cuda")
     kept = []  # so that no layer reuses another's addresses
     for layer in range(3):
@@ -94,7 +94,7 @@ def test_layers_of_a_step_of_vllm(case: Case, room: int):
         alike(there, here)
         error = (out.cpu().double() - want.double()).abs().mean() / want.double().abs().mean()
         assert error < (1e-2 if case.bf16 else 2e-3)
-    assert len(batch.made) == 1
+    assert len(batch.plans) == 1
 
 
 @pytest.mark.parametrize("case", DRAFTED, ids=str)

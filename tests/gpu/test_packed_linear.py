@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from anybit import ops
 from anybit.codes.rtn import quantize_weight
 from anybit.layers.linear import QuantLinear
-from anybit.ops import call_cache
+from anybit.ops import plans, product
 from anybit.scheme import CODES, Scheme
 from cases import random_weight
+from cases_launches import multiplied
 from cases_packed import FOREIGN, scheme_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -56,7 +56,7 @@ def _input(m, k):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a8fp"])
-def test_calls_again_give_what_the_op_gives(scheme):
+def test_plans_give_what_kernels_give(scheme):
     """Also on another stream and in a graph, where addresses differ."""
     parsed, n, k = Scheme.parse(scheme), 1024, 2048
     weight = quantize_weight((torch.randn(n, k) * 0.05).half(), parsed.weights).to("cuda")
@@ -65,10 +65,10 @@ def test_calls_again_give_what_the_op_gives(scheme):
     with torch.no_grad():
         for m in (1, 4, 16, 64, 200):
             xs = torch.randn(4, m, k, device="cuda").half()
-            expected = [ops.backends["packed"].linear(x, prepared.tensors, layer.bias, prepared.spec) for x in xs]
+            expected = [multiplied(x, prepared, layer.bias) for x in xs]
             got = [layer(x) for x in xs]
-            key = call_cache.linear_key(xs[0], prepared.tensors, layer.bias, prepared.spec_text)
-            assert call_cache.find(key) is not None
+            key = product.linear_key(xs[0], prepared.tensors, layer.bias, prepared.spec_text)
+            assert plans.find(key) is not None
             other.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(other):
                 got += [layer(x) for x in xs]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from anybit.kernels.multiply import multiply
 from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
@@ -13,12 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def check(format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype) -> None:
     it = product(format, m, n, k, dtype, seed=m, device="cuda")
     y = it.empty()
-    sm80_packed_gemm.launch(it.packed, it.x, y, it.x_scale)
+    multiply(sm80_packed_gemm, it.x, it.packed, y, x_scale=it.x_scale)
     error = it.error(y)
     assert error < TOLERANCE[it.output], f"{format} m={m} {dtype}: error {error:.2e}"
     for _ in range(3):
         again = it.empty()
-        sm80_packed_gemm.launch(it.packed, it.x, again, it.x_scale)
+        multiply(sm80_packed_gemm, it.x, it.packed, again, x_scale=it.x_scale)
         assert torch.equal(y, again)
 
 

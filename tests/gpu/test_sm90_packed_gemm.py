@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import cases_packed
 from anybit import jit
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.reference import quantize_activations
 from anybit.kernels.block.quantize_activations import pitch
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.multiply import multiply
 from anybit.kernels.packed.packed_tiles import prepare
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops.elementwise import silu_mul
@@ -63,9 +65,9 @@ def product(case: Case, packed, x, x_scale, bias=None, silu=False) -> torch.Tens
     p = case.problem
     y = torch.full((p.m, p.n // (1 + silu)), torch.nan, dtype=p.dtype, device="cuda")
     x_sum = x.sum(1, dtype=torch.int32) if x.dtype == torch.int8 else None
-    sm90_packed_gemm.launch(
+    jit.launch(
         sm90_packed_gemm.kernel(case.config, silu),
-        sm90_packed_gemm.params(p, case.config, x, packed, y, bias, x_scale, x_sum),
+        sm90_packed_gemm.arguments(cases_packed.operands(packed, x, y, bias, x_scale, x_sum), p, case.config),
         sm90_packed_gemm.grid(p, case.config),
         pdl=True,
     )
@@ -159,7 +161,7 @@ def test_chain_of_dependent_launches() -> None:
     for pdl in (False, True, True):
         x, buffers = start, [torch.empty_like(start), torch.empty_like(start)]
         for i in range(12):
-            sm90_packed_gemm.multiply(x, packed[i % 3], None, buffers[i % 2], config, pdl=pdl)
+            multiply(sm90_packed_gemm, x, packed[i % 3], buffers[i % 2], config=config, pdl=pdl)
             x = buffers[i % 2]
         results.append(x.clone())
     exact = start.double()

@@ -8,6 +8,7 @@ import torch
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.jit import Kernel
+from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
@@ -44,12 +45,12 @@ def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = Fals
     if b is not None:
         expected += b.double()
     y = torch.full((m, n), torch.nan, device="cuda", dtype=output)
-    packed_problem.launch_few(sm90_packed_skinny, packed, x, y, scale, b)
+    multiply(sm90_packed_skinny, x, packed, y, b, x_scale=scale)
     error = (y.double() - expected).abs().mean() / expected.abs().mean()
     assert error < TOLERANCE[output], f"{weight.format} m={m} n={n} k={k} {dtype}: mean relative error {error:.2e}"
     again = torch.full_like(y, torch.nan)
     for _ in range(3):
-        packed_problem.launch_few(sm90_packed_skinny, packed, x, again, scale, b)
+        multiply(sm90_packed_skinny, x, packed, again, b, x_scale=scale)
         assert torch.equal(y, again), f"{weight.format} m={m}: results differ from run to run"
 
 
@@ -127,6 +128,6 @@ def test_every_config_agrees() -> None:
     problem = packed_problem.problem_of(packed, 2, torch.float16, torch.float16, Device.of(x))
     for config in itertools.islice(sm90_packed_skinny.configs(problem), 0, None, 60):
         y = torch.full((2, 1024), torch.nan, device="cuda", dtype=torch.float16)
-        packed_problem.launch_few(sm90_packed_skinny, packed, x, y, config=config)
+        multiply(sm90_packed_skinny, x, packed, y, config=config)
         error = (y.double() - expected).abs().mean() / expected.abs().mean()
         assert error < 1e-3, f"{config}: {error:.2e}"

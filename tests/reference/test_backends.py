@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anybit
-from anybit import jit, ops
+from anybit import ops
+from anybit.choose import dispatch
 from anybit.choose.builtin import builtin
 from anybit.choose.families import tiles_of
 from anybit.codes.hadamard import transform
@@ -27,6 +28,7 @@ from anybit.ops.bitwise import Bitwise, why_not
 from anybit.ops.checks import dense_bias
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from cases import BITS, random_weight, seeds
+from cases_launches import install
 
 
 @settings(max_examples=30)
@@ -127,19 +129,15 @@ def test_a_layer_may_have_any_number_of_inputs(scheme: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8"])
 def test_what_a_layer_launches_without_wgmma(arch: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
-    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named(arch)))
-    monkeypatch.setattr(jit, "launch", lambda kernel, *_, **__: launched.append(kernel.entry))
-    parsed, tiles = Scheme.parse(scheme), packed.PackedTiles()
+    driver, parsed, tiles = install(monkeypatch, arch), Scheme.parse(scheme), packed.PackedTiles()
     weight = random_weight(128, 512, parsed.weights)
     tensors = tiles.prepare(weight, parsed.activations)
-    spec = LinearSpec.parse(str(LinearSpec("packed", 128, 512, weight.format, parsed.activations)))
-    packed._plans.clear()
-    for _ in range(2):  # the second call uses the first one's choice
-        launched.clear()
+    spec = LinearSpec("packed", 128, 512, weight.format, parsed.activations)
+    before = ["quantize"] if parsed.activations.quantized else []
+    for _ in range(2):  # the second call runs the first one's plan
         tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
-        assert launched == (["quantize"] if parsed.activations.quantized else []) + ["sm80_packed_gemm"]
-    packed._plans.clear()
+        assert [launch.kernel.entry for launch in driver.take()] == [*before, "sm80_packed_gemm"]
+    dispatch.use()
 
 
 def test_costs_order_the_backends() -> None:

@@ -2,19 +2,14 @@
 
 import ctypes
 import gc
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from anybit import jit
-from anybit.device import Device
-from anybit.jit.params import layout_of
 from anybit.kernels.attention import kv_page
 from anybit.ops import kv, kv_rows
 from anybit.ops.kv import Masks
@@ -22,8 +17,8 @@ from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 from anybit.vllm import kv_step
 from anybit.vllm.kv_step import Batch, run
+from cases_launches import Driver, install
 
-launching = importlib.import_module("anybit.jit.launch")  # not the function of that name
 HEADS, KV_HEADS, DIM, BLOCKS = 8, 2, 128, 16
 BATCHES = {
     "decodes": ((300, 1), (5, 1), (128, 1)),
@@ -47,41 +42,18 @@ LAUNCHES = {
 """What a layer launches or calls: once, and per group of prompts."""
 
 
-class Driver:
-    """Records what the driver gets: kernel, config, PDL, grid, and parameters, byte for byte."""
-
-    def __init__(self) -> None:
-        self.said: list[Any] = []
-
-    def cuLaunchKernelEx(self, config: Any, function: jit.Kernel, address: int, extra: int) -> tuple[int]:
-        layout = layout_of(function.params)
-        raw = ctypes.string_at(ctypes.c_void_p.from_address(address).value or 0, layout.size)
-        values = dict(zip([field.name for field in layout.fields], layout.packer.unpack(raw), strict=True))
-        values["lse"] = 0  # written, and never read
-        if values.get("sinks"):  # created for the launch: compare contents
-            values["sinks"] = ctypes.string_at(values["sinks"], 4 * HEADS)
-        grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        self.said.append((function, config.stream, grid, values))
-        return (0,)
-
-    def take(self) -> list[Any]:
-        said, self.said = self.said, []
-        return said
-
-
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    found, device = Driver(), Device.named("sm_90a")
-    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
-    monkeypatch.setattr(launching, "_device", lambda index: device)
-    monkeypatch.setattr(launching, "_function", lambda kernel, index: kernel)
-    monkeypatch.setattr(launching, "_launchers", {})
-    monkeypatch.setattr(launching, "driver", lambda: found)
-    monkeypatch.setattr(launching.Launcher, "_config", lambda self, stream: SimpleNamespace(stream=(stream, self.pdl)))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    found = install(monkeypatch)
+    found.look = comparable
     yield found
     kv._spaces.clear()
+
+
+def comparable(values: dict[str, Any]) -> None:
+    values["lse"] = 0  # written, and never read
+    if values.get("sinks"):  # created for the launch: compare contents
+        values["sinks"] = ctypes.string_at(values["sinks"], 4 * HEADS)
 
 
 def batch_of(name: str, room: int = 100, front: int = 4) -> Batch:
@@ -138,7 +110,7 @@ class One:
         """Everything that the layer does in a step."""
 
         def prompts(*given: Any) -> None:
-            self.driver.said.append(
+            self.driver.launches.append(
                 [(x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in given]
             )
 
@@ -206,7 +178,7 @@ def test_layers_that_look_different_do_not(driver: Driver, monkeypatch: pytest.M
     wanted = [layer(replace(batch)) for layer in layers]
     asked = parts_of(monkeypatch)
     assert [layer(batch) for layer in layers] == wanted
-    assert len(asked) == len(batch.made) == len(kinds)
+    assert len(asked) == len(batch.plans) == len(kinds)
 
 
 def test_copies_slopes_and_debugging_are_launched_anew(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,17 +195,7 @@ def test_copies_slopes_and_debugging_are_launched_anew(driver: Driver, monkeypat
         before = len(asked)
         layer(batch)
     assert len(asked) == before + 4, "three launches that store are looked at"
-    assert not batch.made
-
-
-def test_who_listens_hears_every_layer(driver: Driver) -> None:
-    batch = batch_of("both")
-    first, second = One(driver, batch.tokens), One(driver, batch.tokens)
-    assert len(jit.record(lambda: first(batch))) == len(jit.record(lambda: second(batch))) == 5
-    assert not batch.made
-    first(batch)
-    assert len(jit.record(lambda: second(batch))) == 5
-    assert len(jit.kernels_of(lambda: second(batch))) >= 4
+    assert not batch.plans
 
 
 def test_streams_and_captures_have_workspaces_of_their_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +213,7 @@ def test_streams_and_captures_have_workspaces_of_their_own(driver: Driver, monke
         wanted = [layer(replace(batch)) for layer in layers]
         assert [layer(batch) for layer in layers] == wanted
         spaces_seen.append({partial_of(one) for one in wanted})
-        assert len(batch.made) == (2 if stream == 8 else 1), "captures cache nothing"
+        assert len(batch.plans) == (2 if stream == 8 else 1), "captures cache nothing"
     assert all(len(seen) == 1 for seen in spaces_seen)
     assert len({seen.pop() for seen in spaces_seen}) == 4
 
@@ -264,7 +226,7 @@ def test_a_step_holds_no_tensor_of_a_layer(driver: Driver) -> None:
     homes = {x.untyped_storage().data_ptr() for x in tensors if x is not None}
     del layer, tensors
     gc.collect()
-    assert batch.made
+    assert batch.plans
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # left by other tests, and without storage
     alive = (x for x in gc.get_objects() if type(x) is Tensor and not wrapped(x))
     assert not homes & {x.untyped_storage().data_ptr() for x in alive}

@@ -1,31 +1,27 @@
-"""What ops pass to the launcher, without a GPU: all operands are accepted, parameters pack, grids are valid.
+"""What ops pass to the driver, without a GPU: all operands are accepted, parameters pack, grids are valid.
 
-Nothing runs: devices are named, tensor maps are empty, and launches are recorded.
+Nothing runs: devices are named, and launches are recorded.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from anybit import jit, ops
+from anybit import ops
 from anybit.choose import dispatch as dispatching
 from anybit.codes import hadamard
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
-from anybit.jit import tensor_map
-from anybit.jit.params import layout_of
-from anybit.kernels.block import quantize_activations
+from anybit.errors import KernelError
 from anybit.kernels.block.rope import RopeStoreArgs
-from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops import backends, bitwise, elementwise, fused, packed
 from anybit.ops.backend import LinearSpec
-from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import Scheme
 from cases import random_weight
+from cases_launches import Driver, install
 
 N, K = 192, 256
 TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 100, 300)
@@ -35,52 +31,15 @@ SCHEMES = (
 )  # fmt: skip
 
 
-class Launches:
-    """Records launches; each is packed as for the driver."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.kernels: list[str] = []
-
-    def __call__(self, kernel: jit.Kernel, params: Any, grid: tuple[int, int, int], **more: Any) -> None:
-        layout = layout_of(kernel.params)
-        values = []
-        for field in layout.fields:
-            value = getattr(params, field.name)
-            if field.type.code == "P":
-                value = value.data_ptr() if isinstance(value, Tensor) else value or 0
-            values.append(value)
-        layout.packer.pack(*values)
-        assert min(grid) >= 1 and grid[0] % kernel.cluster == 0 and max(grid[1:]) <= 65535
-        assert kernel.shared_bytes <= self.device.shared_bytes
-        self.kernels.append(kernel.entry)
-
-    @staticmethod
-    def encode(matrix: Tensor, *box: int) -> bytes:
-        """An empty map; checks that the driver would accept the rows."""
-        assert quantize_activations.rows_aligned(matrix) and matrix.stride(1) == 1
-        return bytes(128)
-
-
 @pytest.fixture(params=["sm_90a", "sm_80", "sm_89", "sm_100a"])
-def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    device = Device.named(request.param)
-    found = Launches(device)
-    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
-    monkeypatch.setattr(jit, "launch", found)
-    monkeypatch.setattr(jit, "watched", lambda: True)  # relaunches bypass jit.launch
-    monkeypatch.setattr(sm90_packed_gemm, "launch", found)
-    for module in (tensor_map, sm90_packed_gemm):
-        monkeypatch.setattr(module, "encode", found.encode)
-    forget()
-    yield found
-    forget()
-
-
-def forget() -> None:
-    """Discard choices for other tests' devices."""
-    packed._norm_configs.clear()
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    yield install(monkeypatch, request.param)
     dispatching.use()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
 
 
 def inputs(m: int, dtype: torch.dtype) -> list[Tensor]:
@@ -108,11 +67,13 @@ def prepared(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[list[T
     if any(reasons[part]() is not None for part in name.split("+")):
         return None
     spec = LinearSpec.parse(str(LinearSpec(name, n, k, scheme.weights, scheme.activations)))
-    return backends[name].prepare(weight, scheme.activations), spec
+    with pytest.MonkeyPatch.context() as patch:  # weights are laid out on the CPU
+        patch.setattr(Tensor, "is_cuda", property(lambda self: False))
+        return backends[name].prepare(weight, scheme.activations), spec
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_linear_layers(scheme: str, launches: Launches) -> None:
+def test_linear_layers(scheme: str, driver: Driver) -> None:
     parsed, ran = Scheme.parse(scheme), 0
     for name in ("packed", "bitwise", "bitwise+packed"):
         found = prepared(name, random_weight(N, K, parsed.weights), parsed)
@@ -121,32 +82,32 @@ def test_linear_layers(scheme: str, launches: Launches) -> None:
             for dtype, bias in ((torch.float16, None), (torch.bfloat16, torch.randn(2 * N).bfloat16()[::2])):
                 for x in inputs(m, dtype):
                     for _ in range(2):  # the second time by the first one's choice
-                        before = len(launches.kernels)
+                        before = len(driver.launches)
                         y = backends[name].linear(x, tensors, bias, spec)
                         assert y.shape == (*x.shape[:-1], N) and y.dtype == dtype
-                        assert len(launches.kernels) > before
+                        assert len(driver.launches) > before
                         ran += 1
-    assert ran or launches.device.arch != "sm_90a"
+    assert ran or driver.device.arch != "sm_90a"
 
 
 @pytest.mark.parametrize("scheme", ["w4a16g64", "w3a16g64asym", "w4a8g64"])
-def test_layers_with_an_activation_order(scheme: str, launches: Launches) -> None:
+def test_layers_with_an_activation_order(scheme: str, driver: Driver) -> None:
     parsed = Scheme.parse(scheme)
     weight = random_weight(N, K, parsed.weights)
     weight = replace(weight, group_index=torch.randperm(K).to(torch.int32) // 64)
     found = prepared("packed", weight, parsed)
     for m in TOKENS if found else ():
         for x in inputs(m, torch.float16):
-            before = len(launches.kernels)
+            before = len(driver.launches)
             assert backends["packed"].linear(x, found[0], None, found[1]).shape == (*x.shape[:-1], N)
-            assert len(launches.kernels) > before
-    assert found or launches.device.arch != "sm_90a"
+            assert len(driver.launches) > before
+    assert found or driver.device.arch != "sm_90a"
 
 
 @pytest.mark.parametrize("k", [260, 252, 250, 247])
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "w2a2", "w4a16s24", "w4a8s24"])
-def test_layers_of_ragged_inputs(scheme: str, k: int, launches: Launches) -> None:
-    """Tensor maps need rows aligned to 16 bytes: ``Launches.encode`` refuses others, as the driver does."""
+def test_layers_of_ragged_inputs(scheme: str, k: int, driver: Driver) -> None:
+    """Tensor maps need rows aligned to 16 bytes: ``cases_launches.encode_at`` refuses others, as the driver does."""
     parsed = Scheme.parse(scheme)
     if parsed.weights.sparse and k % 4:
         return
@@ -157,9 +118,10 @@ def test_layers_of_ragged_inputs(scheme: str, k: int, launches: Launches) -> Non
             assert backends[name].linear(x, found[0], None, found[1]).shape == (m, N)
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("scheme", ["w4a16g64", "w2a16g64", "w4a16g32"])
-def test_products_that_norm_their_inputs(scheme: str, silu: bool, launches: Launches) -> None:
+def test_products_that_norm_their_inputs(scheme: str, silu: bool, driver: Driver) -> None:
     parsed = Scheme.parse(scheme)
     found = prepared("packed", random_weight(N, K, parsed.weights), parsed)
     if found is None:
@@ -168,14 +130,29 @@ def test_products_that_norm_their_inputs(scheme: str, silu: bool, launches: Laun
     for m in (1, 2):
         x, gamma = torch.randn(m, K).half(), torch.ones(K).half()
         for residual in (None, torch.randn(m, K).half()):
-            made = backends["packed"].norm_linear(x, residual, gamma, 1e-5, tensors, None, spec, silu)
-            if made is not None:
-                assert [one.shape for one in made] == [(m, N // (1 + silu)), (m, K)]
-    assert launches.kernels or launches.device.arch != "sm_90a"
+            made = fused._norm_linear(x, residual, gamma, 1e-5, tensors, None, str(spec), silu)
+            assert [one.shape for one in made] == [(m, N // (1 + silu)), (m, K)]
+            names = [launch.kernel.entry for launch in driver.take()]
+            fused_names = ["sm90_packed_gemv_norm" + "_silu" * silu]
+            assert names == fused_names if driver.device.capability >= 90 else len(names) == 2 + silu
 
 
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("scheme", ["w4a16g64", "w4a8"])
+def test_gate_and_up_of_no_whole_eights_are_refused(scheme: str, m: int, driver: Driver) -> None:
+    parsed = Scheme.parse(scheme)
+    found = prepared("packed", random_weight(N - 8, K, parsed.weights), parsed)
+    assert found is not None
+    x = torch.randn(m, K).half()
+    with pytest.raises(KernelError, match="gate and up have 92 outputs each, and paired ones need a multiple of 8"):
+        fused._norm_linear(x, x, torch.ones(K).half(), 1e-5, found[0], None, str(found[1]), True)
+    assert not driver.launches
+
+
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("batch", [1, 2])
-def test_products_that_turn_and_store(batch: int, launches: Launches) -> None:
+def test_products_that_turn_and_store(batch: int, driver: Driver) -> None:
     parsed, heads, dim = Scheme.parse("w4a16g64"), (2, 1), 64
     found = prepared("packed", random_weight(sum(heads) * dim + heads[1] * dim, K, parsed.weights), parsed)
     if found is None:
@@ -184,13 +161,17 @@ def test_products_that_turn_and_store(batch: int, launches: Launches) -> None:
     tables = torch.randn(batch, dim).half(), torch.randn(batch, dim).half()
     ring, lengths = torch.zeros(batch, heads[1], 2, 128 * dim).half(), torch.ones(batch, dtype=torch.int32)
     step = RopeStoreArgs(*tables, ring, lengths, None, *heads, 1)
-    made = backends["packed"].norm_rotate_store(x, x, gamma, 1e-5, found[0], None, found[1], step)
-    assert made is None or made[0].numel() == batch * heads[0] * dim
+    made = fused.norm_turn(x, x, gamma, 1e-5, found[0], None, str(found[1]), step, elementwise.check_step)
+    assert (made is None) == (driver.device.capability < 90)
+    if made is not None:
+        assert made[0].shape == (batch, heads[0], dim) and made[1].shape == x.shape
+        (launch,) = driver.take()
+        assert launch.kernel.entry == "sm90_packed_gemv_norm_rotary" and launch.values["ring"] == ring.data_ptr()
     q = elementwise._rotate_store_cuda(torch.randn(batch, 4 * dim).half(), *step.operands(), None, None, 1e-5, False)
-    assert q.shape == (batch, heads[0], dim) and launches.kernels
+    assert q.shape == (batch, heads[0], dim) and driver.launches
 
 
-def test_kernels_between_products(launches: Launches) -> None:
+def test_kernels_between_products(driver: Driver) -> None:
     x, gamma = torch.randn(3, 5, 64).half().transpose(0, 1), torch.ones(64).half()
     assert elementwise._rms_norm_cuda(x, gamma, 1e-5).shape == x.shape
     assert elementwise._add_rms_norm_cuda(x, x, gamma, 1e-5)[1].shape == x.shape
@@ -199,48 +180,50 @@ def test_kernels_between_products(launches: Launches) -> None:
     gammas = torch.ones(64).half(), torch.ones(64).half()
     q, k = elementwise._rotate_cuda(torch.randn(6, 256).half(), *tables, 2, 1, *gammas, 1e-5, False)
     assert (q.shape, k.shape) == ((6, 2, 64), (6, 1, 64))
-    assert len(launches.kernels) == 4
+    assert len(driver.launches) == 4
 
 
-def test_a_prompt_of_many_tokens_is_turned(launches: Launches) -> None:
+def test_a_prompt_of_many_tokens_is_turned(driver: Driver) -> None:
     tokens, qkv, table = 16 * 8192, torch.empty(16 * 8192, 64).half(), torch.empty(16 * 8192, 16).half()
     q, k = elementwise._rotate_cuda(qkv, table, table, 2, 1, None, None, 1e-5, False)
-    assert (len(q), len(k)) == (tokens, tokens) and len(launches.kernels) == 3
+    assert (len(q), len(k)) == (tokens, tokens) and len(driver.launches) == 3
 
 
 @pytest.mark.parametrize("k", [14336, 28672])
-def test_rotations_of_wide_rows(k: int, launches: Launches) -> None:
+def test_rotations_of_wide_rows(k: int, driver: Driver) -> None:
     """28,672 values take 130 KiB of shared memory, which sm_89 does not have: torch rotates them there."""
-    x, room = torch.randn(2, k).half(), launches.device.shared_bytes
+    x, room = torch.randn(2, k).half(), driver.device.shared_bytes
     y = ops._hadamard_cuda(x)
     fits = k == 14336 or room > 130 << 10
-    assert launches.kernels == ["transform"] * fits
+    assert [launch.kernel.entry for launch in driver.launches] == ["transform"] * fits
     if not fits:
         torch.testing.assert_close(y, hadamard.transform(x))
-    assert (ops.rotation_refused(k, x.dtype, launches.device) is None) == fits
+    assert (ops.rotation_refused(k, x.dtype, driver.device) is None) == fits
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("which", ["x", "gamma", "residual"])
-def test_norms_of_operands_anywhere(which: str) -> None:
+def test_norms_of_operands_anywhere(which: str, driver: Driver) -> None:
     """Kernels use 16-byte vectors only if all three operands are aligned to them."""
+    scheme = Scheme.parse("w4a8")
+    found = prepared("packed", random_weight(N, K, scheme.weights), scheme)
+    assert found is not None
     operands = {"x": torch.empty(3 * K + 1).half(), "gamma": torch.empty(K + 1).half()}
     operands["residual"] = torch.empty(3 * K + 1).half()
     for shift in (0, 1):
         x, gamma, other = (
             one[(shift if name == which else 0) :][: one.numel() - 1].view(-1, K) for name, one in operands.items()
         )
-        prologue = ActivationPrologue(quantize_activations.Source.rms_norm, x, gamma[0], 1e-5, other, other)
-        for target in quantize_activations.Target:
-            problem = prologue.problem(Scheme.parse("w4a8").activations, target)
-            assert problem.aligned == quantize_activations.default(problem).aligned == (shift == 0)
+        fused._norm_linear(x, other, gamma[0], 1e-5, found[0], None, str(found[1]))
+        assert driver.take()[0].kernel.config.aligned == (shift == 0)
+        elementwise._add_rms_norm_cuda(x, other, gamma[0], 1e-5)
+        assert driver.take()[0].kernel.config.aligned == (shift == 0)
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("scheme", ["w4a8", "w2a4", "w2a2", "w4a8fp"])
-def test_products_whose_inputs_are_made_while_they_are_coded(
-    scheme: str, rotated: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused, "_codes", lambda *_: True)  # as on a GPU
+def test_products_whose_inputs_are_made_while_they_are_coded(scheme: str, rotated: bool, driver: Driver) -> None:
     parsed, ran = Scheme.parse(scheme), 0
     for name in (name for name, backend in ops.backends.items() if backend.codes):
         found = prepared(name, random_weight(N, K, parsed.weights), parsed)
@@ -254,10 +237,13 @@ def test_products_whose_inputs_are_made_while_they_are_coded(
                         y, total = fused._norm_linear(x, residual, gamma, 1e-5, *how)
                         assert y.shape == (*x.shape[:-1], N // (1 + silu))
                         assert total.shape == x.shape and total.is_contiguous() and total.data_ptr() != x.data_ptr()
-                        in_product = silu and launches.device.arch == "sm_90a"
-                        assert name != "packed" or in_product <= launches.kernels[-1].endswith("_silu") <= silu
+                        names = [launch.kernel.entry for launch in driver.take()]
+                        inside = names[-1].endswith("_silu")
+                        assert len(names) == 2 + (silu and not inside) and names[0] == "quantize"
+                        assert name != "packed" or (silu and driver.device.arch == "sm_90a") <= inside <= silu
                 assert fused._hadamard_linear(x, tensors, None, text).shape == (*x.shape[:-1], N)
                 both = torch.cat((x, x), -1)
                 assert fused._silu_linear(both, tensors, None, text, rotated).shape == (*x.shape[:-1], N)
+                assert [launch.kernel.entry for launch in driver.take()][::2] == ["quantize"] * 2
                 ran += 1
-    assert ran or launches.device.arch != "sm_90a"
+    assert ran or driver.device.arch != "sm_90a"

@@ -44,13 +44,6 @@ def at_once(call: Callable[[], object]) -> list[object]:
     return found
 
 
-def test_a_spec_is_one_object_whoever_asks_first() -> None:
-    """Plans are keyed by its identity: a new spec at a freed one's address got another layer's plan."""
-    for n in range(64, 1064):
-        found = at_once(lambda n=n: LinearSpec.parse(f"packed:{n}x128:w4a16g64"))
-        assert len({id(one) for one in found}) == 1
-
-
 def test_a_layers_first_call_from_several_threads() -> None:
     weight, x = random_weight(64, 128, WeightFormat(4, "sym", 64)), torch.randn(1, 128)
     expected = QuantLinear.from_weight(weight, "w4a16g64")(x)

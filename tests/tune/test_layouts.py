@@ -17,7 +17,7 @@ from anybit.choose.space import space
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.ops import bitwise, layouts, packed
+from anybit.ops import layouts
 from anybit.ops.backend import LinearSpec
 from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.reference import ReferencePacked
@@ -51,14 +51,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     dispatching.use()
     dispatching.allow()
-
-
-def test_other_maps_are_asked_anew() -> None:
-    memories = (bitwise._plans, packed._plans, layouts._decided)
-    for memory in memories:
-        memory[()] = None  # type: ignore[index,assignment]
-    dispatching.use()
-    assert not any(memories)
 
 
 def obey(monkeypatch: pytest.MonkeyPatch, scheme: str, times: dict[int, dict[str, float]]) -> None:

@@ -1,23 +1,18 @@
 """How a search evaluates times; the timing itself needs a GPU (tests/gpu/test_tune.py)."""
 
-import gc
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from anybit import jit
 from anybit.choose.space import space
 from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.kernels.packed import packed_tiles
 from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
-from anybit.scheme import Scheme, WeightFormat
+from anybit.scheme import Scheme
 from anybit.tune import worker
-from cases import random_weight
+from cases_launches import install
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -52,57 +47,40 @@ def test_what_short_calls_take_does_not_depend_on_where_they_stand(
     assert all(replays == 5 for *_, replays in seen)
 
 
-class _FakeLauncher:
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __call__(self, params: Any, grid: Any) -> None:
-        pass
-
-    def last(self) -> bytes:
-        return bytes(8)
+def bench_of(scheme: str, m: int) -> worker.Bench:
+    parsed = Scheme.parse(scheme)
+    product = LinearProblem(m, 192, 256, parsed.weights, parsed.activations, device=Device.named("sm_80"))
+    layer = worker.Layer.random(192, 256, parsed.weights, torch.device("cpu"))
+    return worker.Bench(product, layer, None)  # type: ignore[arg-type]
 
 
-def test_a_recorded_launch_keeps_the_memory_that_it_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """marlin's sums and locks have no other owner: relaunched, it waited on others' writes."""
-    scratch, made = sm80_packed_gemm.scratch, []
-
-    def watched(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        found = scratch(*arguments)
-        made.extend(weakref.ref(one) for one in found if one is not None)
-        return found
-
-    monkeypatch.setattr(sm80_packed_gemm, "scratch", watched)
-    monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
-    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("sm_80")))
-    weight = packed_tiles.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
-    x, y = torch.zeros(4, 128, dtype=torch.half), torch.empty(4, 64, dtype=torch.half)
-    tape = jit.record(lambda: sm80_packed_gemm.launch(weight, x, y))
-    moved = [launch.moved(0, 1) for launch in tape]
-    gc.collect()
-    assert made and all(one() is not None for one in made)
-    del tape
-    gc.collect()
-    assert all(one() is not None for one in made), "those that were moved keep it, too"
-    del moved
-    gc.collect()
-    assert all(one() is None for one in made)
+def test_a_candidate_runs_on_every_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, bench = install(monkeypatch, "sm_80"), bench_of("w4a8", 16)
+    for one in (
+        next(one for one in space(bench.product).candidates if one.kernel == name)
+        for name in ("sm80_packed_gemm", "sm80_bitplane_gemm")
+    ):
+        call = bench.again(one)
+        copies = bench.layer.copies[one.layout]
+        for i in (0, 1, len(copies)):
+            call(i)
+            quantize, gemm = driver.take()
+            assert quantize.kernel.entry == "quantize" and gemm.kernel.entry.startswith(one.kernel)
+            read = gemm.values["tiles" if "packed" in one.kernel else "weights"]
+            assert read == copies[i % len(copies)].pointers[0].data_ptr()
+            assert gemm.values["y"] == bench.y.data_ptr()
 
 
 def test_candidates_of_marlin_share_one_set_of_sums_and_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each used to keep its own, some 10 GB for one product with many tokens."""
-    device, scheme = Device.named("sm_80"), Scheme.parse("w4a8")
-    monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
-    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
-    rooms: list[Any] = []
-    launch = sm80_packed_gemm.launch
-    monkeypatch.setattr(sm80_packed_gemm, "launch", lambda *a, **more: rooms.append(more["room"]) or launch(*a, **more))
-    product = LinearProblem(16, 192, 256, scheme.weights, scheme.activations, device=device)
-    layer = worker.Layer.random(192, 256, scheme.weights, torch.device("cpu"))
-    bench = worker.Bench(product, layer, None)  # type: ignore[arg-type]
-    candidates = [one for one in space(product).candidates if one.kernel == "sm80_packed_gemm"][:12]
+    """Each used to keep its own, some 10 GB for one product with many tokens. A plan keeps them alive."""
+    install(monkeypatch, "sm_80")
+    bench = bench_of("w4a8", 16)
+    candidates = [one for one in space(bench.product).candidates if one.kernel == "sm80_packed_gemm"][:12]
+    rooms = []
     for one in candidates:
-        bench._record(one)
-        needed = sm80_packed_gemm.scratch(product, one.config, torch.device("cpu"))
-        assert all(given.numel() >= least.numel() for given, least in zip(rooms[-1], needed, strict=True))
-    assert len(candidates) == 12 and len({id(room) for room in rooms}) == 1
+        params: Any = bench.plan(one).launches[-1].params
+        needed = sm80_packed_gemm.scratch_bytes(bench.product, one.config)
+        given = params.partial, params.locks
+        assert all(room.numel() >= least for room, least in zip(given, needed, strict=True))
+        rooms.append(given)
+    assert len(candidates) == 12 and len({id(room) for given in rooms for room in given}) == 2

@@ -58,13 +58,13 @@ def _planes_family(product: LinearProblem) -> str | None:
     if FAMILIES["sm80_bitplane_gemm"].why_not(product) is not None:  # it has the oldest minimum architecture
         return None
     module = bitplane.family(product)
-    return None if module is None else module.__name__.rpartition(".")[2]
+    return None if module is None else module.traits.name
 
 
 def _few_family(product: LinearProblem) -> list[str]:
     """The family for few tokens, if one is faster; none gathers quantized activations."""
     few = None if product.activations.quantized and product.act_order else heuristics.kernel(product)
-    return [few.__name__.rpartition(".")[2]] if few else []
+    return [few.traits.name] if few else []
 
 
 # -------- how many tokens count as the same

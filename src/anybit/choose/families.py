@@ -1,26 +1,23 @@
 """The kernel families that run linear problems, behind one interface, and ``Candidate``: one way to run a problem.
 
-A family is a module of ``anybit.kernels.gemm`` with ``Config``, ``why_not``, ``configs``, ``default``, ``kernel``,
-``shared_bytes`` and, optionally, ``estimate`` (microseconds); all take a ``LinearProblem``.
+A family is a ``GemmKernel`` as maps and searches see it, optionally with an ``estimate`` (microseconds).
 """
 
 import dataclasses
 import functools
 import operator
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from anybit.choose import heuristics
 from anybit.errors import KernelError, dtype_name
 from anybit.jit import Kernel
-from anybit.kernels.bitplane import bitplane, bitplane_kinds, bitplane_problem
+from anybit.kernels.bitplane import bitplane_kinds, bitplane_problem
 from anybit.kernels.bitplane.bitplane_problem import ROWS
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
@@ -28,8 +25,8 @@ from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
 from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny
 from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
 from anybit.kernels.block import quantize_activations
-from anybit.kernels.block.quantize_activations import Packed, Target
-from anybit.kernels.common.types import Output
+from anybit.kernels.block.quantize_activations import Target
+from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_problem
 from anybit.kernels.packed.repack import repack
@@ -61,11 +58,20 @@ def tiles_of(activations: ActivationFormat) -> Layout:
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """A family of kernels. target: the layout of quantized activations."""
+    """A family of kernels. beaten_on: architectures on which another family is faster, and why."""
 
-    name: str
-    module: ModuleType
-    target: Target
+    module: GemmKernel[Any]
+    beaten_on: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name in maps."""
+        return self.module.traits.name
+
+    @property
+    def target(self) -> Target:
+        """The layout of quantized activations."""
+        return self.module.traits.target
 
     def layout(self, activations: ActivationFormat) -> Layout:
         """The weight layout that the family reads."""
@@ -75,13 +81,12 @@ class KernelFamily:
         """Why the family, or one of its configs, cannot run a product; None if it can."""
         if product.dtype not in _SIXTEEN_BITS:
             return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
-        if self.module is sm80_packed_gemm and product.device.arch == "sm_90a":
-            return "sm_90a has wgmma, which is 1.5 times as fast as this family's mma.sync"
+        if (beaten := dict(self.beaten_on).get(product.device.arch)) is not None:
+            return beaten
         try:
-            reason: str | None = self.module.why_not(product, config)
+            return self.module.why_not(product, config)
         except ZeroDivisionError:
-            reason = f"one of the sizes in {config} is 0"
-        return reason
+            return f"one of the sizes in {config} is 0"
 
     def configs(self, product: LinearProblem) -> list[Any]:
         """Every legal config of a product, without duplicates; may be empty."""
@@ -138,36 +143,10 @@ class KernelFamily:
                 found[name] = value
         return found
 
-    def multiply(
-        self, x: Tensor | Packed, weight: Any, y: Tensor, config: Any, bias: Tensor | None = None, silu: bool = False,
-        **more: Any,
-    ) -> None:  # fmt: skip
-        """y[:] = x W^T + bias on the current stream; x: 16-bit activations or codes, weight: in the family's layout.
-
-        silu: y [m, n / 2] as in ``sm90_packed_gemm.kernel``; only for a config that ``ends_with_silu``.
-        """
-        if self.target is Target.planes:
-            assert isinstance(x, Packed)
-            bitplane.multiply(x, weight, Output(dtype_name(y.dtype)), bias=bias, y=y, config=config)
-        elif self.module is sm90_packed_gemm:
-            sm90_packed_gemm.multiply(x, weight, bias, y, config, silu=silu)
-        else:
-            rows, scale = (x.codes[:, : x.k], x.scale) if isinstance(x, Packed) else (x, None)
-            if self.module is sm80_packed_gemm:
-                sm80_packed_gemm.launch(weight, rows, y, scale, bias, config, **more)
-            else:
-                packed_problem.launch_few(self.module, weight, rows, y, scale, bias, config, silu=silu)
-
-    def ends_with_silu(self, config: Any) -> bool:
-        """Whether a config has a kernel with a SiLU epilogue."""
-        return self.module is sm90_packed_skinny or (self.module is sm90_packed_gemm and not config.tensor_store)
-
     def estimate(self, product: LinearProblem, config: Any) -> float | None:
         """A config's estimated time in microseconds, by the family's model; None if it has none."""
-        if not hasattr(self.module, "estimate"):
-            return None
-        us: float = self.module.estimate(product, config)
-        return us
+        estimate: Callable[[LinearProblem, Any], float] | None = getattr(self.module, "estimate", None)
+        return None if estimate is None else estimate(product, config)
 
     def promising(self, product: LinearProblem, count: int) -> list[Any]:
         """The configs that a search times: the default; the best ``count`` by the estimate, or without one those most
@@ -213,20 +192,23 @@ _FACTS = {
 _FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned", "sparse"}
 """Fields that follow from the problem: not tunable, and not stored in maps."""
 
-_MODULES = {
-    Target.planes: (
-        sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm90_bitplane_stacked, sm80_bitplane_gemm,
-    ),
-    Target.bytes: (
-        sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16, sm90_packed_gemm, sm80_packed_gemm,
-    ),
-}  # fmt: skip
+_WGMMA = ("sm_90a", "sm_90a has wgmma, which is 1.5 times as fast as this family's mma.sync")
 FAMILIES: dict[str, KernelFamily] = {
-    name: KernelFamily(name, module, target)
-    for target, modules in _MODULES.items()
-    for module in modules
-    for name in (module.__name__.rpartition(".")[2],)
+    family.name: family
+    for family in (
+        KernelFamily(sm90_bitplane_gemm),
+        KernelFamily(sm90_bitplane_skinny),
+        KernelFamily(sm90_bitplane_resident),
+        KernelFamily(sm90_bitplane_stacked),
+        KernelFamily(sm80_bitplane_gemm),
+        KernelFamily(sm90_packed_gemv),
+        KernelFamily(sm90_packed_skinny),
+        KernelFamily(sm90_packed_skinny_f16),
+        KernelFamily(sm90_packed_gemm),
+        KernelFamily(sm80_packed_gemm, beaten_on=(_WGMMA,)),
+    )
 }
+"""All kernels. A new one is a module that implements ``GemmKernel``, and a line here."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +232,7 @@ class Candidate:
     @property
     def shared_bytes(self) -> int:
         """Shared memory per block, in bytes."""
-        return int(FAMILIES[self.kernel].module.shared_bytes(self.config))
+        return FAMILIES[self.kernel].module.shared_bytes(self.config)
 
     @property
     def fields(self) -> dict[str, FieldValue]:

@@ -1,10 +1,10 @@
 """Built-in choices across kernels: which kernel takes few tokens, and how blocks share an SM."""
 
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from anybit.device import Device
+from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
@@ -19,7 +19,11 @@ _TRIGGERS = {4: 1, 2: 0}
 
 _SPARSE_TOKENS = 4
 """Most tokens with 2:4 sparse weights for ``sm90_packed_gemv``; ``sm90_packed_gemm`` takes more."""
-_MODULES = {"gemv": sm90_packed_gemv, "skinny": sm90_packed_skinny, "skinny_f16": sm90_packed_skinny_f16}
+_MODULES: dict[str, GemmKernel[Any]] = {
+    "gemv": sm90_packed_gemv,
+    "skinny": sm90_packed_skinny,
+    "skinny_f16": sm90_packed_skinny_f16,
+}
 _ANY = 1 << 30
 _Rows = tuple[tuple[int, int, str], ...]
 _INT8: dict[int, _Rows] = {
@@ -77,7 +81,7 @@ _TABLES: _Rows = (
 """For 4-bit codes with table lookup: docs/notes/2026-11-24-formats.md."""
 
 
-def kernel(problem: LinearProblem) -> ModuleType | None:
+def kernel(problem: LinearProblem) -> GemmKernel[Any] | None:
     """The kernel for few tokens; None if none of them runs, or sm90_packed_gemm is faster."""
     p = problem
     if p.weights.sparse:  # from five tokens on sm90_packed_gemm
@@ -140,12 +144,14 @@ def limit_occupancy_normed(config: sm90_packed_gemv.Config, device: Device) -> s
     return config
 
 
-def among_small(problem: LinearProblem, config: sm90_packed_gemm.Config) -> sm90_packed_gemm.Config:
-    """A config of ``sm90_packed_gemm`` for a fused layer, where small kernels run between the GEMMs.
+def among_small(problem: LinearProblem, config: Any) -> Any:
+    """A config of ``sm90_packed_gemm`` for a fused layer, where small kernels run between the GEMMs; others unchanged.
 
     There, blocks that leave room for another are placed in pairs on the SMs that free up first, and none on others,
     though all would fit one per SM. In a chain of GEMMs alone pairs are better.
     """
+    if not isinstance(config, sm90_packed_gemm.Config):
+        return config
     if config.min_blocks_per_sm > 1 and config.sparse and config.x_bytes == 1:
         return sm90_packed_gemm.default(problem, 1)  # other tiles
     one = replace(config, min_blocks_per_sm=1)

@@ -3,8 +3,9 @@
 from anybit.errors import KernelError
 from anybit.jit.cache import cached
 from anybit.jit.compile import Compiled, CompileError, compile
-from anybit.jit.launch import MOST_BLOCKS, Launcher, Recorded, cached_launch, kernels_of, launch, load, record, watched
-from anybit.jit.params import Float32, Int32, Int64, Pointer, UInt32, UInt64
+from anybit.jit.launch import MOST_BLOCKS, Grid, Launch, Launcher, launch, load
+from anybit.jit.params import Float32, Int32, Int64, Pointer, Slot, UInt32, UInt64
+from anybit.jit.plan import Plan
 from anybit.jit.source import Kernel
 
 __all__ = [
@@ -12,21 +13,20 @@ __all__ = [
     "CompileError",
     "Compiled",
     "Float32",
+    "Grid",
     "Int32",
     "Int64",
     "Kernel",
     "KernelError",
+    "Launch",
     "Launcher",
+    "Plan",
     "Pointer",
-    "Recorded",
+    "Slot",
     "UInt32",
     "UInt64",
     "cached",
-    "cached_launch",
     "compile",
-    "kernels_of",
     "launch",
     "load",
-    "record",
-    "watched",
 ]

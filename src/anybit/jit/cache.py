@@ -41,8 +41,6 @@ ten thousand entries takes a fifth of the time of compiling one."""
 _MAGIC = b"anybit kernel 2\n"
 _SUFFIX = ".kernel"
 _NEW = ".new-"
-_NOTE = "note"
-"""The architecture of entries that are not kernels."""
 _memory: dict[tuple[Kernel, str], Compiled] = {}
 _memory_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
@@ -93,20 +91,6 @@ def fetch(kernel: Kernel, arch: str) -> bool:
         with _memory_lock:
             _memory.setdefault((kernel, arch), found)
     return True
-
-
-def note(name: str) -> bytes | None:
-    """Read what ``keep_note`` stored under a name, with the same checks as for kernels; None if there is nothing."""
-    with _opened(folder()) as place:
-        found = None if place is None else _load(place, name, _NOTE)
-    return None if found is None else found.cubin
-
-
-def keep_note(name: str, content: bytes) -> None:
-    """Store other data next to the kernels; it is evicted like a kernel."""
-    with _opened(folder()) as place:
-        if place is not None:
-            _store(place, name, Compiled(content, _NOTE, "", 0, 0, 0, 0, 0.0))
 
 
 def clear_memory() -> None:

@@ -7,20 +7,22 @@ stream, so launches, even a kernel's first, can be captured in a CUDA graph.
 
 import ctypes
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit.cache import cached
 from anybit.jit.compile import Compiled
 from anybit.jit.driver import checked, driver
-from anybit.jit.params import layout_of
+from anybit.jit.params import Slot, layout_of
 from anybit.jit.source import Kernel
+from anybit.jit.tensor_map import Matrix
 
 Grid = tuple[int, int, int]
 MOST_BLOCKS = 2**31 - 1, 65535, 65535
@@ -28,6 +30,16 @@ MOST_BLOCKS = 2**31 - 1, 65535, 65535
 
 _launchers: dict[tuple[Kernel, int, bool], "Launcher"] = {}
 _loading = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch as data: ``launch``'s arguments. In a plan, pointers of ``params`` may be slots."""
+
+    kernel: Kernel
+    params: Any
+    grid: Grid
+    pdl: bool = False
 
 
 def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device: int | None = None) -> None:
@@ -39,110 +51,19 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
     The kernel is compiled (or read from the cache) at its first launch on a device. Raises KernelError if compilation
     or the launch fails, ValueError for a tensor on another device.
     """
-    if _listening.wanted is not None:
-        _listening.wanted[kernel] = None
-        return
-    if device is None:
-        device = torch._C._cuda_getDevice()
-    launcher = _launchers.get((kernel, device, pdl)) or _launcher(kernel, device, pdl)
-    launcher(params, grid)
-    if _listening.tape is not None:
-        _listening.tape.append(Recorded(launcher, grid, launcher.last(), params))
+    found = launcher(kernel, torch._C._cuda_getDevice() if device is None else device, pdl)
+    found.start(found.values(params), grid)
 
 
-def _launcher(kernel: Kernel, device: int, pdl: bool) -> "Launcher":
-    found = _launchers.get((kernel, device, pdl))
-    return found or _launchers.setdefault((kernel, device, pdl), Launcher(kernel, device, pdl))
-
-
-def cached_launch(
-    kernel: Kernel, params: Any, grid: Grid, changing: tuple[str, ...], *, pdl: bool = False, device: int
-) -> Callable[..., None]:
-    """A function that repeats a launch with new values of the fields ``changing`` of `params`, in that order.
-
-    Pointers are passed as addresses, unchecked. ``record`` and ``kernels_of`` do not see its launches: check
-    ``watched`` first.
-    """
-    return _changing(_launcher(kernel, device, pdl), params, grid, changing)
-
-
-def _changing(launcher: "Launcher", params: Any, grid: Grid, changing: tuple[str, ...]) -> Callable[..., None]:
-    known, start = launcher.values(params), launcher.start
-    names = [field.name for field in layout_of(launcher.kernel.params).fields]
-    places = [names.index(name) for name in changing]
-
-    def launch_again(*new: Any) -> None:
-        values = known.copy()
-        for place, value in zip(places, new, strict=True):
-            values[place] = value
-        start(values, grid)
-
-    return launch_again
-
-
-class _Listening(threading.local):
-    """A thread's active recorders of launches; see ``record`` and ``kernels_of``."""
-
-    tape: "list[Recorded] | None" = None
-    wanted: dict[Kernel, None] | None = None
-
-
-_listening = _Listening()
-
-
-def watched() -> bool:
-    """Whether this thread's launches are being recorded (``record``, ``kernels_of``)."""
-    return _listening.tape is not None or _listening.wanted is not None
-
-
-def kernels_of(call: Callable[[], object]) -> list[Kernel]:
-    """Dry run: the kernels that `call` would launch on this thread. Nothing runs, so its results are undefined."""
-    before, _listening.wanted = _listening.wanted, {}
-    try:
-        call()
-        return list(_listening.wanted)
-    finally:
-        _listening.wanted = before
+def launcher(kernel: Kernel, device: int, pdl: bool) -> "Launcher":
+    """The launcher of a kernel on a device, cached; compiles the kernel if necessary."""
+    key = kernel, device, pdl
+    return _launchers.get(key) or _launchers.setdefault(key, Launcher(kernel, device, pdl))
 
 
 def load(kernel: Kernel, device: int) -> None:
     """Load a kernel on a device now, compiling it if necessary, rather than at its first launch."""
     _function(kernel, device)
-
-
-class Recorded:
-    """A recorded launch that can be repeated with its packed parameters, at minimal host cost.
-
-    Holds references to its tensors: scratch memory has no other owner.
-    """
-
-    __slots__ = ("_grid", "_launcher", "_values", "params")
-
-    def __init__(self, launcher: "Launcher", grid: Grid, values: bytes, params: Any) -> None:
-        self._launcher, self._grid, self._values, self.params = launcher, grid, values, params
-
-    def __call__(self) -> None:
-        """Launch again on the current stream; the tensors must still be at the same addresses."""
-        self._launcher.again(self._values, self._grid)
-
-    def moved(self, old: int, new: int) -> "Recorded":
-        """The same launch with address ``old`` replaced by ``new``."""
-        values = self._values.replace(old.to_bytes(8, "little"), new.to_bytes(8, "little"))
-        return Recorded(self._launcher, self._grid, values, self.params)
-
-    def changing(self, *names: str) -> Callable[..., None]:
-        """A ``cached_launch`` of these fields; this object must outlive it."""
-        return _changing(self._launcher, self.params, self._grid, names)
-
-
-def record(call: Callable[[], object]) -> list[Recorded]:
-    """Run `call`, and return the launches that it made on this thread, in order."""
-    before, _listening.tape = _listening.tape, []
-    try:
-        call()
-        return _listening.tape
-    finally:
-        _listening.tape = before
 
 
 class Launcher:
@@ -156,44 +77,36 @@ class Launcher:
         self._fields = attrgetter(*names) if len(names) > 1 else lambda params: (getattr(params, names[0]),)
         self._pointers = [i for i, field in enumerate(self._layout.fields) if field.type.code == "P"]
         self._function = _function(kernel, device)
+        self._maps = [i for i, field in enumerate(self._layout.fields) if field.type.code == "128s"]
         self._launch = driver().cuLaunchKernelEx
         self._scratch = _Scratch(self._layout.size)
 
-    def __call__(self, params: Any, grid: Grid) -> None:
-        """Launch with `params` on the device's current stream."""
-        self.start(self.values(params), grid)
-
     def values(self, params: Any) -> list[Any]:
-        """The fields of `params`, tensors as addresses. Raises ValueError for a tensor on another device."""
-        device = self.device
+        """The fields of `params`: tensors as addresses, matrices as tensor maps, slots as they are.
+
+        Raises ValueError for a tensor on another device.
+        """
         values = [*self._fields(params)]
         for index in self._pointers:
-            value = values[index]
-            if value is None:
-                values[index] = 0
-            elif not isinstance(value, int):
-                if value.get_device() != device:
-                    self._refuse_device(index, value)
-                values[index] = value.data_ptr()
+            values[index] = self._address(values[index], index)
+        for index in self._maps:
+            if isinstance(values[index], Matrix) and not isinstance(values[index].at, Slot):
+                values[index] = values[index].encoded(self._address(values[index].at, index))
         return values
+
+    def _address(self, value: Any, index: int) -> Any:
+        if value is None:
+            return 0
+        if not isinstance(value, Tensor):
+            return value
+        if value.get_device() != self.device:
+            self._refuse_device(index, value)
+        return value.data_ptr()
 
     def start(self, values: list[Any], grid: Grid) -> None:
         """Launch with the result of `values` on the device's current stream."""
         scratch = self._scratch
         self._layout.packer.pack_into(scratch.buffer, 0, *values)
-        self._start(scratch, grid)
-
-    def last(self) -> bytes:
-        """The packed parameters of this thread's last launch."""
-        return bytes(self._scratch.buffer.raw)
-
-    def again(self, values: bytes, grid: Grid) -> None:
-        """Launch with packed parameters from `last`."""
-        scratch = self._scratch
-        scratch.buffer.raw = values
-        self._start(scratch, grid)
-
-    def _start(self, scratch: "_Scratch", grid: Grid) -> None:
         device = self.device
         stream = torch._C._cuda_getCurrentRawStream(device)
         known = scratch.configs.get(stream)

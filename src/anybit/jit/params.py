@@ -25,8 +25,16 @@ class CType(NamedTuple):
     size: int
 
 
-Pointer = Annotated[torch.Tensor | int | None, CType("P", 8)]
-"""A device pointer: a tensor (its first element), an address, or None for a null pointer."""
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A pointer that each run of a plan supplies: ``offset`` bytes behind the address given for ``name``."""
+
+    name: str
+    offset: int = 0
+
+
+Pointer = Annotated[torch.Tensor | int | Slot | None, CType("P", 8)]
+"""A device pointer: a tensor (its first element), an address, a plan's slot, or None for a null pointer."""
 Int32 = Annotated[int, CType("i", 4)]
 UInt32 = Annotated[int, CType("I", 4)]
 Int64 = Annotated[int, CType("q", 8)]

@@ -1,35 +1,45 @@
 """TMA tensor maps of row-major matrices (ptx_tensor.cuh)."""
 
 import ctypes
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
 
-from torch import Tensor
-
 from anybit.errors import KernelError
 from anybit.jit.driver import driver
-from anybit.jit.params import CType
-
-TensorMap = Annotated[bytes, CType("128s", 128)]
-"""A Params field for a `ptx::TensorMap`, filled by ``encode``."""
+from anybit.jit.params import CType, Pointer
 
 
-def encode(matrix: Tensor, box_columns: int, box_rows: int) -> bytes:
-    """The tensor map of a CUDA matrix [rows, columns] with contiguous columns, for 128-byte swizzled boxes.
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A row-major matrix [rows, columns] that a kernel accesses by TMA in 128-byte swizzled boxes.
 
-    Elements have 1 or 2 bytes; elements outside the matrix read as zeros. Raises KernelError unless address and row
-    pitch are multiples of 16 bytes.
+    Elements have 1 or 2 bytes; those outside the matrix read as zeros. pitch: bytes between rows.
     """
-    rows, columns = matrix.shape
-    size = matrix.element_size()
-    return encode_at(matrix.data_ptr(), size, rows, columns, matrix.stride(0) * size, box_columns, box_rows)
+
+    at: Pointer
+    element_bytes: int
+    rows: int
+    columns: int
+    pitch: int
+    box_columns: int
+    box_rows: int
+
+    def encoded(self, address: int) -> bytes:
+        """The tensor map, for the matrix at an address. Raises KernelError unless both are multiples of 16."""
+        sizes = self.element_bytes, self.rows, self.columns, self.pitch
+        return encode_at(address, *sizes, self.box_columns, self.box_rows)
+
+
+TensorMap = Annotated[bytes | Matrix, CType("128s", 128)]
+"""A Params field for a `ptx::TensorMap`."""
 
 
 @lru_cache(maxsize=1024)
 def encode_at(
     address: int, element_bytes: int, rows: int, columns: int, pitch: int, box_columns: int, box_rows: int
 ) -> bytes:
-    """``encode`` for a matrix at an address, with rows ``pitch`` bytes apart."""
+    """The tensor map of a ``Matrix``."""
     cuda = driver()
     kinds = cuda.CUtensorMapDataType
     kind = {1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16}[element_bytes]

@@ -11,23 +11,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from anybit import jit
 from anybit.choose.families import Layout
 from anybit.codes.hadamard import factor, transform
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.kernels.block import hadamard as hadamard_kernel
-from anybit.ops import bitwise, call_cache, packed
+from anybit.ops import bitwise, packed, product
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
-from anybit.ops.call_cache import linear as cached_linear
-from anybit.ops.call_cache import linear_key
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
 from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.library import COMPLIANT, define
 from anybit.ops.packed import PackedTiles
+from anybit.ops.plans import find
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.scheme import ActivationFormat
 
@@ -77,7 +75,7 @@ class Prepared:
 
     @property
     def spec(self) -> LinearSpec:
-        """The spec parsed from the text; one object per text, kept for ever, as plans are cached by its identity."""
+        """The spec parsed from the text."""
         return LinearSpec.parse(self.spec_text)
 
     def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], str]]:
@@ -142,10 +140,9 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
     width or device does not fit the prepared weight; on a GPU, also for such a bias.
     """
     if _alone(x):
-        call = call_cache.find(linear_key(x, prepared.tensors, bias, prepared.spec_text))
-        if call is not None:
-            found: Tensor = call(x, prepared.tensors, bias)
-            return found
+        plan = find(product.linear_key(x, prepared.tensors, bias, prepared.spec_text))
+        if plan is not None:
+            return product.run(plan, x, prepared.tensors, bias)
     y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
     return y
 
@@ -170,8 +167,12 @@ def _alone(x: Tensor) -> bool:
         or torch.is_autocast_enabled("cuda")
         or torch._C._is_tracing()
         or torch.autograd.profiler._is_profiler_enabled
-        or jit.watched()
     )
+
+
+def _linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    return backends[parsed.backend].linear(x, weight, bias, parsed)
 
 
 def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
@@ -213,7 +214,7 @@ def _hadamard_cuda(x: Tensor) -> Tensor:
 # A Library rather than custom_op: calls cost a few microseconds less, and decoding makes hundreds of them per token.
 _library = torch.library.Library("anybit", "DEF")
 define(
-    _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", _linear_fake, cached_linear,
+    _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", _linear_fake, _linear,
     tags=COMPLIANT,
 )  # fmt: skip
 define(

@@ -2,10 +2,8 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,15 +11,10 @@ from torch import Tensor
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import KernelError
 from anybit.kernels.block.rope import RopeStoreArgs as RopeStoreArgs
-from anybit.kernels.block.rope_pages import RopePagesArgs as RopePagesArgs
-from anybit.ops.prologue import LinearInput
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
-CachedCall = Callable[..., Any]
-"""(x, a prepared weight's tensors, bias) -> y; for a prologue with a residual (..., gamma, residual) -> (y, sum)."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LinearSpec:
     """Everything static about a prepared linear layer; ops take it as a string, since they cannot take objects.
 
@@ -35,49 +28,44 @@ class LinearSpec:
     activations: ActivationFormat
     fused: bool = False
 
+    @cached_property
+    def _text(self) -> str:
+        text = f"{self.backend}:{self.n}x{self.k}:{Scheme(self.weights, self.activations)}"
+        return f"{text}:fused" if self.fused else text
+
     def __str__(self) -> str:
-        return _spec_text(self)
+        return self._text
 
     @staticmethod
     def parse(text: str) -> "LinearSpec":
         """The inverse of ``str``."""
-        return _parse_spec(text)
-
-
-@cache
-def _spec_text(spec: LinearSpec) -> str:
-    text = f"{spec.backend}:{spec.n}x{spec.k}:{Scheme(spec.weights, spec.activations)}"
-    return f"{text}:fused" if spec.fused else text
+        found = _specs.get(text)
+        if found is None:
+            backend, shape, scheme, *rest = text.split(":")
+            n, k = map(int, shape.split("x"))
+            parsed = Scheme.parse(scheme)
+            found = LinearSpec(backend, n, k, parsed.weights, parsed.activations, rest == ["fused"])
+            _specs[text] = found
+        return found
 
 
 _specs: dict[str, LinearSpec] = {}
-
-
-def _parse_spec(text: str) -> LinearSpec:
-    found = _specs.get(text)
-    if found is None:  # one object per text, even with several threads: plans are cached by its identity
-        found = _specs.setdefault(text, _parsed_spec(text))
-    return found
-
-
-def _parsed_spec(text: str) -> LinearSpec:
-    backend, shape, scheme, *rest = text.split(":")
-    n, k = map(int, shape.split("x"))
-    parsed = Scheme.parse(scheme)
-    return LinearSpec(backend, n, k, parsed.weights, parsed.activations, rest == ["fused"])
+"""Parsed texts: a dictionary, as torch.compile warns of functools' caches."""
 
 
 class Backend(ABC):
     """One way to run linear layers. Other methods may assume that ``why_not`` returned None.
 
     unasked: device types on which it may be chosen without being named.
-    codes: whether ``linear`` takes an ``ActivationPrologue`` (work fused into its quantize-and-pack kernel).
-    norm_tokens: most tokens for which ``norm_linear`` may fuse the norm into the GEMM (16-bit activations).
+    codes: whether its layers are planned (``ops.product``), with work before them fused into their kernels.
+    planes: whether it keeps weights in bit planes.
+    norm_tokens: most tokens for which a norm may be fused into the GEMM (16-bit activations).
     """
 
     name: str
     unasked: tuple[str, ...] = ()
     codes: bool = False
+    planes: bool = False
     norm_tokens: int = 0
 
     @abstractmethod
@@ -97,11 +85,8 @@ class Backend(ABC):
         """The packed weight: the bit-exact inverse of ``prepare``."""
 
     @abstractmethod
-    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype.
-
-        x: may be an ``ActivationPrologue`` that makes [M, K], if ``codes``.
-        """
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype."""
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         """Embedding lookup: dequantized weight rows ``ids``, int64 [...] -> [..., K] in a float dtype."""
@@ -113,58 +98,8 @@ class Backend(ABC):
         return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
     def ends_with_silu(self, weight: QuantizedWeight) -> bool:
-        """Whether ``linear_silu`` works for quantized activations at every token count that matters."""
+        """Whether GEMMs of quantized activations end with SiLU at every token count that matters."""
         return False
-
-    def linear_silu(
-        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
-    ) -> Tensor | None:
-        """``linear`` with a SiLU epilogue: silu(gate) * up [..., N / 2], outputs interleaved eight by eight.
-
-        None, without any launch, if the kernel has no such epilogue.
-        """
-        return None
-
-    def cached_call(
-        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, silu: bool = False
-    ) -> CachedCall | None:
-        """A fast, unchecked ``linear`` (silu: ``linear_silu``) for operands like these; None if there is none.
-
-        Checks these operands as ``linear`` does. The result takes operands of the same ``call_cache.signature`` and any
-        weight of the same spec.
-        """
-        return None
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        gamma: Tensor,
-        epsilon: float,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        silu: bool = False,
-    ) -> tuple[Tensor, Tensor] | None:
-        """(linear of RMSNorm(x + residual), x + residual) in one launch; None if this backend has no such kernel.
-
-        silu: the first is silu(gate) * up [..., N / 2], of outputs interleaved eight by eight.
-        """
-        return None
-
-    def norm_rotate_store(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        gamma: Tensor,
-        epsilon: float,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        step: RopeStoreArgs | RopePagesArgs,
-    ) -> tuple[Tensor, Tensor] | None:
-        """(queries after RoPE, x + residual) of ``norm_linear`` as QKV, storing K and V as ``step`` says; or None."""
-        return None
 
 
 backends: dict[str, Backend] = {}

@@ -1,19 +1,17 @@
 """Input checks shared by the CUDA backends, and the problems that their kernels are chosen for."""
 
-import functools
-
 import torch
 from torch import Tensor
 
 from anybit.choose.builtin import builtin_layout
-from anybit.choose.dispatch import allowed, dispatcher, generation
+from anybit.choose.dispatch import allowed, dispatcher
 from anybit.choose.families import Layout
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.ops.backend import LinearSpec
-from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.scheme import ActivationFormat
 
 
 def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None = None) -> None:
@@ -59,35 +57,10 @@ def dense_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return bias.to(dtype).contiguous()
 
 
-def product_of(
-    spec: LinearSpec, tokens: int, rows: Tensor, columns: int | None = None, aligned: bool = True
-) -> LinearProblem:
-    """The problem that a kernel is chosen for. columns: K of the tiles, if activations are gathered to their order."""
-    gathered = columns is not None
-    k = columns if columns is not None and spec.activations.quantized else spec.k
-    aligned = aligned or spec.activations.quantized  # quantized activations always are
-    shape, formats = (tokens, spec.n, k), (spec.weights, spec.activations)
-    return LinearProblem(*shape, *formats, rows.dtype, Device.of(rows), gathered, columns or 0, aligned)
-
-
 def layouts_of(weight: QuantizedWeight, activations: ActivationFormat, most: int = 2) -> tuple[Layout, ...]:
     """At most ``most`` weight layouts for a layer, from the policy map of its GPU; without a map, the built-in one."""
     n, k = weight.shape
     if not weight.words.is_cuda:
         return (builtin_layout(LinearProblem(1, n, k, weight.format, activations)),)
-    return _layouts(n, k, weight.format, activations, Device.of(weight.words), allowed(), most, generation())
-
-
-@functools.lru_cache(maxsize=1024)
-def _layouts(
-    n: int,
-    k: int,
-    weights: WeightFormat,
-    activations: ActivationFormat,
-    device: Device,
-    words: frozenset[str],
-    most: int,
-    generation: int,
-) -> tuple[Layout, ...]:
-    product = LinearProblem(1, n, k, weights, activations, device=device)
-    return dispatcher(device.name).layouts(product, words, most)
+    product = LinearProblem(1, n, k, weight.format, activations, device=Device.of(weight.words))
+    return dispatcher(product.device.name).layouts(product, allowed(), most)

@@ -1,28 +1,32 @@
 """Compile the kernels of a model's layers for every token count, before the first request.
 
-Each kind of layer is dry-run at each token count to record which kernels it would launch. Those missing from the disk
-cache are compiled in parallel, by one process per core. The recorded list is cached on disk, too.
+Each kind of layer is planned at each token count, which needs no tensors. Kernels missing from the disk cache are
+compiled in parallel, by one process per core.
 """
 
-import functools
 import os
 import random
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.choose.builtin import MOST_TOKENS
-from anybit.choose.dispatch import dispatcher
 from anybit.choose.registry import STEPS
 from anybit.device import Device
+from anybit.jit import Slot
 from anybit.jit.cache import fetch
-from anybit.ops import kept_choices
+from anybit.kernels.block import hadamard, rope_pages
+from anybit.kernels.block.quantize_activations import Source
+from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.ops.backend import LinearSpec
-from anybit.ops.pages import RopePagesArgs, norm_rotate_pages, rotate_pages
+from anybit.ops.elementwise import norm_plan, silu_plan
+from anybit.ops.fused import rotation_refused
+from anybit.ops.plans import Rows
+from anybit.ops.product import Norm, asked_of, layer_plan, norm_config
 from anybit.tune.processes import compile_kernels
 
 
@@ -63,29 +67,15 @@ def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> Compile
     start = time.perf_counter()
     device = next(iter(kinds.values()))[0].device
     counts = [m for m in STEPS if m < most]
-    while most > MOST_TOKENS and 2 * counts[-1] < most:  # beyond MOST_TOKENS, plans are made for powers of two
+    while most > MOST_TOKENS and 2 * counts[-1] < most:  # beyond MOST_TOKENS, kernels are chosen for powers of two
         counts.append(2 * counts[-1])
     counts.append(most)
-
-    def call_all() -> None:
-        for kind, tensors in kinds.items():
-            for tokens in counts:
-                if kind.most is None:
-                    _call(kind, tensors, tokens)
-                elif tokens < 2 * kind.most:
-                    _multiply(kind, tensors, min(tokens, kind.most))
-
-    gpu = Device.of(torch.empty(0, device=device))
-    layers = [f"{kind} {[tuple(one.shape) for one in tensors]}" for kind, tensors in kinds.items()]
-    name, choices = kept_choices.name_of(layers, most, gpu), dispatcher(gpu.name).choices
-    kept = None if name is None else kept_choices.read(name)
-    if kept is not None:
-        choices.update(kept.choices)
-        return make_ready(kept.kernels, device, start)
-    kernels = jit.kernels_of(call_all)
-    if name is not None:
-        kept_choices.write(name, kept_choices.Chosen(kernels, choices))
-    return make_ready(kernels, device, start)
+    kernels = dict[jit.Kernel, None]()
+    for kind, tensors in kinds.items():
+        for tokens in counts:
+            if kind.most is None or tokens < 2 * kind.most:
+                kernels.update(dict.fromkeys(kernels_of(kind, tensors, min(tokens, kind.most or tokens))))
+    return make_ready(list(kernels), device, start)
 
 
 def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | None = None) -> CompiledAhead:
@@ -102,41 +92,37 @@ def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | N
     return CompiledAhead(len(kernels), len(missing), time.perf_counter() - start, compiled - decided, refused)
 
 
-def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
-    """Call every op that a graph may run on a layer with ``tokens`` tokens (``jit.kernels_of`` skips the launches)."""
-    spec = LinearSpec.parse(kind.spec)
+def kernels_of(kind: LayerKind, tensors: list[Tensor], tokens: int) -> Iterator[jit.Kernel]:
+    """The kernels of every op that a graph may run on a layer with ``tokens`` tokens."""
+    spec, device = LinearSpec.parse(kind.spec), tensors[0].device
+    gpu = Device.of(tensors[0])
 
-    room = functools.partial(_room, kind, tensors)
-    x, gamma, bias = _multiply(kind, tensors, tokens)
-    coded = spec.activations.quantized
-    torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, False, kind.rotated)
-    if spec.n % 16 == 0:
-        torch.ops.anybit.silu_mul(room(tokens, spec.n), kind.paired)
-    if kind.paired:
-        torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, True, kind.rotated)
-    if coded:
-        torch.ops.anybit.silu_linear(room(tokens, 2 * spec.k), tensors, bias, kind.spec, kind.rotated)
-    if kind.heads is not None:  # its inputs are hidden states, which also go through the final norm
-        torch.ops.anybit.add_rms_norm(x, x, gamma, 1e-5)
-        query_heads, key_heads, dim, paired = kind.heads
-        positions = torch.zeros(tokens, dtype=torch.int64, device=tensors[0].device)
-        step = RopePagesArgs(room(1, dim), positions, None, None, None, query_heads, key_heads)
-        width = (query_heads + 2 * key_heads) * dim  # of the whole layer, which may be several GEMMs
-        rotate_pages(step, room(tokens, width), paired=paired)
-        if paired:
-            norm_rotate_pages(step, x, x, gamma, 1e-5, tensors, bias, kind.spec)
+    def rows(k: int) -> Rows:
+        return Rows(Slot("x"), tokens, k, k, k % 8 == 0, kind.dtype, device, gpu)
 
-
-def _room(kind: LayerKind, tensors: list[Tensor], *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=kind.dtype, device=tensors[0].device)
-
-
-def _multiply(kind: LayerKind, tensors: list[Tensor], tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Call a layer's plain GEMM. Returns x, a gamma for norms before it, and the bias."""
-    spec, room = LinearSpec.parse(kind.spec), functools.partial(_room, kind, tensors)
-    x, gamma, bias = room(tokens, spec.k), room(spec.k), room(spec.n) if kind.bias else None
-    if kind.rotated:
-        torch.ops.anybit.hadamard_linear(x, tensors, bias, kind.spec)
+    asked = replace(asked_of(spec, tensors, None), bias=(kind.dtype, True) if kind.bias else None)
+    x, norm, coded = rows(spec.k), Norm(1e-5), spec.activations.quantized
+    inside = kind.rotated and coded and rotation_refused(spec.k, kind.dtype, gpu) is None
+    if kind.rotated and not inside:
+        turned = hadamard.Problem(tokens, spec.k, kind.dtype, gpu)
+        if hadamard.why_not(turned) is None:
+            yield hadamard.kernel(hadamard.default(turned))
+    yield from layer_plan(asked, x, rotated=inside).kernels
+    if kind.most is not None:
+        return
+    if asked.columns or (kind.rotated and not inside):  # op by op
+        yield from norm_plan(x, norm).kernels
     else:
-        torch.ops.anybit.linear(x, tensors, bias, kind.spec)
-    return x, gamma, bias
+        for silu in (False, True) if kind.paired else (False,):
+            yield from layer_plan(asked, x, silu, norm=norm, rotated=inside).kernels
+        if coded:
+            yield from layer_plan(asked, rows(2 * spec.k), source=Source.silu_mul, rotated=inside).kernels
+    if spec.n % 16 == 0:
+        yield from silu_plan(rows(spec.n), kind.paired).kernels
+    if kind.heads is not None:  # its inputs are hidden states, which also go through the final norm
+        yield from norm_plan(x, norm).kernels
+        query_heads, key_heads, dim, paired = kind.heads
+        turn = rope_pages.Problem(tokens, query_heads, key_heads, dim, kind.dtype, paired)
+        yield rope_pages.kernel(rope_pages.default(turn))
+        if paired and (config := norm_config(asked, x, norm)) is not None:
+            yield sm90_packed_gemv.rotary_kernel(config, pages=True)

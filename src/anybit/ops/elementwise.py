@@ -3,22 +3,23 @@
 On a GPU they take float16 and bfloat16; on a CPU they are plain torch with the same rounding where it matters.
 """
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit import jit
 from anybit.errors import KernelError
+from anybit.jit import Slot
 from anybit.kernels.attention.kv_page import ring_places
-from anybit.kernels.block import norm_act, rope
+from anybit.kernels.block import rope
 from anybit.kernels.block.norm_act import paired_rows as paired_rows
 from anybit.kernels.block.rope import NO_NORMS, RopeStoreArgs
 from anybit.kernels.block.rope import Norms as Norms
 from anybit.kernels.block.rope import paired_channels as paired_channels
-from anybit.ops import call_cache
+from anybit.ops import product
 from anybit.ops.library import define
+from anybit.ops.plans import Draft, OpPlan, Rows, find, planned, signature
+from anybit.ops.product import Norm
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -119,33 +120,39 @@ def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
 
 
 def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    key = "add_rms_norm", call_cache.signature(x), call_cache.signature(residual), call_cache.signature(gamma), epsilon
-    call = call_cache.find(key)
-    if call is not None:
-        y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
-        call(*map(call_cache.address, (x, residual, gamma, y, total)))
-        return y, total
-    check_norm(x, residual, gamma)
+    key = "rms_norm", signature(x), signature(residual), signature(gamma), epsilon
+    plan = find(key)
+    if plan is None:
+        check_norm(x, residual, gamma)
+        rows = _rows_in_place(x)
+        if rows is None or (residual is not None and not residual.is_contiguous()):
+            return _norm_cuda(x.contiguous(), None if residual is None else residual.contiguous(), gamma, epsilon)
+        aligned = all(one is None or one.data_ptr() % 16 == 0 for one in (residual, gamma))
+        norm = Norm(epsilon, residual is not None, aligned)
+        plan = planned(key, lambda: norm_plan(Rows.of(rows), norm))
+    y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
+    plan.run(x, x, y, gamma, residual, total)
+    return y, total
+
+
+def norm_plan(rows: Rows, norm: Norm) -> OpPlan:
+    """The plan of RMSNorm."""
+    draft = Draft()
+    product.rms_norm(draft, rows, norm, Slot("y"))
+    return draft.done(("x", "y", "gamma", "residual", "total"), rows.device)
+
+
+def silu_plan(rows: Rows, paired: bool) -> OpPlan:
+    """The plan of SiLU(gate) * up."""
+    draft = Draft()
+    product.silu_mul(draft, rows, Slot("y"), paired)
+    return draft.done(("x", "y"), rows.device)
+
+
+def _rows_in_place(x: Tensor) -> Tensor | None:
+    """X [..., k] as rows with adjacent columns; None if that takes a copy."""
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    total = other = None
-    if residual is not None:
-        other = residual.reshape(-1, x.shape[-1])
-        total = torch.empty(other.shape, dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
-        made = norm_act.add_rms_norm(_dense(rows), None if other is None else _dense(other), gamma, epsilon, y, total)
-        _launch(made, x, key, ("x", "residual", "gamma", "y", "residual_sum"), x, residual)
-    return y.view(x.shape), None if total is None else total.view(x.shape)
-
-
-def _launch(
-    made: norm_act.Launch, x: Tensor, key: Hashable, changing: tuple[str, ...], *dense: Tensor | None
-) -> None:  # fmt: skip
-    """Launch, and cache the launch unless one of the ``dense`` tensors had to be copied."""
-    kernel, params, grid = made
-    jit.launch(kernel, params, grid, pdl=True, device=x.get_device())
-    if all(one is None or one.is_contiguous() for one in dense):
-        call_cache.keep(key, lambda: jit.cached_launch(kernel, params, grid, changing, pdl=True, device=x.get_device()))
+    return rows if rows.data_ptr() == x.data_ptr() and rows.stride(1) == 1 else None
 
 
 def _rms_norm_cuda(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -159,19 +166,18 @@ def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: floa
 
 
 def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
-    key = "silu_mul", call_cache.signature(gate_up), paired
-    call = call_cache.find(key)
-    if call is not None:
-        y = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-        call(gate_up.data_ptr(), y.data_ptr())
-        return y
-    if gate_up.shape[-1] % 2:
-        raise KernelError(f"gate_up holds gate and up, so its last dimension must be even, not {gate_up.shape[-1]}")
-    rows = gate_up.reshape(-1, gate_up.shape[-1])
-    y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
-    if rows.shape[0]:
-        _launch(norm_act.silu_mul(_dense(rows), y, paired), gate_up, key, ("x", "y"), gate_up)
-    return y.view(*gate_up.shape[:-1], y.shape[1])
+    key = "silu_mul", signature(gate_up), paired
+    plan = find(key)
+    if plan is None:
+        if gate_up.shape[-1] % 2:
+            raise KernelError(f"gate_up holds gate and up, so its last dimension must be even, not {gate_up.shape[-1]}")
+        rows = _rows_in_place(gate_up)
+        if rows is None:
+            return _silu_mul_cuda(gate_up.contiguous(), paired)
+        plan = planned(key, lambda: silu_plan(Rows.of(rows), paired))
+    y = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    plan.run(gate_up, gate_up, y)
+    return y
 
 
 def _rotate_cuda(

@@ -112,6 +112,10 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
     0, 1, 2 ...  layer: for errors.  One launch (two for a prompt), at fixed addresses and without synchronization.
     Raises KernelError if no kernel supports the layout.
     """
+    run(_stored(view, rows, batch, k, v), view.pages.get_device(), layer)
+
+
+def _stored(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor) -> list[jit.Launch]:
     k, v = (_aligned(x) for x in (k, v))
     strides: dict[str, Any] = {
         "k_batch_stride": k.stride(0),
@@ -122,12 +126,19 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
         "v_head_stride": v.stride(2),
     }
     step = k.shape[1] <= view.ring - view.window + 1
-    for packs, keeps in ((1, 1),) if step else ((1, 0), (0, 1)):
-        _quantize(view, rows, batch, k.shape[1], layer, k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
+    return [
+        _quantize(view, rows, batch, k.shape[1], k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
+        for packs, keeps in (((1, 1),) if step else ((1, 0), (0, 1)))
+    ]
 
 
-def store_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: bool, keeps: bool) -> None:
-    """``store`` for ragged batches. packs: pack full windows into pages.  keeps: store the newest in the residual.
+def stored(view: LayerView, k: Tensor, v: Tensor) -> list[jit.Launch]:
+    """The launches of ``store`` for one new token of each sequence: k, v [sequences, kv_heads, head_dim]."""
+    return _stored(view, None, k.shape[0], k[:, None], v[:, None])
+
+
+def stored_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: bool, keeps: bool) -> jit.Launch:
+    """``stored`` for ragged batches. packs: pack full windows into pages.  keeps: store the newest in the residual.
 
     k, v: [tokens, kv_heads, head_dim].  Doing both at once is correct only for at most ``ring - window + 1`` tokens per
     sequence, or if its new tokens begin at a window: otherwise a ring slot may be overwritten before it is read.
@@ -141,8 +152,8 @@ def store_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: b
         "v_token_stride": v.stride(1),
         "v_head_stride": v.stride(2),
     }
-    _quantize(
-        view, None, new.starts.shape[0] - 1, new.most, 0, starts=new.starts, k=k, v=v, **strides,
+    return _quantize(
+        view, None, new.starts.shape[0] - 1, new.most, starts=new.starts, k=k, v=v, **strides,
         packs=int(packs), keeps=int(keeps), stored=0,
     )  # fmt: skip
 
@@ -151,7 +162,15 @@ def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: i
     """Pack the windows that the newest ``tokens`` tokens completed; all their tokens are already in the residual."""
     names = ("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride", "k_head_stride", "v_head_stride")
     arguments: dict[str, Any] = dict.fromkeys(names, 0) | {"k": None, "v": None}
-    _quantize(view, rows, batch, tokens, layer, **arguments, packs=1, keeps=0, stored=1)
+    run([_quantize(view, rows, batch, tokens, **arguments, packs=1, keeps=0, stored=1)], view.pages.get_device(), layer)
+
+
+def run(launches: Sequence[jit.Launch], device: int, layer: int = 0) -> None:
+    """Launch on the device's current stream. Raises what checked kernels find in a ``layer``."""
+    for one in launches:
+        jit.launch(one.kernel, one.params, one.grid, pdl=one.pdl, device=device)
+        if isinstance(one.params, kv_quantize.Params) and isinstance(one.params.errors, Tensor):
+            kv_page.report(int(one.params.errors), layer)
 
 
 def _quantize(
@@ -159,10 +178,9 @@ def _quantize(
     rows: Tensor | None,
     batch: int,
     tokens: int,
-    layer: int,
     starts: Tensor | None = None,
     **arguments: Any,
-) -> None:
+) -> jit.Launch:
     problem = kv_quantize.Problem(
         view.layout, batch, view.kv_heads, tokens, view.ring, view.window, view.bf16,
         view.front, view.slots, starts is not None,
@@ -192,10 +210,7 @@ def _quantize(
     )
     packs, keeps = bool(arguments["packs"]), bool(arguments["keeps"])
     overlaps = device.capability >= 90 and problem.step and (starts is None or (packs and keeps))
-    grid = kv_quantize.grid(problem, packs)
-    jit.launch(kv_quantize.kernel(config), params, grid, pdl=overlaps, device=view.pages.get_device())
-    if errors is not None:
-        kv_page.report(int(errors), layer)
+    return jit.Launch(kv_quantize.kernel(config), params, kv_quantize.grid(problem, packs), overlaps)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -230,13 +245,10 @@ def problem_of(
     )
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch: kernel, parameters, grid and outputs."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Launch(jit.Launch):
+    """A launch of attention, and its outputs."""
 
-    kernel: jit.Kernel
-    params: kernels.Params
-    grid: tuple[int, int, int]
     out: Tensor
     lse: Tensor
 
@@ -252,13 +264,15 @@ def prepare(
     errors: Tensor | None = None,
     split: int = 0,
     ragged: Ragged | None = None,
+    overlaps: bool = False,
 ) -> Launch:
     """The launch that runs ``decode`` on ``device``. Raises KernelError, with the reason, if there is none.
 
     rows: int32 [batch], sequence indices of the queries; None for 0, 1, 2 ...  config: kernel config (default: the
     heuristic's).  out: output buffer, contiguous, in q's shape and dtype.  errors: int32 [1], for checked kernels'
     error codes.  ragged: then q is [1, tokens, heads, head_dim], for sequences in rows of a pool; ``most`` must be at
-    least 2.
+    least 2.  overlaps: pages may be read before the previous kernel ends (programmatic dependent launch), so that
+    kernel must not write a prompt's pages.
     """
     problem = problem_of(q, view, masks, split, ragged)
     if config is None:
@@ -297,7 +311,10 @@ def prepare(
         starts=None if ragged is None else ragged.starts,
         **mask_params(masks, q),
     )
-    return Launch(kernels.kernel(config, view.layout), params, kernels.grid(problem, config, device), out, lse)
+    return Launch(
+        kernel=kernels.kernel(config, view.layout), params=params, grid=kernels.grid(problem, config, device),
+        pdl=overlaps and device.capability >= 90, out=out, lse=lse,
+    )  # fmt: skip
 
 
 def decode(
@@ -315,14 +332,11 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the newest tokens to the whole sequence; without input checks or Hadamard rotation.
 
-    q: [batch, tokens, heads, head_dim]; other arguments as in ``prepare``.  overlaps: pages may be read before the
-    previous kernel ends (programmatic dependent launch), so that kernel must not write a prompt's pages.
+    q: [batch, tokens, heads, head_dim]; other arguments as in ``prepare``.
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [batch, tokens, heads].
     """
-    device = Device.of(q)
-    launch = prepare(q, view, rows, masks, device, config, out, errors, split, ragged)
-    early = overlaps and device.capability >= 90
-    jit.launch(launch.kernel, launch.params, launch.grid, pdl=early, device=launch.out.get_device())
+    launch = prepare(q, view, rows, masks, Device.of(q), config, out, errors, split, ragged, overlaps)
+    run([launch], view.pages.get_device())
     return launch.out, launch.lse
 
 

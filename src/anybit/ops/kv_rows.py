@@ -1,10 +1,13 @@
 """Kernels over a low-bit KV cache in blocks that somebody else hands out (vLLM); see ``kernels.attention.kv_rows``.
 
-A layer of a step, in this order: ``pack`` the pages that become full, of all sequences; ``decode`` sequences with few
-new tokens and ``unpack`` what prompts attend over; then ``keep`` the newest tokens. ``store`` does the first and the
-last in one launch where that overwrites no token that is still to be read. Nothing here waits for the device.
+All functions return launches, for ``kv.run`` or a ``plan``. A layer of a step, in this order: ``pack`` the pages that
+become full, of all sequences; ``decode`` sequences with few new tokens and ``unpack`` what prompts attend over; then
+``keep`` the newest tokens. ``store`` does the first and the last in one launch where that overwrites no token that is
+still to be read. Nothing here waits for the device.
 """
 
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -15,6 +18,9 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.jit import Launch as Launch
+from anybit.jit import Plan as Plan
+from anybit.jit import Slot
 from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.decode import decode as kernels
 from anybit.kernels.attention.kv_page import PageLayout
@@ -26,6 +32,7 @@ from anybit.ops import kv
 from anybit.ops.kv import MOST_QUERIES as MOST_QUERIES
 from anybit.ops.kv import NO_MASKS, LayerView, Masks
 from anybit.ops.kv import Ragged as Ragged
+from anybit.ops.plans import signature
 from anybit.scheme import KVFormat
 
 
@@ -52,45 +59,41 @@ def view(
     )
 
 
-def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> None:
+def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> list[Launch]:
     """Pack the pages that become full and keep the new tokens; k, v: [tokens, kv_heads, head_dim].
 
     ragged: how many tokens each sequence has: any number if they begin a page, else at most 1 + the row's slack (and
     ``MOST_QUERIES`` if ``decode`` attends); None: one each.
     """
-    if ragged is None:
-        kv.store(of, None, k.shape[0], k[:, None], v[:, None])
-    else:
-        kv.store_ragged(of, k, v, ragged, packs=True, keeps=True)
+    return kv.stored(of, k, v) if ragged is None else [kv.stored_ragged(of, k, v, ragged, packs=True, keeps=True)]
 
 
-def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
+def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> list[Launch]:
     """Pack the pages that the new tokens fill; k, v: [tokens, kv_heads, head_dim].
 
     starts: int32 [sequences + 1], where the tokens of each sequence begin.  most: the most new tokens of a sequence.
     """
-    kv.store_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=False)
+    return [kv.stored_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=False)]
 
 
-def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
+def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> list[Launch]:
     """Keep the newest tokens in 16 bits (the ring); arguments as in ``pack``."""
-    kv.store_ragged(of, k, v, Ragged(starts, most), packs=False, keeps=True)
+    return [kv.stored_ragged(of, k, v, Ragged(starts, most), packs=False, keeps=True)]
 
 
 def decode(
     q: Tensor, of: LayerView, masks: Masks = NO_MASKS, *, out: Tensor, overlaps: bool, ragged: Ragged | None = None
-) -> None:
+) -> list[Launch]:
     """Attention of new tokens that are already stored; q, out: [tokens, heads, head_dim]; ragged: as in ``store``.
 
     overlaps: start before the previous kernel has ended, which must then be ``store`` of the same step.
     """
-    if ragged is None:
-        kv.decode(q[:, None], of, None, masks, out=out[:, None], overlaps=overlaps)
-    else:
-        kv.decode(q[None], of, None, masks, out=out[None], overlaps=overlaps, ragged=ragged)
+    axis = 1 if ragged is None else 0
+    q, out, gpu = q.unsqueeze(axis), out.unsqueeze(axis), Device.of(q)
+    return [kv.prepare(q, of, None, masks, gpu, out=out, ragged=ragged, overlaps=overlaps)]
 
 
-def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, out: Tensor) -> None:
+def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, out: Tensor) -> list[Launch]:
     """Write pages as 16-bit K and V to out [jobs, 2, kv_heads, 128, head_dim].
 
     jobs: int32 [jobs, 2], a sequence and 2 * page for the packed page, or 2 * page + 1 for its tokens in 16 bits,
@@ -122,7 +125,51 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
         pages_count=of.pages.shape[0],
         **strides,
     )
-    jit.launch(kv_unpack.kernel(config), params, kv_unpack.grid(problem), device=of.pages.get_device())
+    return [Launch(kv_unpack.kernel(config), params, kv_unpack.grid(problem))]
+
+
+# -------- the layers of a step
+
+SLOTS = ("pages", "residual", "q", "k", "v", "out", "sinks")
+"""The tensors of a layer, by their names in kernel parameters; ``residual`` is ``pages`` in 16 bits."""
+_CHANGING: dict[type, tuple[str, ...]] = {
+    kv_quantize.Params: ("pages", "residual", "k", "v"),
+    kernels.Params: ("pages", "residual", "q", "out", "sinks"),
+    kv_unpack.Params: ("pages", "k", "v"),
+}
+"""The parameters that differ between the layers of a step."""
+
+
+def key_of(
+    rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, masks: Masks, capacity: int
+) -> Hashable:
+    """Everything that a layer's launches depend on besides the step; None if each layer has to launch by itself.
+
+    That is so in graph captures, which have a workspace of their own, and with ALiBi.
+    """
+    stream, capture = kv.stream_of(q.device)
+    if capture or masks.alibi is not None:
+        return None
+    how = masks.scale, masks.window, masks.softcap, masks.sinks is None, capacity, stream
+    return rows, how, *[signature(x) for x in (pages, q, k, v, out)]
+
+
+def plan(launches: Sequence[Launch], places: Sequence[int], device: int) -> Plan | None:
+    """A plan of a layer's launches for all layers like it, good for one step: it holds the step's tensors.
+
+    places: the addresses of the layer's ``SLOTS``.  None if other layers cannot run it: where kernels read copies of
+    the layer's tensors, or check them.
+    """
+    own, found = dict(zip(SLOTS, places, strict=True)), list[Launch]()
+    for launch in launches:
+        params: Any = launch.params
+        tensors = {name: getattr(params, name) for name in _CHANGING[type(params)]}
+        copied = any(x.data_ptr() != own[name] for name, x in tensors.items() if x is not None and name != "sinks")
+        if copied or (isinstance(params, kv_quantize.Params) and params.errors is not None):
+            return None
+        slots: dict[str, Any] = {name: Slot(name) for name, x in tensors.items() if x is not None}
+        found.append(Launch(launch.kernel, replace(params, **slots), launch.grid, launch.pdl))
+    return Plan(found, SLOTS, device)
 
 
 def kernels_for(

@@ -15,9 +15,9 @@ from anybit.choose.dispatch import allowed, dispatcher, forget_with_maps, tell
 from anybit.choose.families import Layout
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
+from anybit.kernels.linear_problem import LinearProblem
 from anybit.ops.backend import Backend, LinearSpec
-from anybit.ops.checks import layouts_of, product_of
-from anybit.ops.prologue import LinearInput, opened
+from anybit.ops.checks import layouts_of
 from anybit.scheme import ActivationFormat, Scheme
 
 _UNWANTED = 9
@@ -56,7 +56,6 @@ class MultiLayoutBackend(Backend):
     ) -> None:
         self.name, self.parts, self.layouts, self._first = name, parts, layouts, first
         self.unasked = unasked
-        self.codes = not self.eight and all(part.codes for part in parts)
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why one of the two cannot run this layer on its device, as a sentence; None if both can."""
@@ -104,32 +103,25 @@ class MultiLayoutBackend(Backend):
         """Through the first backend."""
         return self.parts[0].rows(ids, tensors[: self._first], spec, dtype)
 
-    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """Through the faster backend at this token count."""
         which, mine, inner = self._chosen(x, tensors, spec)
         return self.parts[which].linear(x, mine, bias, inner)
 
-    def linear_silu(
-        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
-    ) -> Tensor | None:
-        """Through the faster backend; None if it has no SiLU epilogue."""
-        which, mine, inner = self._chosen(x, tensors, spec)
-        return self.parts[which].linear_silu(x, mine, bias, inner)
-
-    def _chosen(self, x: LinearInput, tensors: list[Tensor], spec: LinearSpec) -> tuple[int, list[Tensor], LinearSpec]:
+    def _chosen(self, x: Tensor, tensors: list[Tensor], spec: LinearSpec) -> tuple[int, list[Tensor], LinearSpec]:
         """(index of the backend, its tensors, its spec)."""
-        rows, _ = opened(x)
-        tokens = rows.numel() // spec.k if spec.k else 0
-        key = id(spec), step(tokens), rows.dtype, rows.get_device()
+        tokens = x.numel() // spec.k if spec.k else 0
+        key = id(spec), step(tokens), x.dtype, x.get_device()
         found = _decided.get(key)
         if found is None:
-            found = _decided[key] = self._decide(rows, spec, tokens)
+            found = _decided[key] = self._decide(x, spec, tokens)
         which, inner = found
         return which, tensors[self._first :] if which else tensors[: self._first], inner
 
     def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
-        product = product_of(spec, step(max(tokens, 1)), x)
-        by = dispatcher(Device.of(x).name)
+        gpu, formats = Device.of(x), (spec.weights, spec.activations)
+        product = LinearProblem(step(max(tokens, 1)), spec.n, spec.k, *formats, x.dtype, gpu)
+        by = dispatcher(gpu.name)
         layouts = by.in_fused(product, self.layouts) if spec.fused else self.layouts
         chosen = by.choose(product, layouts, allowed()).candidate
         which = self.layouts.index(chosen.layout)

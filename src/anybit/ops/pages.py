@@ -4,18 +4,20 @@
 two tokens with 16-bit activations. Both write the cache in ``RopePagesArgs``; the ops that call them ensure the order.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from anybit import jit
 from anybit.errors import KernelError
+from anybit.jit import Launch, Slot
 from anybit.kernels.block import rope_pages
 from anybit.kernels.block.rope_pages import RopePagesArgs as RopePagesArgs
-from anybit.ops import call_cache
-from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import copy_of
-from anybit.ops.elementwise import check_norm, paired_channels, rms_norm, rotate
-from anybit.ops.fused import norm_linear
+from anybit.ops.elementwise import paired_channels, rms_norm, rotate
+from anybit.ops.fused import norm_linear, norm_turn
+from anybit.ops.plans import Draft, OpPlan, find, planned, signature
 
 
 def why_not(query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -32,31 +34,38 @@ def rotate_pages(
     qkv: [tokens, (query_heads + 2 * key_heads) * head_dim].  q_gamma, k_gamma: [head_dim], of a per-head QK norm first.
     paired: channels are in the order of ``rope.paired_channels``.  Raises KernelError as ``check_step`` does.
     """
-    places = (step.positions, step.table, step.keys, step.values, step.slots)
+    tensors = (q_gamma, k_gamma, step.table, step.positions, step.keys, step.values, step.slots)
     how = step.query_heads, step.key_heads, epsilon, paired
-    key = "rotate_pages", how, tuple([call_cache.signature(one) for one in (qkv, q_gamma, k_gamma, *places)])
-    call = call_cache.find(key)
-    if call is not None:
-        q = qkv.new_empty((len(qkv), step.query_heads, step.head_dim))
-        call(*map(call_cache.address, (qkv, q, q_gamma, k_gamma, *places)))
-        return q
-    check_step(step, qkv.shape, qkv.dtype, q_gamma, k_gamma)
-    if not qkv.is_cuda:
-        return _rotate_cpu(step, qkv, q_gamma, k_gamma, epsilon, paired)
-    rows = qkv if qkv.stride(-1) == 1 and qkv.stride(0) % 8 == 0 and qkv.data_ptr() % 16 == 0 else copy_of(qkv)
-    q = torch.empty(len(rows), step.query_heads, step.head_dim, dtype=qkv.dtype, device=qkv.device)
-    if len(rows):
-        problem = rope_pages.Problem(len(rows), step.query_heads, step.key_heads, step.head_dim, qkv.dtype, paired)
-        config = rope_pages.default(problem)
-        kernel, grid = rope_pages.kernel(config), rope_pages.grid(problem, config)
-        params = rope_pages.arguments(step, rows, q, q_gamma, k_gamma, epsilon)
-        jit.launch(kernel, params, grid, pdl=True, device=qkv.get_device())
-        if rows is qkv:
-            names = ("qkv", "q", "q_gamma", "k_gamma", "positions", "table", "keys", "values", "slots")
-            call_cache.keep(
-                key, lambda: jit.cached_launch(kernel, params, grid, names, pdl=True, device=qkv.get_device())
-            )
+    key = "rotate_pages", how, tuple([signature(one) for one in (qkv, *tensors)])
+    plan = find(key)
+    if plan is None:
+        check_step(step, qkv.shape, qkv.dtype, q_gamma, k_gamma)
+        if not qkv.is_cuda:
+            return _rotate_cpu(step, qkv, q_gamma, k_gamma, epsilon, paired)
+        if qkv.stride(-1) != 1 or qkv.stride(0) % 8 or qkv.data_ptr() % 16:
+            return rotate_pages(step, copy_of(qkv), q_gamma, k_gamma, epsilon, paired)
+        problem = rope_pages.Problem(len(qkv), step.query_heads, step.key_heads, step.head_dim, qkv.dtype, paired)
+        plan = planned(key, lambda: _plan(problem, step, qkv, q_gamma, k_gamma, epsilon))
+    q = qkv.new_empty((len(qkv), step.query_heads, step.head_dim))
+    plan.run(qkv, qkv, q, *tensors)
     return q
+
+
+_SLOTS = ("qkv", "q", "q_gamma", "k_gamma", "table", "positions", "keys", "values", "slots")
+
+
+def _plan(
+    problem: rope_pages.Problem, step: RopePagesArgs, qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None,
+    epsilon: float,
+) -> OpPlan:  # fmt: skip
+    draft = Draft()
+    if problem.tokens:
+        config = rope_pages.default(problem)
+        params = rope_pages.arguments(step, qkv, qkv, q_gamma, k_gamma, epsilon)
+        slots: dict[str, Any] = {name: Slot(name) for name in _SLOTS if getattr(params, name) is not None}
+        kernel, grid = rope_pages.kernel(config), rope_pages.grid(problem, config)
+        draft.launches.append(Launch(kernel, replace(params, **slots), grid, pdl=True))
+    return draft.done(_SLOTS, qkv.device)
 
 
 def norm_rotate_pages(
@@ -67,16 +76,15 @@ def norm_rotate_pages(
 
     The linear's outputs are queries, keys and values in the channel order of ``rope.paired_channels``.
     """
-    parsed = LinearSpec.parse(spec)
-    backend = backends[parsed.backend]
-    if backend.norm_tokens and x.is_cuda and x.numel():
-        check_norm(x, residual, gamma)
-        check_step(step, torch.Size((x.numel() // parsed.k, parsed.n)), x.dtype)
-        found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
-        if found is not None:
-            return found[0].view(-1, step.query_heads, step.head_dim), found[1]
+    found = norm_turn(x, residual, gamma, epsilon, weight, bias, spec, step, _check_layer)
+    if found is not None:
+        return found
     qkv, total = norm_linear(x, residual, gamma, epsilon, weight, bias, spec)
-    return rotate_pages(step, qkv.view(-1, parsed.n), paired=True), total
+    return rotate_pages(step, qkv.view(-1, qkv.shape[-1]), paired=True), total
+
+
+def _check_layer(x: Tensor, outputs: int, step: RopePagesArgs) -> None:
+    check_step(step, torch.Size((len(x), outputs)), x.dtype)
 
 
 def check_step(

@@ -6,7 +6,6 @@ from torch import Tensor
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight
 from anybit.ops.backend import Backend, LinearSpec
-from anybit.ops.prologue import LinearInput
 from anybit.scheme import ActivationFormat
 
 
@@ -37,9 +36,8 @@ class ReferencePacked(Backend):
         zero, group_index, indices, minimum = (tensor if tensor.numel() else None for tensor in optional)
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
 
-    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The exact linear of ``anybit.codes.reference``."""
-        assert isinstance(x, Tensor)
         return reference.linear(x, self.restore(tensors, spec), spec.activations, bias)
 
 
@@ -52,8 +50,7 @@ class ReferenceDecoded(ReferencePacked):
         """The packed tensors, then the decoded weight."""
         return [*super().prepare(weight, activations), reference.decode(weight, activations)]
 
-    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The exact linear of ``anybit.codes.reference`` over the decoded weight."""
-        assert isinstance(x, Tensor)
         reference.check_activations(x, spec.k)
         return reference.multiply(x, tensors[6], tensors[1], spec.weights, spec.activations, bias)

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit import jit
 from anybit.choose.families import FAMILIES, Candidate, Layout, quantizer
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight, words_per_row
 from anybit.device import Device
+from anybit.jit import Launch, Plan, Slot
 from anybit.kernels.bitplane import bitplane_layout
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed
+from anybit.kernels.gemm_kernel import GemmKernel, launches
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.multiply import product
 from anybit.kernels.packed import packed_tiles
-from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROTATE_BYTES = 160 << 20
@@ -94,11 +95,6 @@ class Layer:
             self.copies[layout] = [first, *others]
         return self.copies[layout]
 
-    def address(self, layout: Layout, copy: int) -> int:
-        """The address of a copy's codes."""
-        codes: Tensor = getattr(self.copies[layout][copy], _CODES[layout])
-        return codes.data_ptr()
-
 
 _CODES = {Layout.planes: "planes", Layout.tiles_a16: "tiles", Layout.tiles_a8: "tiles"}
 """The attribute that holds the codes, by layout."""
@@ -123,7 +119,7 @@ class Bench:
         self.tokens = torch.arange(m, device=device)
         if m > _SAMPLE:
             self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
-        self._recorded: dict[Candidate, dict[int, list[jit.Recorded]]] = {}
+        self._plans: dict[Candidate, Plan] = {}
         self._shared: dict[Any, Any] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
@@ -139,53 +135,54 @@ class Bench:
         return found
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value shared by all candidates, created once: recorded launches hold on to it."""
+        """A value shared by all candidates, created once."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
-    def call(self, candidate: Candidate) -> Callable[[Any], object]:
-        """A function that runs a candidate, activation quantization included, on a copy of the weights."""
-        x, y, activations, family = self.x, self.y, candidate.activations, FAMILIES[candidate.kernel]
-        product = replace(self.product, activations=activations)
-        more = {}
-        if candidate.kernel == "sm80_packed_gemm":  # shared: one workspace per candidate would add up to some 10 GB
-            room = self._once(("room", activations), lambda: sm80_packed_gemm.room_for_all(product, x.device))
-            more = {"room": room}
-        if not activations.quantized:
-            return lambda weight: family.multiply(x, weight, y, candidate.config, **more)
-        key = activations, family.target
-        codes = self._once(key, lambda: Packed(product.m, product.k, *key, x.device))
-        source = quantize_activations.problem_of(x, activations, family.target)
-        quantize = quantizer(product, family.target)
+    def plan(self, candidate: Candidate) -> Plan:
+        """The launches of a candidate, activation quantization included; its slots are a copy of the weights."""
+        if candidate not in self._plans:
+            self._plans[candidate] = self._made(candidate)
+        return self._plans[candidate]
 
-        def call(weight: Any) -> None:
-            quantize_activations.launch(source, quantize, codes, x)
-            family.multiply(codes, weight, y, candidate.config, **more)
+    def _made(self, candidate: Candidate) -> Plan:
+        kernel, activations, before = FAMILIES[candidate.kernel].module, candidate.activations, list[Launch]()
+        asked, target = replace(self.product, activations=activations), kernel.traits.target
+        x: Tensor | Packed = self.x
+        if activations.quantized:
+            key = activations, target
+            x = codes = self._once(key, lambda: Packed(asked.m, asked.k, *key, self.x.device))
+            source = quantize_activations.problem_of(self.x, *key)
+            how = quantizer(asked, target), codes.pointers, self.x, self.x.stride(0), self.x.device
+            before.append(quantize_activations.made(source, *how))
+        weight = self.layer.laid_out(candidate.layout)[0]
+        problem, operands = product(kernel, x, weight, self.y)
+        slots = Slot("0"), Slot("1"), Slot("2"), Slot("3")
+        operands = replace(operands, weight=slots, scratch=self._scratch(kernel, problem, candidate.config))
+        made = launches(kernel, operands, problem, candidate.config)
+        return Plan([*before, *made], "0123", self.y.get_device())
 
-        return call
+    def _scratch(
+        self, kernel: GemmKernel[Any], problem: LinearProblem, config: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Scratch memory for every config of a kernel: one for each candidate would add up to some 10 GB."""
+        if not any(kernel.traits.scratch(problem, config)):
+            return None, None
+
+        def make() -> tuple[Tensor, Tensor]:
+            sizes = zip(*(kernel.traits.scratch(problem, one) for one in kernel.configs(problem)), strict=True)
+            room, zeros = (torch.zeros(max(size), dtype=torch.uint8, device=self.y.device) for size in sizes)
+            return room, zeros
+
+        found: tuple[Tensor, Tensor] = self._once((kernel.traits.name, problem), make)
+        return found
 
     def again(self, candidate: Candidate) -> Callable[[int], object]:
-        """``call`` on the i-th copy of the weights: launches are recorded on the first copy and repeated on others."""
-        layout, tapes = candidate.layout, self._record(candidate)
-        count = len(self.layer.copies[layout])
-
-        def call(i: int) -> None:
-            place = i % count
-            if place not in tapes:
-                addresses = self.layer.address(layout, 0), self.layer.address(layout, place)
-                tapes[place] = [launch.moved(*addresses) for launch in tapes[0]]
-            for launch in tapes[place]:
-                launch()
-
-        return call
-
-    def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
-        """The recorded launches of a candidate; runs it once to record them."""
-        if candidate not in self._recorded:
-            first, call = self.layer.laid_out(candidate.layout)[0], self.call(candidate)
-            self._recorded[candidate] = {0: jit.record(lambda: call(first))}
-        return self._recorded[candidate]
+        """A function that runs a candidate on the i-th copy of the weights."""
+        plan, copies = self.plan(candidate), self.layer.copies[candidate.layout]
+        places = [[0 if one is None else one.data_ptr() for one in copy.pointers] for copy in copies]
+        return lambda i: plan.run(places[i % len(places)])
 
     def check(self, candidate: Candidate) -> None:
         """Run a candidate once and compare it with the reference. Raises WrongResultError."""

@@ -1,14 +1,12 @@
 """One layer of one step over a low-bit KV cache in vLLM's blocks.
 
 Requests with few new tokens run anybit's decode kernel over packed pages. Prompts attend over unpacked pages through a
-function that the caller passes in (vLLM's FlashAttention); nothing here imports vLLM. The first layer of a step works
-out what to launch, and later layers with the same shapes repeat those launches with their own addresses
-(``ops.kv_again``).
+function that the caller passes in (vLLM's FlashAttention); nothing here imports vLLM. The first layer of a step plans
+what to launch, and later layers with the same shapes run its plans (``ops.kv_rows.plan``).
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.cache.blocks import Row
-from anybit.ops import kv, kv_again, kv_rows
+from anybit.ops import kv, kv_rows
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.vllm.kv_plan import Group, plan
@@ -40,6 +38,10 @@ class Asked(NamedTuple):
     most: int
 
 
+Part = kv_rows.Plan | list[kv_rows.Launch] | Asked
+"""What a layer does next; launches are a list where other layers cannot run them."""
+
+
 @dataclass
 class Batch:
     """What all layers of a step share.
@@ -48,7 +50,7 @@ class Batch:
     in all.  decodes: how many requests, the first ones, have few new tokens: at most ``queries`` each,
     ``decode_tokens`` in all.  The rest are prompts.  most: the most new tokens of a prompt.  aligned: whether the new
     tokens of every prompt begin a page.  groups: of prompts, with their arrays on the device.  rows: all requests, on a
-    CPU, where plain torch runs them.  made: the launches of layers so far, by ``kv_again.key_of``.
+    CPU, where plain torch runs them.  plans: of layers so far, by ``kv_rows.key_of``.
     """
 
     table: Tensor
@@ -62,7 +64,7 @@ class Batch:
     aligned: bool = False
     groups: list[tuple[Group, tuple[Tensor, ...]]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    made: dict[Hashable, list[kv_again.Again | Asked]] = field(default_factory=dict, init=False)
+    plans: dict[Hashable, Sequence[Part]] = field(default_factory=dict, init=False)
 
     def in_rows(self) -> None:
         """Describe all requests for plain torch (``kvrows.step``) to run; reads the device."""
@@ -92,61 +94,54 @@ def run(
     bfloat16.  capacity: the most tokens of a request.  space: returns a tensor [pages, 2, kv_heads, 128, dim] for at
     least so many pages.
     """
-    key = kv_again.key_of(rows, pages, q, k, v, out, masks, capacity)
+    key = kv_rows.key_of(rows, pages, q, k, v, out, masks, capacity)
     sinks = None if key is None or masks.sinks is None else kv.in_log2(masks.sinks, q)
-    places = kv_again.places_of(pages, q, k, v, out, sinks)
-
-    def attend(of: Asked) -> None:
-        keys, values, table = of.paged or (k[of.here], v[of.here], None)
-        prompts(q[of.here], keys, values, of.starts, of.seen, table, of.most, out[of.here])
-
-    if (known := batch.made.get(key)) is not None:
-        for again in known:
-            if isinstance(again, Asked):
-                attend(again)
-            else:
-                again(places)
-        return
-    made, keeps = list[kv_again.Again | Asked](), key is not None
-    for part in _parts(batch, rows, pages, q, k, v, masks, out, capacity, space):
-        if isinstance(part, Asked):
-            attend(part)
-            made.append(part)
-        elif keeps:
-            launches = kv_again.first(part, places)
-            keeps = launches is not None
-            made += launches or []
+    places = [0 if x is None else x.data_ptr() for x in (pages, pages, q, k, v, out, sinks)]
+    device = q.get_device()
+    parts = batch.plans.get(key)
+    if parts is None:
+        made = list(_parts(batch, rows, pages, q, k, v, masks, out, capacity, space))
+        plans = [one if isinstance(one, Asked) else kv_rows.plan(one, places, device) for one in made]
+        whole = [one for one in plans if one is not None]
+        if key is not None and len(whole) == len(made):
+            batch.plans[key] = parts = whole
         else:
-            part()
-    if keeps:
-        batch.made[key] = made
+            parts = [*made]
+    for part in parts:
+        if isinstance(part, Asked):
+            keys, values, table = part.paged or (k[part.here], v[part.here], None)
+            prompts(q[part.here], keys, values, part.starts, part.seen, table, part.most, out[part.here])
+        elif isinstance(part, list):
+            kv.run(part, device)
+        else:
+            part.run(places)
 
 
 def _parts(
     batch: Batch, rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: Masks, out: Tensor,
     capacity: int, space: Callable[[int], Tensor],
-) -> Iterator[Callable[[], None] | Asked]:  # fmt: skip
-    """The calls of a layer, in order."""
+) -> Iterator[list[kv_rows.Launch] | Asked]:  # fmt: skip
+    """The launches of a layer and calls of ``Prompts``, in order."""
     d, total = batch.decodes, batch.starts.shape[0] - 1
     starts = batch.starts[d:]
     others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
     if batch.groups:  # pack all pages that become full before anyone reads them
         if batch.aligned:
-            yield partial(kv_rows.store, others, k, v, kv_rows.Ragged(starts, batch.most))
+            yield kv_rows.store(others, k, v, kv_rows.Ragged(starts, batch.most))
         else:
-            yield partial(kv_rows.pack, others, k, v, starts, batch.most)
+            yield kv_rows.pack(others, k, v, starts, batch.most)
     if d:
         few = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
         ragged = kv_rows.Ragged(batch.starts[: d + 1], batch.queries) if batch.queries > 1 else None
         here = slice(0, batch.decode_tokens)
-        yield partial(kv_rows.store, few, k[here], v[here], ragged)
-        yield partial(kv_rows.decode, q[here], few, masks, out=out[here], overlaps=True, ragged=ragged)
+        yield kv_rows.store(few, k[here], v[here], ragged)
+        yield kv_rows.decode(q[here], few, masks, out=out[here], overlaps=True, ragged=ragged)
     for group, (jobs, table, begins, seen) in batch.groups:
         paged = None
         if jobs.shape[0]:
             plain = space(jobs.shape[0])[: jobs.shape[0]]
-            yield partial(kv_rows.unpack, others, k, v, starts, jobs, plain)
+            yield kv_rows.unpack(others, k, v, starts, jobs, plain)
             paged = plain[:, 0].transpose(1, 2), plain[:, 1].transpose(1, 2), table
         yield Asked(slice(group.begin, group.end), paged, begins, seen, int(group.seen.max()))
     if batch.groups and not batch.aligned:
-        yield partial(kv_rows.keep, others, k, v, starts, batch.most)
+        yield kv_rows.keep(others, k, v, starts, batch.most)

@@ -1,26 +1,27 @@
 """All bit-plane kernels: the choice for a problem, and launches on the current stream."""
 
 import functools
-from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from anybit import jit
-from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import tensor_map
+from anybit.kernels.bitplane import bitplane_problem
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
-from anybit.kernels.bitplane.bitplane_problem import ROWS, WARPGROUP_ROWS, Facts, arguments, output_of, why_not
+from anybit.kernels.bitplane.bitplane_problem import ROWS, Facts, why_not
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
 from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny
 from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
-from anybit.kernels.block.quantize_activations import Packed, rows_aligned
+from anybit.kernels.block.quantize_activations import Packed
 from anybit.kernels.common.types import Output
+from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.multiply import multiply as multiply_by
 
-_FAMILY_OF: dict[type, ModuleType] = {
+_FAMILY_OF: dict[type, GemmKernel[Any]] = {
     family.Config: family
     for family in (
         sm90_bitplane_stacked,
@@ -52,7 +53,7 @@ def _skinny(problem: LinearProblem) -> bool:
 
 
 @functools.cache
-def family(problem: LinearProblem) -> ModuleType | None:
+def family(problem: LinearProblem) -> GemmKernel[Any] | None:
     """The kernel for a problem that was not tuned: wgmma on sm_90a, else mma.sync; None if no kernel can run it."""
     order = [sm80_bitplane_gemm]
     if why_not(problem) is None:
@@ -77,7 +78,7 @@ def default(problem: LinearProblem) -> Facts:
     return config
 
 
-def family_of(config: Facts) -> ModuleType:
+def family_of(config: Facts) -> GemmKernel[Any]:
     """The module of a config's kernel."""
     return _FAMILY_OF[type(config)]
 
@@ -92,23 +93,20 @@ def multiply(
     config: Facts | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """Y = X W^T + bias on the current stream: quantized activations [m, k] in bit planes, prepared weights -> y [m, n].
+    """``multiply_by`` the built-in kernel and config, or that of ``config``; y: allocated if None.
 
-    bias: float32 [n].  y: of ``output``'s dtype, contiguous in its last dimension; None allocates it.  config: of any
-    family; must be legal; not checked again.  Raises KernelError for operands that do not fit each other.
+    Raises KernelError for a y whose dtype is not ``output``'s.
     """
-    n, y = weight.shape[0], output_of(x, weight, output, bias, y)
-    aligned = n % 8 == 0 and rows_aligned(y)
-    formats = weight.format, x.format, output.dtype
-    problem = LinearProblem(x.m, n, x.k, *formats, Device.of(y), y_aligned=aligned)
+    if y is None:
+        y = torch.empty(x.m, weight.shape[0], dtype=output.dtype, device=weight.device)
+    elif y.dtype != output.dtype:
+        raise KernelError(f"y must be {output.dtype}, not {y.dtype}")
+    problem, _ = bitplane_problem.product(x, weight, y, bias)
     config = config or default(problem)
-    if config.needs_aligned_rows and not aligned:
+    if config.needs_aligned_rows and not problem.y_aligned:
         raise KernelError(
-            f"y has rows of {n} results, {y.stride(0)} elements apart from address {y.data_ptr():#x}, and this config "
-            "stores 16 bytes at a time: give y rows that start on 16 bytes and hold whole eights, or no config"
+            f"y has rows of {problem.n} results, {y.stride(0)} elements apart from address {y.data_ptr():#x}, and this "
+            "config stores 16 bytes at a time: give y rows that start on 16 bytes and hold whole eights, or no config"
         )
-    chosen = family_of(config)
-    y_map = tensor_map.encode(y, WARPGROUP_ROWS, config.tma_rows) if config.tma_rows else bytes(128)
-    params = arguments(x, weight, y, bias, y_map)
-    jit.launch(chosen.kernel(config), params, chosen.grid(problem, config), pdl=pdl, device=y.get_device())
+    multiply_by(family_of(config), x, weight, y, bias, config, pdl=pdl)
     return y

@@ -95,6 +95,11 @@ class PlaneWeight:
         """The device of the tensors."""
         return self.planes.device
 
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What kernels read."""
+        return self.planes, self.scale, self.correction, self.zero
+
     def to(self, device: torch.device | str) -> "PlaneWeight":
         """The same weights on another device."""
         zero = None if self.zero is None else self.zero.to(device)

@@ -14,10 +14,11 @@ from torch import Tensor
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Int64, Pointer
-from anybit.jit.tensor_map import TensorMap
+from anybit.jit.tensor_map import Matrix, TensorMap
 from anybit.kernels.bitplane import bitplane_layout
-from anybit.kernels.block.quantize_activations import Packed, Target
+from anybit.kernels.block.quantize_activations import Packed, Target, rows_aligned
 from anybit.kernels.common.types import Code, Output
+from anybit.kernels.gemm_kernel import Operands
 from anybit.kernels.linear_problem import LinearProblem
 
 ROWS = 128
@@ -201,33 +202,39 @@ class Params:
     chunks: Int32
 
 
-def arguments(
-    x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bias: Tensor | None = None, y_map: bytes = bytes(128)
-) -> Params:
-    """The arguments of a launch. y_map: the tensor map of y, if results are stored by TMA."""
-    codes, scale, sum, zero = x.addresses
-    n, rows = weight.shape[0], bitplane_layout.padded_rows
-    terms = (weight.scale, weight.correction, weight.zero, bias, scale, sum, zero)
+def arguments(operands: Operands, problem: LinearProblem, config: Facts) -> Params:
+    """The Params of a launch, unchecked. Results are stored by TMA if ``config.tma_rows``."""
+    o, p, rows = operands, problem, bitplane_layout.padded_rows
+    weights, scale, correction, zero = o.weight
+    y_map: Matrix | bytes = bytes(128)
+    if config.tma_rows:
+        y_map = Matrix(o.y, 2, p.m, p.n, 2 * o.y_stride, WARPGROUP_ROWS, config.tma_rows)
     return Params(
-        y_map, weight.planes, codes, *terms, y, y.stride(0), x.m, n, rows(x.m), rows(n), bitplane_layout.chunks(x.k)
-    )
+        y_map, weights, o.x, scale, correction, zero, o.bias, o.x_scale, o.x_sum, o.x_zero, o.y,
+        o.y_stride, p.m, p.n, rows(p.m), rows(p.n), p.chunks,
+    )  # fmt: skip
 
 
-def output_of(
-    x: Packed, weight: bitplane_layout.PlaneWeight, output: Output, bias: Tensor | None, y: Tensor | None
-) -> Tensor:
-    """The output tensor: ``y``, or a new [m, n]. Raises KernelError for operands that do not fit."""
+def product(
+    x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bias: Tensor | None = None
+) -> tuple[LinearProblem, Operands]:
+    """The problem and operands of y[:] = x W^T + bias. Raises KernelError for operands that do not fit."""
+    check_operands(x, weight, y, bias)
+    n, y_aligned = weight.shape[0], weight.shape[0] % 8 == 0 and rows_aligned(y)
+    problem = LinearProblem(x.m, n, x.k, weight.format, x.format, y.dtype, Device.of(y), y_aligned=y_aligned)
+    return problem, Operands(x.codes, 0, weight.pointers, y, y.stride(0), bias, x.scale, x.sum, x.zero)
+
+
+def check_operands(x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bias: Tensor | None) -> None:
+    """Raise KernelError unless the operands fit y[m, n] = x W^T + bias[n], with a float32 bias."""
     n, k = weight.shape
     if x.target is not Target.planes or x.k != k:
         raise KernelError(f"x must be {k} columns of codes in planes, and these are {x.k} in {x.target.value}")
     if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
         raise KernelError(f"bias must be a dense float32 [{n}], not {bias.dtype} {tuple(bias.shape)}")
-    if y is None:
-        return torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
     adjacent = n == 1 or y.stride(-1) == 1
-    if y.shape != (x.m, n) or y.dtype != output.dtype or not adjacent or y.get_device() != weight.planes.get_device():
+    if y.shape != (x.m, n) or not adjacent or y.get_device() != weight.planes.get_device():
         raise KernelError(
-            f"y must be {output.dtype} [{x.m}, {n}] on {weight.device} with adjacent columns, not {y.dtype} "
-            f"{tuple(y.shape)} strided {y.stride()} on {y.device}"
+            f"y must be [{x.m}, {n}] on {weight.device} with adjacent columns, not {y.dtype} {tuple(y.shape)} strided "
+            f"{y.stride()} on {y.device}"
         )
-    return y

@@ -1,14 +1,13 @@
 """RMSNorm with residual, and SiLU(gate) * up, of 16-bit rows: the host side of norm_act.cuh."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError, sixteen_bits
-from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.jit import Float32, Int32, Int64, Launch, Pointer
 
 VECTOR = 8
 WARP = 32
@@ -70,7 +69,6 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return None
 
 
-@cache
 def norm_config(problem: Problem) -> Config:
     """The norm's config: as few vectors per thread as a block can hold the row with, for the least latency."""
     _refuse(problem)
@@ -86,7 +84,6 @@ def paired_rows(k: int) -> Tensor:
     return torch.arange(2 * k).view(2, k // VECTOR, VECTOR).transpose(0, 1).flatten()
 
 
-@cache
 def silu_config(problem: Problem, paired: bool = False) -> Config:
     """SiLU's config: small blocks, to spread a row over many SMs."""
     _refuse(problem)
@@ -103,44 +100,32 @@ def _refuse(problem: Problem) -> None:
         raise KernelError(f"no kernel for these rows: {reason}")
 
 
-@cache
 def kernel(entry: str, config: Config) -> jit.Kernel:
     """The kernel of a config. entry: ``add_rms_norm`` or ``silu_mul``."""
     return jit.Kernel("block/norm_act.cuh", entry, config, Params, config.threads, shared_bytes(config))
 
 
-def problem_of(x: Tensor, k: int, *others: Tensor | None) -> Problem:
-    """The problem of rows x [m, >= k]; others: further tensors that are accessed in vectors of 8."""
-    tensors = [tensor for tensor in (x, *others) if tensor is not None]
-    aligned = k % VECTOR == 0 and all(
-        t.data_ptr() % 16 == 0 and (t.dim() < 2 or t.stride(0) % VECTOR == 0) for t in tensors
-    )
-    return Problem(x.shape[0], k, x.dtype, aligned)
-
-
-Launch = tuple[jit.Kernel, Params, tuple[int, int, int]]
-"""A kernel, its parameters and its grid."""
-
-
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, y: Tensor, total: Tensor | None
-) -> Launch:
-    """y[:] = gamma * z / rms(z) with z = x + residual; total[:] = z if given. All [m, k]; y and total dense."""
-    problem = problem_of(x, x.shape[1], residual, gamma, y, total)
-    config = norm_config(problem)
-    stride = 0 if residual is None else residual.stride(0)
-    params = Params(x, residual, total, gamma, y, x.stride(0), stride, problem.k, epsilon)
-    return kernel("add_rms_norm", config), params, (problem.m, 1, 1)
+    problem: Problem, x: Pointer, x_stride: int, residual: Pointer, gamma: Pointer, epsilon: float, y: Pointer,
+    total: Pointer,
+) -> Launch:  # fmt: skip
+    """y[:] = gamma * z / rms(z) with z = x + residual, total[:] = z; all [m, k], dense but x.
+
+    Raises KernelError for an unsupported dtype or k.
+    """
+    config, stride = norm_config(problem), 0 if residual is None else problem.k
+    params = Params(x, residual, total, gamma, y, x_stride, stride, problem.k, epsilon)
+    return Launch(kernel("add_rms_norm", config), params, (problem.m, 1, 1), pdl=True)
 
 
-def silu_mul(x: Tensor, y: Tensor, paired: bool = False) -> Launch:
+def silu_mul(problem: Problem, x: Pointer, x_stride: int, y: Pointer, paired: bool = False) -> Launch:
     """y[:] = silu(gate) * up: x [m, gate k | up k] -> y [m, k] dense. paired: x alternates 8 of gate and 8 of up.
 
     Raises KernelError for an unsupported dtype or k.
     """
-    problem = problem_of(x, y.shape[1], y)
     if paired and problem.k % VECTOR:
         raise KernelError(f"gate and up have {problem.k} outputs each, and paired ones need a multiple of {VECTOR}")
     config = silu_config(problem, paired)
-    params = Params(x, None, None, None, y, x.stride(0), 0, problem.k, 0.0)
-    return kernel("silu_mul", config), params, (problem.m, -(-problem.k // (config.threads * VECTOR)), 1)
+    params = Params(x, None, None, None, y, x_stride, 0, problem.k, 0.0)
+    grid = problem.m, -(-problem.k // (config.threads * VECTOR)), 1
+    return Launch(kernel("silu_mul", config), params, grid, pdl=True)

@@ -1,9 +1,9 @@
 """Quantize-and-pack: 16-bit activations to codes, in one pass. Host side of quantize_activations.cuh."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from anybit import jit
 from anybit.codes.hadamard import factor
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
-from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.jit import Float32, Int32, Int64, Launch, Pointer, Slot
 from anybit.kernels.bitplane import bitplane_layout
 from anybit.kernels.block import hadamard
 from anybit.kernels.common.types import Code
@@ -113,16 +113,13 @@ class Packed:
 
     def __init__(self, m: int, k: int, format: ActivationFormat, target: Target, device: torch.device) -> None:
         self.m, self.k, self.format, self.target = m, k, format, target
-        self._offsets = _offsets(m, k, format, target)
+        self._offsets = offsets(m, k, format, target)
         self.buffer = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
 
     @property
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Addresses of codes, scale, sum and zero; 0 for those that the format does not have."""
-        base = self.buffer.data_ptr()
-        codes, scale, sum, zero, _ = self._offsets
-        has_sum, has_zero = self.format.integer, self.format.code == "asym"
-        return base + codes, base + scale, (base + sum) * has_sum, (base + zero) * has_zero
+    def pointers(self) -> "Codes":
+        """What kernels read and write."""
+        return Codes(self.codes, self.scale, self.sum, self.zero)
 
     @property
     def codes(self) -> Tensor:
@@ -153,11 +150,28 @@ class Packed:
         return self.buffer[start : start + 4 * self.m].view(dtype)
 
 
-@functools.cache
-def _offsets(m: int, k: int, format: ActivationFormat, target: Target) -> tuple[int, int, int, int, int]:
+class Codes(NamedTuple):
+    """Pointers to quantized activations (``Packed``)."""
+
+    codes: Pointer
+    scale: Pointer
+    sum: Pointer
+    zero: Pointer
+
+
+def offsets(m: int, k: int, format: ActivationFormat, target: Target) -> tuple[int, int, int, int, int]:
+    """Where codes, scales, sums and zeros begin in the allocation of ``Packed``, and its size, in bytes."""
     codes = bitplane_layout.size(m, k, format.bits) if target is Target.planes else m * pitch(k)
     codes, words = -(-codes // 128) * 128, -(-m // 32) * 128
     return 0, codes, codes + words, codes + 2 * words, codes + 3 * words
+
+
+def codes_at(room: Slot, m: int, k: int, format: ActivationFormat, target: Target) -> Codes:
+    """Slots of quantized activations in scratch memory of a plan."""
+    codes, scale, sums, zeros, _ = offsets(m, k, format, target)
+    at = (replace(room, offset=room.offset + offset) for offset in (codes, scale, sums, zeros))
+    codes_at, scale_at, sum_at, zero_at = at
+    return Codes(codes_at, scale_at, sum_at if format.integer else None, zero_at if format.code == "asym" else None)
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -238,7 +252,6 @@ def default(problem: Problem) -> Config:
     return min(configs(problem), key=lambda config: (abs(config.vectors - wanted), -config.vectors))
 
 
-@functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
     return jit.Kernel(
@@ -288,16 +301,16 @@ def quantize(
 
 
 class Operands(TypedDict, total=False):
-    """Further inputs and outputs, depending on ``Source``; all [m, k] in x's dtype, except gamma [k].
+    """Further inputs and outputs, depending on ``Source``; all [m, k] in x's dtype, dense, except gamma [k].
 
     normalized: output for the values before quantization.
     """
 
-    gamma: Tensor | None
+    gamma: Pointer
     epsilon: float
-    residual: Tensor | None
-    residual_sum: Tensor | None
-    normalized: Tensor | None
+    residual: Pointer
+    residual_sum: Pointer
+    normalized: Pointer
 
 
 def launch(
@@ -306,30 +319,33 @@ def launch(
     """Launch on the current stream of x's device; codes go to ``packed``. The caller (``anybit.ops``) checks shapes and
     dtypes.
     """
-    params = arguments(problem, config, packed, x, **more)
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
+    one = made(problem, config, packed.pointers, x, x.stride(0), x.device, **more)
+    jit.launch(one.kernel, one.params, one.grid, pdl=pdl, device=x.get_device())
 
 
-def arguments(problem: Problem, config: Config, packed: Packed, x: Tensor, **more: Unpack[Operands]) -> Params:
-    """The Params of a launch, unchecked."""
-    residual = more.get("residual")
-    in_planes = problem.target is Target.planes
-    return Params(
+def made(
+    problem: Problem, config: Config, codes: Codes, x: Pointer, x_stride: int, device: torch.device,
+    **more: Unpack[Operands],
+) -> Launch:  # fmt: skip
+    """A launch, unchecked. x_stride: values between rows of x.  device: where the constants of a rotation lie."""
+    residual, in_planes = more.get("residual"), problem.target is Target.planes
+    params = Params(
         x,
         residual,
         more.get("residual_sum"),
         more.get("gamma"),
         more.get("normalized"),
-        *packed.addresses,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
+        *codes,
+        x_stride,
+        0 if residual is None else problem.k,
         problem.k,
         _width(problem),
         bitplane_layout.padded_rows(problem.m) if in_planes else problem.m,
         more.get("epsilon", 0.0),
         float(problem.k) ** -0.5,
-        hadamard.signs(config.order, x.device) if config.order else None,
+        hadamard.signs(config.order, device) if config.order else None,
     )
+    return Launch(kernel(config), params, grid(problem, config), pdl=True)
 
 
 def _config(problem: Problem, threads: int, vectors: int) -> Config:

@@ -14,8 +14,8 @@ and 2 * bits words of 32 bits. ``pieces`` maps a register's fields to bits of th
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, Literal, TypeVar
+from functools import cache
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -157,6 +157,11 @@ class PackedWeight:
         """(N', K')."""
         return self.tiles.shape[1] * TILE_ROWS, self.tiles.shape[0] * TILE_COLUMNS
 
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What kernels read."""
+        return self.tiles, self.row_scale, self.row_zero, self.permutation
+
 
 def why_not(format: WeightFormat, quantized: bool = False) -> str | None:
     """Why no kernel over tiles takes weights in ``format``, in a sentence; None if one might.
@@ -188,27 +193,10 @@ def checked_default(problem: _P, choose: Callable[[_P], _C], why_not: Callable[[
     return found
 
 
-def checked_config(
-    problem: _P, config: _C | None, default: Callable[[_P], _C], why_not: Callable[[_P, _C | None], str | None]
-) -> _C:
-    """A launch's config, checked, or the default for None. Raises KernelError with the reason if it is not legal."""
-    if config is None:
-        return default(problem)
-    if (reason := _reason(problem, config, why_not)) is not None:
-        raise KernelError(reason)
-    return config
-
-
-@lru_cache(maxsize=4096)
-def _reason(problem: Any, config: Any, why_not: Callable[[Any, Any], str | None]) -> str | None:
-    """``why_not``, memoized: every call of a layer asks the same, at a third of its host time."""
-    return why_not(problem, config)
-
-
-def in_order(weight: PackedWeight, x: Tensor) -> Tensor:
+def in_order(permutation: Tensor | None, x: Tensor) -> Tensor:
     """X [m, k] in the tiles' column order, with 16-byte aligned rows; a copy only if needed."""
-    if weight.permutation is not None:
-        index = weight.permutation.long()
+    if permutation is not None:
+        index = permutation.long()
         x = torch.where(index >= 0, x[:, index.clamp(min=0)], x.new_zeros(()))
     if not rows_aligned(x):
         room = x.new_zeros(x.shape[0], pitch(x.shape[1], x.element_size()))

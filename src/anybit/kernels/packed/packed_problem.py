@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from anybit import jit
 from anybit.device import Device
 from anybit.errors import dtype_name
 from anybit.jit import Int32, Pointer
-from anybit.kernels.block.quantize_activations import rows_aligned
+from anybit.kernels.block.quantize_activations import Packed, rows_aligned
 from anybit.kernels.common.types import Code, Operand, Output
+from anybit.kernels.gemm_kernel import Operands
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, sparse_layout
 from anybit.kernels.packed.packed_layout import PackedWeight
@@ -166,11 +165,12 @@ class Params:
     row_tiles: Int32
 
 
-def arguments(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Params:
-    """The Params of a launch, unchecked."""
+def arguments(operands: Operands, problem: LinearProblem, config: Any = None) -> Params:
+    """The Params of a launch for few tokens, unchecked."""
+    o, p = operands, problem
     return Params(
-        weight.tiles, weight.row_scale, weight.row_zero, weight.permutation, x, x_scale, bias, y,
-        x.shape[0], weight.shape[0], weight.shape[1], x.stride(0), weight.tiles.shape[0], weight.tiles.shape[1],
+        *o.weight, o.x, o.x_scale, o.bias, o.y,
+        p.m, p.n, p.k, o.x_stride, p.column_blocks, p.weight_tiles,
     )  # fmt: skip
 
 
@@ -183,29 +183,21 @@ def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.d
     return LinearProblem(m, *weight.shape, weight.format, coded, output, device, ordered, weight.padded[1])
 
 
-def checked_problem(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
-) -> LinearProblem:
-    """The problem for these operands, after ``packed_layout.check_operands``."""
-    packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
-    problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
-    return problem if rows_aligned(x) else replace(problem, aligned=False)
+def product(
+    x: Tensor | Packed, weight: PackedWeight, y: Tensor, bias: Tensor | None = None, *, gathers: bool = False,
+    silu: bool = False, x_scale: Tensor | None = None,
+) -> tuple[LinearProblem, Operands]:  # fmt: skip
+    """The problem and operands of y[:] = x W^T + bias, after ``packed_layout.check_operands``.
 
-
-def launch_few(
-    kernel: ModuleType, weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None,
-    bias: Tensor | None = None, config: Any = None, pdl: bool = True, silu: bool = False,
-) -> None:  # fmt: skip
-    """y[:] = x W^T + bias by a kernel for few tokens: sm90_packed_gemv, sm90_packed_skinny or sm90_packed_skinny_f16.
-
-    x [m, k] float16, bfloat16, or (skinny only) int8 with x_scale float32 [m]; y [m, n] and bias [n] in one 16-bit
-    type. Rows of x may be strided. config: the kernel's default if None. pdl: programmatic dependent launch; always
-    safe, since the kernel touches nothing that the previous one writes before that one has ended.
-    silu (skinny only): y [m, n / 2] as in ``sm90_packed_gemm.kernel``.
-    Raises KernelError for operands or a config that do not fit.
+    x: rows, or codes (a tensor of 8 bits with x_scale).  gathers: of the kernel's ``Traits``; if False, x comes from
+    ``packed_layout.in_order``.  silu: y is [m, n / 2].
     """
-    problem = checked_problem(weight, x, y, x_scale, bias, weight.shape[0] // 2 if silu else 0)
-    config = packed_layout.checked_config(problem, config, kernel.default, kernel.why_not)
-    params, grid = arguments(weight, x, y, x_scale, bias), kernel.grid(problem, config)
-    made = kernel.kernel(config, silu) if silu else kernel.kernel(config)
-    jit.launch(made, params, grid, pdl=pdl, device=y.get_device())
+    form, x_sum = None, None
+    if isinstance(x, Packed):
+        form, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
+    (n, _), (m, k) = weight.shape, x.shape
+    packed_layout.check_operands(weight, x, y, x_scale, bias, n // 2 if silu else 0, ordered=not gathers)
+    asked = problem_of(weight, m, x.dtype, y.dtype, Device.of(y))
+    ordered = gathers and weight.permutation is not None
+    problem = replace(asked, k=k, activations=form or asked.activations, act_order=ordered, aligned=rows_aligned(x))
+    return problem, Operands(x, x.stride(0), weight.pointers, y, y.stride(0), bias, x_scale, x_sum)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from anybit import jit
 from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
-from anybit.kernels.bitplane.bitplane_problem import Facts, Params, facts, legal, why_not_config
+from anybit.kernels.bitplane.bitplane_problem import Facts, Params, arguments, facts, legal, why_not_config
+from anybit.kernels.block.quantize_activations import Target
+from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -130,10 +132,12 @@ def default(problem: LinearProblem) -> Config:
     return min(fitting, key=cost)
 
 
-@functools.cache
+traits = Traits("sm80_bitplane_gemm", Target.planes, arguments)
+
+
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name = "sm80_bitplane_gemm"
+    name = traits.name
     return jit.Kernel(
         f"bitplane/sm80_gemm/{name}.cuh", f"{name}_kernel", config, Params, config.threads, shared_bytes(config)
     )

@@ -12,6 +12,7 @@ from anybit.kernels.bitplane.bitplane_problem import (
     ROWS,
     LargeFacts,
     Params,
+    arguments,
     epilogue_bytes,
     facts,
     legal,
@@ -19,7 +20,9 @@ from anybit.kernels.bitplane.bitplane_problem import (
     why_not_epilogue,
     why_not_tma,
 )
+from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Code
+from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -204,10 +207,12 @@ def default(problem: LinearProblem) -> Config:
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
-@functools.cache
+traits = Traits("sm90_bitplane_gemm", Target.planes, arguments)
+
+
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name, size = "sm90_bitplane_gemm", shared_bytes(config)
+    name, size = traits.name, shared_bytes(config)
     return jit.Kernel(
         f"bitplane/sm90_gemm/{name}.cuh", name, config, Params, config.threads, size, cluster=config.cluster_n
     )

@@ -10,6 +10,7 @@ from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
 from anybit.kernels.bitplane.bitplane_problem import (
     WARPGROUP_ROWS,
     Params,
+    arguments,
     blocks_per_sm,
     bytes_to_limit,
     facts,
@@ -19,6 +20,8 @@ from anybit.kernels.bitplane.bitplane_problem import (
     why_not_config,
 )
 from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_not_columns
+from anybit.kernels.block.quantize_activations import Target
+from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -155,8 +158,10 @@ def fills_one_wave(problem: LinearProblem) -> bool:
     return alone and (chosen.a_operand, chosen.tile_b) == (AOperand.weights, 32)
 
 
-@functools.cache
+traits = Traits("sm90_bitplane_resident", Target.planes, arguments)
+
+
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name = "sm90_bitplane_resident"
+    name = traits.name
     return jit.Kernel(f"bitplane/sm90_resident/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))

@@ -14,6 +14,7 @@ from anybit.kernels.bitplane.bitplane_problem import (
     WARPGROUP_ROWS,
     Facts,
     Params,
+    arguments,
     blocks_per_sm,
     facts,
     half_bytes,
@@ -22,6 +23,8 @@ from anybit.kernels.bitplane.bitplane_problem import (
     wgmma_n,
     why_not_config,
 )
+from anybit.kernels.block.quantize_activations import Target
+from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -258,10 +261,12 @@ def _cost_of_several_eights(problem: LinearProblem) -> Cost:
     return cost
 
 
-@functools.cache
+traits = Traits("sm90_bitplane_skinny", Target.planes, arguments)
+
+
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name, size = "sm90_bitplane_skinny", shared_bytes(config)
+    name, size = traits.name, shared_bytes(config)
     return jit.Kernel(
         f"bitplane/sm90_skinny/{name}.cuh", name, config, Params, config.threads, size, cluster=config.cluster_k
     )

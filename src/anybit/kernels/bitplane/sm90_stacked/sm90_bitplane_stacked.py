@@ -12,6 +12,7 @@ from anybit.kernels.bitplane.bitplane_problem import (
     ROWS,
     LargeFacts,
     Params,
+    arguments,
     epilogue_bytes,
     facts,
     legal,
@@ -19,6 +20,8 @@ from anybit.kernels.bitplane.bitplane_problem import (
     why_not_epilogue,
     why_not_tma,
 )
+from anybit.kernels.block.quantize_activations import Target
+from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -147,8 +150,10 @@ def preferred(problem: LinearProblem) -> bool:
     return problem.weights.bits <= 2 and problem.chunks == _PREFERRED_CHUNKS and tiles > problem.device.sms
 
 
-@functools.cache
+traits = Traits("sm90_bitplane_stacked", Target.planes, arguments)
+
+
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name = "sm90_bitplane_stacked"
+    name = traits.name
     return jit.Kernel(f"bitplane/sm90_stacked/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))

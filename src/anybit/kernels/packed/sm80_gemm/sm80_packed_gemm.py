@@ -4,21 +4,18 @@ The MARLIN paper's design (section 3.4) over the tiles of ``packed_layout``, and
 activations on int4 tensor cores, which only sm_80 to sm_89 have (sm_90 emulates them, forty times slower).
 """
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Int32, Pointer
+from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Operand
+from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, packed_problem
-from anybit.kernels.packed.packed_layout import PackedWeight
 from anybit.kernels.packed.packed_problem import Facts, facts, legal
 
 _TOKENS = (8, 16, 32, 64)
@@ -115,7 +112,6 @@ def shared_bytes(config: Config) -> int:
     return c.stages * (c.rows // 16 * c.unit_bytes + x) + exchange
 
 
-@functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
     threads = config.row_warps * config.split_k_warps * 32
@@ -177,63 +173,19 @@ def _config(
                   stages=stages, nibbles=nibbles)  # fmt: skip
 
 
-def room_for_all(problem: LinearProblem, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A ``scratch`` large enough for every config of a problem."""
-    problem = at_once(problem)
-    sums, locks = zip(*(_sizes(problem, config) for config in configs(problem)), strict=True)
-    return _room(max(sums), max(locks), device)
+def scratch_bytes(problem: LinearProblem, config: Config) -> tuple[int, int]:
+    """Bytes of a launch's partial sums, float32, and of its locks, int32."""
+    tokens, rows, _ = _line(at_once(problem), config)
+    return 4 * tokens * rows * config.rows * config.tile_m, 4 * tokens * rows
 
 
-def scratch(problem: LinearProblem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Buffers of a launch: partial sums, float32, and locks, int32; locks are zero before and after the kernel."""
-    return _room(*_sizes(problem, config), device)
-
-
-def _sizes(problem: LinearProblem, config: Config) -> tuple[int, int]:
-    """Number of partial sums and locks of a launch."""
-    tokens, rows, _ = _line(problem, config)
-    return tokens * rows * config.rows * config.tile_m, tokens * rows
-
-
-def _room(sums: int, locks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    partial = torch.empty(sums, dtype=torch.float32, device=device)
-    return partial, torch.zeros(locks, dtype=torch.int32, device=device)
-
-
-def launch(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = False, room: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
-    """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
-
-    More tokens than ``at_once`` allows take several launches; an activation order costs a gather of x first.
-    room: a large enough ``scratch``, for launches in stream order. Raises KernelError for operands that do not fit.
-    """
-    problem = replace(packed_problem.checked_problem(weight, x, y, x_scale, bias), act_order=False)
-    most = at_once(problem).m
-    if most < problem.m:
-        for first in range(0, problem.m, most):
-            part = slice(first, first + most)
-            scale = None if x_scale is None else x_scale[part]
-            launch(weight, x[part], y[part], scale, bias, config, pdl, room)
-        return
-    x = packed_layout.in_order(weight, x)
-    config = packed_layout.checked_config(problem, config, default, why_not)
-    params = arguments(weight, x, y, x_scale, bias, *(room or scratch(problem, config, x.device)))
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
-
-
-def arguments(
-    weight: PackedWeight,
-    x: Tensor,
-    y: Tensor,
-    x_scale: Tensor | None,
-    bias: Tensor | None,
-    partial: Tensor,
-    locks: Tensor,
-) -> Params:
+def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Params:
     """The Params of a launch, unchecked."""
+    o, p = operands, problem
     return Params(
-        weight.tiles, weight.row_scale, weight.row_zero, x, x_scale, bias, y, partial, locks,
-        x.shape[0], weight.shape[0], x.shape[1], x.stride(0), weight.tiles.shape[0], weight.tiles.shape[1],
+        *o.weight[:3], o.x, o.x_scale, o.bias, o.y, *o.scratch,
+        p.m, p.n, p.k, o.x_stride, p.column_blocks, p.weight_tiles,
     )  # fmt: skip
+
+
+traits = Traits("sm80_packed_gemm", Target.bytes, arguments, overlaps=False, scratch=scratch_bytes, at_once=at_once)

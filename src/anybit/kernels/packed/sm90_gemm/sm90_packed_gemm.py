@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
-from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Int32, Kernel, Pointer, launch
-from anybit.jit.tensor_map import TensorMap, encode
-from anybit.kernels.block.quantize_activations import Packed
+from anybit.jit import Int32, Kernel, Pointer
+from anybit.jit.tensor_map import Matrix, TensorMap
+from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Code, Operand
+from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout
-from anybit.kernels.packed.packed_layout import TILE_ROWS, PackedWeight, check_operands, tile_bytes
+from anybit.kernels.packed.packed_layout import TILE_ROWS, tile_bytes
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_estimate import estimate, spans
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_loops import batch, unrolls
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import (
@@ -34,22 +33,21 @@ from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import (
     tile_counts,
     why_not,
 )
-from anybit.scheme import ActivationFormat
 
 __all__ = [
     "Code",
     "Config",
     "Operand",
     "Params",
+    "arguments",
     "config_for",
     "configs",
     "default",
     "estimate",
     "grid",
     "kernel",
-    "multiply",
-    "params",
     "shared_bytes",
+    "traits",
     "why_not",
 ]
 
@@ -276,12 +274,11 @@ def default(problem: LinearProblem, most_blocks_per_sm: int = 2) -> Config:
     return best
 
 
-@lru_cache(maxsize=4096)
 def kernel(config: Config, silu: bool = False) -> Kernel:
     """The kernel of a config, for jit.
 
-    silu: y[m, n / 2] is silu(gate) * up, for outputs that alternate eight of gate and eight of up; bitwise equal to
-    ``ops.elementwise.silu_mul``. n must be a multiple of 16, and tensor_store False.
+    silu: with a SiLU epilogue (``Traits``), bitwise equal to ``ops.elementwise.silu_mul``; n must be a multiple of 16,
+    tensor_store False.
     """
     return Kernel(
         header="packed/sm90_gemm/sm90_packed_gemm.cuh",
@@ -294,77 +291,46 @@ def kernel(config: Config, silu: bool = False) -> Kernel:
     )
 
 
-def params(
-    problem: LinearProblem,
-    config: Config,
-    x: Tensor | None,
-    weight: PackedWeight,
-    y: Tensor,
-    bias: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    x_sum: Tensor | None = None,
-) -> Params:
-    """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
+def _silu(config: Config) -> Kernel | None:
+    return None if config.tensor_store else kernel(config, silu=True)
 
-    x_sum: int32 [m], the sums of integer codes, needed for whole-row weights.
-    If x is None, tensor maps are left empty, for the emulator to fill.
+
+def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Params:
+    """The Params of a launch, unchecked: x [m, k] in the tiles' column order, on 16 bytes -> y [m, n], dense.
+
+    x_sum: the sums of integer codes, needed for whole-row weights.
     """
+    o, p, size = operands, problem, 1 if problem.activations.quantized else 2
     row_tiles, token_tiles = tile_counts(problem, config)
-    x_map, x_tail = (b"", b"") if x is None else (encode(x, *box) for box in boxes(config, x.element_size()))
+    # Boxes of x: for whole token tiles, and for a partial one.
+    whole, tail = (
+        Matrix(o.x, size, p.m, p.k, o.x_stride * size, 128 // size, rows)
+        for rows in (config.tile_m // config.cluster_n, config.tail_rows or 8)
+    )
+    stored = {}
+    if config.tensor_store:
+        stored["y_map"] = Matrix(o.y, 2, p.m, p.n, 2 * o.y_stride, TILE_ROWS, config.tile_m)
     return (StoreParams if config.tensor_store else Params)(
-        x=x_map,
-        x_tail=x_tail,
-        tiles=weight.tiles,
-        row_scale=weight.row_scale,
-        row_zero=weight.row_zero,
-        x_scale=x_scale,
-        x_sum=x_sum,
-        bias=bias,
-        y=y,
+        x=whole,
+        x_tail=tail,
+        tiles=o.weight[0],
+        row_scale=o.weight[1],
+        row_zero=o.weight[2],
+        x_scale=o.x_scale,
+        x_sum=o.x_sum,
+        bias=o.bias,
+        y=o.y,
         unused=None,
         unused_too=None,
-        tokens=problem.m,
-        rows=problem.n,
-        units=problem.column_blocks,
-        weight_tiles=problem.weight_tiles,
+        tokens=p.m,
+        rows=p.n,
+        units=p.column_blocks,
+        weight_tiles=p.weight_tiles,
         row_tiles=row_tiles,
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
-        **({"y_map": b"" if x is None else encode(y, TILE_ROWS, config.tile_m)} if config.tensor_store else {}),
+        **stored,
     )
 
 
-def boxes(config: Config, element_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(columns, rows) of the TMA boxes of x: for whole token tiles, and for a partial one."""
-    columns = 128 // element_bytes
-    return (columns, config.tile_m // config.cluster_n), (columns, config.tail_rows or 8)
-
-
-def multiply(
-    x: Tensor | Packed,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    y: Tensor,
-    config: Config | None = None,
-    *,
-    silu: bool = False,
-    pdl: bool = True,
-) -> None:
-    """Write y[m, n] = x[m, k] W^T (+ bias), or silu(gate) * up of it [m, n / 2], in one launch on the current stream.
-
-    x: y's dtype, contiguous along k (in the tiles' column order), with rows a multiple of 16 bytes apart, or
-    ``Packed`` codes with their scales. y: contiguous. bias: [n]. config: must be legal; not checked again.
-    pdl: programmatic dependent launch. Raises KernelError for operands that do not fit.
-    """
-    x_scale = x_sum = None
-    activations = ActivationFormat()
-    if bias is not None and bias.dtype != y.dtype:
-        bias = bias.to(y.dtype)
-    if isinstance(x, Packed):
-        activations, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
-    n = weight.shape[0]
-    check_operands(weight, x, y, x_scale, bias, n // 2 if silu else 0, ordered=True)
-    problem = LinearProblem(y.shape[0], n, x.shape[1], weight.format, activations, y.dtype, Device.of(y))
-    config = config or default(problem)
-    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum)
-    launch(kernel(config, silu), arguments, grid(problem, config), pdl=pdl, device=y.get_device())
+traits = Traits("sm90_packed_gemm", Target.bytes, arguments, silu=_silu)

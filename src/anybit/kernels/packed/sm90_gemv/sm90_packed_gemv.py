@@ -1,6 +1,6 @@
 """y = x W^T for up to 4 tokens, as int8 products of fixed-point digits of x. Host side of sm90_packed_gemv.cuh.
 
-``launch_norm`` fuses RMSNorm(x + residual) into the product: blocks hold whole rows of x anyway.
+``norm_kernel`` fuses RMSNorm(x + residual) into the product: blocks hold whole rows of x anyway.
 """
 
 import functools
@@ -8,22 +8,21 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.kernels.block.rope_pages import RopePagesArgs
 from anybit.kernels.common.types import Code
+from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, packed_problem
-from anybit.kernels.packed.packed_layout import UNIT_ROWS, PackedWeight, round_up
+from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.packed.packed_problem import (
     FewFacts,
     Params,
     arguments,
-    checked_problem,
     facts,
     legal,
     ring,
@@ -31,6 +30,7 @@ from anybit.kernels.packed.packed_problem import (
     why_not_few,
 )
 
+traits = Traits("sm90_packed_gemv", Target.bytes, arguments, gathers=True)
 MOST_TOKENS = 4
 _FLOATS = (Code.e2m1, Code.nf4, Code.e4m3)
 """Table codes whose values are not integers."""
@@ -142,17 +142,14 @@ def shared_bytes(config: Config) -> int:
     return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.min_shared_bytes)
 
 
-@functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
     return _kernel(config, "", Params)
 
 
 def _kernel(config: Config, end: str, params: type) -> jit.Kernel:
-    name = "sm90_packed_gemv"
-    return jit.Kernel(
-        f"packed/sm90_gemv/{name}.cuh", name + end, config, params, config.warps * 32, shared_bytes(config)
-    )
+    name, threads = traits.name, config.warps * 32
+    return jit.Kernel(f"packed/sm90_gemv/{name}.cuh", name + end, config, params, threads, shared_bytes(config))
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
@@ -278,40 +275,36 @@ def norm_default(problem: LinearProblem) -> Config:
     return config
 
 
-@functools.cache
 def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
     """The kernel of a config, with a fused norm and optionally a SiLU epilogue."""
     return _kernel(config, "_norm_silu" if silu else "_norm", NormParams)
 
 
 def norm_arguments(
-    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, gamma: Tensor, epsilon: float,
-    residual: Tensor | None, residual_sum: Tensor | None,
+    operands: Operands, problem: LinearProblem, gamma: Pointer, epsilon: float, residual: Pointer = None,
+    residual_sum: Pointer = None,
 ) -> NormParams:  # fmt: skip
-    """The NormParams of a launch, unchecked."""
-    p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
+    """The NormParams of y = norm(x + residual) W^T + bias and residual_sum = x + residual, unchecked.
+
+    x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, dense and 16-byte aligned; residual and
+    residual_sum both or neither. With a SiLU epilogue y is [m, n / 2] (``Traits.silu``).
+    """
+    stride = 0 if residual is None else problem.k
     return NormParams(
-        **vars(p), residual=residual, residual_sum=residual_sum, gamma=gamma, residual_stride=stride, epsilon=epsilon,
-        part=1 / p.k,
+        **vars(arguments(operands, problem)), residual=residual, residual_sum=residual_sum, gamma=gamma,
+        residual_stride=stride, epsilon=epsilon, part=1 / problem.k,
     )  # fmt: skip
 
 
-def launch_norm(
-    weight: PackedWeight, x: Tensor, y: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
-    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True,
-    silu: bool = False,
-) -> None:  # fmt: skip
-    """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual. config must be legal; ops checks operands.
-
-    x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows 16-byte aligned; residual and residual_sum
-    both or neither. silu: y [m, n / 2] = silu(gate) * up, for outputs that alternate eight of gate and eight of up.
-    """
-    problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
-    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
-    jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl, device=y.get_device())
+def norm_launch(problem: LinearProblem, config: Config, arguments: NormParams, silu: bool = False) -> jit.Launch:
+    """A launch with a fused norm, or with RoPE, too, by the type of its arguments."""
+    if isinstance(arguments, RotaryParams | RotaryPagesParams):
+        made = rotary_kernel(config, isinstance(arguments, RotaryPagesParams))
+    else:
+        made = norm_kernel(config, silu)
+    return jit.Launch(made, arguments, grid(problem, config), pdl=True)
 
 
-@functools.cache
 def rotary_kernel(config: Config, pages: bool = False) -> jit.Kernel:
     """The kernel of a config with a fused norm, and an epilogue that applies RoPE and stores K and V."""
     entry, params = ("pages", RotaryPagesParams) if pages else ("rotary", RotaryParams)
@@ -319,7 +312,10 @@ def rotary_kernel(config: Config, pages: bool = False) -> jit.Kernel:
 
 
 def rotary_arguments(norm: NormParams, step: RopeStoreArgs | RopePagesArgs) -> RotaryParams | RotaryPagesParams:
-    """The parameters of a launch, unchecked."""
+    """The parameters of a launch, unchecked: of a QKV projection; y [m, query_heads * head_dim] is the rotated Q.
+
+    K and V go to step's cache. Channels of Q and K are in ``rope.paired_channels`` order.
+    """
     if isinstance(step, RopePagesArgs):
         return RotaryPagesParams(**vars(norm), **step.params())
     return RotaryParams(
@@ -327,19 +323,3 @@ def rotary_arguments(norm: NormParams, step: RopeStoreArgs | RopePagesArgs) -> R
         sequences=step.sequences, query_heads=step.query_heads, key_heads=step.key_heads, head_dim=step.head_dim,
         new_tokens=step.tokens, ring_tokens=step.ring_tokens,
     )  # fmt: skip
-
-
-def launch_rotary(
-    weight: PackedWeight, x: Tensor, q: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
-    residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: RopeStoreArgs | RopePagesArgs,
-    pdl: bool = True,
-) -> None:  # fmt: skip
-    """``launch_norm`` of a fused QKV projection with a RoPE epilogue: q[:] = rotated Q; K and V go to step's cache.
-
-    Outputs of the layer are Q, K and V; channels of Q and K in ``rope.paired_channels`` order. q [m, query_heads *
-    head_dim].
-    """
-    problem = checked_problem(weight, x, q, None, bias, q.shape[1])
-    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)
-    kernel = rotary_kernel(config, isinstance(step, RopePagesArgs))
-    jit.launch(kernel, rotary_arguments(norm, step), grid(problem, config), pdl=pdl, device=q.get_device())

@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from anybit import jit
+from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Operand
+from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, packed_problem
 from anybit.kernels.packed.packed_layout import round_up
-from anybit.kernels.packed.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
+from anybit.kernels.packed.packed_problem import (
+    FewFacts,
+    Params,
+    arguments,
+    facts,
+    legal,
+    ring,
+    why_not_config,
+    why_not_few,
+)
 
 MOST_TOKENS = 16
 """Most tokens: above, other kernels are faster, and shared memory and registers run out here."""
@@ -97,13 +108,20 @@ def shared_bytes(config: Config) -> int:
     return max(size, c.min_shared_bytes)
 
 
-@functools.cache
 def kernel(config: Config, silu: bool = False) -> jit.Kernel:
-    """The kernel of a config. silu: with a SiLU epilogue; see ``sm90_packed_gemm.kernel``."""
+    """The kernel of a config. silu: with a SiLU epilogue; see ``Traits``."""
     entry = "sm90_packed_skinny" + "_silu" * silu
     return jit.Kernel(
         "packed/sm90_skinny/sm90_packed_skinny.cuh", entry, config, Params, config.warps * 32, shared_bytes(config)
     )
+
+
+def _silu(config: Config) -> jit.Kernel | None:
+    """With 16-bit activations, SiLU is faster as a kernel of its own."""
+    return kernel(config, silu=True) if config.operand is Operand.s8 else None
+
+
+traits = Traits("sm90_packed_skinny", Target.bytes, arguments, gathers=True, silu=_silu)
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:

@@ -6,10 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from anybit import jit
+from anybit.kernels.block.quantize_activations import Target
+from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, packed_problem
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
-from anybit.kernels.packed.packed_problem import FewFacts, Params, facts, legal, ring, why_not_config, why_not_few
+from anybit.kernels.packed.packed_problem import (
+    FewFacts,
+    Params,
+    arguments,
+    facts,
+    legal,
+    ring,
+    why_not_config,
+    why_not_few,
+)
 
 MOST_TOKENS = 32
 """Most tokens: above, sums take too many registers, and sm90_packed_gemm is faster."""
@@ -82,10 +93,12 @@ def shared_bytes(config: Config) -> int:
     return max(round_up(max(body, sums), 128) + rows * 8 + received + barriers, c.min_shared_bytes)
 
 
-@functools.cache
+traits = Traits("sm90_packed_skinny_f16", Target.bytes, arguments, gathers=True)
+
+
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    c, name = config, "sm90_packed_skinny_f16"
+    c, name = config, traits.name
     return jit.Kernel(f"packed/sm90_skinny_f16/{name}.cuh", name, c, Params, c.warps * 32, shared_bytes(c), c.cluster_k)
 
 
