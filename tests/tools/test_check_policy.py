@@ -66,3 +66,25 @@ def test_a_check_that_was_broken_off_goes_on(check: Any, tmp_path: Path) -> None
     row = {"seed": 1, **marks}
     path.write_text(json.dumps([row, row | {"seed": 2}, row | {"commit": "b"}]))
     assert check.rows_of(path, 1, marks) == [row]
+
+
+def test_judge_scores_a_row_by_name_by_frozen_times_or_not_at_all(check: Any, tmp_path: Path) -> None:
+    names = {"map": "a(tile_m=16)", "tuned": "a(tile_m=16)", "built in": "a(tile_m=32)"}
+    row = {"seed": 1, "scheme": "w4a8", "m": 3, "n": 64, "k": 64, "best": "a(tile_m=64)", "chosen": names}
+    row["ratios"] = {"map": 1.1, "tuned": 1.1, "built in": 1.5}
+    frozen = {"defaults": {"a": {"stages": 4}}, "configs": ["a(tile_m=8)", "a(tile_m=24)"]}
+    frozen["problems"] = [[1, "w4a8", 3, 64, 64, [0, 1200], [1, 1050]]]
+    path = tmp_path / "judge.json"
+    path.write_text(json.dumps(frozen))
+    judge = check.Judge(path)
+    assert judge.ratio(row, "a(tile_m=64, stages=4)") == (1.0, "named"), "a field at its frozen default is left out"
+    assert judge.ratio(row, "a(tile_m=8)") == (1.2, "map times")
+    assert judge.ratio(row, "a(tile_m=24)") == (1.05, "estimate")
+    assert judge.ratio(row, "a(tile_m=8, stages=5)") == (1.5, "unscored")
+    assert judge.ratio(row | {"seed": 2}, "a(tile_m=8)") == (1.5, "unscored")
+
+
+def test_without_own_leaves_out_a_shape_in_every_scheme(check: Any) -> None:
+    policy = check.Policy(check.Origin("NVIDIA H200", "sm_90a"))
+    policy.layers = {(scheme, "float16", n, 64): {1: None} for scheme in ("w4a8", "w2a2") for n in (64, 128)}
+    assert {key[2] for key in check.without(policy, 64, 64).layers} == {128}

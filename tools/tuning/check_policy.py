@@ -7,19 +7,19 @@ A problem is a layer of one of eleven models, one of five schemes and a number o
 is every legal config of every family, except few-token ones that no map may choose (``preserves_pdl_overlap``).
 ``verify`` times all of it interleaved with three choices: ``map``, by the policy map; ``tuned``, by a search like
 ``anybit tune`` at the token count that stands for the problem's; ``built in``. Configs that provably lose
-(``lower_bound``) are left out. ``replay`` rates the choices of today's map in problems already compared.
+(``lower_bound``) are left out. ``replay`` rates the choices of today's map in problems already compared; with
+``--without-own`` as if the problem's layer had not been measured.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ import torch
 
 from anybit.choose.builtin import builtin, step
 from anybit.choose.dispatch import Dispatcher
-from anybit.choose.families import FAMILIES, Candidate
-from anybit.choose.policy import SHIPPED, Origin, Policy, file_name, key_of, read
+from anybit.choose.families import Candidate
+from anybit.choose.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.choose.space import builtins_of, preserves_pdl_overlap, promising
 from anybit.device import Device
 from anybit.errors import KernelError
@@ -46,6 +46,7 @@ from timing import RESULTS, merge_rows, stamp
 
 KEY = ("case", "seed", "scheme", "m", "n", "k")
 CHOICES = ("map", "tuned", "built in")
+JUDGE = Path(__file__).with_name("judge.json")
 _CHUNK = 48
 """Candidates per graph in the first pass."""
 
@@ -215,69 +216,76 @@ def rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any]
 # -------- replay
 
 
-def known_ratio(product: LinearProblem, chosen: Candidate, row: dict[str, Any], full: Policy) -> tuple[float, str]:
-    """The ratio of a choice to the best of a compared problem, and its source.
+class Judge:
+    """What is known of the compared problems, frozen: scores depend on no estimate or map that may change.
 
-    Configs named in the row have their own ratios. Another one's follows from a map's times at a nearby count, else
-    from its family's estimate against a named config of the family; else it is taken to be the worst named one's.
+    judge.json was written at commit 2d4891d. It has for each problem the ratios, in thousandths, of configs that no row
+    names: ``times``, by times of that commit's map at a nearby token count, and ``estimates``, by that commit's cost
+    model beside a config that the row names (up to 1.3). defaults: of config fields, which names leave out.
     """
-    named = {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
-    named = {short(name): ratio for name, ratio in named.items()}
-    mine = short(chosen.name)
-    if mine in named:
-        return named[mine], "named"
-    points = full.layers.get(key_of(product), {})
-    for m in sorted(points, key=lambda m: abs(math.log2(m / row["m"])))[:3]:
-        there, times = replace(product, m=m), dict[str, float]()
-        for measured in points[m].strategies.values():
-            try:
-                times[short(measured.candidate(there).name)] = measured.us
-            except KernelError:
-                continue
-        times.setdefault(short(builtin(there).name), points[m].default_us)
-        ratios = [named[name] * times[mine] / times[name] for name in named if {name, mine} <= {*times}]
-        if ratios and abs(math.log2(m / row["m"])) < 0.3:
-            return max(1.0, sum(ratios) / len(ratios)), "map times"
-    family, here = FAMILIES.get(chosen.kernel), replace(product, m=row["m"])
-    for name, ratio in named.items():
-        if family is not None and hasattr(family.module, "estimate") and name.startswith(f"{family.name}("):
-            other = family.rebuild(here, fields_of(name))
-            us = family.estimate(here, chosen.config), family.estimate(here, other)
-            return max(1.0, ratio * (us[0] or 1.0) / (us[1] or 1.0)), "estimate"
-    return max(named.values()), "worst named"
 
+    def __init__(self, path: Path = JUDGE) -> None:
+        frozen = json.loads(path.read_text())
+        self._defaults: dict[str, dict[str, Any]] = frozen["defaults"]
+        self._names = {name: i for i, name in enumerate(frozen["configs"])}
+        self._known = {
+            tuple(key): [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in (times, estimates)]
+            for *key, times, estimates in frozen["problems"]
+        }
 
-def short(name: str) -> str:
-    """A config's name without fields at their default: those that its family gained after its row was written."""
-    kernel, fields = name.partition("(")[0], fields_of(name)
-    for one in dataclasses.fields(FAMILIES[kernel].module.Config) if kernel in FAMILIES else ():
-        default = one.default.name if isinstance(one.default, Enum) else one.default
-        if fields.get(one.name) == default:
-            del fields[one.name]
-    return f"{kernel}({', '.join(f'{key}={value}' for key, value in sorted(fields.items()))})"
+    def ratio(self, row: dict[str, Any], name: str) -> tuple[float, str]:
+        """The ratio of a config, by name, to the best of a row's problem, and its source.
+
+        A config that cannot be scored is taken to be as slow as the slowest named one.
+        """
+        named = {row["best"]: 1.0} | {row["chosen"][choice]: row["ratios"][choice] for choice in CHOICES}
+        named = {self.short(one): ratio for one, ratio in named.items()}
+        mine = self.short(name)
+        if mine in named:
+            return named[mine], "named"
+        known = self._known.get(tuple(row[part] for part in KEY[1:]), [{}, {}])
+        for ratios, how in zip(known, ("map times", "estimate"), strict=True):
+            if (found := ratios.get(self._names.get(mine))) is not None:
+                return found / 1000, how
+        return max(named.values()), "unscored"
+
+    def short(self, name: str) -> str:
+        """A config's name, its fields sorted, without those at their default."""
+        kernel, fields = name.partition("(")[0], fields_of(name)
+        defaults = self._defaults.get(kernel, {})
+        kept = (f"{key}={value}" for key, value in sorted(fields.items()) if defaults.get(key) != value)
+        return f"{kernel}({', '.join(kept)})"
 
 
 def fields_of(name: str) -> dict[str, Any]:
     """Parse the fields of a config's name."""
-    pairs = (pair.split("=") for pair in name[name.index("(") + 1 : -1].split(", "))
+    pairs = (pair.split("=") for pair in name[name.index("(") + 1 : -1].split(", ") if pair)
     words = {"True": True, "False": False}
     return {key: words.get(value, int(value) if value.isdigit() else value) for key, value in pairs}
 
 
+def without(policy: Policy, n: int, k: int) -> Policy:
+    """A map without the points of layers of this shape, of any scheme."""
+    return replace(policy, layers={key: points for key, points in policy.layers.items() if key[2:] != (n, k)})
+
+
 def replay(options: argparse.Namespace) -> None:
     """Print how far the choices of a map, and the built-in ones, are from the best of the compared problems."""
-    device = Device.named("sm_90a")
-    map_ = read(options.map or SHIPPED / file_name(device.name))
-    by, found = Dispatcher(device.name, [map_]), dict[str, list[tuple[float, str, str]]]()
+    device, judge = Device.named("sm_90a"), Judge()
+    map_, found = read(options.map or SHIPPED / file_name(device.name)), dict[str, list[tuple[float, str, str]]]()
+    whole = Dispatcher(device.name, [map_])
     for row in json.loads(options.rows.read_text()):
-        scheme = Scheme.parse(row["scheme"])
+        scheme, n, k = Scheme.parse(row["scheme"]), row["n"], row["k"]
         m = step(row["m"])  # as layers round it
-        product = LinearProblem(m, row["n"], row["k"], scheme.weights, scheme.activations, device=device)
+        product = LinearProblem(m, n, k, scheme.weights, scheme.activations, device=device)
+        by = Dispatcher(device.name, [without(map_, n, k)]) if options.without_own else whole
         for name, chosen in {"map": by.choose(product).candidate, "built in": builtin(product)}.items():
-            found.setdefault(name, []).append((*known_ratio(product, chosen, row, map_), str(product)))
+            found.setdefault(name, []).append((*judge.ratio(row, chosen.name), str(product)))
     for name, some in found.items():
-        ways = {how: sum(one[1] == how for one in some) for _, how, _ in some}
+        ways = dict(Counter(how for _, how, _ in some))
         print(f"{name}: {summary([ratio for ratio, *_ in some])}; {ways}")
+        scored = [ratio for ratio, how, _ in some if how != "unscored"]
+        print(f"    those that can be scored: {summary(scored)}")
         for ratio, how, product in sorted(some, reverse=True)[: options.worst]:
             print(f"    {ratio:.3f} ({how}) {product}")
 
@@ -299,6 +307,7 @@ def main() -> None:
         command.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch_check.json")
         if name == "replay":
             command.add_argument("--worst", type=int, default=5, help="how many to show")
+            command.add_argument("--without-own", action="store_true", help="leave out the points of a problem's layer")
             continue
         command.add_argument("--problems", type=int, default=200)
         command.add_argument("--seed", type=int, default=20261121)
