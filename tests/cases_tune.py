@@ -25,7 +25,7 @@ def point(one: LinearProblem, us: dict[str, float], default_us: float = 20.0) ->
     found = {}
     for kernel, time in us.items():
         candidate = other_than_default(one, kernel)
-        found[candidate.strategy] = Measured.of(candidate, one, time)
+        found[candidate.strategy] = Measured.of(candidate, time)
     return Point(default_us, found)
 
 

@@ -1,6 +1,5 @@
 """The search on a GPU, layers that follow its map, and layers kept in two layouts."""
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybit import ops
 from anybit.choose import dispatch as dispatching
 from anybit.choose.builtin import builtin
-from anybit.choose.families import Layout
 from anybit.choose.policy import Measured, Origin, Point, Policy, save
 from anybit.choose.space import space
 from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.layers.linear import QuantLinear, use_backend
+from anybit.layers.linear import QuantLinear
 from anybit.scheme import Scheme
 from anybit.tune.roofline import floor_us
 from anybit.tune.search import Options, search
@@ -31,7 +28,6 @@ N, K = 512, 1024
 def clean() -> Iterator[None]:
     yield
     dispatching.use()
-    dispatching.allow()
 
 
 def product(scheme: str, m: int, n: int = N, k: int = K) -> LinearProblem:
@@ -46,8 +42,8 @@ def obey(tmp_path: Path, *points: tuple[LinearProblem, dict[str, float]]) -> Non
     for one, us in points:
         found = {}
         for strategy, time in us.items():
-            candidate = next(c for c in space(one, ["a8"]).candidates if c.strategy == strategy)
-            found[strategy] = Measured.of(candidate, one, time)
+            candidate = next(c for c in space(one).candidates if c.strategy == strategy)
+            found[strategy] = Measured.of(candidate, time)
         policy.put(one, Point(max(us.values()), found))
     save(policy, tmp_path / "map.json")
     dispatching.use(tmp_path / "map.json")
@@ -72,7 +68,7 @@ def both(scheme: str, backend: str | None = None, act_order: bool = False) -> tu
 def test_a_search_finds_nothing_slower_than_built_in_choices(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     wanted = [product("w4a8", 1), product("w2a2", 64), product("w4a16g128", 256)]
-    policy = search(wanted, path, Options(2, ("a8",), TimingBudget(30, 1, 2)))
+    policy = search(wanted, path, Options(2, TimingBudget(30, 1, 2)))
     assert not policy.excluded
     for one in wanted:
         point = policy.exact(one)
@@ -80,55 +76,11 @@ def test_a_search_finds_nothing_slower_than_built_in_choices(tmp_path: Path) -> 
         own = point.strategies[builtin(one).strategy]
         assert 0 < own.us <= 1.02 * point.default_us
         assert floor_us(one) < 1.2 * own.us
-    assert "padding to fp8" in policy.exact(wanted[2]).strategies  # type: ignore[union-attr]
     dispatching.use(path)
     for scheme in ("w4a8", "w2a2", "w4a16g128"):
         on_gpu, reference = both(scheme)
         for m in (1, 50, 200):
             close(on_gpu, reference, m)
-
-
-def test_each_token_count_runs_its_strategy_in_two_layouts(tmp_path: Path) -> None:
-    few, many = {"bitwise": 2.0, "padding to int8": 3.0}, {"bitwise": 9.0, "padding to int8": 4.0}
-    obey(tmp_path, (product("w2a4", 1), few), (product("w2a4", 64), many), (product("w2a4", 512), many))
-    on_gpu, reference = both("w2a4")
-    weight = on_gpu.quantized_weight()
-    assert ops.choose(weight, on_gpu.scheme.activations) in ("bitwise", "packed")  # one copy by default
-    use_backend(on_gpu, "bitwise+packed")
-    for m in (1, 40, 512, 700):
-        close(on_gpu, reference, m)
-    by = dispatching.dispatcher(torch.cuda.get_device_name())
-    assert by.choose(product("w2a4", 1)).candidate.layout is Layout.planes
-    assert by.choose(product("w2a4", 40)).candidate.layout is Layout.tiles_a8
-    assert torch.equal(on_gpu.quantized_weight().words, weight.words)
-    for m in (1, 40):  # quantized by the activation function's kernel, for either layout
-        gate_up = torch.randn(m, 2 * K, generator=torch.Generator().manual_seed(m)).half()
-        actual, expected = on_gpu.silu_linear(gate_up.cuda()).float().cpu(), reference.silu_linear(gate_up).float()
-        assert float((actual - expected).norm() / expected.norm()) < 5e-3
-    x = torch.randn(1, K, device="cuda").half()
-    expected = on_gpu(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = on_gpu(x)
-    y.zero_()
-    graph.replay()
-    assert torch.equal(y, expected)
-
-
-def test_activations_become_eight_bits_where_that_is_allowed_and_it_is_said(tmp_path: Path) -> None:
-    few, many = {"dequantize": 2.0, "padding to fp8": 3.0}, {"dequantize": 9.0, "padding to fp8": 4.0}
-    obey(tmp_path, (product("w4a16g128", 1), few), (product("w4a16g128", 512), many))
-    on_gpu, reference = both("w4a16g128")
-    assert ops.choose(on_gpu.quantized_weight(), on_gpu.scheme.activations) == "packed"
-    close(on_gpu, reference, 512)
-    dispatching.allow("a8")
-    on_gpu, reference = both("w4a16g128")
-    assert ops.choose(on_gpu.quantized_weight(), on_gpu.scheme.activations) == "packed+a8"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        close(on_gpu, reference, 1)
-    with pytest.warns(UserWarning, match="quantized to e4m3, as allowed"):
-        close(on_gpu, reference, 512, 0.1)
 
 
 def test_activation_order_with_quantized_activations() -> None:

@@ -457,23 +457,6 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
     assert asked == [torch.bfloat16, torch.float16, "auto", "auto", torch.float16]
 
 
-def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
-    from anybit.choose import dispatch
-
-    try:
-        dispatch.allow("a8")
-        with pytest.warns(UserWarning, match="no policy map of this device lists .* tune MODEL --scheme S --allow a8"):
-            loaded = load_model(model, "w4a16g32", device="cpu").model
-        assert {layer.runs_on for layer in loaded.modules() if isinstance(layer, QuantLinear)} == {"reference-decoded"}
-        with warnings.catch_warnings(action="error"):
-            load_model(model, "w4a8", device="cpu")
-            load_model(model, device="cpu")
-            dispatch.allow()
-            load_model(model, "w4a16g32", device="cpu")
-    finally:
-        dispatch.allow()
-
-
 def test_the_commands_load_no_torch_before_they_run() -> None:
     """Help and usage errors are instant, and main can still decide how torch's threads wait."""
     code = "import sys, anybit.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"

@@ -66,6 +66,6 @@ def test_readme_and_quickstart_run_from_top_to_bottom(tmp_path: Path, monkeypatc
 def test_what_the_page_names_is_there() -> None:
     import anybit
 
-    assert callable(dispatch.use) and callable(dispatch.allow) and callable(anybit.ops.allow_fallback)
+    assert callable(dispatch.use) and callable(anybit.ops.allow_fallback)
     assert issubclass(anybit.errors.KernelError, RuntimeError) and issubclass(anybit.errors.LayerError, ValueError)
     assert ReferenceDecoded.name == "reference-decoded"

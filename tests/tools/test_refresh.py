@@ -31,7 +31,7 @@ def older_map() -> tuple[Policy, LinearProblem, LinearProblem]:
     found = Policy(replace(Origin.here("NVIDIA H200", "sm_90a"), kernels=changed))
     for product, kernel in ((one, "sm90_packed_skinny"), (many, "sm90_packed_gemm")):
         chosen = next(c for c in space(product).candidates if c.kernel == kernel)
-        found.put(product, Point(6.0, {chosen.strategy: Measured.of(chosen, product, 5.0)}))
+        found.put(product, Point(6.0, {chosen.strategy: Measured.of(chosen, 5.0)}))
     return found, one, many
 
 
@@ -52,7 +52,7 @@ def test_a_config_has_other_kernels_at_other_sizes(refresh: Any) -> None:
     """A config does not say what quantizes the tokens: equal fields can mean different kernels."""
     _, _, few = older_map()
     longer = replace(few, k=14336)
-    measured = Measured.of(builtin(few), few, 5.0)
+    measured = Measured.of(builtin(few), 5.0)
     kernels = [set(measured.candidate(one).kernels(one)) for one in (few, longer)]
     assert kernels[0] != kernels[1]
     assert refresh.name_of(few, measured) != refresh.name_of(longer, measured)

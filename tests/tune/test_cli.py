@@ -42,8 +42,8 @@ def measured(tmp_path: Path) -> Path:
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations)
     other = next(c for c in space(one).candidates if c.kernel == "sm90_bitplane_skinny")
     found = {
-        "bitwise": Measured.of(other, one, 15.0),
-        "padding to int8": Measured.of(builtin(one), one, 12.5),
+        "bitwise": Measured.of(other, 15.0),
+        "padding to int8": Measured.of(builtin(one), 12.5),
     }
     policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
     policy.put(one, Point(12.5, found))
@@ -61,9 +61,9 @@ def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "runner-up  bitwise, 15.00 us (20% slower)" in out
     assert "driver 575.1" in out
     assert "not        split: 4-bit integer products are emulated" in out
-    code, out, _ = run(monkeypatch, capsys, *("explain", "64,64", "-s", "w4a16g64", "-m", "4", "--allow", "a8"))
+    code, out, _ = run(monkeypatch, capsys, *("explain", "64,64", "-s", "w4a16g64", "-m", "4"))
     lines = [line for line in out.splitlines() if line.startswith("  not ")]
-    assert len(lines) == len(set(lines)) and "not allowed" not in out
+    assert len(lines) == len(set(lines))
     code, out, _ = run(monkeypatch, capsys, *words, "-m", "1", "--json")
     dispatching.use()
     first, second = json.loads(out)["products"]
@@ -135,7 +135,6 @@ def test_explains_each_layer_in_its_own_scheme(
         (("explain", "4096,4096"), "the shape 4096,4096 needs a scheme"),
         (("explain", "4096,4096", "-s", "w9a8"), "w9a8"),
         (("explain", "64,64", "-s", "w4a8", "--tensor-parallel", "2"), "name a model, or the shape of a part"),
-        (("explain", "4096,4096", "-s", "w4a8", "--allow", "a4"), "--allow a4 is unknown"),
         (("explain", "nothing here", "-s", "w4a8"), "neither a folder"),
         (("explain", "64,64", "-s", "w4a8fps24"), "2:4 sparse weights are multiplied by integers"),
         (("explain", "64,64", "-s", "w4a8g32-xasym"), "sm90_bitplane_gemm: bit planes need one scale a row"),
@@ -259,7 +258,7 @@ def test_explains_the_dtype_that_is_asked_for(
     parsed = Scheme.parse("w3a16")
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations, torch.bfloat16)
     policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
-    policy.put(one, Point(12.5, {"dequantize": Measured.of(builtin(one), one, 12.5)}))
+    policy.put(one, Point(12.5, {"dequantize": Measured.of(builtin(one), 12.5)}))
     save(policy, tmp_path / "map.json")
     words = ("explain", "4096,14336", "-s", "w3a16", "-m", "64", "--policy", str(tmp_path / "map.json"), "--json")
     found = [json.loads(run(monkeypatch, capsys, *words, *more)[1]) for more in ((), ("--dtype", "bfloat16"))]

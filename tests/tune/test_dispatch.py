@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from anybit.choose import dispatch as dispatching
 from anybit.choose.builtin import MOST_TOKENS, builtin, builtin_layout
 from anybit.choose.dispatch import Dispatcher
 from anybit.choose.families import FAMILIES, Candidate, Layout
@@ -16,7 +17,7 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import Scheme
 from anybit.tune.explain import explain
-from cases_tune import other_than_default, point, policy, product
+from cases_tune import point, policy, product
 
 H200 = Device.named("sm_90a")
 
@@ -67,7 +68,7 @@ def test_between_two_measured_token_counts_runs_what_fills_the_last_round() -> N
     """Times of an H200: tiles of 192 tokens take one wave at 1056 tokens, and two at 1280."""
     upper, here = product("w4a4", 1280, 4096, 16384), product("w4a4", 1056, 4096, 16384)
     large = {c.config.tile_m: c for c in space(upper).candidates if _tile(c, 2, 160) or _tile(c, 3, 192)}
-    narrow, wide = (Measured.of(large[tokens], upper, us) for tokens, us in ((160, 122.6), (192, 178.0)))
+    narrow, wide = (Measured.of(large[tokens], us) for tokens, us in ((160, 122.6), (192, 178.0)))
     lower = replace(here, m=1024)
     rival = Point(130.0, {"padding to int8": replace(wide, us=90.0)})
     found = policy((upper, Point(130.0, {"padding to int8": narrow})), (lower, rival))
@@ -113,7 +114,7 @@ def test_few_tokens_take_another_config_rather_than_another_layout(us: float, ke
         for c in space(one).candidates
         if c.kernel == "sm90_bitplane_skinny" and c != builtin(one) and preserves_pdl_overlap(one, c)
     )
-    strategies = measured.strategies | {"bitwise": Measured.of(other, one, 9.0)}
+    strategies = measured.strategies | {"bitwise": Measured.of(other, 9.0)}
     measured = replace(measured, strategies=strategies)
     by = Dispatcher("NVIDIA H200", [policy((one, measured))])
     chosen = by.choose(one).candidate
@@ -131,7 +132,7 @@ def test_another_layout_does_not_keep_the_built_in_config(tiles: float | None, k
     measured = point(
         one, {"sm90_bitplane_skinny": 9.45} | ({} if tiles is None else {"sm90_packed_skinny": tiles}), 10.0
     )
-    strategies = measured.strategies | {"bitwise": Measured.of(other, one, 9.45)}
+    strategies = measured.strategies | {"bitwise": Measured.of(other, 9.45)}
     measured = replace(measured, strategies=strategies)
     chosen = Dispatcher("NVIDIA H200", [policy((one, measured))]).choose(one).candidate
     assert chosen.kernel == kernel and (kernel != "sm90_bitplane_skinny" or chosen == other)
@@ -141,7 +142,7 @@ def test_another_layout_does_not_keep_the_built_in_config(tiles: float | None, k
 def test_between_two_measured_token_counts_the_built_in_choice_must_be_beaten(us: float, origin: str) -> None:
     upper, here = product("w4a16g128", 1280, 4096, 16384), product("w4a16g128", 1056, 4096, 16384)
     other = next(c for c in space(upper).candidates if c.kernel == "sm90_packed_gemm" and c != builtin(upper))
-    won = Measured.of(other, upper, 150.0)
+    won = Measured.of(other, 150.0)
     found = policy((upper, Point(us, {"dequantize": won})))
     choice = Dispatcher("NVIDIA H200", [found]).choose(here)
     assert choice.origin == origin
@@ -163,7 +164,7 @@ def test_no_illegal_config_ever_runs() -> None:
     """Whatever a map says, for every shape around it."""
     one = product(m=16)
     for candidate in space(one).candidates[::25]:
-        found = policy((one, Point(50.0, {candidate.strategy: Measured.of(candidate, one, 1.0)})))
+        found = policy((one, Point(50.0, {candidate.strategy: Measured.of(candidate, 1.0)})))
         for k in (576, 4096, 4224, 28672):
             for m in (12, 16, 32):
                 other = product(m=m, k=k)
@@ -219,31 +220,18 @@ def test_bit_planes_of_few_tokens_may_take_half_of_a_multiprocessor() -> None:
     ]
 
 
-def test_eight_bit_activations_run_only_where_allowed() -> None:
-    one = product("w4a16g128", 1024)
-    narrow = next(c for c in space(one, ["a8"]).candidates if c.strategy == "padding to fp8")
-    wide = other_than_default(one, "sm90_packed_gemm")
-    both = {c.strategy: Measured.of(c, one, us) for c, us in ((narrow, 5.0), (wide, 9.0))}
-    found = Dispatcher("NVIDIA H200", [policy((one, Point(10.0, both)))])
-    assert found.choose(one).candidate == wide
-    assert found.choose(one, allow=["a8"]).candidate == narrow
-    assert found.layouts(one) == (Layout.tiles_a16,)
-    assert found.layouts(one, ["a8"]) == (Layout.tiles_a8,)
-
-
-def test_two_layouts_are_kept_where_each_wins_somewhere() -> None:
+def test_a_layer_is_kept_in_the_layout_that_loses_least() -> None:
     few, many = product("w2a4", 1), product("w2a4", 1024)
     won = policy(
         (few, Point(4.0, point(few, {"sm90_bitplane_skinny": 3.0, "sm90_packed_skinny": 4.0}).strategies)),
         (many, Point(40.0, point(many, {"sm90_bitplane_skinny": 60.0, "sm90_packed_gemm": 40.0}).strategies)),
     )
-    assert set(Dispatcher("NVIDIA H200", [won]).layouts(few)) == {Layout.planes, Layout.tiles_a8}
-    assert Dispatcher("NVIDIA H200", [won]).layouts(few, most=1) == (Layout.tiles_a8,)  # 1.33 and not 1.5 times
-    close = policy(
-        (few, Point(4.0, point(few, {"sm90_bitplane_skinny": 3.9, "sm90_packed_skinny": 4.0}).strategies)),
+    assert Dispatcher("NVIDIA H200", [won]).layout(few) is Layout.tiles_a8  # 1.33 and not 1.5 times
+    lost = policy(
+        (few, Point(4.0, point(few, {"sm90_bitplane_skinny": 3.0, "sm90_packed_skinny": 6.0}).strategies)),
         (many, Point(40.0, point(many, {"sm90_bitplane_skinny": 60.0, "sm90_packed_gemm": 40.0}).strategies)),
     )
-    assert Dispatcher("NVIDIA H200", [close]).layouts(few) == (Layout.tiles_a8,)
+    assert Dispatcher("NVIDIA H200", [lost]).layout(few) is Layout.planes
 
 
 @pytest.mark.parametrize(("scheme", "m"), [("w2a2", 1), ("w2a4", 24), ("w1a1", 200), ("w4a4", 2000)])
@@ -274,7 +262,7 @@ def test_few_tokens_of_16_bit_activations_run_by_times_of_their_own_weights_alon
     one = product("w4a16g128", 4, n=4096, k=14336)
     rooms = (c for c in space(one).candidates if c.kernel == builtin(one).kernel and c != builtin(one))
     other = next(c for c in rooms if preserves_pdl_overlap(one, c))
-    measured = Point(20.0, {"dequantize": Measured.of(other, one, 15.0)})
+    measured = Point(20.0, {"dequantize": Measured.of(other, 15.0)})
     by = Dispatcher("NVIDIA H200", [policy((one, measured))])
     assert by.choose(one).candidate == other
     for scheme in ("w3a16g128", "w4a16g64", "w4a16g128asym"):
@@ -295,7 +283,7 @@ def test_few_tokens_do_not_run_by_times_of_another_layer(m: int, origin: str) ->
         if c.kernel == builtin(there).kernel and c.fields not in (builtin(there).fields, builtin(here).fields)
         and c.why_not(here) is None and preserves_pdl_overlap(here, c)
     )  # fmt: skip
-    by = Dispatcher("NVIDIA H200", [policy((there, Point(20.0, {"padding to int8": Measured.of(other, there, 1.0)})))])
+    by = Dispatcher("NVIDIA H200", [policy((there, Point(20.0, {"padding to int8": Measured.of(other, 1.0)})))])
     assert by.choose(there).candidate == other
     assert by.choose(here).origin == origin
 
@@ -361,7 +349,7 @@ def test_what_every_family_runs_can_be_read_back_where_it_was_measured() -> None
         for candidate in space(one).candidates:
             if candidate.kernel not in seen:
                 seen.add(candidate.kernel)
-                assert Measured.of(candidate, one, 1.0).candidate(one) == candidate
+                assert Measured.of(candidate, 1.0).candidate(one) == candidate
         assert scheme != "w2a2" or "sm90_bitplane_stacked" in seen
 
 
@@ -374,3 +362,11 @@ def test_beyond_all_counts_of_a_map_no_time_is_claimed() -> None:
     assert beyond.us is None and beyond.builtin_us is None and beyond.runner_up == "not measured"
     assert "at M = 8192" in beyond.why
     assert beyond.config == explain(here, by).config
+
+
+def test_use_forgets_what_was_decided() -> None:
+    memories = (bitwise._plans, packed._plans)
+    for memory in memories:
+        memory[()] = None  # type: ignore[index]
+    dispatching.use()
+    assert not any(memories)

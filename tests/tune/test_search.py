@@ -192,34 +192,6 @@ def test_layers_are_measured_on_several_gpus_and_written_into_one_map(
     assert {(n, m) for (_, _, n, _), points in found.layers.items() for m in points} == {(p.n, p.m) for p in wanted}
 
 
-def test_what_is_allowed_later_is_measured_then(tmp_path: Path) -> None:
-    """`anybit tune`, then `anybit tune --allow a8`: all products were known, but nothing with 8 bits."""
-    path, one, coded = tmp_path / "map.json", product("w4a16g128", 64), product("w4a8", 64)
-    run([one, coded], path)
-    seen: list[LinearProblem] = []
-
-    def again() -> Policy:
-        seen.clear()
-        how = Options(each=2, jobs=1, allow=("a8",))
-        return search([one, coded], path, how, report=lambda p: seen.append(p.product), factory=FakeRunner)
-
-    point = again().exact(one)
-    assert [p.scheme for p in seen] == [one.scheme]
-    assert point is not None and any(measured.activations for measured in point.strategies.values())
-    again()
-    assert not seen
-
-
-def test_a_layer_that_no_kernel_runs_with_8_bits_is_not_measured_again_for_them(tmp_path: Path) -> None:
-    """8 bits of asym in groups: `anybit tune --allow a8`, rerun to continue, remeasured them and never ended."""
-    path, one = tmp_path / "map.json", product("w8a16g128asym", 64)
-    assert run([one], path).points == 1
-    seen: list[LinearProblem] = []
-    how = Options(each=2, jobs=1, allow=("a8",))
-    search([one], path, how, report=lambda p: seen.append(p.product), factory=FakeRunner)
-    assert not seen
-
-
 def test_no_product_is_begun_after_its_time(tmp_path: Path) -> None:
     assert run([product()], tmp_path / "map.json", seconds=-1.0).points == 0
 

@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     models = [name for name in MODELS if options.models is None or name in options.models]
     effort = TimingBudget(final_replays=5, finalists=3)
-    how = Options(options.each, tuple(options.allow), effort, again=options.again, jobs=options.jobs)
+    how = Options(options.each, effort, again=options.again, jobs=options.jobs)
     hints = [read(path) for path in options.hints]
     child = None if options.compile else Worker()
     if child is not None:
@@ -130,7 +130,6 @@ def main() -> None:
     measuring.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     measuring.add_argument("--tokens", type=int, nargs="*", default=list(MAPPED))
     measuring.add_argument("--each", type=int, default=4, help="candidates per family besides defaults and hints")
-    measuring.add_argument("--allow", nargs="*", default=[])
     measuring.add_argument("--hints", type=Path, nargs="*", default=[], help="maps whose winners to try")
     measuring.add_argument("--seconds", type=float, default=float("inf"), help="start no problem after this")
     measuring.add_argument("--again", action="store_true", help="remeasure what the file has")

@@ -40,7 +40,7 @@ def named(policy: Policy) -> Iterator[tuple[str, LinearProblem, Measured]]:
 
 def name_of(product: LinearProblem, measured: Measured) -> str:
     """A config's name, with the sizes that decide what its fields do not, such as how tokens are quantized."""
-    return f"{product} {product.dtype} {measured.kernel} {sorted(measured.fields)} {measured.activations}"
+    return f"{product} {product.dtype} {measured.kernel} {sorted(measured.fields)}"
 
 
 def codes(policy: Policy, jobs: int) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from anybit.choose.builtin import INTERPOLATE_FROM, MOST_TOKENS, bucket, builtin
 from anybit.choose.families import Candidate, Layout
 from anybit.choose.interpolate import around, expected_gain
 from anybit.choose.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
-from anybit.choose.space import FEW_TOKENS, preserves_pdl_overlap, refuse_unknown
+from anybit.choose.space import FEW_TOKENS, preserves_pdl_overlap
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
@@ -30,10 +30,6 @@ _CLEARLY = 0.97
 OTHER_LAYOUT = 0.94
 """At few tokens: share of the built-in layout's best time below which another layout replaces it."""
 _MOST_CHOICES = 1 << 14
-_WORTH_TWO = 1.03
-"""Two layouts are kept if the better one alone would be slower than this factor at some token count."""
-_PLANES_FROM = 5
-"""Token count from which w4a4 bit planes are at least as fast as tiles in steps of fused models."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _logger = logging.getLogger(__name__)
 
@@ -77,9 +73,7 @@ class Dispatcher:
         m = around(found[0], min(product.m, MOST_TOKENS))[1] if found else 0
         return (m, found[0][m], found[1]) if found and m else None
 
-    def choose(
-        self, product: LinearProblem, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
-    ) -> Choice:
+    def choose(self, product: LinearProblem, layouts: Collection[Layout] | None = None) -> Choice:
         """The choice for a problem with weights in ``layouts`` (default: any). Raises KernelError if none can run it.
 
         Never returns an illegal config, nor one measured to be slower than the built-in choice.
@@ -95,11 +89,11 @@ class Dispatcher:
                 continue
             name = str(policy.path or "a map")
             if one is product and (few or upper == tokens):
-                return _at(points[upper], replace(own, source=name), Ask(product, layouts, allow))
+                return _at(points[upper], replace(own, source=name), Ask(product, layouts))
             ends = [(replace(one, m=m), points[m]) for m in ((upper,) if few or not lower else (lower, upper))]
             counts = " and ".join(str(there.m) for there, _ in ends)
             here = replace(own, source=f"times of {one.scheme} {dtype_name(one.dtype)} at {counts} tokens ({name})")
-            return _expected(ends, here, Ask(product, layouts, allow) if one is product else Ask(product, kept))
+            return _expected(ends, here, Ask(product, layouts) if one is product else Ask(product, kept))
         if product.m <= FEW_TOKENS:  # what wins there depends on the layer: borrowed, it cost steps up to 14 %
             return own
         for policy in self.policies:
@@ -121,24 +115,8 @@ class Dispatcher:
             found = self.choices[like] = self.choose(product, (layout,))
         return found
 
-    def in_fused(self, product: LinearProblem, layouts: Collection[Layout]) -> Collection[Layout]:
-        """Layouts that a layer of a fused block may use: one per block at few tokens with quantized activations.
-
-        That is the built-in layout, or bit planes for w4a4 where these are as fast. Steps took up to 3.5 % longer with
-        a layer in another layout than its neighbours, which times of single GEMMs do not show.
-        """
-        w, x = product.weights, product.activations
-        if product.m > FEW_TOKENS or not x.quantized:
-            return layouts
-        planes = x.integer and (w.bits, x.bits) == (4, 4) and product.m >= _PLANES_FROM and Layout.planes in layouts
-        usual = Layout.planes if planes else builtin_layout(product)
-        return (usual,) if usual in layouts else layouts
-
-    def layouts(self, product: LinearProblem, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
-        """The layouts to store a layer's weights in: the one with the least worst-case loss, or two (if ``most`` > 1).
-
-        Two if any single one would lose more than 3 % at some token count.
-        """
+    def layout(self, product: LinearProblem) -> Layout:
+        """The layout to store a layer's weights in: the one with the least worst-case loss over measured counts."""
         usual = builtin_layout(product)
         known = self.points(product)
         losses: dict[Layout, dict[int, float]] = {}
@@ -146,34 +124,25 @@ class Dispatcher:
             best = min((one.us for one in point.strategies.values()), default=point.default_us)
             losses.setdefault(usual, {})[m] = point.default_us / best
             for measured in point.strategies.values():
-                candidate = Ask(replace(product, m=m), allow=allow).legal(measured)
+                candidate = Ask(replace(product, m=m)).legal(measured)
                 if candidate is not None:
                     losses.setdefault(candidate.layout, {})[m] = measured.us / best
-        if not losses:
-            return (usual,)
 
-        def cost(kept: tuple[Layout, ...]) -> float:
-            return max(min(losses[layout].get(m, float("inf")) for layout in kept) for m in known[0])  # type: ignore[index]
+        def cost(layout: Layout) -> float:
+            return max(losses[layout].get(m, float("inf")) for m in known[0])  # type: ignore[index]
 
-        alone = min(((layout,) for layout in losses), key=cost)
-        if most < 2 or cost(alone) <= _WORTH_TWO:
-            return alone
-        pairs = [(one, two) for one in losses for two in losses if one.value < two.value]
-        return min(pairs, key=cost) if pairs else alone
+        return min(losses, key=cost, default=usual)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A problem, and the layouts and allowances that its config must respect."""
+    """A problem, and the layouts that its config must respect."""
 
     product: LinearProblem
     layouts: Collection[Layout] | None = None
-    allow: Collection[str] = ()
 
     def legal(self, measured: Measured) -> Candidate | None:
-        """The candidate of a measured config, if it is allowed, in one of the layouts and legal here; else None."""
-        if measured.activations and "a8" not in self.allow:
-            return None
+        """The candidate of a measured config, if it is in one of the layouts and legal here; else None."""
         try:
             found = measured.candidate(self.product)
         except KernelError as error:
@@ -250,7 +219,6 @@ def _builtin(product: LinearProblem, layouts: Collection[Layout] | None) -> Cand
 
 _given: list[Policy] = []
 _dispatchers: dict[str, Dispatcher] = {}
-_allowed: set[str] = set()
 _told: set[str] = set()
 _generation = 0
 _decisions: list[dict[Any, Any]] = []
@@ -297,33 +265,13 @@ def given() -> bool:
 
 
 def forget_with_maps(decided: dict[Any, Any]) -> None:
-    """Register a cache of decisions, to be cleared by ``use`` and ``allow``."""
+    """Register a cache of decisions, to be cleared by ``use``."""
     _decisions.append(decided)
 
 
 def generation() -> int:
-    """A number that changes with every ``use`` and ``allow``."""
+    """A number that changes with every ``use``."""
     return _generation
-
-
-def allow(*words: str) -> None:
-    """Set the allowances (``space.ALLOWANCES``), which change results or memory; without arguments, none.
-
-    Decides how layers prepared from now on are stored. Layers already stored for it follow from their next call on,
-    except in captured CUDA graphs. Raises KernelError for an unknown allowance.
-    """
-    global _generation
-    refuse_unknown(words)
-    _allowed.clear()
-    _allowed.update(words)
-    _generation += 1
-    for decided in _decisions:
-        decided.clear()
-
-
-def allowed() -> frozenset[str]:
-    """The current allowances."""
-    return frozenset(_allowed)
 
 
 def tell(message: str) -> None:

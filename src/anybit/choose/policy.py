@@ -51,27 +51,19 @@ class Measured:
     us: float
     kernel: str
     fields: tuple[tuple[str, FieldValue], ...]
-    activations: str = ""
-    """The format that 16-bit activations were quantized to, as in a scheme ("8", "8fp"); empty: the scheme's own."""
 
     def candidate(self, product: LinearProblem) -> Candidate:
         """The candidate for a product. Raises KernelError, with the reason, if it is not legal there."""
-        own = product.activations
-        activations = Scheme.parse(f"w8a{self.activations}").activations if self.activations else own
-        config = FAMILIES[self.kernel].rebuild(replace(product, activations=activations), dict(self.fields))
-        found = Candidate(self.kernel, config, activations)
+        found = Candidate(self.kernel, FAMILIES[self.kernel].rebuild(product, dict(self.fields)), product.activations)
         reason = found.why_not(product)
         if reason is not None:
             raise KernelError(f"{found.name} cannot run {product}: {reason}")
         return found
 
     @staticmethod
-    def of(candidate: Candidate, product: LinearProblem, us: float) -> "Measured":
+    def of(candidate: Candidate, us: float) -> "Measured":
         """The record of a candidate's time."""
-        text = ""
-        if candidate.activations != product.activations:
-            text = "8" if candidate.activations.integer else "8fp"
-        return Measured(round(us, 3), candidate.kernel, tuple(candidate.fields.items()), text)
+        return Measured(round(us, 3), candidate.kernel, tuple(candidate.fields.items()))
 
 
 @dataclass(frozen=True)
@@ -89,9 +81,8 @@ class Point:
         return sorted(self.strategies.items(), key=lambda item: item[1].us)
 
     def kernels(self) -> set[str]:
-        """The kernel families it has times of, and the quantizer if 16-bit activations were quantized."""
-        found = {measured.kernel for measured in self.strategies.values()}
-        return found | {_QUANTIZER} if any(one.activations for one in self.strategies.values()) else found
+        """The kernel families it has times of."""
+        return {measured.kernel for measured in self.strategies.values()}
 
 
 @dataclass
@@ -254,13 +245,11 @@ def _parse_strategies(rows: dict[str, Any], configs: dict[str, Any]) -> tuple[di
     found: dict[str, Measured] = {}
     unknown = [f"strategy {name!r} is none of {', '.join(STRATEGIES)}" for name in rows if name not in STRATEGIES]
     for name, row in rows.items():
-        config, activations = configs[row["config"]], str(row.get("activations", ""))
-        if activations not in ("", "8", "8fp"):
-            raise ValueError(f"activations must be '8' or '8fp', not {activations!r}")
+        config = configs[row["config"]]
         if isinstance(config, str):
             unknown.append(config)
         else:
-            found[name] = Measured(_positive(row["us"]), config[0], config[1], activations)
+            found[name] = Measured(_positive(row["us"]), config[0], config[1])
     return found, unknown
 
 
@@ -293,8 +282,6 @@ def text(policy: Policy) -> str:
             count = 1 + sum(kernel == one.kernel for kernel, _ in names)
             name = names.setdefault((one.kernel, one.fields), f"{one.kernel}/{count}")
             found[strategy] = {"us": one.us, "config": name}
-            if one.activations:
-                found[strategy]["activations"] = one.activations
         return json.dumps(found)
 
     layers = []

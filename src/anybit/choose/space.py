@@ -16,17 +16,13 @@ from anybit.errors import KernelError
 from anybit.kernels.bitplane.bitplane_problem import half_bytes
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.scheme import CODES, ActivationFormat
+from anybit.scheme import CODES
 
 STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
 """Strategies to compute a product (ADAngel, section 4.3)."""
 
-ALLOWANCES = {"a8": "16-bit activations may be quantized to 8 bits where that is faster: results change"}
-"""Options that change results, so a user has to allow them."""
-
 _INT4_TENSOR_CORES = ("sm_80", "sm_86", "sm_89")
 """Read from the SASS of CUDA 13.0: later architectures emulate them."""
-_INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
 
 
 @dataclass(frozen=True)
@@ -45,23 +41,20 @@ class Space(NamedTuple):
     excluded: list[Excluded]
 
 
-def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
-    """The whole space of a product. Raises KernelError for words not in ``ALLOWANCES``."""
-    refuse_unknown(allow)
+def space(product: LinearProblem) -> Space:
+    """The whole space of a product."""
     found: list[Candidate] = []
     excluded: list[Excluded] = []
-    for activations in targets_of(product, allow):
-        effective = replace(product, activations=activations)
-        for name, family in FAMILIES.items():
-            configs = family.configs(effective)
-            found += [Candidate(name, config, activations) for config in configs]
-            if not configs:
-                reason = family.why_not(effective) or "none of its configs fits this product and device"
-                excluded.append(Excluded(strategy_of(name, activations), name, reason))
-    return Space(found, [*excluded, *_excluded_strategies(product, allow)])
+    for name, family in FAMILIES.items():
+        configs = family.configs(product)
+        found += [Candidate(name, config, product.activations) for config in configs]
+        if not configs:
+            reason = family.why_not(product) or "none of its configs fits this product and device"
+            excluded.append(Excluded(strategy_of(name, product.activations), name, reason))
+    return Space(found, [*excluded, *_excluded_strategies(product)])
 
 
-def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iterator[Excluded]:
+def _excluded_strategies(product: LinearProblem) -> Iterator[Excluded]:
     """Strategies that are excluded as a whole, besides what the families say."""
     x = product.activations
     if reason := why_not_split(product):
@@ -72,9 +65,9 @@ def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iter
         yield Excluded("padding to fp8", "", "sums of e4m3 products are rounded, and integer activations are exact")
     elif x.quantized:
         yield Excluded("padding to int8", "", "the activations are 8-bit floats")
-    elif "a8" not in allow:
+    else:
         for name in ("padding to int8", "padding to fp8"):
-            yield Excluded(name, "", "it would quantize the activations, which is not allowed (allow a8)")
+            yield Excluded(name, "", "it would quantize the activations, which changes results")
 
 
 def why_not_split(product: LinearProblem) -> str | None:
@@ -91,19 +84,6 @@ def why_not_split(product: LinearProblem) -> str | None:
     if max(w.bits, x.bits) <= 4:
         return "both operands fit four bits, so there is nothing to split: padding runs them on 4-bit tensor cores"
     return None
-
-
-def targets_of(product: LinearProblem, allow: Collection[str] = ()) -> list[ActivationFormat]:
-    """The product's own activation format, and those they may be quantized to."""
-    own = product.activations
-    return [own, _INT8, _FP8] if not own.quantized and "a8" in allow else [own]
-
-
-def refuse_unknown(allow: Collection[str]) -> None:
-    """Raise KernelError for an allowance that does not exist."""
-    for word in allow:
-        if word not in ALLOWANCES:
-            raise KernelError(f"allowance {word!r} is unknown; there are {', '.join(ALLOWANCES)}")
 
 
 FEW_TOKENS = 8
@@ -171,30 +151,22 @@ def _hopeless(product: LinearProblem, kernel: str) -> bool:
     return planes and product.m > 32 and product.weights.bits * product.activations.bits > 16
 
 
-def builtins_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Candidate]:
+def builtins_of(product: LinearProblem) -> list[Candidate]:
     """The built-in choices of every possible layout; the one that would run comes first."""
     chosen = []
-    with contextlib.suppress(KernelError):
-        chosen.append(builtin(product))
-    for activations in targets_of(product, allow):
-        for layout in (Layout.planes, tiles_of(activations)):
-            with contextlib.suppress(KernelError):
-                chosen.append(builtin(replace(product, activations=activations), layout))
+    for layout in (None, Layout.planes, tiles_of(product.activations)):
+        with contextlib.suppress(KernelError):
+            chosen.append(builtin(product, layout))
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
 
 
-def promising(
-    product: LinearProblem, each: int, hints: Collection[Candidate] = (), allow: Collection[str] = ()
-) -> list[Candidate]:
-    """Built-in choices, then allowed hints, then the ``each`` most promising candidates of every family.
+def promising(product: LinearProblem, each: int, hints: Collection[Candidate] = ()) -> list[Candidate]:
+    """Built-in choices, then hints, then the ``each`` most promising candidates of every family.
 
     The product's built-in choice comes first and is always included, so a search never ends with something worse.
     """
-    targets = targets_of(product, allow)
-    chosen = [*builtins_of(product, allow), *(hint for hint in hints if hint.activations in targets)]
-    for activations in targets if each else ():
-        effective = replace(product, activations=activations)
-        for name, family in FAMILIES.items():
-            if each >= _EVERYTHING or not _hopeless(effective, name):
-                chosen += [Candidate(name, config, activations) for config in family.promising(effective, each)]
+    chosen = [*builtins_of(product), *hints]
+    for name, family in FAMILIES.items() if each else ():
+        if each >= _EVERYTHING or not _hopeless(product, name):
+            chosen += [Candidate(name, config, product.activations) for config in family.promising(product, each)]
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from anybit.errors import KernelError, SchemeError, printable
+from anybit.errors import SchemeError, printable
 
 
 class _StandardOutput:
@@ -93,38 +93,6 @@ DequantizeOption = Annotated[
     bool, typer.Option("--dequantize", help="Run quantized layers as 16-bit floats: for codes that no kernel runs.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
-
-
-def _allow(words: list[str] | None) -> list[str]:
-    """Pass the user's allowances to the dispatcher, before a model is prepared."""
-    if words:
-        from anybit.choose import dispatch
-
-        dispatch.allow(*known(words))
-    return words or []
-
-
-def known(words: list[str] | None) -> tuple[str, ...]:
-    """The allowances, validated. Raises KernelError, listing the known ones, for an unknown one."""
-    if not words:
-        return ()
-    from anybit.choose.space import ALLOWANCES
-
-    for word in words:
-        if word not in ALLOWANCES:
-            there = "; ".join(f"{name}: {meaning}" for name, meaning in ALLOWANCES.items())
-            raise KernelError(f"--allow {word} is unknown; there are {there}")
-    return tuple(words)
-
-
-AllowOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow",
-        callback=_allow,
-        help="a8: quantize 16-bit activations to 8 bits where a tuned map says it is faster.",
-    ),
-]
 
 
 def overrides_of(words: list[str] | None) -> dict[str, str]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli.common import (
-    AllowOption,
     BackendOption,
     DequantizeOption,
     DeviceOption,
@@ -48,7 +47,6 @@ def evaluate(
         str | None, typer.Option(help="A model to compare with: same next token, and KL divergence.")
     ] = None,
     backend: BackendOption = None,
-    allow: AllowOption = None,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     dequantize: DequantizeOption = False,

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from anybit.cli.common import (
-    AllowOption,
     BackendOption,
     DequantizeOption,
     DeviceOption,
@@ -53,7 +52,6 @@ def generate(
         bool, typer.Option("--raw", help="Pass the prompt unchanged, without the model's chat template.")
     ] = False,
     backend: BackendOption = None,
-    allow: AllowOption = None,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     dequantize: DequantizeOption = False,
@@ -91,7 +89,6 @@ def chat(
     seed: Seed = 0,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     backend: BackendOption = None,
-    allow: AllowOption = None,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     dequantize: DequantizeOption = False,

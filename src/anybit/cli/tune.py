@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli.common import JsonOption, Model, TrustOption, errors, known, output, print_json, progress_bar, status
+from anybit.cli.common import JsonOption, Model, TrustOption, errors, output, print_json, progress_bar, status
 from anybit.errors import KernelError, SchemeError, dtype_name
 from anybit.scheme import Scheme
 
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from anybit.choose.policy import Policy
     from anybit.tune.search import Progress
 
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(help="a8: also consider 8-bit activations for 16-bit ones."),
-]
 Dtype = Annotated[
     str | None,
     typer.Option(help="float16 or bfloat16, the dtype of activations and results; by default the model's."),
@@ -60,7 +56,6 @@ def tune(
     everything: Annotated[
         bool, typer.Option("--exhaustive", help="Time every legal config; takes hours unless --seconds is given.")
     ] = False,
-    allow: Allow = None,
     dtype: Dtype = None,
     seconds: Annotated[
         float | None,
@@ -80,10 +75,10 @@ def tune(
 
     \b
     anybit tune ./llama-3-8b-w4a8
-    anybit tune ./llama-3-8b --scheme w4a16g128 --allow a8
+    anybit tune ./llama-3-8b --scheme w4a16g128
     anybit tune ./llama-3-70b-w4a8 --tensor-parallel 4
     """
-    allowed, wanted = known(allow), _checked(dtype)
+    wanted = _checked(dtype)
     import torch
 
     from anybit.choose import policy as policies
@@ -121,7 +116,7 @@ def tune(
                 said = time.perf_counter()
                 errors.print(f"{progress.done} of {progress.total}: {progress.product}{left}", markup=False)
 
-        options = Options(10**6 if everything else each, allowed, again=again)
+        options = Options(10**6 if everything else each, again=again)
         for part in (coarse, fine):
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
@@ -152,7 +147,6 @@ def explain(
     tokens: Annotated[
         list[int] | None, typer.Option("--m", "-m", min=1, help="Number of tokens; may be repeated.")
     ] = None,
-    allow: Allow = None,
     dtype: Dtype = None,
     ranks: Ranks = 1,
     policy: Annotated[
@@ -169,7 +163,7 @@ def explain(
     anybit explain 4096,14336 --scheme w4a8 --m 1 --m 512
     anybit explain ./llama-3-8b-w4a8 --m 16
     """
-    allowed, shape, kind = known(allow), _shape(what), _checked(dtype) or _DTYPES[0]
+    shape, kind = _shape(what), _checked(dtype) or _DTYPES[0]
     if shape is not None and scheme is None:
         raise SchemeError(f"the shape {what} needs a scheme: --scheme w4a8")
     if shape is not None and ranks > 1:
@@ -193,7 +187,7 @@ def explain(
             dispatching.use(policy)
         by, dtype_ = dispatching.dispatcher(device.name), getattr(torch, kind)
         found = [
-            explain_product(LinearProblem(m, n, k, parsed.weights, parsed.activations, dtype_, device), by, allowed)
+            explain_product(LinearProblem(m, n, k, parsed.weights, parsed.activations, dtype_, device), by)
             for parsed, n, k in layers
             for m in tokens or [1, 16, 256, 4096]
         ]

@@ -18,12 +18,10 @@ from anybit.checkpoints.folder import without_tokenizer
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.checkpoints.verify import check_model
-from anybit.choose.dispatch import allowed
 from anybit.device import checked_device
 from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line
 from anybit.hf.foreign import load_gguf, load_translated, without_kernel
 from anybit.hf.transformers import AnyBitConfig
-from anybit.layers.linear import QuantLinear
 from anybit.models.modules import auto_class, last_position, positions_of, skeleton
 from anybit.ops import backends
 from anybit.scheme import Scheme
@@ -164,8 +162,6 @@ def load_model(
         except Exception as error:
             raise without_tokenizer(path, error) from error
     parsed = stored if scheme is None else Scheme.parse(scheme)
-    if parsed is not None and not parsed.activations.quantized and "a8" in allowed():
-        _say_without_effect(model)
     return Loaded(model.eval(), tokenizer, parsed, str(source))
 
 
@@ -218,17 +214,6 @@ def stored_scheme(source: str | Path) -> Scheme | None:
             return scheme_of(folder.config)
         foreign = FolderTranslation.of(folder)
         return None if foreign is None else foreign.scheme
-
-
-def _say_without_effect(model: nn.Module) -> None:
-    """Warn if 8-bit activations are allowed but no layer was measured to be faster with them."""
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    if not any(layer.runs_on == "packed+a8" for layer in layers):
-        warnings.warn(
-            "8-bit activations are allowed (a8), but no policy map of this device lists a layer of this model as "
-            "faster with them: activations stay in 16 bits. Measure with `anybit tune MODEL --scheme S --allow a8`",
-            stacklevel=3,
-        )
 
 
 def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from anybit.choose.families import Layout
 from anybit.codes.hadamard import factor, transform
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.kernels.block import hadamard as hadamard_kernel
-from anybit.ops import bitwise, packed, product
+from anybit.ops import product
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
-from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.library import COMPLIANT, define
 from anybit.ops.packed import PackedTiles
 from anybit.ops.plans import find
@@ -50,14 +48,8 @@ __all__ = [
     "silu_linear",
 ]
 
-_planes, _tiles = Bitwise(), PackedTiles()
-register(_planes)
-register(_tiles)
-# Twice the memory for a few percent of speed: only if asked for by name.
-register(MultiLayoutBackend("bitwise+packed", (_planes, _tiles), (Layout.planes, Layout.tiles_a8), bitwise.TENSORS))
-register(
-    MultiLayoutBackend("packed+a8", (_tiles, _tiles), (Layout.tiles_a16, Layout.tiles_a8), packed.TENSORS, ("cuda",))
-)
+register(Bitwise())
+register(PackedTiles())
 register(ReferenceDecoded())
 register(ReferencePacked())
 

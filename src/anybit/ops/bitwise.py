@@ -10,11 +10,8 @@ from anybit.kernels.bitplane import bitplane, bitplane_layout, bitplane_problem
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.ops import product
 from anybit.ops.backend import Backend, LinearSpec
-from anybit.ops.checks import layouts_of
+from anybit.ops.checks import layout_of
 from anybit.scheme import ActivationFormat
-
-TENSORS = 6
-"""Number of tensors that ``prepare`` returns."""
 
 
 class Bitwise(Backend):
@@ -39,7 +36,7 @@ class Bitwise(Backend):
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
         """0 if the policy map (without one: the built-in choice) picks bit planes for this layer, else 2."""
-        return 0 if Layout.planes in layouts_of(weight, activations, 1) else 2
+        return 0 if layout_of(weight, activations) is Layout.planes else 2
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """Planes, float32 scales, corrections and zero points; then the original scale and group index, for restore."""

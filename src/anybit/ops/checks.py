@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from anybit.choose.builtin import builtin_layout
-from anybit.choose.dispatch import allowed, dispatcher
+from anybit.choose.dispatch import dispatcher
 from anybit.choose.families import Layout
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
@@ -57,10 +57,10 @@ def dense_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return bias.to(dtype).contiguous()
 
 
-def layouts_of(weight: QuantizedWeight, activations: ActivationFormat, most: int = 2) -> tuple[Layout, ...]:
-    """At most ``most`` weight layouts for a layer, from the policy map of its GPU; without a map, the built-in one."""
+def layout_of(weight: QuantizedWeight, activations: ActivationFormat) -> Layout:
+    """The layout for a layer's weights, from the policy map of its GPU; without a map, the built-in one."""
     n, k = weight.shape
     if not weight.words.is_cuda:
-        return (builtin_layout(LinearProblem(1, n, k, weight.format, activations)),)
+        return builtin_layout(LinearProblem(1, n, k, weight.format, activations))
     product = LinearProblem(1, n, k, weight.format, activations, device=Device.of(weight.words))
-    return dispatcher(product.device.name).layouts(product, allowed(), most)
+    return dispatcher(product.device.name).layout(product)

@@ -20,8 +20,6 @@ from anybit.ops import product
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.scheme import ActivationFormat
 
-TENSORS = 8
-"""Number of tensors that ``prepare`` returns."""
 _EMPTY = 0
 
 

@@ -1,7 +1,6 @@
 """Explain a choice: config, time, runner-up, and why the other strategies do not run."""
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from anybit.choose.builtin import INTERPOLATE_FROM, builtin
@@ -62,10 +61,10 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ()) -> Explanation:
+def explain(product: LinearProblem, by: Dispatcher) -> Explanation:
     """How a problem would run on its device. Raises KernelError if it cannot."""
-    choice, found, own = by.choose(product, allow=allow), by.point(product), builtin(product)
-    whole = space(product, allow)
+    choice, found, own = by.choose(product), by.point(product), builtin(product)
+    whole = space(product)
     others: list[Other] = []
     at = product.m if found is None else found[0]
     within = at == product.m or product.m < at <= INTERPOLATE_FROM
@@ -75,8 +74,6 @@ def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ())
             continue
         more = measured.us / choice.us - 1 if choice.us else 0.0
         slower = f"{abs(more):.0%} {'slower' if more >= 0 else 'faster'}" if choice.us else "measured"
-        if measured.activations and "a8" not in allow:
-            slower = "not allowed (allow a8)"
         fields = ", ".join(f"{key}={value}" for key, value in measured.fields)
         others.append(Other(name, f"{measured.kernel}({fields})", measured.us, slower))
     runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})" if others else "not measured"

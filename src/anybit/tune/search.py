@@ -46,13 +46,12 @@ _TIE = 1.01
 class Options:
     """Options of a search.
 
-    each: candidates per family, besides built-in choices and hints.  allow: see ``space.ALLOWANCES``.
+    each: candidates per family, besides built-in choices and hints.
     seconds: start no new problem after this time.  limit: seconds that one compiled candidate may take.
     again: remeasure what the file has.  jobs: compiling processes; 0: one per core.
     """
 
     each: int = 6
-    allow: tuple[str, ...] = ()
     effort: TimingBudget = field(default_factory=TimingBudget)
     seconds: float = float("inf")
     limit: float = 20.0
@@ -95,7 +94,7 @@ def candidates_of(product: LinearProblem, maps: Sequence[Policy], options: Optio
     """Candidates for a problem: built-in choices, then winners of nearby points, then the most promising."""
     if product.k % 16:
         return []  # only the built-in choice pads rows
-    return promising(product, options.each, neighbor_hints(maps, product, *_MAPS), options.allow)
+    return promising(product, options.each, neighbor_hints(maps, product, *_MAPS))
 
 
 _maps: Sequence[Policy] = ()
@@ -220,7 +219,7 @@ def _search(
     policy.excluded |= known.excluded
     todo = [replace(product, device=device) for product in together(products)]
     if not options.again:
-        todo = [product for product in todo if not _answers(known.exact(product), product, options)]
+        todo = [product for product in todo if known.exact(product) is None]
     began = saved = time.perf_counter()
     pause = _SAVE_SECONDS
     with contextlib.closing(plans(todo, maps, options)) as ready:
@@ -232,7 +231,7 @@ def _search(
                 left = spent / done * (len(todo) - done) if done else float("nan")
                 report(Progress(product, done, len(todo), left, len(policy.excluded)))
             policy.excluded |= {excluded_name(product, one): reason for one, reason in made.items() if reason}
-            own = builtins_of(product, options.allow)
+            own = builtins_of(product)
             every = dict.fromkeys((*made, *neighbor_hints((policy, known), product, *_SEARCH)))
             tried = [one for one in every if one in own or preserves_pdl_overlap(product, one)]
             point = point_of(product, own, race(child, product, tried, options, policy, own))
@@ -248,15 +247,6 @@ def _search(
         save(policy, path)
     known.merge(policy)
     return replace(known, origin=policy.origin)
-
-
-def _answers(point: Point | None, product: LinearProblem, options: Options) -> bool:
-    """Whether a point is complete: it includes 8-bit activations if they are allowed and any kernel runs them."""
-    if point is None or product.activations.quantized or "a8" not in options.allow:
-        return point is not None
-    if any(measured.activations for measured in point.strategies.values()):
-        return True
-    return all(one.activations == product.activations for one in promising(product, 1, allow=options.allow))
 
 
 def together(products: Sequence[LinearProblem]) -> list[LinearProblem]:
@@ -337,6 +327,6 @@ def point_of(product: LinearProblem, own: Sequence[Candidate], times: Sequence[t
             tie = found.us <= _TIE * best_time.us or (few and not clearly_faster(best_time.us, found.us))
             if tie and candidate in own:
                 best, best_time = candidate, found
-        strategies[strategy] = Measured.of(best, product, best_time.us)
+        strategies[strategy] = Measured.of(best, best_time.us)
     default_us = next((round(found.us, 3) for candidate, found in times if candidate == own[0]), None)
     return Point(default_us or max(measured.us for measured in strategies.values()), strategies)
