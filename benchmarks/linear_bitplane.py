@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from anybit import jit
+from anybit.choose.dispatch import dispatcher
+from anybit.choose.families import Layout
 from anybit.device import Device
 from anybit.kernels.bitplane import bitplane, bitplane_layout
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
@@ -51,10 +53,11 @@ def compiled_config(job: Job) -> Any:
     case, scheme_text, name = job
     scheme, device = Scheme.parse(scheme_text), Device.named("sm_90a")
     problem = LinearProblem(case.m, case.n, case.k, scheme.weights, scheme.activations, device=device)
-    family = bitplane.family(problem) if name == "wgmma" else sm80_bitplane_gemm  # wgmma: what a layer would run
-    if family is None or family.why_not(problem) is not None:
+    if sm80_bitplane_gemm.why_not(problem) is not None:
         return None
-    config, quantizing = family.default(problem), quantize_activations.Problem(case.m, case.k, scheme.activations)
+    usual = dispatcher(device.name).choose(problem, Layout.planes).candidate.config  # what a layer would run
+    config = usual if name == "wgmma" else sm80_bitplane_gemm.default(problem)
+    family, quantizing = bitplane.family_of(config), quantize_activations.Problem(case.m, case.k, scheme.activations)
     for kernel in (quantize_activations.kernel(quantize_activations.default(quantizing)), family.kernel(config)):
         jit.cached(kernel, device.arch)
     return config

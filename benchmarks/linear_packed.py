@@ -90,7 +90,7 @@ def job_of(asked: tuple[Case, str], dtype: torch.dtype = torch.float16) -> Job |
     x = scheme.activations
     product = LinearProblem(step(case.m), case.n, case.k, scheme.weights, x, dtype, device)
     try:
-        chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
+        chosen = dispatcher(device.name).choose(product, tiles_of(x)).candidate
     except KernelError as error:
         print(f"{asked}: {error}", flush=True)
         return None

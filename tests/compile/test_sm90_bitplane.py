@@ -43,8 +43,9 @@ def test_machine_code(scheme: str, m: int) -> None:
 
 
 def test_threads_copy_tokens_of_four_planes() -> None:
-    check(kernel_of(bitplane.default(problem("w3a4", 64))), "sm_90a", has="LDGSTS", lacks="LDL")
-    check(kernel_of(bitplane.default(problem("w4a4", 64))), "sm_90a", has="UBLKCP", lacks="LDGSTS")
+    copied = resident(problem("w3a4", 64), 32, AOperand.weights, cp_async_activations=True)
+    check(kernel_of(copied), "sm_90a", has="LDGSTS", lacks="LDL")
+    check(kernel_of(dataclasses.replace(copied, cp_async_activations=False)), "sm_90a", has="UBLKCP", lacks="LDGSTS")
 
 
 @pytest.mark.parametrize(
@@ -159,8 +160,7 @@ def test_warpgroups_that_share_k_need_stages_for_all_planes() -> None:
 def test_tokens_that_threads_copy_come_in_sixteens() -> None:
     """128 threads copy 2048 bytes of a plane at a time: for a tile of 8 tokens they would copy nothing."""
     asked = problem("w3a4", 64)
-    copied = bitplane.default(asked)
-    assert copied.cp_async_activations
+    copied = resident(asked, 32, AOperand.weights, cp_async_activations=True)
     for tokens, legal in ((8, False), (16, True), (24, False), (32, True)):
         config = dataclasses.replace(copied, tile_b=tokens, wgmma_n=4 * tokens, prologue_stages=0, accumulator_sets=1)
         said = sm90_bitplane_resident.why_not(asked, config)
@@ -174,30 +174,3 @@ def test_config_of_another_problem_is_refused() -> None:
     assert "the problem needs float32" in (
         bitplane.family_of(config).why_not(problem("w2a2", 64, output=Output.f32), config) or ""
     )
-
-
-@pytest.mark.parametrize(
-    ("scheme", "n", "k", "cluster_k", "a_stages"),
-    [
-        ("w2a2", 4096, 2048, 1, 16),  # two chunks of k: blocks would wait for each other longer than they read
-        ("w2a2", 4096, 2049, 2, 8),
-        ("w2a2", 4096, 4096, 4, 8),
-        ("w2a4", 4096, 11008, 4, 6),  # with 8 stages clusters would need all shared memory
-        ("w2a2", 8192, 8192, 4, 4),
-        ("w2a2", 7168, 5120, 2, 8),  # 448 blocks of short rows are too many
-        ("w2a2", 10240, 5120, 2, 8),
-        ("w2a2", 12288, 4096, 1, 12),
-        ("w2a2", 28672, 4096, 1, 4),
-        ("w2a2", 57344, 8192, 1, 3),
-        ("w2a2", 8192, 28672, 1, 16),  # the longest rows
-    ],
-)
-def test_blocks_of_few_tokens(scheme: str, n: int, k: int, cluster_k: int, a_stages: int) -> None:
-    """All are resident, with 8 to 24 planes in flight per SM: with 4, 8192 x 8192 took 1.28 times as long."""
-    for m in (1, 8):
-        asked = problem(scheme, m, n, k)
-        config = sm90_bitplane_skinny.default(asked)
-        assert sm90_bitplane_skinny.why_not(asked, config) is None
-        assert (config.cluster_k, config.a_stages) == (cluster_k, a_stages)
-        blocks = sm90_bitplane_skinny.grid(asked, config)[0]
-        assert blocks <= H200.sms * ((H200.shared_bytes + 1024) // (sm90_bitplane_skinny.shared_bytes(config) + 1024))

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from anybit import jit
+from anybit.choose.choose import Map
+from anybit.choose.policy import SHIPPED, read
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
@@ -120,7 +122,8 @@ def test_configs_of_many_tokens_are_those_of_their_own_number(text: str, monkeyp
 def test_sparse_bytes_of_many_tokens_leave_by_maps(m: int, n: int, k: int, blocks: tuple[int, int, int]) -> None:
     """And with many tiles per block, X is multicast: docs/notes/2026-11-28-sparse.md."""
     scheme = Scheme.parse("w4a8s24")
-    config = sm90_packed_gemm.default(LinearProblem(m, n, k, scheme.weights, scheme.activations))
+    by = Map([read(SHIPPED / "nvidia-h200.json")])
+    config = by.choose(LinearProblem(m, n, k, scheme.weights, scheme.activations)).candidate.config
     assert (config.tile_m, config.row_warpgroups, config.cluster_n) == blocks
     assert config.tensor_store
 
@@ -135,7 +138,7 @@ def test_refusals_are_sentences() -> None:
     apart = sm90_packed_gemm.config_for(sparse, 128, 4, cluster_n=2, block_tiles=7)
     assert "cluster_n=1" in str(sm90_packed_gemm.why_not(sparse, apart))
     problem = LinearProblem(16, 4096, 14336, WeightFormat(4, "sym", 128))
-    config = sm90_packed_gemm.default(problem)
+    config = sm90_packed_gemm.config_for(problem, 16, 1, 3)
     assert config.span == 2 and config.split_k_warpgroups == 3 and config.stages % 3 == 0
     assert "stages must be a multiple of split_k_warpgroups" in str(
         sm90_packed_gemm.why_not(problem, replace(config, stages=config.stages - 1))

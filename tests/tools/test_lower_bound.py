@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from anybit.choose.builtin import builtin
+from anybit.choose.choose import Map
 from anybit.choose.families import FAMILIES, Candidate
 from anybit.choose.policy import SHIPPED, read
 from anybit.choose.space import promising
@@ -53,7 +54,7 @@ def test_tiles_that_leave_a_last_round_nearly_empty_are_bounded_by_whole_rounds(
 def test_many_planes_of_many_tokens_cannot_win() -> None:
     one = product("w4a8", 4096, 4096, 4096)
     own = builtin(one)
-    planes = [c for c in promising(one, 10**6) if c.kernel == "sm90_bitplane_gemm"]
+    planes = [c for c in promising(one, 10**6, Map([])) if c.kernel == "sm90_bitplane_gemm"]
     assert planes
     assert all(lower_bound_us(one, c) > 2 * lower_bound_us(one, own) for c in planes)
 

@@ -68,7 +68,7 @@ def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsy
     dispatching.use()
     first, second = json.loads(out)["products"]
     assert (first["us"], first["strategy"], second["us"]) == (12.5, "padding to int8", None)
-    assert second["why"].startswith("it is the built-in choice, and nothing is clearly faster, by times of w4a8")
+    assert second["why"].startswith("its expected time is the least, by the times of w")
 
 
 def test_explains_every_layer_of_a_model(

@@ -13,6 +13,7 @@ import torch
 from anybit.choose import dispatch as dispatching
 from anybit.choose import policy as policies
 from anybit.choose.builtin import bucket, builtin, step
+from anybit.choose.choose import Map
 from anybit.choose.dispatch import Dispatcher
 from anybit.choose.families import FAMILIES, KernelFamily
 from anybit.choose.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
@@ -38,7 +39,7 @@ def test_a_space_is_what_why_not_leaves(scheme: str, m: int) -> None:
         assert candidate.why_not(one) is None
         rebuilt = Measured.of(candidate, 1.0).candidate(one)
         assert rebuilt == candidate
-    assert builtin(one) in promising(one, 2)
+    assert promising(one, 2, Map([]))[0] == builtin(one)
     split = next(e for e in whole.excluded if e.strategy == "split")
     assert "emulated" in split.reason or "16-bit floats" in split.reason or "8-bit floats" in split.reason
 
@@ -96,7 +97,7 @@ def test_a_search_chooses_no_fact_of_the_problem(family: KernelFamily) -> None:
 def test_a_map_survives_the_disk(tmp_path: Path) -> None:
     one = product()
     times = point(one, {"sm90_bitplane_skinny": 9.5, "sm90_packed_gemm": 8.25})
-    written = policy((one, times), (replace(one, m=8), Point(7.5)))
+    written = policy((one, times), (product("w2a2"), point(product("w2a2"), {"sm90_bitplane_skinny": 3.0})))
     written.excluded = {"w4a8 sm90_packed_gemm(tokens=16)": "it hung for 20 s"}
     save(written, tmp_path / "map.json")
     found = read(tmp_path / "map.json")
@@ -105,8 +106,9 @@ def test_a_map_survives_the_disk(tmp_path: Path) -> None:
     assert found.origin == written.origin
     content = json.loads((tmp_path / "map.json").read_text())
     assert content["measured"]["gpu"] == "NVIDIA H200"
-    assert content["layers"][0]["tokens"]["16"]["padding to int8"]["us"] == 8.25
-    assert content["layers"][0]["built_in"] == {"8": 7.5}
+    row = content["layers"][1]["tokens"]["16"]
+    assert row["default"] == times.default_us and row["padding to int8"][0] == 8.25
+    assert len(content["configs"]) == 3 and set(content["fields"]) == {"sm90_bitplane_skinny", "sm90_packed_gemm"}
 
 
 def _spoiled(text: str) -> dict[str, str]:
@@ -116,7 +118,10 @@ def _spoiled(text: str) -> dict[str, str]:
     for name, change in {
         "another format": {"format": "anybit policy map 99"},
         "no origin": {"measured": None},
-        "config of objects": {"configs": {"bitwise/1": {"tokens": {}}}},
+        "odd architecture": {"measured": content["measured"] | {"arch": "sm_12"}},
+        "config of objects": {"configs": [["sm90_packed_gemm", *[{}] * (len(content["configs"][0]) - 1)]]},
+        "config of few values": {"configs": [content["configs"][0][:-1]]},
+        "fields of no config": {"fields": {}},
         "no layers": {"layers": {"x": 1}},
         "part of a row": {"layers": [content["layers"][0] | {"n": 576.7}]},
         "endless rows": {"layers": [content["layers"][0] | {"n": 10**400}]},
@@ -124,11 +129,12 @@ def _spoiled(text: str) -> dict[str, str]:
     }.items():
         spoiled[name] = json.dumps(content | change)
     for name, (field, value) in {
-        "negative time": ("us", -1.0),
-        "time is a word": ("us", "fast"),
-        "time is infinite": ("us", float("inf")),
-        "time beyond all floats": ("us", 10**400),
-        "missing config": ("config", "sm90_packed_gemm/77"),
+        "negative time": (0, -1.0),
+        "time is a word": (0, "fast"),
+        "time is infinite": (0, float("inf")),
+        "time beyond all floats": (0, 10**400),
+        "missing config": (1, 77),
+        "config before the first": (1, -1),
     }.items():
         broken = json.loads(text)
         broken["layers"][0]["tokens"]["16"]["padding to int8"][field] = value
@@ -152,31 +158,46 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.json.bad").read_text() == text, "the old file may be somebody's"
 
 
-@pytest.mark.parametrize("what", ["family", "field", "kind of field", "size below 0", "size beyond int", "strategy"])
-def test_a_name_that_is_unknown_drops_its_point(what: str, tmp_path: Path) -> None:
-    """Not the file: a map may be of a later version; fields of changed kernels are not read."""
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("family", "no kernel family 'sm99_packed_gemm'"),
+        ("field", "has no field 'deeper'"),
+        ("lacks", "lack the field 'stages'"),
+        ("kind of field", "is of type int"),
+        ("size below 0", "is of type int"),
+        ("size beyond int", "is of type int"),
+        ("strategy", "'padding to int7' is none of"),
+    ],
+)
+def test_point_is_void_by_its_names(what: str, said: str, tmp_path: Path) -> None:
+    """Not the file: a map may be of another version."""
     one, other = product(), product(m=64)
     map_ = policy((one, point(one, {"sm90_packed_gemm": 8.25})), (other, point(other, {"sm90_bitplane_skinny": 8.25})))
     content = json.loads(policies.text(map_))
-    (name,) = (name for name in content["configs"] if name.startswith("sm90_packed_gemm/"))
-    measured = content["layers"][0]["tokens"]["16"]
+    names, measured = content["fields"]["sm90_packed_gemm"], content["layers"][0]["tokens"]["16"]
+    (config,) = (config for config in content["configs"] if config[0] == "sm90_packed_gemm")
     if what == "family":
-        content["configs"]["sm99_packed_gemm/1"] = content["configs"][name]
-        measured["padding to int8"]["config"] = "sm99_packed_gemm/1"
+        content["fields"]["sm99_packed_gemm"], config[0] = names, "sm99_packed_gemm"
     elif what == "strategy":
         measured["padding to int7"] = measured.pop("padding to int8")
+    elif what == "field":
+        names.append("deeper")
+        config.append(3)
+    elif what == "lacks":
+        del config[1 + names.index("stages")]
+        names.remove("stages")
     else:
         odd = {"kind of field": "many", "size below 0": -2, "size beyond int": 2**31}
-        content["configs"][name] |= {"deeper": 3} if what == "field" else {"stages": odd[what]}
+        config[1 + names.index("stages")] = odd[what]
     path = tmp_path / "map.json"
     path.write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match=r"map.json: 1 points are dropped; the first: w4a8 16 x 4096 x 4096: .*"):
+    with pytest.warns(
+        UserWarning, match=r"map.json: 1 points are dropped; the first: w4a8 16 x 4096 x 4096: .*"
+    ) as warned:
         found = read(path)
+    assert said in str(warned[0].message)
     assert found.points == 1 and found.exact(other) is not None
-    if what == "field":
-        content["measured"]["kernels"]["sm90_packed_gemm"] = 0
-        path.write_text(json.dumps(content))
-        assert read(path).why_hint("NVIDIA H200")
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -240,47 +261,21 @@ def test_two_processes_lose_nothing(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir() if "lock" not in file.name] == ["map.json"]
 
 
-def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_foreign_map_only_offers_neighbours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = product()
     foreign = policy((one, point(one, {"sm90_packed_gemm": 1.0})), gpu="NVIDIA H100 80GB HBM3")
     assert "measured on NVIDIA H100" in str(foreign.why_hint("NVIDIA H200"))
-    assert Dispatcher("NVIDIA H200", [foreign]).choose(one).origin == "built in"
-    own = policy((one, point(one, {"sm90_packed_gemm": 1.0})))
-    stale = replace(own, origin=replace(own.origin, kernels={"sm90_packed_gemm": 0}), path=Path("stale.json"))
-    assert "other kernels" in str(stale.why_hint("NVIDIA H200"))
-    older = replace(own, origin=replace(own.origin, library="0.0.1"))
-    assert older.why_hint("NVIDIA H200") is None  # another release of anybit invalidates nothing
-    monkeypatch.setattr(dispatching, "_given", [stale])
+    mine = policy((one, point(one, {"sm90_bitplane_skinny": 5.0})))
+    assert mine.why_hint("NVIDIA H200") is None
+    assert Dispatcher("NVIDIA H200", [foreign, mine]).choose(one).candidate.kernel == "sm90_bitplane_skinny"
+    monkeypatch.setattr(dispatching, "_given", [replace(foreign, path=Path("h100.json"))])
     monkeypatch.setattr(dispatching, "_dispatchers", {})
     monkeypatch.setattr(dispatching, "_told", set())
     monkeypatch.setattr(dispatching, "_files", lambda gpu: iter(()))
-    with pytest.warns(UserWarning, match=r"stale.json is only a hint .* other kernels"):
+    with pytest.warns(UserWarning, match=r"h100.json only offers neighbours .* measured on NVIDIA H100"):
         found = dispatching.dispatcher("NVIDIA H200")
-    assert found.choose(one).origin == "built in"
-    monkeypatch.setattr(dispatching, "_given", [replace(foreign, path=Path("h100.json"))])
-    monkeypatch.setattr(dispatching, "_dispatchers", {})
-    with pytest.warns(UserWarning, match=r"h100.json is only a hint .* measured on NVIDIA H100"):
-        dispatching.dispatcher("NVIDIA H200")
+    assert found.choose(one).candidate.kernel == "sm90_packed_gemm"
     # New measurements do not mix with it.
-    save(stale, tmp_path / "map.json")
+    save(foreign, tmp_path / "map.json")
     save(policy((product(m=2), Point(1.0, {}))), tmp_path / "map.json")
     assert read(tmp_path / "map.json").points == 1
-
-
-def test_points_hold_while_the_kernels_that_they_name_do(tmp_path: Path) -> None:
-    few, many = product("w2a4", 1), product("w2a4", 1024)
-    found = policy((few, point(few, {"sm90_bitplane_skinny": 3.0})), (many, point(many, {"sm90_packed_gemm": 40.0})))
-    found.excluded = {f"w2a4 {name}(tokens=8)": "it crashed" for name in ("sm90_bitplane_skinny", "sm90_packed_gemm")}
-    assert found.current() is found
-    assert found.why_hint("NVIDIA H200") is None
-    found.origin.kernels["sm90_bitplane_skinny"] = 0
-    assert found.current().points == 1
-    assert not found.current().excluded, "crashed configs are retried with other kernels"
-    assert "1 of its 2 points" in str(found.why_hint("NVIDIA H200"))
-    by = Dispatcher("NVIDIA H200", [found])
-    assert (by.choose(few).origin, by.choose(many).origin) == ("built in", "map")
-    save(found, tmp_path / "map.json")
-    save(policy((product(m=2), Point(1.0, {}))), tmp_path / "map.json")
-    assert read(tmp_path / "map.json").points == 2  # the stale one is dropped, the other is kept
-    found.origin.kernels["quantize_activations"] = 0  # the quantizer's time is part of each
-    assert found.current().points == 0

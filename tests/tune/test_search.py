@@ -16,6 +16,7 @@ import torch
 from anybit.choose import dispatch
 from anybit.choose import policy as policies
 from anybit.choose.builtin import builtin
+from anybit.choose.choose import Map
 from anybit.choose.families import Candidate
 from anybit.choose.policy import Policy, read
 from anybit.choose.space import preserves_pdl_overlap, space
@@ -29,6 +30,7 @@ from anybit.tune.search import Options, candidates_of, excluded_name, point_of, 
 from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
 
 H200 = Device.named("sm_90a")
+NONE = Map([])
 
 
 def product(scheme: str = "w4a8", m: int = 1, n: int = 4096, k: int = 4096) -> LinearProblem:
@@ -107,7 +109,9 @@ def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
     assert found.points == 2
     for one in wanted:
         # A search has no candidates that keep the next layer's kernels from starting (preserves_pdl_overlap).
-        candidates = [c for c in candidates_of(one, (), Options(each=3)) if preserves_pdl_overlap(one, c)]
+        candidates = [
+            c for c in candidates_of(one, NONE, Options(each=3)) if preserves_pdl_overlap(one, c, builtin(one))
+        ]
         point = found.exact(one)
         assert point is not None
         assert set(point.strategies) == {"bitwise", "padding to int8"}
@@ -121,7 +125,7 @@ def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trouble", ["crash", "hang", "wrong", "fault", "crash while timed"])
 def test_a_candidate_that_misbehaves_is_excluded_by_name(trouble: str, tmp_path: Path) -> None:
     one = product(m=64)
-    bad = excluded_name(one, candidates_of(one, (), Options(each=3))[2])
+    bad = excluded_name(one, candidates_of(one, NONE, Options(each=3))[2])
     FakeRunner.troubles = {bad: trouble}
     found = run([one, product(m=96)], tmp_path / "map.json")
     assert list(found.excluded) == [bad]
@@ -135,7 +139,7 @@ def test_a_candidate_that_misbehaves_is_excluded_by_name(trouble: str, tmp_path:
 def test_what_finds_no_memory_is_not_excluded_and_tried_again(who: str, tmp_path: Path) -> None:
     """Another program may have used it."""
     one = product(m=64)
-    tried = candidates_of(one, (), Options(each=3))
+    tried = candidates_of(one, NONE, Options(each=3))
     bad = {"candidate": excluded_name(one, tried[2]), "built in": excluded_name(one, tried[0]), "product": str(one)}[
         who
     ]
@@ -180,7 +184,7 @@ def test_layers_are_measured_on_several_gpus_and_written_into_one_map(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(NamedRunner, "folder", tmp_path, raising=False)
     wanted = [product(m=m, n=n) for n in (1024, 2048, 4096) for m in (1, 64)]
-    bad = excluded_name(wanted[3], candidates_of(wanted[3], (), Options(each=2))[2])
+    bad = excluded_name(wanted[3], candidates_of(wanted[3], NONE, Options(each=2))[2])
     monkeypatch.setattr(FakeRunner, "troubles", {bad: "wrong"})
     how, path = Options(each=2, jobs=2), tmp_path / "map.json"
     seen: list[LinearProblem] = []
@@ -198,7 +202,7 @@ def test_no_product_is_begun_after_its_time(tmp_path: Path) -> None:
 
 def test_a_kernel_that_does_not_compile_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = product()
-    refused = candidates_of(one, (), Options(each=3))[1]
+    refused = candidates_of(one, NONE, Options(each=3))[1]
     *_, multiplies = refused.kernels(one)
     monkeypatch.setattr(searching, "compile_one", _Refusing({multiplies.config}))
     found = run([one], None)
@@ -218,7 +222,7 @@ def test_hints_of_a_foreign_map_are_tried_first(tmp_path: Path) -> None:
     one = product(m=16)
     own = run([one], None)
     own.origin = replace(own.origin, gpu="NVIDIA H100")
-    hints = candidates_of(product(m=12), [own], Options(each=0))
+    hints = candidates_of(product(m=12), Map([own]), Options(each=0))
     winners = {measured.candidate(product(m=12)).name for measured in own.exact(one).strategies.values()}  # type: ignore[union-attr]
     assert winners <= {candidate.name for candidate in hints}
 
@@ -286,15 +290,6 @@ def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_what_is_excluded_is_tried_again_with_other_kernels() -> None:
-    found = Policy(
-        policies.Origin.here("NVIDIA H200", "sm_90a"), excluded={"w2a2 sm90_bitplane_gemm(tokens=8)": "it hung"}
-    )
-    assert found.current().excluded
-    found.origin.kernels["sm90_bitplane_gemm"] = 0
-    assert not found.current().excluded
-
-
 @pytest.mark.parametrize(
     ("m", "built_in", "us", "own"),
     [
@@ -312,7 +307,7 @@ def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(
     """A chain of one product is off by up to a microsecond from its time in a step, however long it is."""
     here = product("w4a8", m)
     rooms = (c for c in space(here).candidates if c.kernel == builtin(here).kernel and c != builtin(here))
-    other = next(c for c in rooms if preserves_pdl_overlap(here, c))
+    other = next(c for c in rooms if preserves_pdl_overlap(here, c, builtin(here)))
     found = point_of(here, [builtin(here)], [(builtin(here), Time(built_in, True)), (other, Time(us, True))])
     assert found is not None and found.default_us == built_in
     assert found.strategies["padding to int8"].candidate(here) == (builtin(here) if own else other)

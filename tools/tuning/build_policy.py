@@ -5,11 +5,11 @@
 
 ``measure`` resumes an interrupted run; ``--compile`` only fills the kernel cache, which needs no GPU.
 
-``compact``: a point goes into ``built_in`` if nothing beats the built-in choice by more than ``margin``; a point
-between two others is dropped if the dispatcher, without it, chooses a config within ``margin`` of its best.
+``compact`` drops points between two others without which a config within ``margin`` of their best would be chosen.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -20,18 +20,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from anybit.choose.builtin import INTERPOLATE_FROM, builtin, builtin_layout
-from anybit.choose.dispatch import OTHER_LAYOUT, Dispatcher
-from anybit.choose.families import Layout
-from anybit.choose.policy import Key, Measured, Point, Policy, read, text
-from anybit.choose.space import FEW_TOKENS, clearly_faster, preserves_pdl_overlap
-from anybit.errors import KernelError
+from anybit.choose.choose import Map
+from anybit.choose.policy import Key, Policy, read, text
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.processes import Worker
 from anybit.tune.search import Options, plans, search
 from anybit.tune.worker import TimingBudget
 from layers import MAPPED, MODELS, SCHEMES, parts
+
+_EVERY = 64
+"""Up to this token count every point stays."""
 
 
 def product_of(key: Key, m: int) -> LinearProblem:
@@ -43,56 +42,16 @@ def product_of(key: Key, m: int) -> LinearProblem:
 
 def compact(policy: Policy, margin: float = 1.025) -> Policy:
     """The map reduced to points that change which config runs."""
-    found = replace(policy, layers={})
-    for key, points in policy.layers.items():
-        mine = found.layers.setdefault(key, {})
-        for m, point in points.items():
-            mine[m] = Point(point.default_us, _winners(product_of(key, m), point, margin))
-    for key in found.layers:
-        _drop_reproduced(found, key, margin)
+    found = replace(policy, layers={key: dict(points) for key, points in policy.layers.items()})
+    for key, points in found.layers.items():
+        for m in sorted(points, key=lambda m: m % 3 == 0 or m.bit_count() == 1):  # quarters first
+            if m > _EVERY and m.bit_count() > 1:
+                point = points.pop(m)
+                chosen = Map([replace(policy, layers={key: points})]).choose(product_of(key, m)).candidate
+                times = {one.candidate(product_of(key, m)): one.us for one in point.strategies.values()}
+                if times.get(chosen, math.inf) > margin * min(times.values()):
+                    points[m] = point
     return found
-
-
-def _winners(product: LinearProblem, point: Point, margin: float) -> dict[str, Measured]:
-    """The strategies of a point worth running: of the built-in layout, or of the layout that wins."""
-    usual, few = builtin_layout(product), product.m <= FEW_TOKENS
-    legal: list[tuple[str, Measured, Layout]] = []
-    for name, measured in point.ordered():
-        try:
-            candidate = measured.candidate(product)
-        except KernelError:
-            continue
-        if preserves_pdl_overlap(product, candidate):
-            legal.append((name, measured, candidate.layout))
-    kept: dict[str, Measured] = {}
-    best_us = point.default_us
-    for name, measured, layout in legal:
-        clearly = clearly_faster(measured.us, point.default_us) if few else measured.us * margin < point.default_us
-        if layout is usual and clearly:
-            kept[name], best_us = measured, measured.us
-    for name, measured, layout in legal[:1]:
-        if layout is not usual and measured.us < (OTHER_LAYOUT if few else 1 / margin) * best_us:
-            kept[name] = measured
-    return kept
-
-
-def _drop_reproduced(policy: Policy, key: Key, margin: float) -> None:
-    """Drop points above ``INTERPOLATE_FROM`` that the dispatcher reproduces from their neighbours."""
-    points = policy.layers[key]
-    alone = replace(policy, layers={key: points})
-    by = Dispatcher(policy.origin.gpu, [])
-    for m in sorted(points, key=lambda m: m % 3 == 0 or m.bit_count() == 1):  # quarters first
-        if m <= INTERPOLATE_FROM or m.bit_count() == 1:
-            continue
-        point = points.pop(m)
-        by.policies = [alone]
-        product = product_of(key, m)
-        chosen = by.choose(product).candidate
-        near = {one.candidate(product): one.us for one in point.strategies.values()}
-        best = min(near.values(), default=point.default_us)
-        same = near.get(chosen, float("inf")) <= best * margin if near else chosen == builtin(product)
-        if not same:
-            points[m] = point
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -110,7 +69,7 @@ def measure(options: argparse.Namespace) -> None:
         if left <= 0:
             break
         if child is None:
-            count = sum(len(tried) for _, tried in plans(part, hints, replace(how, each=each)))
+            count = sum(len(tried) for _, tried in plans(part, Map(hints), replace(how, each=each)))
             print(f"{part[0].scheme}: {len(part)} problems, {count} candidates compiled", flush=True)
             continue
         found = search(part, options.out, replace(how, each=each, seconds=left), hints=hints, child=child)

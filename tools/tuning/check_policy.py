@@ -31,7 +31,7 @@ from anybit.choose.builtin import builtin, step
 from anybit.choose.dispatch import Dispatcher
 from anybit.choose.families import Candidate
 from anybit.choose.policy import SHIPPED, Origin, Policy, file_name, read
-from anybit.choose.space import builtins_of, preserves_pdl_overlap, promising
+from anybit.choose.space import defaults_of, preserves_pdl_overlap, promising
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.linear_problem import LinearProblem
@@ -166,13 +166,13 @@ def verify(options: argparse.Namespace) -> None:
             if (str(product.scheme), product.m, product.n, product.k) in done:
                 continue
             near = replace(product, m=step(product.m))
-            legal = promising(product, 10**6)
-            candidates = [one for one in legal if preserves_pdl_overlap(product, one)]
-            tried, own = candidates_of(near, by.policies, usual), builtins_of(near)
+            legal, own = promising(product, 10**6, by), defaults_of(near, by)
+            candidates = [one for one in legal if preserves_pdl_overlap(product, one, own[0])]
+            tried = candidates_of(near, by, usual)
             kernels = {k for one in candidates for k in one.kernels(product)}
             kernels |= {k for one in tried for k in one.kernels(near)}
             list(pool.map(compile_one, kernels, [device.arch] * len(kernels), chunksize=4))
-            tried = [one for one in tried if one in own or preserves_pdl_overlap(near, one)]
+            tried = [one for one in tried if one in own or preserves_pdl_overlap(near, one, own[0])]
             before = {*policy.excluded}
             point = point_of(near, own, race(child, near, tried, usual, policy, own))
             if point is None:
@@ -270,24 +270,21 @@ def without(policy: Policy, n: int, k: int) -> Policy:
 
 
 def replay(options: argparse.Namespace) -> None:
-    """Print how far the choices of a map, and the built-in ones, are from the best of the compared problems."""
+    """Print how far the choices of a map are from the best of the compared problems."""
     device, judge = Device.named("sm_90a"), Judge()
-    map_, found = read(options.map or SHIPPED / file_name(device.name)), dict[str, list[tuple[float, str, str]]]()
+    map_, found = read(options.map or SHIPPED / file_name(device.name)), list[tuple[float, str, str]]()
     whole = Dispatcher(device.name, [map_])
     for row in json.loads(options.rows.read_text()):
         scheme, n, k = Scheme.parse(row["scheme"]), row["n"], row["k"]
         m = step(row["m"])  # as layers round it
         product = LinearProblem(m, n, k, scheme.weights, scheme.activations, device=device)
         by = Dispatcher(device.name, [without(map_, n, k)]) if options.without_own else whole
-        for name, chosen in {"map": by.choose(product).candidate, "built in": builtin(product)}.items():
-            found.setdefault(name, []).append((*judge.ratio(row, chosen.name), str(product)))
-    for name, some in found.items():
-        ways = dict(Counter(how for _, how, _ in some))
-        print(f"{name}: {summary([ratio for ratio, *_ in some])}; {ways}")
-        scored = [ratio for ratio, how, _ in some if how != "unscored"]
-        print(f"    those that can be scored: {summary(scored)}")
-        for ratio, how, product in sorted(some, reverse=True)[: options.worst]:
-            print(f"    {ratio:.3f} ({how}) {product}")
+        chosen = by.choose(product).candidate
+        found.append((*judge.ratio(row, chosen.name), str(product)))
+    print(f"{summary([ratio for ratio, *_ in found])}; {dict(Counter(how for _, how, _ in found))}")
+    print(f"those that can be scored: {summary([ratio for ratio, how, _ in found if how != 'unscored'])}")
+    for ratio, how, name in sorted(found, reverse=True)[: options.worst]:
+        print(f"    {ratio:.3f} ({how}) {name}")
 
 
 def summary(ratios: Sequence[float]) -> str:

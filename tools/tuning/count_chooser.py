@@ -18,7 +18,7 @@ WHOLE = (
     *(GEMM / f"sm90_packed_gemm_{name}.py" for name in ("estimate", "sparse_estimate")),
     *(TUNE / f"{name}.py" for name in ("dispatch", "interpolate", "choose", "waves")),
 )
-MOST_LINES, MOST_LITERALS = 1700, 980
+MOST_LINES, MOST_LITERALS = 840, 235
 DECIDE = {
     "default", "_default", "_sparse", "norm_default", "fitted", "_fitted", "estimate", "config_for", "_early_sparse",
     "_staging", "_owners", "_config", "_cost_of_one_eight", "_cost_of_several_eights", "preferred", "fills_one_wave",

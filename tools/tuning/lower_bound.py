@@ -78,8 +78,9 @@ def _large(product: LinearProblem, config: sm90_packed_gemm.Config) -> float:
     rows, rate = 64 * config.row_warpgroups, _OPERATIONS["f16" if config.x_bytes == 2 else "s8"]
     pieces = -(-product.m // config.tile_m) * -(-product.n // rows) * config.cluster_k
     k = product.k / config.cluster_k
-    taken = (rows * w.bits / 8 + config.tile_m * config.x_bytes) * k
-    return _cycles(pieces, product.device.sms, 2.0 * rows * config.tile_m * k, rate, taken)
+    share, bits = (0.5, (w.bits + 2) / 2) if w.sparse else (1.0, w.bits)
+    taken = (rows * bits / 8 + config.tile_m * config.x_bytes) * k
+    return _cycles(pieces, product.device.sms, 2.0 * share * rows * config.tile_m * k, rate, taken)
 
 
 _BOUNDS: dict[str, Callable[[LinearProblem, object], float]] = {

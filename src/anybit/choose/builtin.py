@@ -1,20 +1,19 @@
-"""Built-in choices: layout, family and config of problems that were not tuned."""
+"""What runs where no measured point helps, and the token counts that count as the same."""
 
 import functools
-from dataclasses import replace
 
-from anybit.choose import heuristics
 from anybit.choose.families import FAMILIES, Candidate, Layout, tiles_of
 from anybit.errors import KernelError
 from anybit.kernels.bitplane import bitplane
 from anybit.kernels.linear_problem import LinearProblem
 
 # With bit planes a product costs weight bits * activation bits / 8 of the int8 product. At a tie planes win at nearly
-# every token count (w2a4 on an H200: docs/tuning.md); above it int8 wins, where compute is the limit.
+# every token count (w2a4 on an H200); above it int8 wins, where compute is the limit.
 _TIE = 8
-_FEW = 16
-_TILES = ("sm90_packed_gemm", "sm80_packed_gemm")
-"""The families over tiles that take any number of tokens."""
+FEW_TOKENS = 8
+"""Up to this token count a GEMM ends before all blocks of the next kernel could have started beside its own."""
+_TILES, _ROWS = ("sm90_packed_gemm", "sm80_packed_gemm"), ("sm90_packed_gemv", "sm90_packed_skinny")
+"""The families over tiles: for any number of tokens, for few."""
 
 
 def builtin_layout(product: LinearProblem) -> Layout:
@@ -27,44 +26,35 @@ def builtin_layout(product: LinearProblem) -> Layout:
 
 
 def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
-    """The built-in choice for a product with its weights in ``layout`` (default: the built-in one).
+    """What runs where nothing that was measured can: the first family over the weights' layout that takes the product.
 
-    The token count is rounded up first: few tokens to a power of two, which needs fewer kernels; many to a bucket,
-    since partly filled token tiles cost up to a quarter of the time. Raises KernelError if nothing can run it.
+    Raises KernelError if none does.
     """
-    x = product.activations
-    # Five and six tokens of w4a16 are not rounded to eight, which takes 7 % longer in layers like down.
-    fine = product.m > _FEW or (not x.quantized and product.weights.bits == 4 and product.m in (5, 6))
-    rounded = replace(product, m=(bucket if fine else power_of_two)(product.m))
-    if (layout or builtin_layout(product)) is Layout.planes:
-        names = [name] if (name := _planes_family(rounded)) else ["sm90_bitplane_gemm"]
-    else:
-        names = [*_few_family(rounded), *_TILES]
     reasons = []
-    for name in names:
-        reason = FAMILIES[name].why_not(rounded)
-        if reason is None:
-            return Candidate(name, FAMILIES[name].default(rounded), x)
-        reasons.append(f"{name}: {reason}")
+    for name in _order(product, layout or builtin_layout(product)):
+        try:
+            return Candidate(name, FAMILIES[name].default(product), product.activations)
+        except KernelError as error:
+            reasons.append(f"{name}: {FAMILIES[name].why_not(product) or error}")
     if layout is not None:
         raise KernelError(f"no kernel over {layout.value} runs {product}: {'; '.join(reasons)}")
-    reasons.append(f"sm90_bitplane_gemm: {FAMILIES['sm90_bitplane_gemm'].why_not(rounded)}")
+    reasons.append(f"sm90_bitplane_gemm: {FAMILIES['sm90_bitplane_gemm'].why_not(product)}")
     reference = "the reference does, slowly, after anybit.ops.allow_fallback()"
-    raise KernelError(f"no kernel runs {product}: {'; '.join(reasons)}; {reference}")
+    raise KernelError(f"no kernel runs {product}: {'; '.join(dict.fromkeys(reasons))}; {reference}")
+
+
+def _order(product: LinearProblem, layout: Layout) -> tuple[str, ...]:
+    """The families over a layout, those to ask first in front."""
+    if layout is Layout.planes:
+        return (family,) if (family := _planes_family(product)) else ("sm90_bitplane_gemm",)
+    gathered = product.activations.quantized and product.act_order  # no family for few tokens gathers codes
+    return _TILES if product.m > FEW_TOKENS or gathered else (*_ROWS, *_TILES)
 
 
 def _planes_family(product: LinearProblem) -> str | None:
-    """The built-in family over bit planes; None if none runs."""
-    if FAMILIES["sm80_bitplane_gemm"].why_not(product) is not None:  # it has the oldest minimum architecture
-        return None
+    """The first family over bit planes that takes a product; None if none does."""
     module = bitplane.family(product)
     return None if module is None else module.traits.name
-
-
-def _few_family(product: LinearProblem) -> list[str]:
-    """The family for few tokens, if one is faster; none gathers quantized activations."""
-    few = None if product.activations.quantized and product.act_order else heuristics.kernel(product)
-    return [few.traits.name] if few else []
 
 
 # -------- how many tokens count as the same

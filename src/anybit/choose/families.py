@@ -1,6 +1,7 @@
 """The kernel families that run linear problems, behind one interface, and ``Candidate``: one way to run a problem.
 
-A family is a ``GemmKernel`` as maps and searches see it, optionally with an ``estimate`` (microseconds).
+A family is a ``GemmKernel`` as maps and searches see it, optionally with ``refit`` (a config of another problem for
+this one) and ``estimate`` (relative time).
 """
 
 import dataclasses
@@ -17,8 +18,7 @@ import torch
 from anybit.choose import heuristics
 from anybit.errors import KernelError, dtype_name
 from anybit.jit import Kernel
-from anybit.kernels.bitplane import bitplane_kinds, bitplane_problem
-from anybit.kernels.bitplane.bitplane_problem import ROWS
+from anybit.kernels.bitplane import bitplane_problem
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
@@ -39,8 +39,8 @@ from anybit.scheme import ActivationFormat
 
 FieldValue = int | bool | str
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-EVERY_KIND, EVERY_RING = 4, 12
-"""From these counts per family on, a search also tries every kind of bit-plane tile, and several depths of each."""
+STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
+"""Strategies to compute a product (ADAngel, section 4.3)."""
 
 
 class Layout(Enum):
@@ -54,6 +54,11 @@ class Layout(Enum):
 def tiles_of(activations: ActivationFormat) -> Layout:
     """The tile layout for an activation format."""
     return Layout.tiles_a8 if activations.quantized else Layout.tiles_a16
+
+
+def layouts(activations: ActivationFormat, only: Layout | None = None) -> tuple[Layout, ...]:
+    """The weight layouts that kernels read, or ``only`` one."""
+    return (Layout.planes, tiles_of(activations)) if only is None else (only,)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class KernelFamily:
             return []
 
     def default(self, product: LinearProblem) -> Any:
-        """The built-in choice among the family's configs. Raises KernelError if there is none."""
+        """The config where nothing was measured. Raises KernelError if there is none."""
         if (reason := self.why_not(product)) is not None:
             raise KernelError(f"{self.name} cannot run {product}: {reason}")
         return self._ready(self.module.default(product), product)
@@ -112,17 +117,32 @@ class KernelFamily:
         values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _FACTS}
         return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
 
-    def rebuild(self, product: LinearProblem, fields: dict[str, FieldValue]) -> Any:
-        """The config with these fields for a product; not checked to be legal there.
+    @property
+    def tunable(self) -> Mapping[str, type]:
+        """The types of a config's tunable fields, by name: bool, int, or an enum."""
+        return _kinds(self)
 
-        Missing fields come from the default. Raises KernelError for a field that is unknown or of the wrong type, and
-        if the family has no default for the product.
+    def rebuild(self, product: LinearProblem, fields: Mapping[str, FieldValue]) -> Any:
+        """The config with these fields, all that are tunable, for a product; not checked to be legal there.
+
+        Raises KernelError for a field that is unknown, missing, or of the wrong type.
         """
-        try:  # the fields that follow from the problem do not depend on m
-            base = _base(self, replace(product, m=1))
-        except KernelError:  # a family for many tokens only
-            base = _base(self, product)
-        return replace(base, **self.parsed(fields))
+        values = self.parsed(fields)
+        if missing := self.tunable.keys() - values.keys():
+            raise KernelError(f"a config of {self.name} needs the field {min(missing)!r}")
+        return self.module.Config(**_facts(self, product), **values)
+
+    def fit(self, product: LinearProblem, config: Any, there: LinearProblem) -> Any | None:
+        """A config measured for another problem as it can run this one: as it is, refitted by the family, or None.
+
+        Configs for few tokens follow a layer's shape, so those of other shapes are always refitted.
+        """
+        found = replace(config, **_facts(self, product))
+        few = isinstance(config, packed_problem.FewFacts)
+        if few and product.act_order and product.activations.quantized:
+            return None  # their activations are gathered before they are quantized
+        same = not few or (there.n, there.k) == (product.n, product.k)
+        return found if same and self.why_not(product, found) is None else _refitted(self, product, found)
 
     def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, Any]:
         """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong type."""
@@ -144,34 +164,24 @@ class KernelFamily:
         return found
 
     def estimate(self, product: LinearProblem, config: Any) -> float | None:
-        """A config's estimated time in microseconds, by the family's model; None if it has none."""
+        """A config's relative time, to rank a space by; None if the family has no estimate."""
         estimate: Callable[[LinearProblem, Any], float] | None = getattr(self.module, "estimate", None)
         return None if estimate is None else estimate(product, config)
 
-    def promising(self, product: LinearProblem, count: int) -> list[Any]:
-        """The configs that a search times: the default; the best ``count`` by the estimate, or without one those most
-        like the default; and, from ``EVERY_KIND`` on, one of each kind of bit-plane tile.
+    def promising(self, product: LinearProblem, count: int, like: Any = None) -> list[Any]:
+        """The configs that a search times: ``like`` (default: the family's own), the ``count`` most like it, and as
+        many more, spread over the better half by the estimate (families without one: over the whole space).
         """
         found = self.configs(product)
         if not found:
             return []
-        own = self.default(product)
+        own = like or self.default(product)
         known = vars(own).values()
-
-        def rank(config: Any) -> float:
-            us = self.estimate(product, config)
-            return sum(map(operator.ne, vars(config).values(), known)) if us is None else us
-
-        kinds = self.kinds(product, count >= EVERY_RING) if count >= EVERY_KIND else []
-        return list(dict.fromkeys([own, *sorted(found, key=rank)[:count], *kinds]))
-
-    def kinds(self, product: LinearProblem, rings: bool = False) -> list[Any]:
-        """A representative of each kind of bit-plane tile (rings: several pipeline depths of small ones), else none."""
-        configs = self.configs(product)
-        if self.target is not Target.planes or not configs:
-            return []
-        idle = -(-product.m // ROWS) * -(-product.n // ROWS) <= product.device.sms // 2
-        return bitplane_kinds.representatives(configs, product, self.default(product), idle, rings)
+        close = sorted(found, key=lambda config: sum(map(operator.ne, vars(config).values(), known)))[:count]
+        if self.estimate(product, own) is not None:
+            found = sorted(found, key=lambda config: self.estimate(product, config) or 0.0)[: len(found) // 2 + 1]
+        spread = found[:: max(1, len(found) // count)][:count] if count else []
+        return list(dict.fromkeys([own, *close, *spread]))
 
 
 @functools.cache
@@ -181,9 +191,31 @@ def _kinds(family: KernelFamily) -> dict[str, type]:
     return {name: kind for name, kind in hints.items() if name not in _FACTS}
 
 
-@functools.lru_cache(maxsize=4096)
-def _base(family: KernelFamily, product: LinearProblem) -> Any:
-    return family.default(product)
+@functools.lru_cache(maxsize=1 << 14)
+def _refitted(family: KernelFamily, product: LinearProblem, config: Any) -> Any | None:
+    if family.why_not(product) is not None or not hasattr(family.module, "refit"):
+        return None
+    tried = (family._ready(one, product) for one in family.module.refit(product, config))
+    return next((one for one in tried if family.why_not(product, one) is None), None)
+
+
+def _facts(family: KernelFamily, product: LinearProblem) -> dict[str, Any]:
+    """The fields of a family's config that follow from the problem."""
+    names = {field.name for field in dataclasses.fields(family.module.Config)}
+    if family.target is Target.planes:
+        values = zip(
+            (field.name for field in dataclasses.fields(bitplane_problem.Facts)),
+            bitplane_problem.facts(product),
+            strict=True,
+        )
+        oldest = (
+            {"aligned": product.n % 8 == 0 and product.y_aligned, "short_sums": False} if "aligned" in names else {}
+        )
+        return dict(values) | oldest
+    known = packed_problem.facts(product, family.module.Config)
+    if family.module is sm90_packed_gemm:
+        known |= sm90_packed_gemm.facts(product)
+    return known
 
 
 _FACTS = {

@@ -1,13 +1,12 @@
-"""Policy maps on disk: measured times, and what to run because of them.
+"""Policy maps on disk: what was measured, from which every choice follows.
 
-A map is one JSON file. ``configs`` names every config that won somewhere, by its fields. ``layers`` has two entries per
-scheme, dtype and shape: ``built_in``, the token counts at which the built-in choice is the fastest (or ties), with its
-microseconds; and ``tokens``, the counts at which another config won, with the microseconds of the built-in choice and
-of the best config of each strategy.
+A map is one JSON file. ``fields`` names the tunable fields of each kernel, ``configs`` lists configs by their values.
+``layers`` has an entry per scheme, dtype and shape: at each token count the microseconds of what ran before the
+measurement (``default``), and of the best config of each strategy.
 
-A map decides only on the GPU that it names, and a point only if its kernel families still have the revisions that the
-map names (``registry.REVISIONS``). Everything else is a hint for searches. Points with unknown families, strategies or
-fields are dropped with one warning per map; files that are not maps are ignored with a warning.
+A map decides only on the GPU that it names; on others its points are neighbours to choose by. A point is void, and
+dropped with one warning per map, if its kernel is unknown, or a field of its config is unknown or missing. Machine code
+may change: releases measure again. Files that are not maps are ignored with a warning.
 """
 
 import contextlib
@@ -15,26 +14,22 @@ import datetime
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from anybit.choose.families import FAMILIES, Candidate, FieldValue
-from anybit.choose.registry import REVISIONS
-from anybit.choose.space import STRATEGIES
+from anybit.choose.families import FAMILIES, STRATEGIES, Candidate, FieldValue
+from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.jit.cache import folder
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.version import __version__
 
-FORMAT = "anybit policy map 2"
+FORMAT = "anybit policy map 3"
 SHIPPED = Path(__file__).parent / "policies"
-_QUANTIZER = "quantize_activations"
 _DTYPES = ("float16", "bfloat16")
-_COMPARED = "cuBLAS"
-"""A strategy in older maps, timed only for comparison and never run."""
 
 Key = tuple[str, str, int, int]
 """Scheme, dtype, N, K."""
@@ -52,9 +47,13 @@ class Measured:
     kernel: str
     fields: tuple[tuple[str, FieldValue], ...]
 
+    def rebuilt(self, product: LinearProblem) -> Candidate:
+        """The candidate for a product; not checked to be legal there."""
+        return Candidate(self.kernel, FAMILIES[self.kernel].rebuild(product, dict(self.fields)), product.activations)
+
     def candidate(self, product: LinearProblem) -> Candidate:
         """The candidate for a product. Raises KernelError, with the reason, if it is not legal there."""
-        found = Candidate(self.kernel, FAMILIES[self.kernel].rebuild(product, dict(self.fields)), product.activations)
+        found = self.rebuilt(product)
         reason = found.why_not(product)
         if reason is not None:
             raise KernelError(f"{found.name} cannot run {product}: {reason}")
@@ -68,10 +67,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Point:
-    """Times of a product at one token count: the built-in choice's, and the best of each strategy.
-
-    Without strategies, the built-in choice is the one to run.
-    """
+    """Times of a product at one token count: of what ran before it was measured, and the best of each strategy."""
 
     default_us: float
     strategies: dict[str, Measured] = field(default_factory=dict)
@@ -80,33 +76,23 @@ class Point:
         """Strategies, fastest first."""
         return sorted(self.strategies.items(), key=lambda item: item[1].us)
 
-    def kernels(self) -> set[str]:
-        """The kernel families it has times of."""
-        return {measured.kernel for measured in self.strategies.values()}
-
 
 @dataclass
 class Origin:
-    """Where a map was measured. kernels: the revision of each family then."""
+    """Where and when a map was measured."""
 
     gpu: str
     arch: str
     driver: str = ""
     torch: str = ""
     library: str = ""
-    kernels: dict[str, int] = field(default_factory=dict)
     date: str = ""
 
     @staticmethod
     def here(gpu: str, arch: str, driver: str = "", torch_version: str = "") -> "Origin":
         """The origin of measurements on a GPU with this library, today."""
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        return Origin(gpu, arch, driver, torch_version, __version__, dict(REVISIONS), today)
-
-    @property
-    def changed(self) -> set[str]:
-        """The families whose revision differs now."""
-        return {name for name, here in REVISIONS.items() if self.kernels.get(name) != here}
+        return Origin(gpu, arch, driver, torch_version, __version__, today)
 
 
 @dataclass
@@ -126,47 +112,15 @@ class Policy:
         """The point of exactly this product, or None."""
         return self.layers.get(key_of(product), {}).get(product.m)
 
-    def near(self, product: LinearProblem, most: float = 1.0) -> Iterator[tuple[LinearProblem, Point]]:
-        """Points of the same scheme with sizes at most ``most`` powers of two away, nearest first."""
-        scheme, found = str(product.scheme), []
-        for (named, dtype, n, k), points in self.layers.items():
-            shape = abs(math.log2(n / product.n)) + abs(math.log2(k / product.k))
-            shape += 0.25 * (dtype != dtype_name(product.dtype))
-            for m, point in points.items() if named == scheme else ():
-                distance = shape + 2 * abs(math.log2(m / product.m))
-                if distance <= most:
-                    found.append((distance, n, k, m, point))
-        for _, n, k, m, point in sorted(found, key=lambda one: one[:4]):
-            yield replace(product, m=m, n=n, k=k, columns=0), point
-
     def merge(self, other: "Policy") -> None:
         """Merge another map into this one; its points win."""
         for key, points in other.layers.items():
             self.layers.setdefault(key, {}).update(points)
         self.excluded |= other.excluded
 
-    def current(self) -> "Policy":
-        """The part that still holds: points whose kernels have the same revision now; exclusions only if all have."""
-        changed = self.origin.changed
-        if not changed:
-            return self
-
-        def holds(key: Key, point: Point) -> bool:
-            coded = _QUANTIZER in changed and Scheme.parse(key[0]).activations.quantized
-            return not coded and not changed & point.kernels()
-
-        layers = {key: {m: one for m, one in points.items() if holds(key, one)} for key, points in self.layers.items()}
-        return replace(self, layers={key: points for key, points in layers.items() if points}, excluded={})
-
     def why_hint(self, gpu: str) -> str | None:
-        """Why this map, or a part of it, is only a hint on ``gpu``, as a sentence; None if all of it holds there."""
-        if self.origin.gpu != gpu:
-            return f"it was measured on {self.origin.gpu}, and this is {gpu}"
-        stale = self.points - self.current().points
-        if not stale:
-            return None
-        changed = ", ".join(sorted(self.origin.changed))
-        return f"{stale} of its {self.points} points were measured with other kernels than these ({changed})"
+        """Why this map only offers neighbours on ``gpu``, as a sentence; None if it holds there."""
+        return None if self.origin.gpu == gpu else f"it was measured on {self.origin.gpu}, and this is {gpu}"
 
     @property
     def points(self) -> int:
@@ -191,7 +145,7 @@ def read(path: Path) -> Policy:
     dropped: list[str] = []
     try:
         policy = _parse(content, path, dropped)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, KernelError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, KernelError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise PolicyError(f"{path} is not a valid policy map: {what}") from None
     if dropped:
@@ -203,10 +157,10 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
     said = content["measured"]
-    kernels = {str(name): int(number) for name, number in said["kernels"].items()}
-    names = ("gpu", "arch", "driver", "torch", "library", "date")
-    origin = Origin(**{name: str(said[name]) for name in names}, kernels=kernels)
-    configs = {name: _parse_config(name, fields, origin) for name, fields in content["configs"].items()}
+    origin = Origin(**{name: str(said[name]) for name in ("gpu", "arch", "driver", "torch", "library", "date")})
+    Device.named(origin.arch)  # raises for an unknown one
+    void = {kernel: _why_void(kernel, names) for kernel, names in content["fields"].items()}
+    configs = [_parse_config(kernel, content["fields"][kernel], values, void) for kernel, *values in content["configs"]]
     policy = Policy(origin, path=path)
     policy.excluded = {str(name): str(reason) for name, reason in content["excluded"].items()}
     for layer in content["layers"]:
@@ -215,41 +169,55 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
             raise ValueError(f"dtype {dtype!r} is unknown; there are {', '.join(_DTYPES)}")
         n, k = (_positive(layer[name], whole=True) for name in ("n", "k"))
         points = policy.layers.setdefault((scheme, dtype, n, k), {})
-        points |= {_positive(int(m), whole=True): Point(_positive(us)) for m, us in layer["built_in"].items()}
-        for m, point in layer["tokens"].items():
-            rows = {name: row for name, row in point.items() if name not in ("built_in_us", _COMPARED)}
-            strategies, unknown = _parse_strategies(rows, configs)
+        for m, row in layer["tokens"].items():
+            strategies, unknown = _parse_strategies(
+                {name: one for name, one in row.items() if name != "default"}, configs
+            )
             if unknown:
                 dropped.append(f"{scheme} {m} x {n} x {k}: {unknown[0]}")
             else:
-                points[_positive(int(m), whole=True)] = Point(_positive(point["built_in_us"]), strategies)
+                points[_positive(int(m), whole=True)] = Point(_positive(row["default"]), strategies)
     return policy
 
 
-def _parse_config(name: str, fields: dict[str, FieldValue], origin: Origin) -> "tuple[str, Any] | str":
-    """(family, fields of its config), or a sentence saying what in it is unknown to this version."""
-    if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
-        raise ValueError(f"config {name!r} holds something other than an integer, a string or a boolean")
-    kernel = name.partition("/")[0]
+def _why_void(kernel: str, names: list[str]) -> str | None:
+    """Why configs with these fields are void, as a sentence; None if the kernel has just these."""
     if kernel not in FAMILIES:
         return f"there is no kernel family {kernel!r}"
-    try:  # fields of kernels that have changed since are not checked
-        FAMILIES[kernel].parsed({} if kernel in origin.changed else fields)
+    here = FAMILIES[kernel].tunable
+    if unknown := [name for name in names if name not in here]:
+        return f"{kernel} has no field {unknown[0]!r}"
+    missing = [name for name in here if name not in names]
+    return f"its configs of {kernel} lack the field {missing[0]!r}" if missing else None
+
+
+def _parse_config(
+    kernel: str, names: list[str], values: list[FieldValue], void: Mapping[str, str | None]
+) -> tuple[str, tuple[tuple[str, FieldValue], ...]] | str:
+    """(family, fields of its config), or a sentence saying why the config is void in this version."""
+    if not all(isinstance(value, (int, bool, str)) for value in values):
+        raise ValueError(f"a config of {kernel!r} holds something other than an integer, a string or a boolean")
+    fields = tuple(zip(names, values, strict=True))
+    try:
+        if void[kernel] is None:
+            FAMILIES[kernel].parsed(dict(fields))
     except KernelError as error:
         return str(error)
-    return kernel, tuple(fields.items())
+    return void[kernel] or (kernel, fields)
 
 
-def _parse_strategies(rows: dict[str, Any], configs: dict[str, Any]) -> tuple[dict[str, Measured], list[str]]:
+def _parse_strategies(
+    rows: dict[str, Any], configs: list[tuple[str, tuple[tuple[str, FieldValue], ...]] | str]
+) -> tuple[dict[str, Measured], list[str]]:
     """(the best of each strategy, sentences about what is unknown to this version)."""
     found: dict[str, Measured] = {}
     unknown = [f"strategy {name!r} is none of {', '.join(STRATEGIES)}" for name in rows if name not in STRATEGIES]
-    for name, row in rows.items():
-        config = configs[row["config"]]
+    for name, (us, index) in rows.items():
+        config = configs[_positive(index + 1, whole=True) - 1]
         if isinstance(config, str):
             unknown.append(config)
         else:
-            found[name] = Measured(_positive(row["us"]), config[0], config[1])
+            found[name] = Measured(_positive(us), *config)
     return found, unknown
 
 
@@ -273,30 +241,30 @@ def usable(path: Path) -> Policy | None:
 
 
 def text(policy: Policy) -> str:
-    """A map as JSON, with one line per layer, point and config."""
-    names: dict[tuple[str, tuple[tuple[str, FieldValue], ...]], str] = {}
+    """A map as JSON, with one line per layer and config."""
+    numbers: dict[tuple[str, tuple[tuple[str, FieldValue], ...]], int] = {}
 
-    def row(point: Point) -> str:
-        found: dict[str, Any] = {"built_in_us": point.default_us}
-        for strategy, one in point.ordered():
-            count = 1 + sum(kernel == one.kernel for kernel, _ in names)
-            name = names.setdefault((one.kernel, one.fields), f"{one.kernel}/{count}")
-            found[strategy] = {"us": one.us, "config": name}
-        return json.dumps(found)
+    def row(point: Point) -> dict[str, Any]:
+        best = {
+            name: [one.us, numbers.setdefault((one.kernel, one.fields), len(numbers))] for name, one in point.ordered()
+        }
+        return {"default": point.default_us} | best
 
-    layers = []
-    for (scheme, dtype, n, k), points in sorted(policy.layers.items()):
-        built_in = {str(m): point.default_us for m, point in sorted(points.items()) if not point.strategies}
-        lines = [f'\n  "{m}": {row(point)}' for m, point in sorted(points.items()) if point.strategies]
-        head = json.dumps({"scheme": scheme, "dtype": dtype, "n": n, "k": k, "built_in": built_in})[:-1]
-        layers.append(f'{head}, "tokens": {{{",".join(lines)}}}}}')
-    configs = [f" {json.dumps(short)}: {json.dumps(dict(fields))}" for (_, fields), short in names.items()]
+    layers = [
+        {"scheme": scheme, "dtype": dtype, "n": n, "k": k, "tokens": {str(m): row(points[m]) for m in sorted(points)}}
+        for (scheme, dtype, n, k), points in sorted(policy.layers.items())
+    ]
+    fields = {kernel: [name for name, _ in values] for kernel, values in numbers}
+    configs = [[kernel, *(value for _, value in values)] for kernel, values in numbers]
     parts = [
         f'"format": {json.dumps(FORMAT)}',
         f'"measured": {json.dumps(vars(policy.origin))}',
         '"excluded": ' + json.dumps(policy.excluded, indent=1),
-        '"configs": {\n' + ",\n".join(configs) + "}",
-        '"layers": [\n' + ",\n".join(layers) + "]",
+        f'"fields": {json.dumps(fields)}',
+        *(
+            f'"{name}": [\n' + ",\n".join(map(json.dumps, some)) + "]"
+            for name, some in (("configs", configs), ("layers", layers))
+        ),
     ]
     return "{" + ",\n".join(parts) + "}\n"
 
@@ -315,15 +283,14 @@ def check_target(path: Path) -> None:
 def save(policy: Policy, path: Path) -> None:
     """Merge a map into the file at ``path``, keeping what other processes have written there.
 
-    The file is replaced atomically, under a lock. Points of another GPU or of other kernels are dropped; a file that is
-    not a map is renamed to ``.bad``. Raises PolicyError if it cannot be written.
+    The file is replaced atomically, under a lock. Points of another GPU and void ones are dropped; a file that is not a
+    map is renamed to ``.bad``. Raises PolicyError if it cannot be written.
     """
     with _locked(path):
         before = usable(path) if path.exists() else None
         if before is None and path.exists():
             path.replace(path.with_name(f"{path.name}.bad"))
         elif before is not None and before.origin.gpu == policy.origin.gpu:
-            before = before.current()
             before.merge(policy)
             policy = replace(before, origin=policy.origin)
         temporary = path.with_name(f".{path.name}.part")  # the lock admits one writer

@@ -5,21 +5,18 @@ tiles (section V-B): a config gives the tile and its warps, which determine the 
 """
 
 import contextlib
-import functools
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from anybit.choose.builtin import builtin, power_of_two
-from anybit.choose.families import FAMILIES, Candidate, Layout, strategy_of, tiles_of
+from anybit.choose.builtin import FEW_TOKENS
+from anybit.choose.choose import Map, forms
+from anybit.choose.families import FAMILIES, Candidate, layouts, strategy_of
 from anybit.errors import KernelError
 from anybit.kernels.bitplane.bitplane_problem import half_bytes
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import CODES
-
-STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
-"""Strategies to compute a product (ADAngel, section 4.3)."""
 
 _INT4_TENSOR_CORES = ("sm_80", "sm_86", "sm_89")
 """Read from the SASS of CUDA 13.0: later architectures emulate them."""
@@ -86,63 +83,38 @@ def why_not_split(product: LinearProblem) -> str | None:
     return None
 
 
-FEW_TOKENS = 8
-"""Up to this token count, a GEMM ends before all blocks of the next kernel could have started beside its own."""
-_ANOTHER = 0.75
-"""Share of a multiprocessor's shared memory that a kernel other than the built-in one may use."""
-
-
-def clearly_faster(us: float, built_in_us: float) -> bool:
-    """Whether a config for few tokens beats the built-in choice by enough to speed up a whole step.
-
-    A GEMM timed in a chain of itself is off by up to a microsecond from its time between other kernels.
-    """
-    return us < max(0.95 * built_in_us, built_in_us - 1.0)
-
-
-def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate) -> bool:
-    """Whether the next kernel can start as early as after the built-in config (PDL); always true above few tokens.
-
-    More shared memory, or a second block per multiprocessor, keeps the next kernel's blocks from starting beside this
-    one's. Only whole steps show that, not GEMMs timed alone: 10 pipeline stages instead of 7 were 1 % faster alone and
-    cost 5 us per layer (w4a8, one token). Bit planes may always use half of a multiprocessor, and kernels other than
-    the built-in one as much as that one or three quarters.
-    """
-    if product.m > FEW_TOKENS:
-        return True
-    most, blocks = _room(replace(product, activations=candidate.activations), candidate.kernel)
-    if candidate.kernel == "sm90_packed_gemm" and candidate.config.min_blocks_per_sm > blocks:
-        return False
-    return candidate.shared_bytes <= most
-
-
-@functools.lru_cache(maxsize=4096)
-def _room(product: LinearProblem, kernel: str) -> tuple[float, int]:
-    """(shared memory that a block of a kernel may use, blocks that may share a multiprocessor)."""
-    family, device = FAMILIES[kernel], product.device
-    try:
-        chosen = builtin(product, family.layout(product.activations))
-        if family.target is Target.planes and device.arch == "sm_90a":
-            return max(chosen.shared_bytes, half_bytes(device)), 1
-        own = family.default(replace(product, m=power_of_two(product.m)))
-    except KernelError:
-        return float("inf"), device.sms
-    most: float = family.module.shared_bytes(own)
-    if chosen.kernel != kernel:
-        most = min(most, max(chosen.shared_bytes, _ANOTHER * device.shared_bytes))
-    return most, getattr(own, "min_blocks_per_sm", 1)
-
-
-# -------- fewer candidates: what a search tries first
+# -------- what a search tries
 
 _EVERYTHING = 1000
 """A search for this many candidates per family skips nothing."""
 _MANY_TOKENS = 256
-"""Above this, bit planes that are not the built-in choice take several times as long: not worth timing."""
+"""Above this, bit planes for few tokens take several times as long: not worth timing."""
+
+
+def clearly_faster(us: float, before_us: float) -> bool:
+    """Whether a config for few tokens beats what would run by enough to speed up a whole step.
+
+    A GEMM timed in a chain of itself is off by up to a microsecond from its time between other kernels.
+    """
+    return us < max(0.95 * before_us, before_us - 1.0)
+
+
+def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate, own: Candidate) -> bool:
+    """Whether the next kernel can start as early as after ``own``, what would run (PDL); always true above few tokens.
+
+    More shared memory, or a second block per multiprocessor, keeps the next kernel's blocks from starting beside this
+    one's. Only whole steps show that, not GEMMs timed alone: 10 pipeline stages instead of 7 were 1 % faster alone and
+    cost 5 us per layer (w4a8, one token). Half of a multiprocessor is always allowed.
+    """
+    if product.m > FEW_TOKENS:
+        return True
+    gemm = candidate.kernel == "sm90_packed_gemm"
+    blocks = candidate.config.min_blocks_per_sm > getattr(own.config, "min_blocks_per_sm", 1) if gemm else False
+    return not blocks and candidate.shared_bytes <= max(own.shared_bytes, half_bytes(product.device))
 
 
 def _hopeless(product: LinearProblem, kernel: str) -> bool:
-    """Whether only the built-in choice is worth timing: mma.sync despite wgmma, or bit planes at many tokens."""
+    """Whether a family is not worth timing: mma.sync despite wgmma, or bit planes at many tokens."""
     if product.device.arch == "sm_90a" and kernel in ("sm80_bitplane_gemm", "sm80_packed_gemm"):
         return True
     if kernel in ("sm90_bitplane_skinny", "sm90_bitplane_resident") and product.m > _MANY_TOKENS:
@@ -151,22 +123,36 @@ def _hopeless(product: LinearProblem, kernel: str) -> bool:
     return planes and product.m > 32 and product.weights.bits * product.activations.bits > 16
 
 
-def builtins_of(product: LinearProblem) -> list[Candidate]:
-    """The built-in choices of every possible layout; the one that would run comes first."""
-    chosen = []
-    for layout in (None, Layout.planes, tiles_of(product.activations)):
+def defaults_of(product: LinearProblem, by: Map) -> list[Candidate]:
+    """What would run by a map: in the best layout first, then in each."""
+    found: dict[Candidate, None] = {}
+    for layout in (None, *layouts(product.activations)):
         with contextlib.suppress(KernelError):
-            chosen.append(builtin(product, layout))
-    return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
+            found[by.choose(product, layout).candidate] = None
+    return [one for one in found if one.why_not(product) is None]
 
 
-def promising(product: LinearProblem, each: int, hints: Collection[Candidate] = ()) -> list[Candidate]:
-    """Built-in choices, then hints, then the ``each`` most promising candidates of every family.
+def hints_of(product: LinearProblem, by: Map, count: int) -> list[Candidate]:
+    """At most ``count`` candidates that a map expects to be fast here."""
+    found: dict[Candidate, None] = {}
+    for _, candidate, there in by.expected(product, everything=True):
+        if len(found) >= count:
+            break
+        found |= {one: None for one, _ in forms(candidate, product, there) if one.why_not(product) is None}
+    return list(found)
 
-    The product's built-in choice comes first and is always included, so a search never ends with something worse.
+
+def promising(product: LinearProblem, each: int, by: Map, hints: int = 0) -> list[Candidate]:
+    """What would run by a map, ``hints`` candidates that it expects to be fast, and ``each`` of every family.
+
+    What would run comes first and is always included, so a search never ends with something worse.
     """
-    chosen = [*builtins_of(product), *hints]
+    chosen = [*defaults_of(product, by), *hints_of(product, by, hints)]
     for name, family in FAMILIES.items() if each else ():
         if each >= _EVERYTHING or not _hopeless(product, name):
-            chosen += [Candidate(name, config, product.activations) for config in family.promising(product, each)]
+            if not family.configs(product):
+                continue
+            near = by.choose(product, family.layout(product.activations), name).candidate
+            like = near.config if near.kernel == name else None
+            chosen += [Candidate(name, one, product.activations) for one in family.promising(product, each, like)]
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]

@@ -129,7 +129,7 @@ def tune(
     ]
     mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0
     errors.print(
-        f"{len(gains)} of {len(products)} products measured, {mean:.3f} times as fast as built-in choices (geometric "
+        f"{len(gains)} of {len(products)} products measured, {mean:.3f} times as fast as before (geometric "
         f"mean); {time.perf_counter() - began:.0f} s; {to or policies.own_file(policy.origin.gpu)}",
         markup=False,
     )

@@ -24,7 +24,7 @@ _EMPTY = 0
 
 
 class PackedTiles(Backend):
-    """Weights of 1 to 8 bits in tiles, dequantized in registers: `sm90_packed_gemm`, or the kernel `heuristics` picks.
+    """Weights of 1 to 8 bits in tiles, dequantized in registers: `sm90_packed_gemm`, or a kernel for few tokens.
 
     Without wgmma (all but sm_90a), `sm80_packed_gemm` replaces `sm90_packed_gemm`.
     """

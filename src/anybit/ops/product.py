@@ -184,8 +184,10 @@ def norm_config(asked: Asked, rows: Rows, norm: Norm) -> sm90_packed_gemv.Config
     problem = asked.problem(rows)
     if sm90_packed_gemv.norm_why_not(problem) is not None:
         return None
+    chosen = dispatcher(rows.gpu.name).choose(problem, asked.layout, "sm90_packed_gemv").candidate
+    usual = chosen.config if chosen.kernel == "sm90_packed_gemv" else None
     try:
-        return heuristics.limit_occupancy_normed(sm90_packed_gemv.norm_default(problem), rows.gpu)
+        return heuristics.limit_occupancy_normed(sm90_packed_gemv.norm_default(problem, usual), rows.gpu)
     except KernelError:
         return None
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from anybit.choose.builtin import INTERPOLATE_FROM, builtin
 from anybit.choose.dispatch import Dispatcher
 from anybit.choose.space import space
 from anybit.kernels.linear_problem import LinearProblem
@@ -22,17 +21,19 @@ class Other:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything known about how a problem runs. us: measured time of a call, activation quantization included."""
+    """Everything known about how a problem runs. us: measured time of a call, activation quantization included.
+
+    expected_us: the same, where other points say so.
+    """
 
     product: str
     gpu: str
     strategy: str
     config: str
     us: float | None
+    expected_us: float | None
     why: str
     runner_up: str
-    builtin: str
-    builtin_us: float | None
     floor_us: float
     others: tuple[Other, ...]
     candidates: int
@@ -43,7 +44,8 @@ class Explanation:
         time = "not measured"
         if self.us is not None:
             time = f"{self.us:.2f} us, {self.floor_us / self.us:.0%} of the roofline's speed"
-        own = "" if self.builtin_us is None else f", {self.builtin_us:.2f} us"
+        elif self.expected_us is not None:
+            time = f"not measured, expected {self.expected_us:.2f} us"
         families = ", ".join(f"{count} {name}" for name, count in self.families.items())
         lines = [
             f"{self.product} on {self.gpu}",
@@ -51,7 +53,6 @@ class Explanation:
             f"  time       {time}",
             f"  because    {self.why}",
             f"  runner-up  {self.runner_up}",
-            f"  built in   {self.builtin}{own}",
             f"  roofline   {self.floor_us:.2f} us: operands read once, MMAs issued at the tensor cores' rate",
             f"  space      {self.candidates} legal candidates: {families}",
         ]
@@ -63,30 +64,20 @@ class Explanation:
 
 def explain(product: LinearProblem, by: Dispatcher) -> Explanation:
     """How a problem would run on its device. Raises KernelError if it cannot."""
-    choice, found, own = by.choose(product), by.point(product), builtin(product)
-    whole = space(product)
-    others: list[Other] = []
-    at = product.m if found is None else found[0]
-    within = at == product.m or product.m < at <= INTERPOLATE_FROM
-    within = within and found is not None and choice.origin in ("map", "built in")
-    for name, measured in found[1].ordered() if found and within else ():
-        if name == choice.candidate.strategy:
-            continue
-        more = measured.us / choice.us - 1 if choice.us else 0.0
-        slower = f"{abs(more):.0%} {'slower' if more >= 0 else 'faster'}" if choice.us else "measured"
-        fields = ", ".join(f"{key}={value}" for key, value in measured.fields)
-        others.append(Other(name, f"{measured.kernel}({fields})", measured.us, slower))
+    choice, whole = by.choose(product), space(product)
+    there, others = choice.source, list[Other]()
+    asked = product.m, product.n, product.k, product.scheme, product.dtype
+    here = there is not None and (there.m, there.n, there.k, there.scheme, there.dtype) == asked
+    for us, candidate, where in by.expected(product) if here else ():
+        if where == there and candidate.strategy != choice.candidate.strategy:
+            others.append(Other(candidate.strategy, candidate.name, us, f"{us / choice.us - 1:.0%} slower"))
     runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})" if others else "not measured"
-    where = f" at M = {at}" if within else ""
-    why = f"it is the built-in choice, and nothing is clearly faster{where}, by {choice.source}"
-    if choice.origin == "map":
-        why = f"it was the fastest at M = {at}, by {choice.source}"
-    elif choice.origin == "expected":
-        why = f"it is expected to be faster than the built-in choice, by {choice.source}"
-    elif not choice.source:
-        why = "nothing was measured for it: it is the built-in choice"
-    if found is not None:
-        origin = found[2].origin
+    why = "nothing near was measured: it is what its kernel takes by default"
+    if there is not None:
+        why = f"its expected time is the least, by the times of {there}"
+        why = f"it was the fastest at M = {there.m}" if here else why
+    origin = next((policy.origin for policy in by.policies), None)
+    if there is not None and origin is not None:
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
     for excluded in whole.excluded:
         name = f"{excluded.strategy} ({excluded.kernel})" if excluded.kernel else excluded.strategy
@@ -96,13 +87,12 @@ def explain(product: LinearProblem, by: Dispatcher) -> Explanation:
         gpu=product.device.name,
         strategy=choice.candidate.strategy,
         config=choice.candidate.name,
-        us=choice.us if within and choice.us else None,
+        us=choice.us if here else None,
+        expected_us=round(choice.us, 2) if there is not None and not here else None,
         why=why,
         runner_up=runner_up,
-        builtin=own.name,
-        builtin_us=found[1].default_us if found and within else None,
         floor_us=round(floor_us(product), 3),
-        others=tuple(dict.fromkeys(others)),  # drops duplicates from several activation formats
+        others=tuple(dict.fromkeys(others)),
         candidates=len(whole.candidates),
         families=dict(Counter(candidate.kernel for candidate in whole.candidates)),
     )

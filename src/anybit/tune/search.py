@@ -16,12 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from anybit.choose.builtin import FEW_TOKENS
+from anybit.choose.choose import Map
 from anybit.choose.dispatch import tell
 from anybit.choose.families import Candidate
 from anybit.choose.policy import Measured, Origin, Point, Policy, save, usable
-from anybit.choose.space import FEW_TOKENS, builtins_of, clearly_faster, preserves_pdl_overlap, promising
+from anybit.choose.space import clearly_faster, defaults_of, hints_of, preserves_pdl_overlap, promising
 from anybit.device import Device
-from anybit.errors import KernelError
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.tune.processes import CrashError, Worker, apart, compile_one, compilers, die_with_parent
 from anybit.tune.roofline import floor_us
@@ -31,22 +32,21 @@ _logger = logging.getLogger(__name__)
 
 _SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
 """Seconds between saves: at least the first, and at least the second times the duration of a save."""
-_MAPS, _SEARCH = (2, 2.0), (6, 3.0)
-"""(number of nearest points, greatest distance in powers of two) whose winners are tried, too: of each map, and of the
-running search, whose kernels are already compiled."""
+_HINTS = 8
+"""Candidates to try because maps, or the running search, whose kernels are compiled already, expect them to be fast."""
 _EACH_SECONDS = 0.25
 """Most seconds to check and time one candidate among others."""
 _PLAUSIBLE = 0.7
 """Times at few tokens below this share of the roofline (whose rates were measured under load) are discarded."""
 _TIE = 1.01
-"""A built-in choice within this factor of the best is kept: the difference is noise, and it saves a kernel."""
+"""What would run is kept within this factor of the best: the difference is noise, and it saves a kernel."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a search.
 
-    each: candidates per family, besides built-in choices and hints.
+    each: candidates per family, besides what would run and hints.
     seconds: start no new problem after this time.  limit: seconds that one compiled candidate may take.
     again: remeasure what the file has.  jobs: compiling processes; 0: one per core.
     """
@@ -79,52 +79,39 @@ Planned = dict[Candidate, str | None]
 """Candidates to try for a problem, each with the reason why its kernels do not compile, or None."""
 
 
-def neighbor_hints(maps: Sequence[Policy], product: LinearProblem, count: int, distance: float) -> list[Candidate]:
-    """The configs of the ``count`` nearest points of each map that are legal here."""
-    hints: list[Candidate] = []
-    for policy in maps:
-        for _, point in islice(policy.near(product, distance), count):
-            for _, measured in point.ordered():
-                with contextlib.suppress(KernelError):
-                    hints.append(measured.candidate(product))
-    return hints
-
-
-def candidates_of(product: LinearProblem, maps: Sequence[Policy], options: Options) -> list[Candidate]:
-    """Candidates for a problem: built-in choices, then winners of nearby points, then the most promising."""
+def candidates_of(product: LinearProblem, by: Map, options: Options) -> list[Candidate]:
+    """Candidates for a problem: what would run, what won nearby, and the most promising of every family."""
     if product.k % 16:
-        return []  # only the built-in choice pads rows
-    return promising(product, options.each, neighbor_hints(maps, product, *_MAPS))
+        return []  # what runs by default pads rows
+    return promising(product, options.each, by, _HINTS)
 
 
-_maps: Sequence[Policy] = ()
+_by = Map([])
 _options = Options()
 
 
-def _begin(maps: Sequence[Policy], options: Options) -> None:
-    global _maps, _options
+def _begin(by: Map, options: Options) -> None:
+    global _by, _options
     die_with_parent()
-    _maps, _options = maps, options
+    _by, _options = by, options
 
 
 def plan(product: LinearProblem) -> Planned:
     """Choose candidates and compile their kernels into the disk cache; runs in a compiling process."""
-    found: Planned = dict.fromkeys(candidates_of(product, _maps, _options))
+    found: Planned = dict.fromkeys(candidates_of(product, _by, _options))
     for one in found:
         reasons = (compile_one(kernel, product.device.arch) for kernel in one.kernels(product))
         found[one] = next(filter(None, reasons), None)
     return found
 
 
-def plans(
-    products: Sequence[LinearProblem], maps: Sequence[Policy], options: Options
-) -> Generator[tuple[LinearProblem, Planned]]:
+def plans(products: Sequence[LinearProblem], by: Map, options: Options) -> Generator[tuple[LinearProblem, Planned]]:
     """Yield (problem, plan) in order; processes plan and compile a few problems ahead of the measurement.
 
     Problems without candidates are skipped.
     """
     jobs = options.jobs or os.cpu_count() or 1
-    pool, rest, ahead = compilers(jobs, _begin, maps, options), iter(products), deque[tuple[LinearProblem, Any]]()
+    pool, rest, ahead = compilers(jobs, _begin, by, options), iter(products), deque[tuple[LinearProblem, Any]]()
     try:
         while True:
             for product in islice(rest, 4 * jobs - len(ahead)):
@@ -139,7 +126,7 @@ def plans(
             with contextlib.suppress(BrokenProcessPool):
                 made = future.result() if future else None
             # If the compiler crashed its process, the child compiles instead, one by one.
-            made = made or dict.fromkeys(candidates_of(product, maps, options))
+            made = made or dict.fromkeys(candidates_of(product, by, options))
             if made:
                 yield product, made
     finally:
@@ -215,14 +202,15 @@ def _search(
     policy = Policy(Origin.here(device.name, device.arch, child.facts["driver"], child.facts["torch"]))
     before = usable(path) if path is not None and path.exists() else None
     maps = [*([before] if before else []), *hints]
-    known = before.current() if before is not None and before.origin.gpu == device.name else Policy(policy.origin)
+    known = before if before is not None and before.origin.gpu == device.name else Policy(policy.origin)
+    by = Map(maps)
     policy.excluded |= known.excluded
     todo = [replace(product, device=device) for product in together(products)]
     if not options.again:
         todo = [product for product in todo if known.exact(product) is None]
     began = saved = time.perf_counter()
     pause = _SAVE_SECONDS
-    with contextlib.closing(plans(todo, maps, options)) as ready:
+    with contextlib.closing(plans(todo, by, options)) as ready:
         item, done = next(ready, None), 0
         while item is not None and time.perf_counter() - began <= options.seconds:
             product, made = item
@@ -231,9 +219,9 @@ def _search(
                 left = spent / done * (len(todo) - done) if done else float("nan")
                 report(Progress(product, done, len(todo), left, len(policy.excluded)))
             policy.excluded |= {excluded_name(product, one): reason for one, reason in made.items() if reason}
-            own = builtins_of(product)
-            every = dict.fromkeys((*made, *neighbor_hints((policy, known), product, *_SEARCH)))
-            tried = [one for one in every if one in own or preserves_pdl_overlap(product, one)]
+            own = defaults_of(product, by)
+            every = dict.fromkeys((*made, *hints_of(product, Map([policy, known]), _HINTS)))
+            tried = [one for one in every if one in own or preserves_pdl_overlap(product, one, own[0])]
             point = point_of(product, own, race(child, product, tried, options, policy, own))
             if point is not None:
                 policy.put(product, point)
@@ -272,7 +260,7 @@ def race(
 ) -> list[tuple[Candidate, Time]]:
     """Check and time candidates in the child; failing ones are excluded. Empty if one of ``keep`` finds no memory.
 
-    keep: candidates always timed carefully, whatever their first times (built-in choices).
+    keep: candidates always timed carefully, whatever their first times (what would run).
     """
 
     def measured(some: list[Candidate], limit: float) -> list[tuple[Candidate, Time]]:
@@ -306,9 +294,9 @@ def race(
 
 
 def point_of(product: LinearProblem, own: Sequence[Candidate], times: Sequence[tuple[Candidate, Time]]) -> Point | None:
-    """The point for a map: the best of each strategy, preferring built-in choices (``own``) within the noise.
+    """The point for a map: the best of each strategy, preferring what would run (``own``) within the noise.
 
-    At few tokens, built-in choices are kept unless something is clearly faster.
+    At few tokens, what would run is kept unless something is clearly faster.
     None if nothing was timed, or if a time at few tokens is shorter than reading the weights takes.
     """
     if not times:

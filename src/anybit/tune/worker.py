@@ -206,7 +206,7 @@ class Bench:
         Candidates are captured in one graph, one after another, so that all run at the same clocks. The better half of
         each strategy advances, with twice the calls, until no more than ``finalists`` are left, which are timed with
         the most replays. Candidates beyond ``margin`` times their strategy's best, or of a strategy far behind, drop
-        out at once; ``keep`` (built-in choices) only with such a strategy.
+        out at once; ``keep`` (what would run) only with such a strategy.
         """
         calls = [self.again(candidate) for candidate in candidates]
         once = guess_us > _ROUGH

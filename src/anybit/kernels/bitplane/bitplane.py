@@ -9,7 +9,7 @@ from torch import Tensor
 from anybit.errors import KernelError
 from anybit.kernels.bitplane import bitplane_problem
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
-from anybit.kernels.bitplane.bitplane_problem import ROWS, Facts, why_not
+from anybit.kernels.bitplane.bitplane_problem import Facts, why_not
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
@@ -32,38 +32,15 @@ _FAMILY_OF: dict[type, GemmKernel[Any]] = {
     )
 }
 
-_SKINNY = (  # most tokens, least K, least plane products, share of the SMs
-    (32, 1, 1, float("inf")),
-    (64, 1024, 8, 0.55),
-    (64, 1024, 1, 0.40),
-    (64, 1, 1, 0.15),
-    (128, 1024, 8, 0.50),
-    (128, 4096, 1, 0.25),
-    (128, 1, 1, 0.10),
-)
-"""When tiles for few tokens are faster: while tiles of 128 weights x 64 tokens would occupy less than such a share of
-the SMs. The first matching row decides."""
-
-
-def _skinny(problem: LinearProblem) -> bool:
-    m, k, products = problem.m, problem.k, problem.weights.bits * problem.activations.bits
-    used = -(-m // 64) * -(-problem.n // ROWS) / problem.device.sms
-    shares = (share for most, least, planes, share in _SKINNY if m <= most and k >= least and products >= planes)
-    return used < next(shares, 0.0)
+_FEW = 64
+"""Up to this token count tiles for few tokens are asked first."""
 
 
 @functools.cache
 def family(problem: LinearProblem) -> GemmKernel[Any] | None:
-    """The kernel for a problem that was not tuned: wgmma on sm_90a, else mma.sync; None if no kernel can run it."""
-    order = [sm80_bitplane_gemm]
-    if why_not(problem) is None:
-        skinny = _skinny(problem)
-        order = [sm90_bitplane_skinny, sm90_bitplane_gemm] if skinny else [sm90_bitplane_gemm, sm90_bitplane_skinny]
-        order.append(sm80_bitplane_gemm)
-        if skinny and sm90_bitplane_resident.fills_one_wave(problem):
-            order.insert(0, sm90_bitplane_resident)
-        if sm90_bitplane_stacked.preferred(problem):
-            order.insert(0, sm90_bitplane_stacked)
+    """The kernel where nothing was measured: wgmma on sm_90a, else mma.sync; None if no kernel can run it."""
+    few, many = sm90_bitplane_skinny, sm90_bitplane_gemm
+    order = (*((few, many) if problem.m <= _FEW else (many, few)), sm80_bitplane_gemm)
     return next((one for one in order if one.why_not(problem) is None and one.configs(problem)), None)
 
 

@@ -118,6 +118,10 @@ def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> st
     return problem.device.why_not_shared(shared_bytes)
 
 
+SIZES = (96, 64, 48, 32, 16, 8, 1)
+"""Kibibytes of pipelines to try until a config fits shared memory."""
+
+
 def ring(size: int, stage: int, most: int, ahead: int = 0) -> tuple[int, int]:
     """(stages, prologue_stages): as many stages of ``stage`` bytes as ``size`` bytes hold, at most ``most``.
 

@@ -176,33 +176,13 @@ def default(problem: LinearProblem) -> Config:
     Raises KernelError if there is no config.
     """
     schedule = Schedule.pingpong if problem.weights.bits == problem.activations.bits == 1 else Schedule.cooperative
-    sms = problem.device.sms
-
-    def wave(tile_m: int) -> float:
-        """The time of a wave, in units of a token's products. Prologue and epilogue cost about 24; products of small
-        tiles are bound by shared memory.
-        """
-        return (tile_m + 24) * (1.0 if tile_m == 256 else 1.1)
 
     def cost(config: Config) -> tuple[float, ...]:
         tiles = -(-problem.m // config.tile_m) * -(-problem.n // ROWS)
-        if config.tail_tile_m:
-            pieces = tiles % sms * (config.tile_m // config.tail_tile_m)
-            work = tiles // sms * wave(config.tile_m) + -(-pieces // sms) * wave(config.tail_tile_m)
-        else:
-            work = -(-tiles // sms) * wave(config.tile_m)
-        return (
-            work,
-            config.activation_stationary,
-            config.cluster_n,
-            config.schedule is not schedule,
-            -min(config.weight_chunks, 3) - 2 * min(config.activation_chunks, 3),
-            config.schedule is Schedule.pingpong,
-            config.epilogue_tile,
-            -config.epilogue_stages,
-            # With one tile per block, nothing hides its prologue.
-            -config.first_plane_pieces if tiles <= sms else config.first_plane_pieces,
-        )
+        plain = config.tail_tile_m > 0, config.activation_stationary, config.cluster_n, config.schedule is not schedule
+        deep = -min(config.weight_chunks, 3) - 2 * min(config.activation_chunks, 3)
+        staged = config.epilogue_tile, -config.epilogue_stages, config.first_plane_pieces
+        return -(-tiles // problem.device.sms) * (config.tile_m + 24), *plain, deep, *staged
 
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
 

@@ -115,47 +115,17 @@ def _configs(problem: LinearProblem) -> tuple[Config, ...]:
     return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
 
 
-_CHUNKS_COPIED = 4
-"""Chunks of k from which cp_async_activations pays off."""
-
-
 @functools.cache
 def default(problem: LinearProblem) -> Config:
-    """One block per SM: if two fit, some SMs take two of one kernel. Raises KernelError if there is no config.
-
-    The more planes, the fewer chunks are prefetched. cp.async pays off for four planes of activations with fewer planes
-    of weights.
-    """
-    p, q, chunks = problem.weights.bits, problem.activations.bits, problem.chunks
-    cp_async = q == 4 and p < 4 and chunks >= _CHUNKS_COPIED
-    prologue = chunks if p * q <= 2 else 2 if p * q <= (4 if cp_async else 8) else 1
+    """One block per SM: if two fit, some SMs take two of one kernel. Raises KernelError if there is no config."""
     tile_b = 16 if problem.m <= 16 else 32
 
     def cost(config: Config) -> tuple[float, ...]:
-        return (
-            config.a_operand is not AOperand.weights,
-            abs(config.tile_b - tile_b),
-            blocks_per_sm(shared_bytes(config), problem.device) > 1,
-            config.fill_waves != (config.reserved_bytes > 0),  # if alone by its size, idle blocks would be in the way
-            config.cp_async_activations is not cp_async,
-            -config.accumulator_sets,
-            abs(config.prologue_stages - prologue),
-        )
+        alone = blocks_per_sm(shared_bytes(config), problem.device) == 1
+        idle = config.fill_waves != (config.reserved_bytes > 0)  # if alone by its size, idle blocks are in the way
+        return config.a_operand is not AOperand.weights, abs(config.tile_b - tile_b), not alone, idle
 
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
-
-
-def fills_one_wave(problem: LinearProblem) -> bool:
-    """Whether the default makes about one exclusive tile per SM: only for 33 to 64 tokens."""
-    sms = problem.device.sms
-    tiles = 2 * -(-problem.n // WARPGROUP_ROWS)
-    if not (32 < problem.m <= 64 and 0.75 * sms <= tiles <= sms) or not configs(problem):
-        return False
-    if max(problem.weights.bits, problem.activations.bits) > 4:
-        return False
-    chosen = default(problem)
-    alone = blocks_per_sm(shared_bytes(chosen), problem.device) == 1
-    return alone and (chosen.a_operand, chosen.tile_b) == (AOperand.weights, 32)
 
 
 traits = Traits("sm90_bitplane_resident", Target.planes, arguments)

@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -15,7 +14,6 @@ from anybit.kernels.bitplane.bitplane_problem import (
     Facts,
     Params,
     arguments,
-    blocks_per_sm,
     facts,
     half_bytes,
     legal,
@@ -194,71 +192,15 @@ def _configs(problem: LinearProblem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
-    """Enough blocks for all SMs, and enough planes in flight on each. Raises KernelError if there is no config."""
-    cost = _cost_of_one_eight(problem) if problem.m <= 8 else _cost_of_several_eights(problem)
+    """Deep pipelines in blocks that leave room for another. Raises KernelError if there is no config."""
+    half, tile_b = half_bytes(problem.device), min(32, max(8, 1 << (problem.m - 1).bit_length()))
+
+    def cost(config: Config) -> tuple[float, ...]:
+        split = config.warpgroups, config.min_blocks_per_sm, config.cluster_k
+        wide = config.a_operand is not AOperand.weights, abs(config.tile_b - tile_b), *split
+        return *wide, shared_bytes(config) > half, -config.pass_chunks, abs(config.a_stages - 8)
+
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
-
-
-Cost = Callable[[Config], tuple[float, ...]]
-"""The lexicographic cost that the built-in choice minimizes."""
-_PLANES_AHEAD = 16, 24
-"""Least and most planes of 64 weights, 8 KB each, in flight per SM."""
-_CLUSTER_K = ((4, 4, math.inf, 3.0), (4, 8, 24, 5.0), (2, 3, 24, 2.5))
-"""(cluster_k, least chunks, most chunks, most blocks per SM). Blocks of one or two chunks would wait for each other
-longer than they read."""
-_ROOM_OF_CLUSTERS = 0.9
-"""The share of block slots that clusters can use."""
-
-
-def _cost_of_one_eight(problem: LinearProblem) -> Cost:
-    """Up to 8 tokens: enough planes in flight per SM, in blocks that all run at once if they fit."""
-    device, chunks, tiles = problem.device, problem.chunks, -(-problem.n // WARPGROUP_ROWS)
-    fitting = (n for n, low, high, most in _CLUSTER_K if low <= chunks <= high and n * tiles <= most * device.sms)
-    cluster_k = next(fitting, 1)
-    share, most = (1.0, 16) if cluster_k == 1 else (_ROOM_OF_CLUSTERS, 8)
-    least = min(_PLANES_AHEAD[0], most)
-
-    def cost(config: Config) -> tuple[float, ...]:
-        blocks = grid(problem, config)[0]
-        ahead = -(-blocks // device.sms) * config.a_stages
-        return (
-            config.a_operand is not AOperand.weights,
-            config.tile_b,
-            config.warpgroups,
-            config.min_blocks_per_sm,
-            config.cluster_k != cluster_k,
-            blocks > share * device.sms * blocks_per_sm(shared_bytes(config), device),
-            max(0, ahead - _PLANES_AHEAD[1], least - ahead) + max(0, config.a_stages - most),
-            -config.pass_chunks,
-            -config.a_stages,
-        )
-
-    return cost
-
-
-def _cost_of_several_eights(problem: LinearProblem) -> Cost:
-    """Few stages if blocks share an SM, many if a block has it alone."""
-    p, q, m, device = problem.weights.bits, problem.activations.bits, problem.m, problem.device
-    half = half_bytes(device)
-    a_operand = AOperand.activations if m > 32 and p == q == 2 else AOperand.weights
-    tile_b = 16 if m > 32 and p * q <= 2 else min(32, 1 << (m - 1).bit_length())
-
-    def cost(config: Config) -> tuple[float, ...]:
-        columns, rows, _ = grid(problem, config)
-        alone = columns // config.cluster_k * rows < 0.9 * device.sms
-        a_stages = (8 if alone else 4) if m <= 16 else min(8, problem.chunks * config.a_planes)
-        return (
-            config.a_operand is not a_operand,
-            abs(config.tile_b - tile_b),
-            config.warpgroups,
-            config.min_blocks_per_sm,
-            config.cluster_k != (2 if alone else 1),
-            shared_bytes(config) > half,
-            -config.pass_chunks,
-            abs(config.a_stages - a_stages),
-        )
-
-    return cost
 
 
 traits = Traits("sm90_bitplane_skinny", Target.planes, arguments)

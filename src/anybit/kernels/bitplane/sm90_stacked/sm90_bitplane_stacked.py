@@ -140,16 +140,6 @@ def default(problem: LinearProblem) -> Config:
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
-_PREFERRED_CHUNKS = 4
-"""Chunks of k whose activations fit shared memory beside the weights."""
-
-
-def preferred(problem: LinearProblem) -> bool:
-    """Whether this kernel is faster than sm90_bitplane_gemm: few weight planes, and more than one tile per SM."""
-    tiles = -(-problem.m // ROWS) * -(-problem.n // ROWS)
-    return problem.weights.bits <= 2 and problem.chunks == _PREFERRED_CHUNKS and tiles > problem.device.sms
-
-
 traits = Traits("sm90_bitplane_stacked", Target.planes, arguments)
 
 

@@ -21,6 +21,8 @@ from anybit.kernels.packed.packed_problem import Facts, facts, legal
 _TOKENS = (8, 16, 32, 64)
 """Columns of a token tile."""
 _MOST_TOKENS, _MOST_ROWS = _TOKENS[-1], 256
+_WARPS = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
+"""(units, row_warps, split_k_warps) of the default, wide row tiles first."""
 _STEPS, _SUMS = 2**24 - 1024, 2**28
 """Most tile steps (the kernel divides in float32) and partial sums (a slot per tile) of a launch."""
 
@@ -143,17 +145,12 @@ def default(problem: LinearProblem) -> Config:
     """The config for problems that were not tuned. Raises KernelError if there is none.
 
     Wide row tiles read activations less often. Narrow ones suffice for few tokens (MARLIN, equation 1), and are all
-    that fits registers if sums are kept in int32 and float32: for 64 tokens, or groups of 32.
+    that fits registers if sums are kept in int32 and float32.
     """
     if (reason := why_not(problem)) is not None:
         raise KernelError(reason)
     tokens = next((t for t in _TOKENS if t >= problem.m), _MOST_TOKENS)
-    if tokens <= 16:
-        shapes: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (1, 8, 1))
-    elif problem.activations.quantized and (tokens == 64 or problem.weights.group == 32):
-        shapes = ((1, 8, 1), (1, 4, 2))
-    else:
-        shapes = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
+    shapes = _WARPS[::-1] if tokens <= 16 else _WARPS
     for nibbles in (problem.device.capability < 90, False):
         for shape in shapes:
             for stages in (4, 3, 2):

@@ -4,9 +4,11 @@ It computes Y^T = W X^T: weights, dequantized in registers, are wgmma's A operan
 docs/notes/2026-11-24-packed.md has the measurements behind the choices here.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -19,13 +21,12 @@ from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.packed_layout import TILE_ROWS, tile_bytes
-from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_estimate import estimate, spans
-from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_loops import batch, unrolls
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import (
     MOST_BESIDE,
     TOKENS,
     Config,
     grid,
+    may_unroll,
     most_registers,
     passes_codes_through,
     registers,
@@ -43,7 +44,6 @@ __all__ = [
     "config_for",
     "configs",
     "default",
-    "estimate",
     "grid",
     "kernel",
     "shared_bytes",
@@ -55,17 +55,16 @@ _EARLY_BYTES = 32 << 10
 _RESIDENT = ((2, 2), (2, 1), (1, 2))
 """(split_k_warpgroups, cluster_k) that ``configs`` offers for two blocks per SM."""
 _MOST_STAGES = 24
-_SPARSE_STAGES = 4
-"""Two-step stages per split-K warpgroup, for 2:4 sparse weights and int8: down at 16 tokens 7.3 us, with seven 7.6."""
-_STAGES_OF_THREE, _SHORT = 5, 32
-"""With three row tiles by 64 tokens, 5 two-step stages are too few for up to 32 steps of K: qkv at 128 tokens 7.2 us
-(10.3 with quantization), with eleven one-step stages 7.0 (8.7). But 10240 x 8192 at 64 tokens: 10.8, and 11.5."""
 _MANY = 64
 """Token count above which legal configs do not depend on it, except those with ``halves``."""
+_NARROW = 64
+"""Token tiles up to this width usually take two steps of inputs per stage."""
 _STAGGER = 250
 """Cycles between the warpgroups' starts in large token tiles; saves 1 to 2 %."""
 _MOST_WAVES = 4
 """Waves up to which giving each block one even range of row tiles is worth trying."""
+_LOOPS = ((1, False, 0), (2, False, 0), (1, True, 0), (2, True, 0), (1, False, 2), (1, False, 3))
+"""(span, unrolled, direct) of a main loop."""
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 
@@ -100,6 +99,20 @@ class StoreParams(Params):
     y_map: TensorMap
 
 
+def facts(problem: LinearProblem) -> dict[str, Any]:
+    """The fields of a config that follow from the problem."""
+    weights = problem.weights
+    return {
+        "operand": problem.operand,
+        "bits": weights.bits,
+        "group": weights.group or packed_layout.tile_group(weights),
+        "code": Code[weights.code],
+        "bfloat_out": problem.dtype == torch.bfloat16,
+        "tile_bytes": tile_bytes(weights),
+        "sparse": weights.sparse,
+    }
+
+
 def config_for(
     problem: LinearProblem,
     tile_m: int,
@@ -114,39 +127,35 @@ def config_for(
     unrolled: bool | None = None,
     block_tiles: int = 0,
     tensor_store: bool = False,
+    span: int | None = None,
 ) -> Config:
-    """A config with these tiles. stages: None for as many as fit, at most 24.  direct: None for ``batch``."""
-    weights = problem.weights
+    """A config with these tiles. stages: None for as many as fit, at most 24.  unrolled, span: None: the usual."""
     config = Config(
-        problem.operand, weights.bits, weights.group or packed_layout.tile_group(weights), Code[weights.code],
-        problem.dtype == torch.bfloat16,
-        tile_bytes(weights), tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n,
-        stages or 2 * split_k_warpgroups, halves=halves, min_blocks_per_sm=min_blocks_per_sm, sparse=weights.sparse,
-        block_tiles=block_tiles, tensor_store=tensor_store, stagger=_STAGGER if tensor_store else 0,
+        **facts(problem), tile_m=tile_m, row_warpgroups=row_warpgroups, split_k_warpgroups=split_k_warpgroups,
+        cluster_k=cluster_k, cluster_n=cluster_n, stages=stages or 2 * split_k_warpgroups, halves=halves,
+        min_blocks_per_sm=min_blocks_per_sm, block_tiles=block_tiles, tensor_store=tensor_store, direct=direct or 0,
+        prologue_stages=0 if direct else 2, stagger=_STAGGER if tensor_store else 0,
     )  # fmt: skip
     shared = problem.device.shared_bytes if min_blocks_per_sm == 1 else MOST_BESIDE
-    most = 0 if stages else min(_MOST_STAGES, -(-problem.column_blocks // cluster_k))
-    if count := direct if direct is not None else 0 if stages else batch(problem, config):
-        found = _fitted(replace(config, direct=count, prologue_stages=0), most, shared)
-        if direct or found.register_sets == 2:
-            return found
-    fitted = _fitted(config, most, shared)
-    if not stages and spans(problem, config):
-        most = min(_MOST_STAGES, -(-problem.column_blocks // 2 // cluster_k))
-        if config.sparse and config.x_bytes == 1 and split_k_warpgroups > 1:
-            most = min(most, _SPARSE_STAGES * split_k_warpgroups)
-        found = _fitted(replace(config, span=2), most, shared)
-        three = config.sparse and config.x_bytes == 1 and (tile_m, row_warpgroups, cluster_k) == (64, 3, 2)
-        three = three and problem.column_blocks <= _SHORT
-        fitted = found if found.stages > max(_STAGES_OF_THREE if three else 2, split_k_warpgroups) else fitted
-    return replace(fitted, unrolled=unrolls(fitted) if unrolled is None else unrolled)
+
+    def spanning(steps: int) -> Config:
+        most = 0 if stages else min(_MOST_STAGES, -(-problem.column_blocks // steps // cluster_k))
+        return _fitted(replace(config, span=steps), most, shared)
+
+    even = problem.column_blocks % 2 == 0 and not (config.promotes or direct or stages)
+    usual_span = 2 if even and cluster_n == 1 and tile_m <= _NARROW else 1
+    fitted = spanning(usual_span if span is None else span)
+    if span is None and shared_bytes(fitted) > shared:
+        fitted = spanning(1)
+    usual = may_unroll(fitted) and fitted.x_bytes == 2 and fitted.span == 1 and not fitted.sparse
+    return replace(fitted, unrolled=usual if unrolled is None else unrolled)
 
 
 @lru_cache(maxsize=1 << 14)
 def _fitted(config: Config, most: int, shared: int) -> Config:
     """The config with registers and shared memory allocated; stages: as many as fit, up to ``most`` unless that is 0.
 
-    Memoized, since searches and built-in choices ask for the same few hundred tiles for every layer.
+    Memoized, since searches ask for the same few hundred tiles for every layer.
     """
     # Registers: first reallocate the producer's, then make do with one set of dequantized weights.
     ways = ((1, False), (1, True)) if passes_codes_through(config) else ((2, False), (2, True), (1, True))
@@ -167,56 +176,31 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     if config.direct:
         return config
     # X queues behind the weights requested before it: prefetch only enough to keep memory busy until x is available.
-    early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
-    if config.tensor_store and config.tile_m >= 128:
-        early = 0  # saves 1 to 2 % in w4a8, and in w4a16 at 256 and 4,096 tokens
-    if config.span > 1:
-        if config.x_bytes == 1 and config.sparse:
-            early = _early_sparse(config)
-        elif config.x_bytes == 1:
-            early = 2 if config.tile_m * config.row_warpgroups >= 256 else 4
-        elif config.sparse and config.row_warpgroups == 4 and not config.halves:
-            early = 2 if config.tile_m == 16 else 1
-        elif config.tile_m > 16:
-            early = 1 if config.halves and config.tile_m > 32 else 3 if config.split_k_warpgroups == 4 else 2
-        else:
-            early = 2 if config.halves else config.stages // 2 if config.min_blocks_per_sm > 1 else 4
-    elif config.x_bytes == 1 and config.sparse and (config.tile_m, config.row_warpgroups) == (64, 3):
-        early = 5
-    elif config.x_bytes == 2 and 48 <= config.tile_m <= 64:
-        early = min(early, 3)
-    elif config.halves:
-        early = 3
-    elif config.min_blocks_per_sm > 1:
-        early = max(2, config.stages // 2)
+    early = max(2, _EARLY_BYTES // (config.span * config.row_warpgroups * config.tile_bytes))
     return replace(config, prologue_stages=min(config.stages, early))
-
-
-def _early_sparse(c: Config) -> int:
-    """prologue_stages for 2:4 sparse weights and int8, in two-step stages (comments: us, and with other values)."""
-    if c.min_blocks_per_sm > 1:
-        return c.stages  # o at 16 tokens 3.42, with half of them 3.63
-    if c.tile_m <= 32 and c.cluster_k == 1 and c.split_k_warpgroups > 2:
-        return max(4, c.stages // 2)  # qkv at 16 and 32 tokens 4.24 and 4.52, with four 4.42 and 4.64
-    if c.tile_m == 64 and c.row_warpgroups in (2, 3):  # o at 256 7.24, with two 7.55; 10240 x 8192 at 64 10.8, 11.2
-        return 4 if c.split_k_warpgroups > 1 else 3
-    return 2 if c.tile_m >= 64 and c.row_warpgroups > 1 else 4
 
 
 def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
     """(stages, epilogue_tile, epilogue_stages): as many stages as fit shared memory, then as much epilogue staging."""
-    rooms = ((32, 2), (16, 2), (16, 1))
-    least = 2 * config.split_k_warpgroups
-    # Where the pipeline dominates, bytes are linear in stages, so two sizes tell how many fit.
-    tight = replace(config, stages=64, epilogue_tile=rooms[-1][0], epilogue_stages=rooms[-1][1])
-    size = shared_bytes(tight)
-    step = size - shared_bytes(replace(tight, stages=63))
-    stages = min(max(least, most), max(least, 64 - -(-max(0, size - shared) // step)))
-    stages = max(stages // config.split_k_warpgroups, 2) * config.split_k_warpgroups
-    for staged, places in rooms[:-1]:
-        if shared_bytes(replace(config, stages=stages, epilogue_tile=staged, epilogue_stages=places)) <= shared:
-            return stages, staged, places
-    return stages, *rooms[-1]
+    split = config.split_k_warpgroups
+    least, rooms = 2 * split, ((32, 2), (16, 2), (16, 1))
+
+    def fits(stages: int, room: tuple[int, int]) -> bool:
+        return shared_bytes(replace(config, stages=stages, epilogue_tile=room[0], epilogue_stages=room[1])) <= shared
+
+    tried = range(max(least, most) // split * split, least, -split)
+    stages = next((stages for stages in tried if fits(stages, rooms[-1])), least)
+    return stages, *next((room for room in rooms if fits(stages, room)), rooms[-1])
+
+
+def refit(problem: LinearProblem, config: Config) -> Iterator[Config]:
+    """A config of another problem for this one: other registers, then one step a stage, then fewer and fewer stages."""
+    for span in dict.fromkeys((config.span, 1)):
+        for sets, reallocates in ((config.register_sets, config.reallocates), (2, True), (1, True), (1, False)):
+            one = replace(config, span=span, register_sets=sets, reallocates=reallocates and config.warpgroups > 1)
+            for stages in range(config.stages, 1, -1):
+                ahead = min(one.prologue_stages, stages)
+                yield replace(one, stages=stages, prologue_stages=ahead, unrolled=one.unrolled and sets > 1)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
@@ -242,14 +226,15 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
 
 @lru_cache(maxsize=1 << 12)
 def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple[Config, ...]:
-    """Legal configs of these tiles, over all ways to share K or x. Memoized: servers ask for every token count."""
+    """Legal configs of these tiles, over all ways to share K or x, and main loops. Memoized: searches ask again."""
     found = [
-        config_for(problem, tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n)
-        for split_k_warpgroups in (1, 2, 3, 4)
-        if row_warpgroups * split_k_warpgroups <= 4
-        for cluster_k, cluster_n in _SHARINGS
+        config_for(problem, tile_m, row_warpgroups, split, *shared, unrolled=unrolled, span=span, direct=direct)
+        for split in (1, 2, 3, 4)
+        if row_warpgroups * split <= 4
+        for shared in _SHARINGS
+        for span, unrolled, direct in _LOOPS
     ]
-    return tuple([config for config in found if why_not(problem, config) is None])
+    return tuple(dict.fromkeys(config for config in found if why_not(problem, config) is None))
 
 
 def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> Iterator[Config]:
@@ -265,13 +250,21 @@ def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> It
 
 
 @lru_cache(maxsize=4096)
-def default(problem: LinearProblem, most_blocks_per_sm: int = 2) -> Config:
-    """The legal config with the lowest ``estimate``. Raises KernelError if there is none."""
-    found = (config for config in configs(problem) if config.min_blocks_per_sm <= most_blocks_per_sm)
-    best = min(found, key=lambda config: estimate(problem, config), default=None)
+def default(problem: LinearProblem) -> Config:
+    """The legal config with the least ``estimate``. Raises KernelError if there is none."""
+    best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
     if best is None:
         raise KernelError(f"sm90_packed_gemm cannot take {problem}: {why_not(problem) or 'no config is legal'}")
     return best
+
+
+def estimate(problem: LinearProblem, config: Config) -> float:
+    """The relative time of a config, to rank a space by: waves of tiles, each as long as its steps and epilogue."""
+    waves = -(
+        -math.prod(tile_counts(problem, config)) * config.cluster // (problem.device.sms * config.min_blocks_per_sm)
+    )
+    step = max(config.row_warpgroups * (64 + config.tile_m), 256 / config.split_k_warpgroups)
+    return waves * step * (problem.column_blocks / config.cluster_k + 12) / (1 if config.span == 1 else 1.05)
 
 
 def kernel(config: Config, silu: bool = False) -> Kernel:

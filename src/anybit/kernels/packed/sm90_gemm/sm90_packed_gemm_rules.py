@@ -12,8 +12,6 @@ _LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
 """By blocks per SM: the least shared memory per block such that no more fit."""
 MOST_BESIDE = 113 << 10
 """Most shared memory per block such that two fit an SM."""
-CLUSTERS = {1: 132, 2: 66, 3: 36, 4: 30}
-"""How many clusters of each size an H200 runs at a time: clusters of four do not fill it."""
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Token tile widths that wgmma and the epilogue support."""
 

@@ -20,6 +20,7 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, packed_problem
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.packed.packed_problem import (
+    SIZES,
     FewFacts,
     Params,
     arguments,
@@ -166,13 +167,21 @@ def fitted(
     stage_units = min(stage_units, mine)
     blocks = -(-p.column_blocks // warps)
     base = Config(
-        **facts(p, Config), tile_m=next(t for t in (1, 2, 4) if t >= p.m), warps=warps, stage_units=stage_units,
+        **facts(p, Config), tile_m=1 << (p.m - 1).bit_length(), warps=warps, stage_units=stage_units,
         chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks,
         prologue_stages=1,
     )  # fmt: skip
     stage = warps * stage_units * base.unit_bytes
     stages, prologue = ring(kibibytes << 10, stage, blocks * base.chunks, prefetch)
     return replace(base, stages=stages, prologue_stages=prologue, **changes)  # type: ignore[arg-type]
+
+
+def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
+    """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
+    kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
+    sizes = (kibibytes, *(one for one in SIZES if one < kibibytes))
+    for at_hand, size in itertools.product((p.column_blocks, 2) if c.x_resident else (c.x_stages,), sizes):
+        yield fitted(p, c.warps, c.stage_units, size, at_hand, c.prologue_stages, trigger=c.trigger)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
@@ -183,68 +192,14 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
 
 
 def default(problem: LinearProblem) -> Config:
-    """The config for problems that were not tuned. Raises KernelError if there is none."""
+    """Pipelines of as much shared memory as fits, where nothing was measured. Raises KernelError if there is none."""
     return packed_layout.checked_default(problem, _default, why_not)
-
-
-def _sparse(p: LinearProblem) -> Config:
-    """``_default`` for 2:4 sparse weights: half of the codes, so tall copies; activations are resident if K is small.
-
-    Blocks of few units get short pipelines, so that the next kernel's fit beside them (down 6.9 us, with four stages
-    7.9). Four copies at once if a layer has many rows.
-    """
-    units, bits, blocks = p.block_units, p.weights.bits, p.column_blocks
-    if units <= 2 or bits == 2:
-        return fitted(p, 16, units, 52 if bits <= 4 else 108, 2, 2 if bits == 2 else 0)
-    room = (p.device.shared_bytes - 2048) // 2 if units == 3 else p.device.shared_bytes
-    tall, at_hand = -(-units // -(-units // 7)), -(-blocks // 8) if blocks <= 32 else 4
-    prefetch = 4 if bits == 4 and units > 6 else 1
-    rings = (fitted(p, 8, tall, kibibytes, at_hand, prefetch) for kibibytes in (200, 160, 120, 88, 64, 24, 8, 1))
-    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= room)
 
 
 @functools.cache
 def _default(p: LinearProblem) -> Config:
-    """The fastest on an H200 (docs/packed.md).
-
-    Blocks of few rows take at most half of an SM's shared memory, so that the next kernel's can prefetch weights beside
-    them. Blocks of many rows take all of it: the next kernel's start as these end, and fill their pipelines while
-    slower SMs still work. At low bit-widths, whose pipelines hold much of the layer, the next kernel is triggered by
-    the last copy.
-    """
-    units, bits = p.block_units, p.weights.bits
-    blocks, many = p.column_blocks, units > 6
-    if p.weights.sparse and (units <= 3 or bits > 2):
-        return _sparse(p)
-    if units <= 3:
-        # Three units are two copies: such pipelines fit beside the previous layer's (``heuristics.limit_occupancy``).
-        # For one token three copies of a unit each, with five of a warp's six in flight, are faster still.
-        one = units == 3 and p.m == 1
-        warps, most, first, half = (16, 1, 88 if bits == 4 else 72, True) if one else (16, 2, 108, True)
-    elif p.m > 2:
-        warps, most, first, half = 8, 7 if bits <= 2 else 4, 96, False
-    elif bits <= 2:
-        warps, most, first, half = 8 if p.m == 1 else 16, 7, 90, True
-    elif p.m == 2:
-        warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
-    else:
-        # 3-bit codes take longest to unpack: more warps for that (gate_up 12.0 us instead of 12.6).
-        three = (12, 5, 141, False) if many else (8, 7, 180, False)
-        warps, most, first, half = {3: three, 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
-    stage_units = -(-units // -(-units // most))
-    resident = -(-blocks // warps)
-    room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
-    # Split activations into digits between products, not up front: the first products begin earlier.
-    lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (many and p.m == 1 and bits in (2, 3))
-    prefetch = 0 if most > 1 else 1 if bits == 4 else 2
-    at_hand = 1 if lean else resident if resident <= 4 and p.m <= 2 else 2
-    sizes = [first, *(kibibytes for kibibytes in (96, 72, 48, 24, 8, 1) if kibibytes <= first)]
-    rings = (fitted(p, warps, stage_units, kibibytes, at_hand, prefetch) for kibibytes in sizes)
-    found = packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= room)
-    # Trigger late, but before any block can have ended: an SM that frees up first would get two of the next blocks.
-    late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
-    late = late or (bits == 3 and p.m == 1 and not half and not many)
-    return replace(found, trigger=int(late))
+    rings = (fitted(p, 8, 2, kibibytes) for kibibytes in SIZES)
+    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
 
 
 NORM_TOKENS = 2
@@ -265,14 +220,14 @@ def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | 
 
 
 @functools.cache
-def norm_default(problem: LinearProblem) -> Config:
-    """The config with a fused norm. Raises KernelError if there is none."""
-    config = default(problem)
-    resident = -(-problem.column_blocks // config.warps)
-    config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
-    if (reason := norm_why_not(problem, config)) is not None:
-        raise KernelError(reason)
-    return config
+def norm_default(problem: LinearProblem, like: Config | None = None) -> Config:
+    """A config like another, by default the usual one, with a fused norm. Raises KernelError if there is none."""
+    for config in refit(problem, like) if like else (default(problem),):
+        resident = -(-problem.column_blocks // config.warps)
+        config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
+        if (reason := norm_why_not(problem, config)) is None:
+            return config
+    raise KernelError(reason)
 
 
 def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:

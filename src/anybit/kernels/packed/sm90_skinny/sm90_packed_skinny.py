@@ -13,6 +13,7 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, packed_problem
 from anybit.kernels.packed.packed_layout import round_up
 from anybit.kernels.packed.packed_problem import (
+    SIZES,
     FewFacts,
     Params,
     arguments,
@@ -130,6 +131,14 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     return max(min(problem.device.sms, problem.units), -(-problem.units // most)), 1, 1
 
 
+def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
+    """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
+    kibibytes = -(-c.warps * c.stages * c.row_units * c.unit_bytes >> 10)
+    split = c.split and not p.activations.quantized and p.m <= 2
+    for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
+        yield fitted(p, c.warps, c.warps // c.split_k_warps, c.row_units, size, c.prologue_stages, split)
+
+
 def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
     splits = (False, True) if not problem.activations.quantized else (False,)
@@ -145,27 +154,7 @@ def default(problem: LinearProblem) -> Config:
 
 @functools.cache
 def _default(p: LinearProblem) -> Config:
-    """The fastest on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole,
-    before the previous kernel has ended; others get pipelines that leave room for the next kernel's, or more warps.
-    """
-    units = -(-p.units // p.device.sms)
-    whole = units <= 3 and units * (p.column_blocks) * (256 * p.weights.bits + 48) <= 108 << 10
-    # Dequantizing 1-bit and 2-bit codes to fp16 takes longer than reading them: see docs/packed.md.
-    split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and not p.activations.quantized
-    split = split and p.k % 2 == 0 and p.aligned and not p.act_order
-    # Sixteen warps hide latency better, if their pipelines still have two stages.
-    more_warps = p.m <= 2 and not whole and (p.weights.bits <= 4 if units <= 3 else p.weights.bits <= 3)
-    if p.activations.quantized and p.m == 1 and units > 6 and p.weights.bits == 4:
-        # Copies of seven units, in all of an SM's shared memory (gate_up 14.1 us; 16.3 in copies of two).
-        alone = fitted(p, 8, 1, 7, 180, 2)
-        if shared_bytes(alone) <= p.device.shared_bytes:
-            return alone
-    # More tokens need room for sums and activations, and the next kernel's blocks no longer fit anyway: down at 3 and 4
-    # tokens of int8 takes 10.4 us with 68 KB, 11.8 with 112; qkv at 6 tokens 5.7 with 80 KB, 7.4 with 68.
-    few = p.m <= 2 or (p.m <= 4 and (whole or units > 3 or not p.activations.quantized))
-    sizes = (112, 64, 32, 16) if few else (80 if units == 3 else 68, 32, 16)
-    warps, row_units = 16 if more_warps else 8, units if units <= 3 else 2
-    rings = (fitted(p, warps, 1, row_units, kibibytes, split=split) for kibibytes in sizes)
+    rings = (fitted(p, 8, 1, 2, kibibytes) for kibibytes in SIZES)
     return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
 
 
@@ -178,7 +167,7 @@ def fitted(
     k_warps = warps // row_warps
     blocks = -(-p.column_blocks // k_warps)
     base = Config(
-        **facts(p, Config), split=split, tile_m=next(t for t in (1, 2, 4, 8, 16) if t >= p.m), warps=warps,
+        **facts(p, Config), split=split, tile_m=1 << (p.m - 1).bit_length(), warps=warps,
         split_k_warps=k_warps, row_units=row_units, row_chunks=-(-mine // row_units), stages=1, x_stages=blocks,
         trigger=0, min_blocks_per_sm=1, prologue_stages=1, chain=2 if p.m <= 8 else 4,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout, packed_problem
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.packed.packed_problem import (
+    SIZES,
     FewFacts,
     Params,
     arguments,
@@ -143,6 +144,15 @@ _WARPS = ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4))
 """(row_warps, split_k_warps)."""
 
 
+def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
+    """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
+    kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
+    more = {"trigger": c.trigger, "min_blocks_per_sm": c.min_blocks_per_sm}
+    for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
+        warps = c.row_warps, c.split_k_warps, c.stage_units
+        yield fitted(p, *warps, size, c.x_stages, c.cluster_k, c.prologue_stages, **more)
+
+
 def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
     shapes = itertools.product(_WARPS, (1, 2), (1, 2), (48, 72, 96), (1, 2, 4))
@@ -157,22 +167,5 @@ def default(problem: LinearProblem) -> Config:
 
 @functools.cache
 def _default(p: LinearProblem) -> Config:
-    """The fastest on an H200 (docs/packed.md): blocks of few rows split K with another, since reading activations takes
-    longest; sixteen warps hide latency.
-    """
-    units = -(-p.units // p.device.sms)
-    if p.m > 16:  # no built-in choice: sm90_packed_gemm is faster; few warps leave registers for the sums
-        (rows, along_k, height), at_hand, cluster = ((4, 2, 2), 2, 1) if units > 4 else ((2, 4, 2), 1, 2)
-    elif units > 4:
-        (rows, along_k, height), at_hand, cluster = (1, 8, 2) if p.m <= 4 else (4, 4, 2), 2, 1
-    elif p.m <= 8:
-        (rows, along_k, height), at_hand, cluster = (2 if units <= 2 else 1, 8, 2), 2, 2
-    else:
-        (rows, along_k, height), at_hand, cluster = (2, 4, 2) if units <= 2 else (4, 4, 1), 2, 2
-    # In small layers leave registers for the next kernel's block: 64 per thread.
-    beside = units <= 4 and rows * along_k == 16 and p.weights.bits not in (6, 7)
-    rings = (
-        fitted(p, rows, along_k, height, kibibytes, at_hand, cluster, min_blocks_per_sm=1 + beside)
-        for kibibytes in (72, 48, 24, 8, 1)
-    )
+    rings = (fitted(p, 4, 2, 2, kibibytes, 2) for kibibytes in SIZES)
     return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
