@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybit.checkpoints import Folder, ShardWriter, local_folder, new_folder, read_header, read_tensor
+from anybit.checkpoints.companions import companions
 from anybit.checkpoints.safetensors import DTYPES, FileWriter, header_room
 from anybit.checkpoints.writing import MANIFEST
 from anybit.errors import CheckpointError
@@ -146,7 +147,7 @@ def test_no_pickle_is_ever_loaded(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: pickles can run code"):
         Folder(tmp_path)
     folder_with(tmp_path, a=torch.ones(1))
-    assert Folder(tmp_path).companions() == []
+    assert companions(tmp_path) == ([], [Path("model.safetensors"), Path("pytorch_model.bin")])
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from tests.cases_models import save_tiny
 from anybit.checkpoints import new_folder, writing
 from anybit.errors import CheckpointError
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.pipeline import stream
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +91,14 @@ def test_what_anybit_wrote_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     ):
         mine = written(tmp_path / f"mine{index}", README="of the model")
         (mine / name).write_text(text)
+        os.utime(mine / name, (time.time() + 5,) * 2)  # of the old size, perhaps, but newer
         refused(mine, f"it holds {name}, which would be lost, since anybit did not write it")
     (mine / writing.MANIFEST).write_text("{")  # its manifest is lost: README is of unknown origin
     refused(mine, "it holds README, which")
-    sly = written(tmp_path / "sly")
-    (sly / "thesis.tex").write_text("years of work")
-    (sly / writing.MANIFEST).write_text(json.dumps({"files": {"thesis.tex": {"bytes": 13}, "tokenizer.json": 3}}))
-    refused(sly, r"it holds model\.safetensors, thesis\.tex, tokenizer\.json, which")
+    wrong = written(tmp_path / "wrong")
+    said = {"model.safetensors": {"bytes": 4}, "tokenizer.json": 3}
+    (wrong / writing.MANIFEST).write_text(json.dumps({"files": said}))
+    refused(wrong, r"it holds model\.safetensors, tokenizer\.json, which")
 
 
 def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
@@ -179,66 +180,25 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dangling", "later", "link", "real"]
 
 
-def test_there_is_a_folder_at_every_moment(tmp_path: Path) -> None:
-    """If the system can exchange folders; a reader that opens the folder repeatedly always finds one."""
-    out = written(tmp_path / "out")
-    absent, stop = [], threading.Event()
-
-    def look() -> None:
-        while not stop.is_set():
-            if not os.path.lexists(out):
-                absent.append(1)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        for index in range(20):
-            with new_folder(out, overwrite=True) as work:
-                (work / "config.json").write_text(str(index))
-    finally:
-        stop.set()
-        thread.join()
-    assert (out / "config.json").read_text() == "19"
-    assert [f.name for f in tmp_path.iterdir()] == ["out"]
-    assert writing._exchange(out, written(tmp_path / "other")), "this file system cannot exchange folders"
-    assert not absent
-
-
-def test_without_an_exchange_there_are_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
-    out = written(tmp_path / "out")
-    with new_folder(out, overwrite=True) as work:
-        (work / "config.json").write_text("new")
-    assert (out / "config.json").read_text() == "new"
-    assert [f.name for f in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("fails", ["exchange", "first", "second"])
-def test_replacing_that_fails_leaves_what_was_there(
+@pytest.mark.parametrize("fails", ["nothing", "first", "second"])
+def test_a_folder_is_replaced_by_two_renames_that_are_undone_if_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    old, rename = model_at(tmp_path / "out"), Path.rename
-    busy = OSError(16, "Device or resource busy", str(old))
+    old, rename, seen = model_at(tmp_path / "out"), Path.rename, []
 
-    def failing(path: Path, target: Path) -> Path:
-        if (path == old) == (fails == "first") and path.parent.name != "replaced":
-            raise busy
+    def watched(path: Path, target: Path) -> Path:
+        seen.append(path.parent.name)
+        if fails == {1: "first", 2: "second"}.get(len(seen)):
+            raise OSError(16, "Device or resource busy", str(old))
         return rename(path, target)
 
-    def exchange(one: Path, other: Path) -> bool:
-        if fails == "exchange":
-            raise busy
-        return False
-
-    monkeypatch.setattr(Path, "rename", failing)
-    monkeypatch.setattr(writing, "_exchange", exchange)
-    with (
-        pytest.raises(CheckpointError, match="out cannot be written: Device or resource busy"),
-        new_folder(old, overwrite=True) as work,
-    ):
+    monkeypatch.setattr(Path, "rename", watched)
+    refusal = pytest.raises(CheckpointError, match="out cannot be written: Device or resource busy")
+    with nullcontext() if fails == "nothing" else refusal, new_folder(old, overwrite=True) as work:
         (work / "config.json").write_text("{}")
+    assert len(seen) == {"nothing": 2, "first": 1, "second": 3}[fails]
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
-    assert json.loads((old / "config.json").read_text()) == {"model_type": "llama"}
+    assert (old / "config.json").read_text() == ("{}" if fails == "nothing" else '{"model_type": "llama"}')
 
 
 def test_the_file_that_fails_is_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +212,11 @@ def test_the_file_that_fails_is_named(llama: Path, tmp_path: Path, monkeypatch: 
     def full(file: Path, target: Path) -> None:
         raise OSError(28, "No space left on device", str(file), None, str(target))
 
-    monkeypatch.setattr(stream.shutil, "copyfile", unreadable)
+    monkeypatch.setattr(shutil, "copyfile", unreadable)
     message = r"source/\S+ cannot be read, and \S+/out is not written: Permission denied"
     with pytest.raises(CheckpointError, match=message):
         quantize_folder(source, tmp_path / "out", "w4a16g32")
-    monkeypatch.setattr(stream.shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(CheckpointError, match=r"^\S+/out cannot be written: No space left on device"):
         quantize_folder(source, tmp_path / "out", "w4a16g32")
     assert [f.name for f in tmp_path.iterdir()] == ["source"]

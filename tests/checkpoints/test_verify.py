@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.cases_damage import save_gguf
 from tests.cases_models import save_byte_tokenizer, save_tiny, tokens_of
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
 from anybit import AnyBitConfig
 from anybit.checkpoints import Folder, local_folder, read_header
+from anybit.checkpoints.companions import companions
 from anybit.checkpoints.configuration import Quantization, configuration
-from anybit.checkpoints.folder import companions
 from anybit.checkpoints.formats import FORMATS
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.scratch import PREFIX
@@ -152,7 +152,7 @@ def test_links_out_of_a_folder_are_not_copied(llama: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
     (folder / "notes.txt").unlink()
     (folder / "notes.txt").symlink_to("config.json")
-    assert "notes.txt" in [file.name for file in companions(folder)]
+    assert Path("notes.txt") in companions(folder)[0]
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
@@ -162,7 +162,9 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     blobs.mkdir()
     (blobs / "f00").write_text("{}")
     (snapshot / "tokenizer.json").symlink_to("../../blobs/f00")
-    assert [file.name for file in companions(snapshot)] == ["tokenizer.json"]
+    (snapshot / "additional_chat_templates").mkdir()
+    (snapshot / "additional_chat_templates" / "tool.jinja").symlink_to("../../../blobs/f00")
+    assert [file.name for file in companions(snapshot)[0]] == ["tool.jinja", "tokenizer.json"]
     (snapshot / "other.json").symlink_to("../../../other")
     (tmp_path / "other").write_text("")
     with pytest.raises(CheckpointError, match="outside of its folder"):
@@ -306,14 +308,6 @@ def test_a_folder_of_gguf_files_and_a_missing_tokenizer_say_what_to_do(
         CheckpointError, match=r"save it there: AutoTokenizer.from_pretrained\(ORIGINAL\).save_pretrained"
     ):
         load_model(bare, device="cpu")
-
-
-def test_a_model_of_another_kind_is_named(llama: Path, tmp_path: Path) -> None:
-    quantize_folder(llama, tmp_path / "q", "w4a16g32")
-    says = "which LlamaForSequenceClassification needs: its config.json says LlamaForCausalLM, so load it as that"
-    for folder, how in ((llama, {"quantization_config": AnyBitConfig("w4a16g32")}), (tmp_path / "q", {})):
-        with pytest.raises(CheckpointError, match=says):
-            AutoModelForSequenceClassification.from_pretrained(folder, **how)
 
 
 def test_a_good_folder_is_not_refused(llama: Path) -> None:

@@ -9,30 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.checkpoints.companions import PICKLES, copy_companions
 from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_header, read_tensor
-from anybit.checkpoints.sidecars import FILES, with_quantization
+from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.verify import check_config, check_layers
 from anybit.errors import CheckpointError, one_line
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LARGEST_JSON = 100_000_000
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Weights in any format, and code; everything else (tokenizer, templates, licence) is copied with a model.
-_LEFT = (
-    *_PICKLES,
-    *FILES,
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin.index.json",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx",
-    "*.py",
-    "*.pyc",
-)
 
 
 def path_of(place: Path | str, name: str) -> Path:
@@ -54,6 +40,7 @@ class Folder:
         self.path = path_of(path, "the folder of a model")
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a folder")
+        refuse_adapter(self.path)
         self.config = with_quantization(read_json(self.path / "config.json"), self.path, read_json)
         self.entries = _entries(self.path)
         self.quantization: Quantization | None = check_config(self.config, self.path / "config.json", self.entries)
@@ -90,38 +77,10 @@ class Folder:
             refuse_not_finite(tensor, entry)
         return tensor
 
-    def companions(self) -> list[Path]:
-        """The files to copy with the weights: tokenizer, templates, generation settings; code only if trusted.
-
-        Raises CheckpointError for a link out of the folder: a copy would leak its target.
-        """
-        return companions(self.path, self.trust_remote_code)
-
-
-def companions(path: Path, programs: bool = False) -> list[Path]:
-    """The files to copy with the weights of a model folder: see ``Folder.companions``."""
-    found = []
-    for file in sorted(path.iterdir()):
-        left = file.name == "config.json" or file.name.startswith(".") or any(map(file.match, _LEFT))
-        left = left and not (programs and file.suffix == ".py" and not file.name.startswith("."))
-        if left or not file.is_file():
-            continue
-        if file.is_symlink() and not _is_inside(path, file.resolve()):
-            raise CheckpointError(
-                f"{file} is a link to {file.resolve()}, outside of its folder, and would be copied into the result: "
-                "put the file itself there, or remove the link"
-            )
-        found.append(file)
-    return found
-
-
-def _is_inside(folder: Path, target: Path) -> bool:
-    """Whether a file is inside a model folder; files in the hub's cache are links into its ``blobs``."""
-    real = folder.resolve()
-    places = [real]
-    if real.parent.name == "snapshots":
-        places.append(real.parent.parent / "blobs")
-    return any(place in target.parents for place in places)
+    def copy_companions(self, target: Path) -> None:
+        """Copy the files beside the weights; warn of what is left out."""
+        read = {entry.file for entry in self.entries.values()}
+        copy_companions(self.path, target, self.trust_remote_code, read)
 
 
 def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
@@ -139,6 +98,18 @@ def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
         raise CheckpointError(
             f"{entry.file}: tensor {entry.name} has {what} not finite, the first {value} at {index}; "
             "quantizing it would hide the fault"
+        )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError for a folder with a PEFT adapter, alone or beside a model: it would be dropped."""
+    found = [file.name for name in ("adapter_config.json", "adapter_model.*") for file in sorted(folder.glob(name))]
+    if found:
+        raise CheckpointError(
+            f"{folder} holds a PEFT adapter ({found[0]}), which anybit does not load: merge it into the model first, "
+            f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+            ".save_pretrained('MERGED'), copy the tokenizer's files there, and use that folder; or, to do without the "
+            "adapter, move these files away"
         )
 
 
@@ -184,7 +155,7 @@ def _entries(path: Path) -> dict[str, Entry]:
     alone = sorted(path.glob("*.safetensors"))
     if len(alone) == 1 and (path / "quantize_config.json").is_file():  # AutoGPTQ: gptq_model-4bit-128g.safetensors
         return {entry.name: entry for entry in read_header(alone[0])}
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
     if pickles:
         raise CheckpointError(
             f"{path} has no {SINGLE}, only {', '.join(pickles[:3])}: pickles can run code, and anybit never loads one; "
@@ -217,11 +188,16 @@ def check_index(path: Path) -> None:
         _sharded(path)
 
 
-def read_entries(files: Sequence[Path], root: Path) -> dict[str, Entry]:
+def read_entries(files: Sequence[Path], root: Path) -> dict[str, Entry] | None:
     """The tensors of files that transformers chose in a folder, checked like those of a ``Folder``.
 
-    root: the folder that was requested. Raises CheckpointError for a file outside of it.
+    None if there are no such files, or not all are safetensors. root: the folder that was requested. Raises
+    CheckpointError for a file outside of it, and for an adapter beside the files.
     """
+    if files:
+        refuse_adapter(files[0].parent)
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        return None
     for file in files:
         outside = os.path.relpath(file, root).startswith("..") if root.is_dir() else ".." in file.parts
         if outside:

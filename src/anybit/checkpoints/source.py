@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybit.checkpoints.folder import Folder, path_of, read_json
+from anybit.checkpoints.folder import Folder, path_of, read_json, refuse_adapter
 from anybit.checkpoints.formats.compressed_tensors import matches, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.gguf import linked_alone, read_gguf_header, tokenizer_of
@@ -21,7 +21,7 @@ from anybit.checkpoints.writing import ShardWriter, write_text
 from anybit.errors import CheckpointError
 
 # Files to download; pickles and other frameworks' weights are not even fetched.
-_FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*"]
 # Tensors of RoPE factors, which models compute themselves.
 _FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 
@@ -46,6 +46,7 @@ def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator
         if not _is_hub_name(str(model)):
             raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
         path = from_hub(str(model), trust_remote_code)
+    refuse_adapter(path)
     if _is_masked(path):
         with Scratch(Path(tempfile.gettempdir())) as folder:
             unmask(Folder(path, trust_remote_code), folder)
@@ -93,8 +94,7 @@ def unmask(source: Folder, folder: Path) -> None:
                 layer = name.removesuffix(".weight")
                 masked = layer in layers and name.endswith(".weight")
                 writer.add(name, unmasked(StoredLayer(source, layer, {})) if masked else source.read(name))
-        for file in source.companions():
-            shutil.copy2(file, folder)
+        source.copy_companions(folder)
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
         write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     except OSError as error:
@@ -169,6 +169,7 @@ def from_hub(name: str, trust_remote_code: bool = False, revision: str | None = 
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name} is not a local folder, and the hub does not serve it: {reason}") from error
+    refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise CheckpointError(
             f"{name} has no config.json on the hub: if it holds GGUF files, download one "

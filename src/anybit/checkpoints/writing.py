@@ -1,8 +1,6 @@
 """Write model folders under a temporary name, and move them into place atomically when complete."""
 
-import ctypes
-import errno
-import hashlib
+import filecmp
 import json
 import os
 from collections.abc import Iterator
@@ -12,15 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from anybit.checkpoints.folder import INDEX, SINGLE, companions, read_json
+from anybit.checkpoints.companions import companions
+from anybit.checkpoints.folder import INDEX, SINGLE, read_json
 from anybit.checkpoints.safetensors import FileWriter
 from anybit.checkpoints.scratch import PREFIX, REPLACED, Scratch, replace_file
 from anybit.errors import CheckpointError, printable
 
 SHARD_BYTES = 4 << 30
 MANIFEST = ".anybit-files.json"
-"""In every folder that anybit writes: its files, their sizes, and checksums of those that a user might edit."""
-# Files that are recognized by name and size only.
+"""In every folder that anybit writes: its files and their sizes, written after them."""
+# Files that are recognized by name and size only; ``convert`` rewrites config.json, of any size.
 _MODEL = ("config.json", INDEX, SINGLE, "model-*-of-*.safetensors")
 # For folders without a manifest (older versions, transformers): files that may be deleted because tools generate them;
 # no documents, pickles or scripts.
@@ -40,6 +39,7 @@ _MADE_BY_TOOLS = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -52,9 +52,8 @@ _OF_SYSTEMS = (MANIFEST, ".DS_Store")
 def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Iterator[Path]:
     """A folder to write into, which atomically becomes ``path`` at the end, or is removed if anything fails.
 
-    overwrite, source: see ``check_place``. Links are followed: their target is written. A folder to replace is
-    exchanged atomically, so that one whole folder is there at every moment. Where the file system cannot do that (NFS,
-    macOS), there is a gap between two renames; after a kill in it, the next run there restores the old folder. That run
+    overwrite, source: see ``check_place``. Links are followed: their target is written. A folder to replace is renamed
+    away, and back if the second rename fails; after a kill between the two, the next run there restores it. That run
     also removes whatever a killed run left (``.anybit-unfinished-*``).
     Raises CheckpointError if ``path`` cannot be written.
     """
@@ -83,9 +82,10 @@ def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = 
 def check_place(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Path:
     """The real path to write to; raises CheckpointError if that would destroy anything but an earlier result.
 
-    overwrite: a model folder at ``path`` may be replaced if all its files are unchanged since anybit wrote them (by
-    ``MANIFEST``; without one, if it is a model and tools generate all its files), or are the same in the source.
-    Otherwise ``path`` must not exist or be an empty folder.  source: the model folder that is read, never replaced.
+    overwrite: a model folder at ``path`` may be replaced if all its files, in sub-folders too, are in ``MANIFEST``, of
+    the size that it gives and no newer than it, or are the same in the source; without a manifest, if it is a model and
+    tools generate all its files. Otherwise ``path`` must not exist or be an empty folder.  source: the model folder
+    that is read, never replaced; its files must be such as may be copied (``companions``).
     """
     given = Path(path)
     try:
@@ -100,9 +100,8 @@ def check_place(path: Path | str, overwrite: bool = False, source: Path | None =
     if path in here:
         which = "the current directory" if path == here[0] else "a folder around the current directory"
         raise CheckpointError(f"{path} is {which}, which cannot be replaced: name a folder inside it")
-    if source is not None and path.is_dir():
-        # Files may be links out of their folder, as in the cache of the hub.
-        for read in (source, *source.iterdir()):
+    if source is not None:
+        for read in _read_from(source):
             if path in (_real(read), *_real(read).parents):
                 raise CheckpointError(f"{path} holds the model that is read ({read}): choose another folder")
     if path.is_dir() and any(path.iterdir()):
@@ -115,6 +114,13 @@ def check_place(path: Path | str, overwrite: bool = False, source: Path | None =
     return path
 
 
+def _read_from(source: Path) -> Iterator[Path]:
+    """A model folder and what is read in it, but no other folders in it; files may be links, as in the hub's cache."""
+    yield source
+    yield from (file for file in source.iterdir() if not file.is_dir())
+    yield from (source / name for name in companions(source)[0])
+
+
 def _real(path: Path) -> Path:
     """Resolve links; unlike Path.resolve in some Python versions, this does not raise for circular ones."""
     return Path(os.path.realpath(path))
@@ -123,7 +129,14 @@ def _real(path: Path) -> Path:
 def _refuse_to_replace(path: Path, source: Path | None) -> None:
     """Raise CheckpointError unless a folder is a model folder with nothing in it that a user could lose."""
     listed = _manifest(path)
-    strangers = sorted(entry.name for entry in path.iterdir() if not _replaceable(entry, listed, source))
+    copied = set() if source is None else set(companions(source)[0])
+    strangers = []
+    for top in sorted(path.iterdir()):
+        for entry in (top, *top.rglob("*")) if not top.name.startswith(PREFIX) else ():
+            name = entry.relative_to(path)
+            if not _replaceable(path, name, listed, source / name if source and name in copied else None):
+                strangers.append(str(name))
+                break  # one of a sub-folder is enough
     if strangers:
         named = ", ".join(map(printable, strangers[:3]))
         named += f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
@@ -142,34 +155,30 @@ def _refuse_to_replace(path: Path, source: Path | None) -> None:
         )
 
 
-def _replaceable(entry: Path, listed: dict[str, Any] | None, source: Path | None) -> bool:
-    """Whether an entry of a folder may be deleted without loss."""
-    if entry.name.startswith(PREFIX):
+def _replaceable(folder: Path, name: Path, listed: dict[str, Any] | None, twin: Path | None) -> bool:
+    """Whether a file or sub-folder of a folder may be deleted without loss. twin: the source's file of that name."""
+    entry, own = folder / name, (listed or {}).get(name.as_posix())
+    if entry.is_symlink() or not entry.is_file():  # a folder is judged by what is in it
+        return entry.is_dir() and not entry.is_symlink() and os.access(entry, os.R_OK) and any(entry.iterdir())
+    if name == Path("config.json") or name.name in _OF_SYSTEMS or (listed is None and _is_one_of(name, _MADE_BY_TOOLS)):
         return True
-    if entry.is_symlink() or not entry.is_file():
-        return False
-    if entry.name in ("config.json", *_OF_SYSTEMS):  # convert rewrites config.json
-        return True
-    if listed is None and any(map(entry.match, _MADE_BY_TOOLS)):
-        return True
-    if listed is not None and entry.name in listed:
-        return bool(listed[entry.name] == _description(entry))
+    if isinstance(own, dict) and own.get("bytes") == entry.stat().st_size:
+        older = entry.stat().st_mtime_ns <= (folder / MANIFEST).stat().st_mtime_ns
+        return older or _is_one_of(name, _MODEL)
     # Identical companions of the source were copied from it, or are about to be.
-    copied = {} if source is None else {file.name: file for file in companions(source)}
-    return entry.name in copied and _description(copied[entry.name]) == _description(entry)
+    return twin is not None and filecmp.cmp(twin, entry, shallow=False)
 
 
-def _description(file: Path) -> dict[str, Any]:
-    """A file's description in a manifest."""
-    size = {"bytes": file.stat().st_size}
-    if any(map(file.match, _MODEL)):
-        return size
-    with file.open("rb") as content:
-        return size | {"sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+def _is_one_of(name: Path, patterns: tuple[str, ...]) -> bool:
+    return any(Path("/", name).match(f"/{pattern}") for pattern in patterns)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {file.name: _description(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    files = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size} for file in _files(folder)}
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -196,11 +205,9 @@ def _publish(work: Path, path: Path) -> None:
     if not path.is_dir() or not any(path.iterdir()):
         work.rename(path)  # also replaces an empty folder
         return
-    for file in work.iterdir():  # before the old files go, make the new ones durable
+    for file in _files(work):  # before the old files go, make the new ones durable
         with file.open("rb") as written:
             os.fsync(written.fileno())
-    if _exchange(work, path):
-        return
     old = work.parent / REPLACED / path.name
     old.parent.mkdir()
     path.rename(old)
@@ -210,20 +217,6 @@ def _publish(work: Path, path: Path) -> None:
         if not path.exists():
             old.rename(path)
         raise
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Atomically exchange two folders; False if the system or file system cannot. Raises OSError."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
-    if renameat2 is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def write_text(file: Path, text: str) -> None:

@@ -5,7 +5,6 @@ Codes never change: what the target format cannot represent raises ConversionErr
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,7 @@ def convert_into(
                 translation, skeleton(path, trust_remote_code), path, Path(output).expanduser(), overwrite
             )
         with new_folder(output, overwrite, path) as work:
-            for file in folder.companions():
-                shutil.copyfile(file, work / file.name)
+            folder.copy_companions(work)
             return _write(
                 translation, to, work, skeleton(path, trust_remote_code), folder.config, None, trust_remote_code
             )

@@ -5,8 +5,7 @@ Only one source tensor and its codes are in memory at a time; a failed run leave
 
 import json
 import math
-import shutil
-import time
+ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +154,6 @@ class Job:
             )
         names = _match(folder, model, [*layers, *embeddings])
         check_model(model, folder.entries, folder.path)
-        folder.companions()  # raises now for files that may not be copied
         tied = {name: weight for name, weight in tied_heads(model).items() if name in {layer.name for layer in layers}}
         for name in (*tied, *shared_heads(model, others)):
             names.pop(f"{name}.weight", None)  # a copy of the tied weight
@@ -283,8 +281,7 @@ def _write_companions(job: Job, folder: Path, group_index: bool, changes: Change
     if job.tied:
         config |= untied(config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for file in job.source.companions():
-        shutil.copyfile(file, folder / file.name)
+    job.source.copy_companions(folder)
 
 
 def _check_fit(layer: LinearLayer, scheme: Scheme) -> None:

@@ -1,0 +1,86 @@
+"""The files beside a model's weights: what is copied with the model, and what is left out."""
+
+import os
+import shutil
+import warnings
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NoReturn
+
+from anybit.checkpoints.sidecars import FILES
+from anybit.errors import CheckpointError, printable
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_WEIGHTS = (
+    *PICKLES,
+    *("*.safetensors", "*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp"),
+)
+_CODE = ("*.py", "*.pyc", "*.so")
+# Written anew with the weights.
+_REWRITTEN = ("config.json", *FILES, "*.safetensors.index.json", "*.bin.index.json")
+
+
+def companions(folder: Path, programs: bool = False) -> tuple[list[Path], list[Path]]:
+    """(files to copy with a model, what else it holds but hidden files), as sorted paths within its folder.
+
+    Copied are tokenizer, templates, settings and documents, also in sub-folders, but no weights and, unless
+    ``programs``, no code. A sub-folder with weights is another model, an adapter or an export: nothing of it is copied.
+    Raises CheckpointError for a link out of the folder, as a copy would leak its target, and for an unreadable one.
+    """
+    copied: list[Path] = []
+    left: list[Path] = []
+    for at, folders, names in os.walk(folder, onerror=_refuse_unreadable):
+        place = Path(at)
+        if place != folder and any(_matches(name, _WEIGHTS) for name in names):
+            left.append(place.relative_to(folder))
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in folders if (place / name).is_symlink()]  # which ``walk`` does not enter
+        for name in () if place.relative_to(folder) in left else (*links, *names):
+            file = place / name
+            if name.startswith(".") or (place == folder and _matches(name, _REWRITTEN)):
+                continue
+            code = _matches(name, _CODE) and not (programs and name.endswith(".py"))
+            if code or _matches(name, _WEIGHTS) or not file.exists():
+                left.append(file.relative_to(folder))
+                continue
+            if file.is_symlink() and not _is_inside(folder, file.resolve()):
+                raise CheckpointError(
+                    f"{file} is a link to {file.resolve()}, outside of its folder, and would be copied into the "
+                    "result: put the file itself there, or remove the link"
+                )
+            (copied if file.is_file() else left).append(file.relative_to(folder))
+    return sorted(copied), sorted(left)
+
+
+def copy_companions(folder: Path, target: Path, programs: bool = False, read: Collection[Path] = ()) -> None:
+    """Copy the companions of a model into a folder; warn of what is left out. read: files of the weights themselves."""
+    copied, left = companions(folder, programs)
+    for file in copied:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / file, target / file)
+    names = [printable(f"{file}/" if (folder / file).is_dir() else file) for file in left if folder / file not in read]
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        warnings.warn(
+            f"not copied from {folder}: {', '.join(names[:5])}{more} (code, other weights, folders with weights)",
+            stacklevel=3,
+        )
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_inside(folder: Path, target: Path) -> bool:
+    """Whether a file is inside a model folder; files in the hub's cache are links into its ``blobs``."""
+    real = folder.resolve()
+    places = [real]
+    if real.parent.name == "snapshots":
+        places.append(real.parent.parent / "blobs")
+    return any(place in target.parents for place in places)
+
+
+def _refuse_unreadable(error: OSError) -> NoReturn:
+    raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
