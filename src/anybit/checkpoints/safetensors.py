@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, one_line
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -97,17 +98,13 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def read_tensor(entry: Entry) -> Tensor:
-    """Read one tensor into its own CPU memory."""
-    data = torch.empty(entry.bytes, dtype=torch.uint8, device="cpu")  # whatever the default is
+    """Read one tensor, mapped from its file: it takes memory as it is used. Raises CheckpointError."""
     try:
-        with entry.file.open("rb") as stream:
-            stream.seek(entry.begin)
-            count = stream.readinto(data.numpy().data)
-    except OSError as error:
-        raise CheckpointError(f"{entry.file} cannot be read at tensor {entry.name}: {error.strerror}") from None
-    if count != entry.bytes:
-        raise CheckpointError(f"{entry.file} is cut off: tensor {entry.name} has {count} of {entry.bytes} bytes")
-    return data.view(entry.dtype).view(entry.shape)
+        with safe_open(entry.file, framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(entry.name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{entry.file} cannot be read at tensor {entry.name}: {one_line(error)}") from None
+    return tensor
 
 
 class FileWriter:
