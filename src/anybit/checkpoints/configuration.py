@@ -5,7 +5,7 @@ that format loads the folder, with anybit's settings nested under ``anybit``. Ot
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -84,6 +84,15 @@ def override_of(layer: str, overrides: Mapping[str, Scheme]) -> Scheme | None:
     if layer in overrides:
         return overrides[layer]
     return next((overrides[pattern] for pattern in reversed([*overrides]) if fnmatchcase(layer, pattern)), None)
+
+
+def in_any_order(overrides: Mapping[str, str], layers: Collection[str]) -> dict[str, str]:
+    """Overrides that mean the same in any order, as transformers sorts config.json: by name where patterns disagree."""
+    matches = [{o for p, o in overrides.items() if p not in layers and fnmatchcase(name, p)} for name in layers]
+    if all(len(found) < 2 for found in matches):
+        return dict(overrides)
+    schemes = parse_overrides(overrides)
+    return {name: str(found) for name in layers if (found := override_of(name, schemes)) is not None}
 
 
 def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, Scheme]:

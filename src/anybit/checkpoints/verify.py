@@ -13,7 +13,7 @@ which a folder is read. Each raises CheckpointError, naming the file and the ten
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,10 +112,17 @@ def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> li
     return layers
 
 
-def check_model(model: Any, entries: Mapping[str, Entry], where: object, quantizer: Any = None) -> None:
+def check_model(
+    model: Any,
+    entries: Mapping[str, Entry],
+    where: object,
+    quantizer: Any = None,
+    check_whole: Callable[[], None] | None = None,
+) -> None:
     """Check the headers against a transformers model on the meta device, with its quantized layers in place.
 
-    quantizer: the HfQuantizer that loads the model, for its renamings.
+    quantizer: the HfQuantizer that loads the model, for its renamings.  check_whole: checks them against the model that
+    config.json describes; ``model`` may then be a part of that, under a new head.
     """
     wanted: dict[str, Tensor] = dict(model.state_dict())
     layers = {name.removesuffix(_MARK) for name in wanted if name.endswith(_MARK)}
@@ -140,8 +147,22 @@ def check_model(model: Any, entries: Mapping[str, Entry], where: object, quantiz
                 f"and {type(model).__name__} takes {tuple(wanted[name].shape)}"
             )
         _check_kind(entry, wanted[name].dtype)
-    _refuse(model, sorted(set(wanted) - set(doubles) - converted - optional), where, missing=True)
+    missing = sorted(set(wanted) - set(doubles) - converted - optional)
+    if check_whole is not None and (missing or surplus):
+        check_whole()
+        missing, surplus = [name for name in missing if not _is_new_head(model, name)], []
+    _refuse(model, missing, where, missing=True)
     _refuse(model, sorted(surplus), where, missing=False)
+
+
+def _is_new_head(model: Any, name: str) -> bool:
+    """Whether a layer or tensor belongs to a classifier on top of a language model, which transformers initializes.
+
+    An output head is none: with random weights the model would write nonsense.
+    """
+    inside = model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
+    other = type(model).__name__ not in (model.config.architectures or ())
+    return other and not inside and model.get_output_embeddings() is None
 
 
 def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:

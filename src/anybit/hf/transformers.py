@@ -6,6 +6,7 @@ checkpoints in compressed-tensors format select it by an ``anybit`` section in t
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from anybit.checkpoints.configuration import (
     METHOD,
     Quantization,
     configuration,
+    in_any_order,
     override_of,
     parse_overrides,
     settings_of,
@@ -31,7 +33,7 @@ from anybit.checkpoints.configuration import (
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
 from anybit.checkpoints.safetensors import Entry, read_tensor
-from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
+from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values, names_in
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
@@ -42,6 +44,7 @@ from anybit.layers.linear import QuantLinear
 from anybit.models.modules import (
     check_kept,
     check_overrides,
+    described_model,
     embedding_layers,
     is_linear,
     kept_modules,
@@ -198,13 +201,14 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         config = self.quantization_config
-        entries = self.entries = _entries_of(checkpoint_files, Path(model.name_or_path or ""))
+        entries = self.entries = read_entries(list(map(Path, checkpoint_files or ())), Path(model.name_or_path or ""))
+        whole = None if kwargs.get("whole") else partial(self._check_whole, model, checkpoint_files or [])
         if not self.pre_quantized:
             check_kept(model, config.modules_to_not_convert)
             if entries is not None:
-                check_model(model, entries, model.name_or_path)
+                check_model(model, entries, model.name_or_path, check_whole=whole)
         elif entries is not None:
-            check_layers(config.quantization, entries)
+            self._take_names(model, check_layers(config.quantization, entries))
         keep = kept_modules(model, config.modules_to_not_convert, config.overrides)
         config.modules_to_not_convert = keep
         scheme = Scheme.parse(config.scheme)
@@ -213,6 +217,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         embeddings, self.shared = embedding_layers(model, overrides), shared_heads(model, overrides)
         self.embeddings = [layer.name for layer in embeddings]
         self.quantized = [*self.embeddings, *linears]
+        config.overrides = in_any_order(config.overrides, self.quantized)
         self.validate_environment(device_map=device_map)
         if not self.pre_quantized:
             check_overrides(model, config.overrides, linears)
@@ -241,10 +246,34 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             )  # fmt: skip
             put_embedding(model, name, new, self.shared)
         if self.pre_quantized and entries is not None:
-            check_model(model, entries, model.name_or_path, self)
+            check_model(model, entries, model.name_or_path, self, whole)
         # The empty tensors that keep other programs from loading the folder (``TRAP``) are expected here.
         trap = rf"({'|'.join(map(re.escape, [*linears, *self.embeddings]))})\.{TRAP}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
+
+    def _take_names(self, model: Any, layers: list[str]) -> None:
+        """Name quantized layers as a class other than the folder's does (a base model's); all others stay floats."""
+        if type(model).__name__ in (model.config.architectures or ()):
+            return
+        config, saved = self.quantization_config, self.quantization_config.quantization
+        found = names_in(model, [f"{layer}.weight" for layer in layers], model.state_dict(), self)[1]
+        names = {layer: found.get(f"{layer}.weight", layer).removesuffix(".weight") for layer in layers}
+        schemes = {name: str(saved.scheme_of(layer)) for layer, name in names.items()}
+        named = {names.get(layer) for layer in config.overrides}
+        config.overrides = {name: each for name, each in schemes.items() if each != config.scheme or name in named}
+        config.hadamard = [names[layer] for layer in config.hadamard]
+        linears = {name for name, module in model.named_modules() if is_linear(module)}
+        config.modules_to_not_convert = sorted(linears - set(names.values()))
+
+    def _check_whole(self, model: Any, files: list[str]) -> None:
+        """Check the checkpoint against the model that its config.json names; ``model`` may be a part of that."""
+        folder = Path(files[0]).parent
+        whole = described_model(folder, type(model).__module__.startswith("transformers_modules."))
+        if self.pre_quantized:
+            own = AnyBitQuantizer(AnyBitConfig.from_dict(whole.config.quantization_config), pre_quantized=True)
+            own._process_model_before_weight_loading(whole, files, whole=True)
+        else:
+            check_model(whole, self.entries or {}, folder)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.fault is not None:
@@ -356,13 +385,6 @@ def check_finite(model: nn.Module) -> None:
         tensor = parameter.detach()
         if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"tensor {name} has a value that is not finite")
-
-
-def _entries_of(files: list[str] | None, root: Path) -> Mapping[str, Any] | None:
-    """Headers of the safetensors files about to be read, checked as a folder's are; None if there are no such files."""
-    if not files or not all(str(file).endswith(".safetensors") for file in files):
-        return None
-    return read_entries([Path(file) for file in files], root)
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -42,6 +43,16 @@ def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(
             f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
         ) from error
+
+
+def described_model(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Build the model that a config.json names as its architecture on the meta device, or ``skeleton`` without one."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        return skeleton(folder, trust_remote_code)
+    with torch.device("meta"):
+        return kind(config)
 
 
 def auto_class(config: Any) -> Any:

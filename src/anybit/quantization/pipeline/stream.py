@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anybit.cache import kvcache
-from anybit.checkpoints.configuration import configuration, override_of, parse_overrides, refuse_quantized
+from anybit.checkpoints.configuration import configuration, in_any_order, override_of, parse_overrides, refuse_quantized
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import Entry, header_room
@@ -275,7 +275,8 @@ def _shared_ignore(job: Job, changes: Changes) -> list[str] | None:
 
 def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes, ignore: list[str] | None) -> None:
     hadamard = list(changes.hadamard)
-    overrides = {layer: str(scheme) for layer, scheme in job.overrides.items()}
+    given = {layer: str(scheme) for layer, scheme in job.overrides.items()}
+    overrides = in_any_order(given, [layer.name for layer in (*job.layers, *job.embeddings)])
     quantization = configuration(job.scheme, job.kept, group_index, hadamard, changes.input_scale, ignore, overrides)
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     if job.tied:
