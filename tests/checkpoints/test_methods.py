@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from tests.cases_calibration import sequences
 from tests.cases_models import save_byte_tokenizer, save_tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    RwkvConfig,
+)
 from transformers.models.llama import modeling_llama
 
 from anybit.checkpoints import Folder
@@ -406,6 +413,44 @@ def test_tensors_keep_the_dtype_that_each_of_them_has(method: str, llama: Path, 
     assert torch.equal(found["model.norm.weight"], last)
     assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert method == "smooth" or found["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_rwkv_computes_with_its_codes(method: str, tmp_path: Path) -> None:
+    """Its blocks return a state, too; and unless told not to, it divides the weights of late blocks in place."""
+    sizes = {"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 128}
+    config = RwkvConfig(vocab_size=96, num_hidden_layers=4, context_length=64, rescale_every=2, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(source := tmp_path / "source")
+    options = {} if method == "rtn" else {"sequences": TOKENS, "tokens": 900}
+    quantize_folder(source, tmp_path / "out", "w4a16g32", method, options=options)
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    plain = AutoModelForCausalLM.from_pretrained(source).eval()
+    for name, layer in quantized.named_modules():
+        if isinstance(layer, QuantLinear):
+            plain.get_submodule(name).weight.data = layer.dequantize()
+    with torch.no_grad():
+        torch.testing.assert_close(quantized(CHECK).logits, plain(CHECK).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_what_to_keep_of_mamba_is_said(tmp_path: Path) -> None:
+    """It multiplies by the weight of dt_proj itself: the layer is never called."""
+    config = MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, state_size=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    options = {"sequences": TOKENS, "tokens": 900}
+    with pytest.raises(CalibrationError, match=r"never reaches \S+\.dt_proj: .* --keep dt_proj \(modules_to_not_conv"):
+        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32", "gptq", options=options)
+    quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32", "gptq", ["dt_proj"], options=options)
+
+
+def test_a_model_that_cannot_be_walked_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, **rest: Any) -> Any:
+        raise ValueError("not enough values to unpack (expected 3, got 1)")
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+    says = r"LlamaForCausalLM cannot be calibrated block by block \(not enough .*\): use method rtn"
+    with pytest.raises(CalibrationError, match=says):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=FAST)
 
 
 def test_onebit_vectors_lose_less_than_row_scales(llama: Path, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from anybit.models.modules import (
     linear_layers,
     shared_heads,
     tied_heads,
+    without_rescaling,
 )
 from anybit.ops import backends
 from anybit.scheme import Scheme
@@ -211,6 +212,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             self._take_names(model, check_layers(config.quantization, entries))
         keep = kept_modules(model, config.modules_to_not_convert, config.overrides)
         config.modules_to_not_convert = keep
+        without_rescaling(model)
         scheme = Scheme.parse(config.scheme)
         linears = [layer.name for layer in linear_layers(model, keep)]
         overrides = config.quantization.overrides

@@ -237,6 +237,12 @@ def tied_names(model: Any) -> set[str]:
     return set(model.all_tied_weights_keys)
 
 
+def without_rescaling(model: Any) -> None:
+    """Keep RWKV from dividing weights in place at its first call (``rescale_every``): codes would not follow."""
+    if hasattr(model.config, "rescale_every"):
+        model.config.rescale_every = 0
+
+
 def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if is_linear(module)]
 

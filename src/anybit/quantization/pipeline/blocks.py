@@ -1,6 +1,6 @@
 """Run a transformer's blocks one at a time: their inputs, and which linear layers share an input."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +112,10 @@ def first_inputs(
 ) -> list[list[Call]]:
     """How each block is called, as calls[block][batch]; ``keep`` gets the first block's input for each batch.
 
-    Blocks themselves do not run, except the first, once on a few tokens, to see whether it returns a tuple.
+    Blocks themselves do not run, except the first, once on a few tokens, to see what it returns. Raises
+    CalibrationError for a model that does not run through stand-ins of its blocks.
     """
-    returns_tuple = _returns_tuple(model, blocks[0], batches[0][:1, :8])
+    beside = _returned_beside(model, blocks[0], batches[0][:1, :8])
     calls: list[list[Call]] = [[] for _ in blocks]
 
     def stub(index: int) -> Callable[..., Any]:
@@ -126,7 +127,7 @@ def first_inputs(
             calls[index].append(Call(args[1:], rest))
             if index == len(blocks) - 1:
                 raise _Stop
-            return (x,) if returns_tuple else x
+            return x if beside is None else (x, *[None] * beside)
 
         return forward
 
@@ -134,32 +135,51 @@ def first_inputs(
         for index, block in enumerate(blocks):
             block.forward = stub(index)
         for tokens in batches:
-            try:
-                model(input_ids=tokens, use_cache=False)
-            except _Stop:
-                continue
-            raise CalibrationError(f"{type(model).__name__} did not run through its blocks")
+            _run_until_stopped(model, tokens)
     finally:
         for block in blocks:
             del block.forward
     return calls
 
 
-def _returns_tuple(model: nn.Module, block: nn.Module, tokens: Tensor) -> bool:
-    found: list[bool] = []
+def _returned_beside(model: nn.Module, block: nn.Module, tokens: Tensor) -> int | None:
+    """How many values a block returns in a tuple beside hidden states; None if it returns no tuple."""
+    found: list[int | None] = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        found.append(isinstance(output, tuple))
+        found.append(len(output) - 1 if isinstance(output, tuple) else None)
         raise _Stop
 
     handle = block.register_forward_hook(look)
     try:
-        model(input_ids=tokens, use_cache=False)
-    except _Stop:
-        pass
+        _run_until_stopped(model, tokens)
     finally:
         handle.remove()
-    return bool(found and found[0])
+    return found[0]
+
+
+def _run_until_stopped(model: nn.Module, tokens: Tensor) -> None:
+    """Run a model until a hook raises ``_Stop``. Raises CalibrationError if none does, or another error comes first."""
+    why = "its forward pass does not reach all of its blocks"
+    try:
+        model(input_ids=tokens, use_cache=False)
+    except _Stop:
+        return
+    except (ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
+        why = one_line(error)
+    raise CalibrationError(
+        f"{type(model).__name__} cannot be calibrated block by block ({why}): use method rtn, which needs no text"
+    )
+
+
+def unreached(layers: Collection[str], why: str = "") -> CalibrationError:
+    """The error for layers without inputs in the calibration text: a model may use a layer's weight by itself."""
+    names = sorted({layer.rpartition(".")[2] for layer in layers})
+    return CalibrationError(
+        f"the calibration text never reaches {', '.join(sorted(layers))}{why}: leave such layers in 16 bits with "
+        f"{' '.join(f'--keep {name}' for name in names)} (modules_to_not_convert={names}), and name there what else "
+        "shall stay, such as lm_head"
+    )
 
 
 def run_block(block: nn.Module, x: Tensor, call: Call) -> Tensor:
@@ -194,7 +214,7 @@ def stages(block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Cal
             handle.remove()
     missing = linears.keys() - {name for stage in found for name in stage}
     if missing:
-        raise CalibrationError(f"the calibration text never reaches {', '.join(sorted(missing))}")
+        raise unreached(missing)
     return found
 
 

@@ -376,7 +376,7 @@ class _Run:
                 "try float32"
             )
         if not bool(hessian.diagonal().any()):
-            raise CalibrationError(f"the calibration text never reaches {layer}: all of its inputs are zero")
+            raise walk.unreached([layer], ", whose inputs are all zero")
         return Statistics(hessian / tokens, None if drift is None else drift / tokens, tokens)
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError, TextError, one_line
 from anybit.models.blocks import find_blocks
-from anybit.models.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads
+from anybit.models.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads, without_rescaling
 from anybit.quantization.learn.kl_gradient import fast_in_half
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
 from anybit.quantization.methods import gptq
@@ -468,6 +468,7 @@ def load_whole(job: Job) -> Any:
         )
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"transformers cannot load {job.source.path}: {one_line(error)}") from error
+    without_rescaling(model)
     return model.eval().requires_grad_(False)
 
 

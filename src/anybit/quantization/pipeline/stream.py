@@ -5,7 +5,7 @@ Only one source tensor and its codes are in memory at a time; a failed run leave
 
 import json
 import math
- import time
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
