@@ -44,19 +44,26 @@ FIGURE = ROOT / "docs" / "quantizers.svg"
 SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
 CASES = [
     "w6a6g64asym-xasym:smooth",
-    "w4a4g64asym-xasym:spread",
-    "w6a6g64asym-xasym:spread",
+    "w4a4g64asym-xasym:smooth_rotate",
+    "w6a6g64asym-xasym:smooth_rotate",
     # What the papers compare with and without their kernels, in schemes that we have kernels for.
     *("w2a4:rtn:op", "w4a4:rtn:op", "w4a8:rtn:op", "w6a6:rtn:op", "w4a16g128:rtn:op"),
-    *("w4a16g64asym-kv4:rtn", "w4a16g64asym-kv4:gptq+learned", "w4a16g64asym-kv2g32:rtn"),
+    *("w4a16g64asym-kv4:rtn", "w4a16g64asym-kv4:gptq+distill", "w4a16g64asym-kv2g32:rtn"),
     "float32:rtn",
     *(f"{scheme}:rtn" for scheme in SCHEMES),
-    *(f"{scheme}:gptq+learned" for scheme in SCHEMES),
-    *("w4a4:smooth:op", "w4a4:rotate:op", "w4a4:spread:op", "w6a6:smooth:op", "w6a6:learned:op", "w8a8:smooth:op"),
+    *(f"{scheme}:gptq+distill" for scheme in SCHEMES),
+    *(
+        "w4a4:smooth:op",
+        "w4a4:rotate:op",
+        "w4a4:smooth_rotate:op",
+        "w6a6:smooth:op",
+        "w6a6:distill:op",
+        "w8a8:smooth:op",
+    ),
     "w4a16g64asyms24:rtn",
     "float16s24:distill",  # only masks, in 16 bits
     *(f"{scheme}g64s24:{method}" for scheme in ("w4a16", "w2a16", "w8a16", "w4a8") for method in ("gptq", "distill")),
-    *("w3a16g128asym:block", "w2a16g64asym:block", "w4a4g64asym-xasym:rotate", "w1a16:onebit", "w1a16:gptq+learned"),
+    *("w3a16g128asym:blockwise", "w2a16g64asym:blockwise", "w4a4g64asym-xasym:rotate", "w1a16:gptq+distill"),
 ]
 # For peers, whose rows do not say: codes, and a scale and a zero per group.
 BITS = {"w4a16g64asym": 4.31, "w3a16g128asym": 3.16, "w3a16g64asym": 3.3, "w2a16g64asym": 2.28, "w2a16g32asym": 2.56}

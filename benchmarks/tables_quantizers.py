@@ -19,19 +19,12 @@ PLAIN_GPTQ = {
 """Perplexity by plain GPTQ on the same sample: clip search, act-order, 24 thousand tokens."""
 _METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate")
 _COLUMNS = ("rtn", "gptq", "distill")
-_RENAMED = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
-"""Names of some methods in older rows."""
 
 
 def _quantized() -> list[Row]:
     """Rows of whole quantizers with their defaults, with machines in ``on``."""
     both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers"), "H100": rows("quantizers", "h100")}
-    mine = [
-        row | {"on": on, "method": _RENAMED.get(row["method"], row["method"])}
-        for on, found in both.items()
-        for row in found
-        if row["case"].endswith("first half")
-    ]
+    mine = [row | {"on": on} for on, found in both.items() for row in found if row["case"].endswith("first half")]
     return [row for row in mine if not row["options"] and "perplexity" in row]
 
 

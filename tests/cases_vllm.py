@@ -14,7 +14,7 @@ from anybit.scheme import CODES, Scheme
 from cases import random_weight
 
 
-def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, scaled: bool = False) -> QuantLinear:
+def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False) -> QuantLinear:
     """A quantized layer as anybit would save it."""
     generator = torch.Generator().manual_seed(seed)
     fmt = Scheme.parse(scheme).weights
@@ -22,13 +22,11 @@ def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, sc
         weight = quantize_weight(torch.randn(n, k, generator=generator) / k**0.5, fmt, False)
     else:
         weight = random_weight(n, k, fmt, seed)
-    layer = QuantLinear(k, n, scheme, False, group_index=order, input_scale=scaled, dtype=torch.float32)
+    layer = QuantLinear(k, n, scheme, False, group_index=order, dtype=torch.float32)
     if order:
         index = torch.randperm(k, generator=generator).to(torch.int32) // fmt.group
         weight = replace(weight, group_index=index)
     layer.load_weight(weight)
-    if scaled:
-        layer.input_scale.data.uniform_(0.5, 2.0, generator=generator)
     return layer
 
 

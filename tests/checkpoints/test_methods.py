@@ -24,7 +24,6 @@ from transformers.models.llama import modeling_llama
 
 from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
-from anybit.codes.rtn import quantize_weight
 from anybit.errors import (
     CalibrationError,
     CheckpointError,
@@ -32,14 +31,12 @@ from anybit.errors import (
     KernelError,
     LayerError,
     OptionError,
-    SchemeError,
     TextError,
 )
 from anybit.layers.linear import QuantLinear
-from anybit.quantization.methods.onebit import factorize, quantize_onebit
 from anybit.quantization.methods.registry import METHODS, quantize_folder
 from anybit.quantization.pipeline.calibrated import Options
-from anybit.scheme import Scheme, WeightFormat
+from anybit.scheme import Scheme
 
 TOKENS = [(s % 96).tolist() for s in sequences(30)]
 CHECK = torch.tensor([(s % 96).tolist() for s in sequences(60, seed=9)[::3]])
@@ -453,23 +450,11 @@ def test_a_model_that_cannot_be_walked_is_refused(llama: Path, tmp_path: Path, m
         quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=FAST)
 
 
-def test_onebit_vectors_lose_less_than_row_scales(llama: Path, tmp_path: Path) -> None:
-    g = torch.Generator().manual_seed(0)
-    weight = torch.randn(24, 72, generator=g) * torch.rand(72, generator=g).exp() * torch.rand(24, 1, generator=g)
-    quantized, columns = quantize_onebit(weight, WeightFormat(1, "bipolar"))
-    rows_only = quantize_weight(weight, WeightFormat(1, "bipolar"))
-    error = (quantized.dequantize() * columns - weight).norm()
-    assert error < 0.95 * (rows_only.dequantize() - weight).norm()
-    assert float(columns.mean()) == pytest.approx(1)
-    assert not bool(factorize(torch.zeros(3, 4))[0].any())
-
-
-def test_onebit_models_save_and_reload(llama: Path, tmp_path: Path) -> None:
-    quantize_folder(llama, tmp_path / "out", "w1a16", "onebit")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    check_saved_again(model, tmp_path / "again")
-    with pytest.raises(ConversionError):
-        convert(tmp_path / "out", "compressed-tensors")
-    with pytest.raises(SchemeError, match="onebit"):
-        quantize_folder(llama, tmp_path / "other", "w2a16", "onebit")
-    assert not (tmp_path / "other").exists()
+def test_a_folder_of_method_onebit_is_refused(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, out := tmp_path / "out", "w1a16")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["input_scale"] = True
+    (out / "config.json").write_text(json.dumps(config))
+    for door in (Folder, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match="written by method onebit, which is gone: quantize the original mod"):
+            door(out)

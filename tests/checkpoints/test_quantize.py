@@ -191,8 +191,10 @@ def test_refusals(llama: Path, tmp_path: Path) -> None:
         quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"speed": 3})
     with pytest.raises(OptionError, match="method rtn needs no text: leave out text, or choose one of gptq"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"text": tmp_path / "text.txt"})
-    with pytest.raises(OptionError, match="method onebit has only the option device: it does not take speed=3"):
-        quantize_folder(llama, tmp_path / "x", "w1a16", "onebit", options={"speed": 3})
+    with pytest.raises(
+        SchemeError, match="method 'learned' is unknown; there are rtn, gptq, blockwise, distill, smooth"
+    ):
+        quantize_folder(llama, tmp_path / "x", "w2a16g32", "learned")
     with pytest.raises(SchemeError, match="a scheme is wBaB"):
         quantize_folder(llama, tmp_path / "x", "w2")
     with pytest.raises(LayerError, match="no linear layer to quantize"):

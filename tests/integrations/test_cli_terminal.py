@@ -287,7 +287,7 @@ def test_short_options_and_completion(run: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_quantize_on_a_device(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
-    for method, scheme in (("rtn", "w4a16g32"), ("onebit", "w1a16"), ("gptq", "w4a16g32")):
+    for method, scheme in (("rtn", "w4a16g32"), ("gptq", "w4a16g32")):
         words = ["--text", text] if method == "gptq" else []
         out = tmp_path / method
         code, _, err = run("quantize", model, "-o", out, "-s", scheme, "--method", method, "--device", "cpu", *words)

@@ -122,12 +122,9 @@ def test_a_row_parallel_layer_in_activation_order(rank: Any) -> None:
     torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("words", [{"order": True}, {"scaled": True}])
-def test_parts_whose_inputs_differ_run_one_by_one(rank: Any, words: dict[str, bool]) -> None:
-    parts = {shard: cases_vllm.layer_of("w4a16g64", 64, 128, shard, **words) for shard in (0, 1)}
-    config = configured(
-        "w4a16g64", ["m.gate_proj", "m.up_proj"], group_index="order" in words, input_scale="scaled" in words
-    )
+def test_parts_whose_inputs_differ_run_one_by_one(rank: Any) -> None:
+    parts = {shard: cases_vllm.layer_of("w4a16g64", 64, 128, shard, order=True) for shard in (0, 1)}
+    config = configured("w4a16g64", ["m.gate_proj", "m.up_proj"], group_index=True)
     layer = MergedColumnParallelLinear(
         128, [64, 64], bias=False, params_dtype=torch.float32, prefix="m.gate_up_proj", quant_config=config
     )

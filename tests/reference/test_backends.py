@@ -208,21 +208,17 @@ def test_layers_of_impossible_shapes_are_refused() -> None:
         QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), "w4a16", torch.zeros(3))
 
 
-@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("scheme", "hadamard"), [("w4a16", False), ("w4a16", True), ("w4a8", False)])
-def test_gradients_reach_the_input(scheme: str, hadamard: bool, scaled: bool) -> None:
+def test_gradients_reach_the_input(scheme: str, hadamard: bool) -> None:
     """With 24 inputs, whose rotation is not its own inverse; the Jacobian is that of the layer without rounding."""
     k = 24
-    layer = QuantLinear(k, 8, scheme, bias=False, hadamard=hadamard, input_scale=scaled)
+    layer = QuantLinear(k, 8, scheme, bias=False, hadamard=hadamard)
     layer.load_weight(random_weight(8, k, WeightFormat(4)))
-    if scaled:
-        layer.input_scale.data = torch.rand(k) + 0.5
     x, upstream = torch.randn(3, k, requires_grad=True), torch.randn(3, 8)
     with warnings.catch_warnings(action="error"):
         layer(x).backward(upstream)
-    plain = QuantLinear(k, 8, "w4a16", bias=False, hadamard=hadamard, input_scale=scaled)
+    plain = QuantLinear(k, 8, "w4a16", bias=False, hadamard=hadamard)
     plain.load_weight(layer.quantized_weight())
-    plain.input_scale = layer.input_scale
     with torch.no_grad():
         jacobian = plain(torch.eye(k))  # row i: y of the i-th unit vector
     torch.testing.assert_close(x.grad, upstream @ jacobian.T, rtol=1e-4, atol=1e-4)
@@ -237,13 +233,6 @@ def test_gradients_reach_a_bias_that_asks_for_them(shape: tuple[int, ...]) -> No
         layer.bias.grad = None
         layer(torch.randn(*shape, requires_grad=asked)).backward(upstream)
         torch.testing.assert_close(layer.bias.grad, upstream.reshape(-1, 8).sum(0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scaled_inputs_keep_their_type(dtype: torch.dtype) -> None:
-    layer = QuantLinear(24, 8, "w4a16", bias=False, input_scale=True, dtype=torch.float32)
-    layer.load_weight(random_weight(8, 24, WeightFormat(4)))
-    assert layer(torch.randn(3, 24, dtype=dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("wrong", [-1, -8, 8])

@@ -21,7 +21,7 @@ FORMAT = "pack-quantized"
 """compressed-tensors' name for the tensor format that anybit uses."""
 
 _SETTINGS = {
-    "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "input_scale", "backend",
+    "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "backend",
 }  # fmt: skip
 _KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "format")
 """Keys by which other tools name a method's layout."""
@@ -31,8 +31,8 @@ _KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "forma
 class Quantization:
     """How a saved model is quantized, according to its config.json.
 
-    kept: names or patterns of unquantized modules; None: the output head.  group_index, input_scale: whether every
-    layer stores an activation order, or input scales.  hadamard: layers whose inputs are rotated at run time.
+    kept: names or patterns of unquantized modules; None: the output head.  group_index: whether every layer stores an
+    activation order.  hadamard: layers whose inputs are rotated at run time.
     overrides: per-layer schemes, by name or shell pattern.
     """
 
@@ -40,7 +40,6 @@ class Quantization:
     kept: list[str] | None = None
     group_index: bool = False
     hadamard: list[str] = field(default_factory=list)
-    input_scale: bool = False
     overrides: dict[str, Scheme] = field(default_factory=dict)
 
     @classmethod
@@ -69,10 +68,8 @@ class Quantization:
         if entry.get("quant_method") == COMPRESSED_TENSORS:
             _check_agreement(entry, scheme, place)
         hadamard = list(settings.get("hadamard") or ())
-        flags = (bool(settings.get(name, False)) for name in ("group_index", "input_scale"))
-        group_index, input_scale = flags
         overrides = _overrides(settings.get("overrides"), place)
-        return cls(scheme, kept, group_index, hadamard, input_scale, overrides)
+        return cls(scheme, kept, settings.get("group_index", False), hadamard, overrides)
 
     def scheme_of(self, layer: str) -> Scheme:
         """The scheme of one layer."""
@@ -130,7 +127,6 @@ def configuration(
     kept: list[str] | None,
     group_index: bool = False,
     hadamard: list[str] | None = None,
-    input_scale: bool = False,
     ignore: list[str] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -145,7 +141,6 @@ def configuration(
         "modules_to_not_convert": kept,
         **({"group_index": True} if group_index else {}),
         **({"hadamard": hadamard} if hadamard else {}),
-        **({"input_scale": True} if input_scale else {}),
     }
     if ignore is None:
         return {"quant_method": METHOD, **settings}
@@ -214,15 +209,19 @@ def unreadable(config: Mapping[str, Any], what: object, reason: str) -> Checkpoi
 def _check_settings(settings: dict[str, Any], place: str) -> None:
     if not isinstance(settings.get("scheme"), str):
         raise CheckpointError(f"{place} names anybit, but no scheme")
+    if "input_scale" in settings:
+        raise CheckpointError(
+            f"{place} has input_scale: the model was written by method onebit, which is gone: quantize the original "
+            "model again, for example to w1a16 with method gptq"
+        )
     unknown = sorted(set(settings) - _SETTINGS)
     if unknown:
         raise CheckpointError(
             f"{place} has {unknown[0]}, which this version of anybit does not know; "
             f"it knows {', '.join(sorted(_SETTINGS))}"
         )
-    for name in ("group_index", "input_scale"):
-        if not isinstance(settings.get(name, False), bool):
-            raise CheckpointError(f"{place}.{name} must be true or false, not {settings[name]!r}")
+    if not isinstance(settings.get("group_index", False), bool):
+        raise CheckpointError(f"{place}.group_index must be true or false, not {settings['group_index']!r}")
     for name in ("modules_to_not_convert", "hadamard"):
         value = settings.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):

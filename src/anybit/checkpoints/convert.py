@@ -58,16 +58,14 @@ def why_not(scheme: Scheme) -> str | None:
     return None
 
 
-def shared_ignore(
-    model: Any, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False, input_scale: bool = False
-) -> list[str] | None:
+def shared_ignore(model: Any, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False) -> list[str] | None:
     """The unquantized Linear layers of a model, if compressed-tensors can represent the others; None if it cannot.
 
     model: on the meta device, before its layers are replaced.  quantized: names of the quantized layers, which have no
     activation order.
     """
     quantized = set(quantized)
-    if hadamard or input_scale or why_not(scheme) is not None or _experts(model) is not None:
+    if hadamard or why_not(scheme) is not None or _experts(model) is not None:
         return None
     for name, module in model.named_modules():
         if name in quantized and _why_not_layer(name, module, scheme.weights) is not None:
@@ -121,8 +119,6 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
         raise ConversionError(
             f"{source.path} rotates inputs at run time (hadamard): compressed-tensors cannot express it"
         )
-    if quantization.input_scale:
-        raise ConversionError(f"{source.path} scales the inputs of its layers: compressed-tensors cannot express it")
     if quantization.overrides:
         raise ConversionError(
             f"{source.path} has layers in schemes of their own, such as {next(iter(quantization.overrides))}: a "

@@ -71,9 +71,7 @@ def check_config(
     return quantization
 
 
-def layer_shapes(
-    n: int, k: int, fmt: WeightFormat, group_index: bool = False, input_scale: bool = False
-) -> dict[str, tuple[int, ...]]:
+def layer_shapes(n: int, k: int, fmt: WeightFormat, group_index: bool = False) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a layer of n outputs and k inputs stores for its weight."""
     kept = k // 2 if fmt.sparse else k
     shapes: dict[str, tuple[int, ...]] = {
@@ -89,8 +87,6 @@ def layer_shapes(
         shapes["weight_indices"] = (n, words_per_row(kept, 2))
     if group_index:
         shapes["weight_g_idx"] = (k,)
-    if input_scale:
-        shapes["input_scale"] = (k,)
     return shapes
 
 
@@ -167,7 +163,7 @@ def _is_new_head(model: Any, name: str) -> bool:
 
 def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
     """Check the values of a quantized layer's tensors, except on meta; names as in ``layer_shapes``."""
-    for name in ("weight_scale", "weight_minimum", "input_scale", "bias"):
+    for name in ("weight_scale", "weight_minimum", "bias"):
         tensor = tensors.get(name)
         if tensor is not None and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"layer {layer}: {name} has a value that is not finite")
@@ -194,7 +190,7 @@ def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, E
     if min(n, k) < 1:
         raise CheckpointError(f"{shape.file}: tensor {shape.name} says {n} outputs and {k} inputs")
     scheme = quantization.scheme_of(layer)
-    expected = layer_shapes(n, k, scheme.weights, quantization.group_index, quantization.input_scale)
+    expected = layer_shapes(n, k, scheme.weights, quantization.group_index)
     for suffix, size in expected.items():
         entry = entries.get(f"{layer}.{suffix}")
         if entry is None:
@@ -206,7 +202,7 @@ def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, E
             )
         if suffix != "weight_shape":
             _check_kind(entry, torch.float32 if suffix.endswith(("scale", "minimum")) else torch.int32)
-    for suffix in (*(f"weight_{name}" for name in _SUFFIXES), "input_scale"):
+    for suffix in (f"weight_{name}" for name in _SUFFIXES):
         if suffix not in expected and f"{layer}.{suffix}" in entries:
             raise CheckpointError(
                 f"{entries[f'{layer}.{suffix}'].file}: layer {layer} has {suffix}, and {scheme} as "

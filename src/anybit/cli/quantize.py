@@ -23,7 +23,7 @@ from anybit.cli.common import (
     status,
 )
 from anybit.errors import OptionError, SchemeError, TextError
-from anybit.quantization.methods.registry import ALIASES, METHODS, quantize_folder
+from anybit.quantization.methods.registry import METHODS, quantize_folder
 from anybit.scheme import Scheme
 
 
@@ -174,7 +174,6 @@ def _bytes(text: str) -> float:
 
 def _options(method: str, text: Path | None, tokens: int | None, settings: list[str]) -> dict[str, Any]:
     """Options of a job: ``text`` (a path), ``tokens``, and the method's settings, parsed as JSON where possible."""
-    method = ALIASES.get(method, method)
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if METHODS[method].calibrated and text is None:

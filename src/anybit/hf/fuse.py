@@ -321,8 +321,6 @@ def _why_not(layer: nn.Module) -> str | None:
             return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer"
     for shared in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         for name in shared:
-            if names[name].input_scale is not None:
-                return f"{name} has an input_scale of its own, so it cannot be joined with its neighbours"
             if names[name].hadamard != names[shared[0]].hadamard:
                 return f"only one of {shared[0]} and {name} rotates its inputs, so they cannot be joined"
     if attention.config.hidden_act not in ("silu", "swish"):

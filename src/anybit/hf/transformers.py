@@ -69,7 +69,6 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         Not saved. transformers ignores it for checkpoints that are already quantized: there, call
         ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
-    input_scale: the checkpoint stores a scale per input channel for every layer (OneBit's form).
     hadamard: names of the layers whose inputs are rotated at run time (``anybit.quantization.methods.rotate``).
     overrides: per-layer schemes, keyed by layer name or by a pattern such as "*.down_proj". An exact name wins over
         patterns; among patterns the last match wins. Naming a head quantizes it; a tied head then gets codes of its
@@ -84,7 +83,6 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         backend: str | None = None,
         group_index: bool = False,
         hadamard: list[str] | None = None,
-        input_scale: bool = False,
         overrides: Mapping[str, str | Scheme] | None = None,
         **unknown: Any,
     ) -> None:
@@ -94,7 +92,6 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.backend = backend
         self.group_index = group_index
         self.hadamard = list(hadamard or ())
-        self.input_scale = input_scale
         self.overrides = {layer: str(other) for layer, other in parse_overrides(overrides).items()}
         self.ignore: list[str] | None = None
         if backend is not None and backend not in backends:
@@ -102,7 +99,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         # Saved configurations also carry the method and the version that wrote them; neither changes anything here.
         unexpected = set(unknown) - {"quant_method", "version"}
         if unexpected:
-            known = "scheme, modules_to_not_convert, backend, group_index, hadamard, input_scale and overrides"
+            known = "scheme, modules_to_not_convert, backend, group_index, hadamard and overrides"
             raise OptionError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}; it takes {known}")
 
     @classmethod
@@ -122,7 +119,6 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             self.modules_to_not_convert,
             self.group_index,
             self.hadamard,
-            self.input_scale,
             self.ignore,
             self.overrides,
         )
@@ -132,7 +128,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """The same settings as the ``Quantization`` that ``anybit.checkpoints`` works with."""
         overrides = {layer: Scheme.parse(scheme) for layer, scheme in self.overrides.items()}
         kept, scheme = self.modules_to_not_convert, Scheme.parse(self.scheme)
-        return Quantization(scheme, kept, self.group_index, self.hadamard, self.input_scale, overrides)
+        return Quantization(scheme, kept, self.group_index, self.hadamard, overrides)
 
 
 def _taking_over(theirs: Any) -> Any:
@@ -227,7 +223,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.tied = sorted(set(linears) & set(tied_heads(model)))
         keep = [*keep, *self.tied]
         if not config.group_index and not config.overrides:
-            config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard), config.input_scale)
+            config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard))
         replace_linears(
             model,
             scheme,
@@ -236,7 +232,6 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             config.group_index,
             placeholder=not self.pre_quantized,
             hadamard=config.hadamard,
-            input_scale=config.input_scale,
             overrides=overrides,
         )
         for name in self.embeddings if self.pre_quantized else ():
@@ -460,7 +455,6 @@ def replace_linears(
     group_index: bool = False,
     placeholder: bool = False,
     hadamard: Collection[str] = (),
-    input_scale: bool = False,
     overrides: Mapping[str, Scheme] | None = None,
 ) -> list[str]:
     """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, except those in ``keep``.
@@ -484,7 +478,6 @@ def replace_linears(
                 module.bias is not None,
                 group_index=group_index,
                 hadamard=name in hadamard,
-                input_scale=input_scale,
                 dtype=dtype,
                 device="meta",
                 backend=backend,

@@ -55,12 +55,11 @@ class QuantLinear(nn.Module):
     Extensions of that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse),
     weight_minimum float [N, G] (min).
 
-    input_scale: float [K], multiplies x first (OneBit's value vector over the input channels).
     hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``quantization.methods.rotate``).
 
     The first call, or ``prepare``, converts the weight to a backend's layout, which replaces the saved layout in
-    memory; ``state_dict`` converts it back. Of a prepared layer, ``parameters()`` are only weight_shape, bias and
-    input_scale, and the other tensors are copies to read; assigning one is a new weight for the next call.
+    memory; ``state_dict`` converts it back. Of a prepared layer, ``parameters()`` are only weight_shape and bias,
+    and the other tensors are copies to read; assigning one is a new weight for the next call.
 
     Gradients flow to x, so that earlier layers can be trained, and to a bias with requires_grad; the weight gets none.
     torch.func's grad, jvp, jacrev and jacfwd work too.
@@ -76,7 +75,6 @@ class QuantLinear(nn.Module):
     weight_g_idx = _Saved[nn.Parameter | None]()
     weight_indices = _Saved[nn.Parameter | None]()
     weight_minimum = _Saved[nn.Parameter | None]()
-    input_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -88,7 +86,6 @@ class QuantLinear(nn.Module):
         *,
         group_index: bool = False,
         hadamard: bool = False,
-        input_scale: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
@@ -118,7 +115,6 @@ class QuantLinear(nn.Module):
             "weight_g_idx": ((in_features,), torch.int32) if group_index else None,
             "weight_indices": ((out_features, words_per_row(kept, 2)), torch.int32) if fmt.sparse else None,
             "weight_minimum": ((out_features, groups), dtype) if fmt.code == "min" else None,
-            "input_scale": ((in_features,), dtype) if input_scale else None,
             "bias": ((out_features,), dtype) if bias else None,
         }
         for name, shape_and_dtype in shapes.items():
@@ -249,15 +245,13 @@ class QuantLinear(nn.Module):
         return self
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The dequantized weights, [N, K], including input_scale."""
-        weight = self.quantized_weight().dequantize(dtype)
-        return weight if self.input_scale is None else weight * self.input_scale.to(dtype)
+        """The dequantized weights, [N, K]."""
+        return self.quantized_weight().dequantize(dtype)
 
     def effective_weight(self) -> Tensor:
-        """W of y = x W^T + bias with input_scale and rotation folded in, float32 [N, K]."""
+        """W of y = x W^T + bias with the rotation folded in, float32 [N, K]."""
         weight = self.quantized_weight().dequantize(torch.float32)
-        weight = inverse(weight) if self.hadamard else weight
-        return weight if self.input_scale is None else weight * self.input_scale.float()
+        return inverse(weight) if self.hadamard else weight
 
     @property
     def weight(self) -> Tensor:
@@ -295,8 +289,6 @@ class QuantLinear(nn.Module):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self._prepared is not None
-        if self.input_scale is not None:
-            x = (x * self.input_scale).to(x.dtype)
         if self.hadamard:
             return ops.hadamard_linear(x, self._prepared.tensors, bias, self._prepared.spec_text)
         return ops.linear(x, self._prepared, bias)
@@ -356,16 +348,15 @@ class QuantLinear(nn.Module):
     def _codes_first(self, x: Tensor) -> bool:
         """Whether the kernel that quantizes this layer's input can also compute it (norm or SiLU)."""
         assert self._prepared is not None
-        plain = self.input_scale is None and self.weight_g_idx is None
         if self.hadamard and x.is_cuda and ops.rotation_refused(self.in_features, x.dtype, Device.of(x)):
             return False
         coded = self.scheme.activations.quantized and ops.backends[self._prepared.spec.backend].codes
-        return plain and coded and x.is_cuda
+        return coded and not self._ordered and x.is_cuda
 
     def _norms_first(self, x: Tensor, silu: bool = False) -> bool:
         """Whether the GEMM kernel may also normalize its input, or apply SiLU in its epilogue."""
         assert self._prepared is not None
-        plain = self.input_scale is None and not self.hadamard and not self._ordered
+        plain = not self.hadamard and not self._ordered
         most = 0 if self.scheme.activations.quantized else ops.backends[self._prepared.spec.backend].norm_tokens
         return plain and x.is_cuda and (silu or x.numel() <= most * self.in_features)
 
@@ -380,10 +371,8 @@ class QuantLinear(nn.Module):
             return
         for name, tensor in self.tensors_of(self._prepared.restore()).items():
             destination[prefix + name] = tensor
-        for name in ("bias", "input_scale"):
-            own = getattr(self, name)
-            if own is not None:
-                destination[prefix + name] = own if keep_vars else own.detach()
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
         shape = state_dict.get(f"{prefix}weight_shape")

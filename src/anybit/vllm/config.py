@@ -49,9 +49,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     """How a model is quantized, for vLLM.
 
     scheme: of the quantized layers; None until it is read from another tool's files.  kept: names or patterns of
-    layers that are not quantized.  group_index, input_scale: whether every layer stores an activation order, and a
-    scale per input.  hadamard: layers whose inputs are rotated at run time.  overrides: per-layer schemes, by name or
-    shell pattern.
+    layers that are not quantized.  group_index: whether every layer stores an activation order.  hadamard: layers whose
+    inputs are rotated at run time.  overrides: per-layer schemes, by name or shell pattern.
     """
 
     def __init__(
@@ -60,13 +59,12 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         kept: list[str] | None = None,
         group_index: bool = False,
         hadamard: list[str] | None = None,
-        input_scale: bool = False,
         overrides: dict[str, Scheme] | None = None,
     ) -> None:
         super().__init__()
         self.scheme, self.overrides = None if scheme is None else Scheme.parse(scheme), dict(overrides or {})
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
-        self.group_index, self.input_scale = group_index, input_scale
+        self.group_index = group_index
         self.stored: list[str] | None = None
         self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self.coded_embedding = False
@@ -127,7 +125,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
         own = Quantization.of({"quantization_config": config})
         if own is not None:
-            return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.input_scale, own.overrides)
+            return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.overrides)
         return cls()
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
@@ -231,7 +229,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             )
         if not self.stored:
             return AnyBitOnlineLinearMethod(parts, self.ledger)
-        return AnyBitLinearMethod(parts, self.ledger, self.group_index, self.input_scale)
+        return AnyBitLinearMethod(parts, self.ledger, self.group_index)
 
     def _scheme_of(self, name: str) -> Scheme:
         """The scheme of one layer."""
@@ -247,7 +245,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         name = name or next((one for one in self.overrides if one.rpartition(".")[2] in EMBEDDINGS), "")
         if name in (self.stored or ()):
             self.coded_embedding = True
-            return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
+            return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.ledger, self.group_index)
         if name in self.overrides:
             raise LayerError(
                 f"{name} is an embedding, which cannot be quantized while vLLM loads it: quantize the model first, "
@@ -304,7 +302,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         """The method for the output head: quantized if the checkpoint has codes for it, or if an override names it."""
         if self.stored:
             if name in self.stored:
-                return AnyBitHeadMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
+                return AnyBitHeadMethod(self._scheme_of(name), name, self.ledger, self.group_index)
         elif name in self.overrides:
             return AnyBitOnlineHeadMethod(self._scheme_of(name), name, self.ledger)
         if self.coded_embedding:
@@ -335,7 +333,6 @@ def _stored_words(of: Any) -> dict[str, Any]:
         "scheme": None if of.scheme is None else _weights(of.scheme),
         "overrides": {name: _weights(scheme) for name, scheme in of.overrides.items()},
         "group_index": of.group_index,
-        "input_scale": of.input_scale,
         "hadamard": sorted(of.hadamard),
     }
 

@@ -81,17 +81,17 @@ def _mlp_of(layer: nn.Module) -> Any | None:
     return parent if plain else None
 
 
-def pairs_of(layer: Any, scheme: Scheme, weight: QuantizedWeight, scaled: bool) -> Tensor | None:
+def pairs_of(layer: Any, scheme: Scheme, weight: QuantizedWeight) -> Tensor | None:
     """The output order of a gate_up_proj for a GEMM with a SiLU epilogue; None for the model's own order.
 
-    If no GEMM with quantized activations has that epilogue (or inputs are scaled, so that no norm joins it), the kernel
-    before down_proj applies SiLU, to gate and up in the model's order. weight: of the layer, or of a part of it.
+    If no GEMM with quantized activations has that epilogue, the kernel before down_proj applies SiLU, to gate and up in
+    the model's order. weight: of the layer, or of a part of it.
     """
     outputs = layer.anybit_outputs
     plain = len(outputs) == 2 and outputs[0] == outputs[1] and outputs[0] % 8 == 0
     if not plain or _mlp_of(layer) is None:
         return None
-    if scheme.activations.quantized and (scaled or not ops.ends_with_silu(weight, scheme.activations)):
+    if scheme.activations.quantized and not ops.ends_with_silu(weight, scheme.activations):
         return None
     return paired_rows(outputs[0])
 

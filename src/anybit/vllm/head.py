@@ -33,18 +33,18 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
         ledger.expect()
         ledger.heads.discard(name)
 
-    def _ready(self, layer: Any, weight: QuantizedWeight, input_scale: Tensor | None = None) -> None:
+    def _ready(self, layer: Any, weight: QuantizedWeight) -> None:
         try:
             prepared = ops.prepare(weight, self.scheme.activations)
         except AnyBitError as error:
             raise type(error)(f"output head {self.name}: {error}") from None
         if hasattr(layer, "anybit_product"):
             try:
-                layer.anybit_product.refill(layer, prepared, input_scale)
+                layer.anybit_product.refill(layer, prepared)
             except LayerError as error:
                 raise LayerError(f"output head {self.name}: {error}") from None
             return
-        layer.anybit_product, layer.anybit_prepared = Product.of(layer, "anybit", prepared, input_scale), prepared
+        layer.anybit_product, layer.anybit_prepared = Product.of(layer, "anybit", prepared), prepared
         # vLLM compares a drafter's embedding and head with this weight: same row size, but no rows, so never equal.
         none = torch.empty(0, weight.shape[1], dtype=layer.params_dtype, device=weight.device)
         layer.register_buffer("weight", none, persistent=False)
@@ -52,17 +52,16 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits of this rank's vocabulary shard: x [..., K] -> [..., padded shard], in x's dtype."""
-        product: Product = layer.anybit_product
         # Heads run outside CUDA graphs, where host time counts: ops.linear can bypass torch's dispatcher.
-        return ops.linear(product.inputs(layer, x), layer.anybit_prepared, bias)
+        return ops.linear(x, layer.anybit_prepared, bias)
 
 
 class AnyBitHeadMethod(_HeadMethod):
     """A head that is quantized in the checkpoint; each rank keeps its rows."""
 
-    def __init__(self, scheme: Scheme, name: str, ledger: Ledger, group_index: bool, input_scale: bool) -> None:
+    def __init__(self, scheme: Scheme, name: str, ledger: Ledger, group_index: bool) -> None:
         super().__init__(scheme, name, ledger)
-        self.group_index, self.input_scale = group_index, input_scale
+        self.group_index = group_index
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Raise LayerError: vLLM loads no weights for a tied head, so its codes would all be zero."""
@@ -111,8 +110,6 @@ class AnyBitHeadMethod(_HeadMethod):
             add("weight_zero_point", empty(n, groups, dtype=torch.uint8), load_zeros, by_rows=True)
         if self.group_index:
             add("weight_g_idx", empty(k, dtype=torch.int32))
-        if self.input_scale:
-            add("input_scale", empty(k, dtype=params_dtype))
         add("weight_shape", empty(2, dtype=torch.int64), load_shape)
         add("weight", empty(0, dtype=torch.uint8), nothing_of(self.name))
 
@@ -130,7 +127,7 @@ class AnyBitHeadMethod(_HeadMethod):
         weight = QuantizedWeight(words, scale, optional[0], shape, self.scheme.weights, *optional[1:])
         for name in found:
             delattr(layer, name)
-        self._ready(layer, weight, found.get("input_scale"))
+        self._ready(layer, weight)
 
 
 class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: ignore[misc]

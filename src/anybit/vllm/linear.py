@@ -80,11 +80,11 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         starts = [sum(outputs[:index]) for index in range(len(outputs))]
         return list(zip(parts, starts, outputs, strict=True))
 
-    def _ready(self, layer: Any, weights: list[tuple[Part, QuantizedWeight, Tensor | None]]) -> None:
+    def _ready(self, layer: Any, weights: list[tuple[Part, QuantizedWeight]]) -> None:
         """Prepare the weights of a layer's parts; adjacent parts that share their inputs become one GEMM."""
-        if {weight.format.code for _, weight, _ in weights} == {"sym", "asym"}:  # GPTQ with constant zeros is sym
-            weights = [(part, _with_zeros(weight), scale) for part, weight, scale in weights]
-        runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]] = []
+        if {weight.format.code for _, weight in weights} == {"sym", "asym"}:  # GPTQ with constant zeros is sym
+            weights = [(part, _with_zeros(weight)) for part, weight in weights]
+        runs: list[list[tuple[Part, QuantizedWeight]]] = []
         for weight in weights:
             if runs and _stackable(runs[-1][-1], weight):
                 runs[-1].append(weight)
@@ -96,22 +96,21 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         plain = len(runs) == 1 and not self.ledger.adapters  # LoRA adds to outputs in the model's order
         attention = fusion.parent_of(layer, "qkv_proj")
         heads = rotary.heads_of(attention, layer.params_dtype, self.scheme, plain)
-        _, first, scale = weights[0]
-        paired = fusion.pairs_of(layer, self.scheme, first, scale is not None) if plain else None
+        paired = fusion.pairs_of(layer, self.scheme, weights[0][1]) if plain else None
         order = paired if heads is None else heads.order
         layer.anybit_order = None if order is None else order.cpu()  # on the CPU, so that it survives a sleep
         if order is not None and layer.bias is not None:
             layer.bias.data = layer.bias.data[order.to(layer.bias.device)]
         products = []
         for number, run in enumerate(runs):
-            part, _, input_scale = run[0]
+            part = run[0][0]
             prepared = self._prepare(run, order)
             if part.hadamard:
                 width = layer.anybit_inputs * (layer.tp_size if layer.anybit_split else 1)
                 signs = ops.prepare_rotation(width, run[0][1].words.device)
                 # Sleep level 2 discards GPU memory allocated while loading and restores only buffers.
                 layer.register_buffer(f"anybit_{number}_signs", signs, persistent=False)
-            products.append(Product.of(layer, f"anybit_{number}", prepared, input_scale, part.hadamard))
+            products.append(Product.of(layer, f"anybit_{number}", prepared, part.hadamard))
         layer.anybit_products = tuple(products)
         # vLLM's LoRA reads the layer's device from this attribute.
         layer.register_buffer("weight_packed", getattr(layer, products[0].tensors[0]), persistent=False)
@@ -120,23 +119,23 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
             rotary.replace_forward(attention, heads)
         self.ledger.add(layer, products, heads, paired is not None)
 
-    def _prepare(self, run: list[tuple[Part, QuantizedWeight, Tensor | None]], order: Tensor | None) -> ops.Prepared:
+    def _prepare(self, run: list[tuple[Part, QuantizedWeight]], order: Tensor | None) -> ops.Prepared:
         """Stack the weights of parts that share their inputs, reorder the outputs, and prepare them for a backend."""
-        joined = run[0][1] if len(run) == 1 else stack([weight for _, weight, _ in run])
+        joined = run[0][1] if len(run) == 1 else stack([weight for _, weight in run])
         joined = joined if order is None else reorder(joined, order)
         try:
             return ops.prepare(joined, self.scheme.activations, fused=joined.words.is_cuda)
         except AnyBitError as error:
             raise type(error)(f"layer {self.name}: {error}") from None
 
-    def _reload(self, layer: Any, runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]]) -> None:
+    def _reload(self, layer: Any, runs: list[list[tuple[Part, QuantizedWeight]]]) -> None:
         """Replace the weights in place: vLLM's reload_weights, or a trainer's weight update."""
         products, order = layer.anybit_products, layer.anybit_order
         if len(runs) != len(products):
             raise LayerError(f"layer {self.name}: {ANOTHER_LAYOUT}")
         for product, run in zip(products, runs, strict=True):
             try:
-                product.refill(layer, self._prepare(run, order), run[0][2])
+                product.refill(layer, self._prepare(run, order))
             except LayerError as error:
                 raise LayerError(f"layer {self.name}: {error}") from None
         loaded = {name for name, _ in get_layerwise_info(layer).loaded_weights}
@@ -153,7 +152,6 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         return torch.cat(parts, dim=-1)
 
     def _multiply(self, layer: Any, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
-        x = product.inputs(layer, x)
         if product.hadamard and layer.anybit_split:  # a rotation mixes all inputs, so gather them from all ranks
             every = ops.hadamard(tensor_model_parallel_all_gather(x.contiguous()))
             x = every[..., layer.anybit_start : layer.anybit_start + layer.anybit_inputs].contiguous()
@@ -166,9 +164,9 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
 class AnyBitLinearMethod(_Method):
     """Linear layers of a quantized checkpoint."""
 
-    def __init__(self, parts: list[Part], ledger: warmup.Ledger, group_index: bool, input_scale: bool) -> None:
+    def __init__(self, parts: list[Part], ledger: warmup.Ledger, group_index: bool) -> None:
         super().__init__(parts, ledger)
-        self.group_index, self.input_scale = group_index, input_scale
+        self.group_index = group_index
 
     def create_weights(
         self,
@@ -204,8 +202,6 @@ class AnyBitLinearMethod(_Method):
         own: list[tuple[str, Tensor, Cut]] = [("weight_shape", empty(count, 2, dtype=torch.int64), whole)]
         if self.group_index:
             own.append(("weight_g_idx", empty(count, k, dtype=torch.int32), of_channels))
-        if self.input_scale:
-            own.append(("input_scale", empty(count, k, dtype=params_dtype), of_channels))
         for name, data, cut in own:
             layer.register_parameter(name, PerPart(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut))
         if isinstance(layer, ReplicatedLinear):
@@ -263,8 +259,6 @@ class AnyBitLinearMethod(_Method):
             return  # already prepared
         loaded = dict(layer.named_parameters(recurse=False))
         self._check_loaded(layer, loaded["weight_shape"].data)
-        if self.input_scale:
-            check_values(self.name, {"input_scale": loaded["input_scale"].data})
         weights = []
         for index, (part, start, n) in enumerate(self._each(layer)):
             found = {name: loaded[name].part(start, n) for name in _ROWS if name in loaded}
@@ -279,7 +273,7 @@ class AnyBitLinearMethod(_Method):
             words, indices, shape = found["weight_packed"], found.get("weight_indices"), (n, layer.anybit_inputs)
             assert words is not None and scale is not None
             weight = QuantizedWeight(words, scale, zero, shape, mine, order, indices, minimum)
-            weights.append((part, weight, loaded["input_scale"].data[index] if self.input_scale else None))
+            weights.append((part, weight))
         for name, parameter in loaded.items():
             if isinstance(parameter, Pieces):
                 parameter.release()
@@ -338,13 +332,13 @@ class AnyBitOnlineLinearMethod(_Method):
             return  # already prepared
         whole = len({part.scheme for part in self.parts}) == 1
         each = [(self.parts[0], 0, sum(layer.anybit_outputs))] if whole else self._each(layer)
-        weights: list[tuple[Part, QuantizedWeight, Tensor | None]] = []
+        weights: list[tuple[Part, QuantizedWeight]] = []
         for part, start, n in each:
             try:
                 quantized = quantize_weight(layer.weight.data[start : start + n], part.scheme.weights)
             except LayerError as error:
                 raise LayerError(f"layer {self.name}: {error}") from None
-            weights.append((Part(self.name if whole else part.name, part.scheme, False), quantized, None))
+            weights.append((Part(self.name if whole else part.name, part.scheme, False), quantized))
         del layer.weight
         self._ready(layer, weights)
 
@@ -358,12 +352,10 @@ def _with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, format=fmt, zero=zero)
 
 
-def _stackable(
-    one: tuple[Part, QuantizedWeight, Tensor | None], other: tuple[Part, QuantizedWeight, Tensor | None]
-) -> bool:
-    """Whether two parts have one format and the same inputs (order, rotation, no input scale): one GEMM runs both."""
-    (a, first, scale), (b, second, scale_too) = one, other
-    if a.hadamard != b.hadamard or first.format != second.format or scale is not None or scale_too is not None:
+def _stackable(one: tuple[Part, QuantizedWeight], other: tuple[Part, QuantizedWeight]) -> bool:
+    """Whether two parts have one format and the same inputs (order, rotation): one GEMM runs both."""
+    (a, first), (b, second) = one, other
+    if a.hadamard != b.hadamard or first.format != second.format:
         return False
     order, other_order = first.group_index, second.group_index
     return order is None if other_order is None else order is not None and torch.equal(order, other_order)

@@ -222,7 +222,7 @@ def _guarded(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> A
 
 
 class OwnTranslation(Translation):
-    """A folder that anybit wrote. Raises CheckpointError if layers' inputs are scaled or rotated."""
+    """A folder that anybit wrote. Raises CheckpointError if layers' inputs are rotated."""
 
     name = METHOD
 
@@ -230,10 +230,8 @@ class OwnTranslation(Translation):
         super().__init__()
         quantization = folder.quantization
         assert quantization is not None
-        if quantization.hadamard or quantization.input_scale:
-            raise CheckpointError(
-                f"{folder.path} has layers with scaled or rotated inputs, which no other format supports"
-            )
+        if quantization.hadamard:
+            raise CheckpointError(f"{folder.path} has layers with rotated inputs, which no other format supports")
         self.path, self._folder, self.group_index = folder.path, folder, quantization.group_index
         names = [n.removesuffix(".weight_packed") for n in folder.entries if n.endswith(".weight_packed")]
         self.layers = {name: quantization.scheme_of(name) for name in sorted(names)}

@@ -38,15 +38,12 @@ _CALIBRATED = "pipeline.calibrated.run"
 METHODS: dict[str, Method] = {
     "rtn": Method("rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn", mixed=True),
     "gptq": Method("error feedback, calibrated on a text; also for 2:4 sparse schemes", _CALIBRATED, True, mixed=True),
-    "onebit": Method("signs, with a scale for each row and column; needs no text", "methods.onebit.run_onebit"),
     "blockwise": Method("gptq, then learns codes and scales block by block", _CALIBRATED, True),
     "distill": Method("gptq, then learns codes and scales from the original model", _CALIBRATED, True),
     "smooth": Method("moves outliers of activations into the weights, then gptq", _CALIBRATED, True),
     "rotate": Method("spreads outliers by a Hadamard rotation, then gptq", _CALIBRATED, True),
     "smooth_rotate": Method("smooths and rotates the input of every layer, then gptq", _CALIBRATED, True),
 }
-ALIASES = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
-"""Deprecated names of methods, which still work."""
 
 
 def quantize_folder(
@@ -81,7 +78,6 @@ def quantize_folder(
     name that matches no layer, SchemeError for an unknown scheme or method, OptionError for an unknown option,
     KernelError for a device that does not exist. A failed run leaves no output behind.
     """
-    method = ALIASES.get(method, method)
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if options is not None and not isinstance(options, Mapping):

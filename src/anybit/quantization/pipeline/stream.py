@@ -52,13 +52,12 @@ class Changes:
     """What a method changed about a model besides quantizing it.
 
     tensors: by the model's names, replacing the source's or new.  config: entries of config.json.
-    hadamard: layers whose inputs are rotated at run time.  input_scale: whether ``tensors`` has one per layer.
+    hadamard: layers whose inputs are rotated at run time.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     hadamard: Sequence[str] = ()
-    input_scale: bool = False
 
 
 QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
@@ -270,14 +269,14 @@ def _shared_ignore(job: Job, changes: Changes) -> list[str] | None:
     if job.overrides:
         return None
     quantized = [layer.name for layer in job.layers]
-    return shared_ignore(job.model, job.scheme, quantized, bool(changes.hadamard), changes.input_scale)
+    return shared_ignore(job.model, job.scheme, quantized, bool(changes.hadamard))
 
 
 def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes, ignore: list[str] | None) -> None:
     hadamard = list(changes.hadamard)
     given = {layer: str(scheme) for layer, scheme in job.overrides.items()}
     overrides = in_any_order(given, [layer.name for layer in (*job.layers, *job.embeddings)])
-    quantization = configuration(job.scheme, job.kept, group_index, hadamard, changes.input_scale, ignore, overrides)
+    quantization = configuration(job.scheme, job.kept, group_index, hadamard, ignore, overrides)
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     if job.tied:
         config |= untied(config)
