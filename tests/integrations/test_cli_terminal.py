@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import unicodedata
@@ -310,10 +311,65 @@ def test_a_scheme_that_nothing_runs_says_so(run: Any, model: Path, tmp_path: Pat
     assert (code, err) == (0, "")
 
 
-def test_threads_do_not_wait_by_spinning(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    run("-V")
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    run("-V")
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("typer", signal.SIGINT),
+        ("anybit.cli.tune", signal.SIGHUP),
+        ("torch", signal.SIGTERM),
+        ("LOST", signal.SIGINT),
+        ("TURNED", signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_python_imports_leaves_no_traceback(model: Path, module: str, number: signal.Signals) -> None:
+    """LOST: in a callback, which Python cannot raise from.  TURNED: in a module that makes another error of it."""
+    script = (
+        "import runpy, signal, sys, weakref\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "for other in (signal.SIGTERM, signal.SIGHUP): signal.signal(other, signal.SIG_DFL)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}: signal.raise_signal({int(number)})\n"
+        f"        if name == 'torch' and {module!r} == 'LOST':\n"
+        f"            one = Finder(); held = weakref.ref(one, lambda _: signal.raise_signal({int(number)})); del one\n"
+        f"        if name == 'torch' and {module!r} == 'TURNED':\n"
+        f"            try: signal.raise_signal({int(number)})\n"
+        "            except BaseException as error: raise ImportError('numpy failed') from error\n"
+        "sys.meta_path.insert(0, Finder()); sys.argv = ['anybit', *sys.argv[1:]]\n"
+        "runpy.run_module('anybit', run_name='__main__', alter_sys=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "info", str(model)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+
+
+def test_a_closed_pipe_or_output_leaves_no_traceback() -> None:
+    info = [sys.executable, "-m", "anybit", "info", "w4a16"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    for command in (info, [*info[:3], "--help"]):
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, "")
+    os.close(writer)
+    closed = "error: standard output is closed: send it to /dev/null if nobody is to read it\n"
+    for how, found in ((">&- <&-", (1, "", closed)), ("2>&-", (0, "scheme  ", ""))):
+        done = subprocess.run(["sh", "-c", f'"$@" {how}', "sh", *info], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout[:8], done.stderr) == found
+
+
+def test_a_scheme_is_described_without_torch() -> None:
+    script = (
+        "import sys\nfrom anybit import cli\nsys.argv = ['anybit', 'info', 'w4a8fp']\n"
+        "try: cli.main()\nfinally: print(*{'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "8-bit activations: it rounds" in done.stdout
+    assert done.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_threads_do_not_wait_by_spinning(before: dict[str, str], after: str) -> None:
+    others = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    script = "import os, sys, anybit; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True, env=others | before) == f"{after}\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 from anybit.errors import CheckpointError, SchemeError
 from anybit.models.patterns import LONGEST_PATTERN, MOST_REPETITIONS, check_pattern
-from anybit.scheme import Scheme, WeightFormat
+from anybit.scheme import CODES, Scheme, WeightFormat
 from anybit.version import __version__
 
 METHOD = "anybit"
@@ -166,6 +166,21 @@ def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[st
             }
         },
     }
+
+
+def why_not(scheme: Scheme) -> str | None:
+    """What part of a scheme compressed-tensors' pack-quantized format cannot represent, in a sentence, or None."""
+    if scheme.weights.code == "bipolar":
+        return "bipolar codes: their zero points are not integers"
+    if scheme.weights.code not in CODES:
+        return f"{scheme.weights.code} codes: pack-quantized has integers with integer zero points"
+    if scheme.weights.sparse:
+        return "2:4 sparse weights: it stores whole rows"
+    if scheme.activations.quantized:
+        return f"{scheme.activations.bits}-bit activations: it rounds them differently, so results would differ"
+    if scheme.kv is not None and scheme.kv.quantized:
+        return f"the KV format {scheme.kv}: it has no groups for KV caches"
+    return None
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:

@@ -13,6 +13,7 @@ from anybit.checkpoints.configuration import (
     compressed_tensors_settings,
     configuration,
     settings_of,
+    why_not,
 )
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.compressed_tensors import PADDED, packing
@@ -21,7 +22,7 @@ from anybit.checkpoints.verify import layer_shapes
 from anybit.checkpoints.writing import write_text
 from anybit.codes.packing import WORD, words_per_row
 from anybit.errors import ConversionError
-from anybit.scheme import CODES, GROUPS, Scheme, WeightFormat
+from anybit.scheme import GROUPS, Scheme, WeightFormat
 
 TARGETS = (COMPRESSED_TENSORS, METHOD)
 _MARK = ".weight_packed"
@@ -41,21 +42,6 @@ def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dic
     config = {**source.config, "quantization_config": quantization}
     write_text(source.path / "config.json", json.dumps(config, indent=2) + "\n")
     return quantization
-
-
-def why_not(scheme: Scheme) -> str | None:
-    """What part of a scheme compressed-tensors' pack-quantized format cannot represent, in a sentence, or None."""
-    if scheme.weights.code == "bipolar":
-        return "bipolar codes: their zero points are not integers"
-    if scheme.weights.code not in CODES:
-        return f"{scheme.weights.code} codes: pack-quantized has integers with integer zero points"
-    if scheme.weights.sparse:
-        return "2:4 sparse weights: it stores whole rows"
-    if scheme.activations.quantized:
-        return f"{scheme.activations.bits}-bit activations: it rounds them differently, so results would differ"
-    if scheme.kv is not None and scheme.kv.quantized:
-        return f"the KV format {scheme.kv}: it has no groups for KV caches"
-    return None
 
 
 def shared_ignore(model: Any, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False) -> list[str] | None:

@@ -61,45 +61,65 @@ app.command()(checkpoints.info)
 
 
 # Signals that end a command; SIGHUP comes from a closing terminal, and does not exist on Windows.
-_ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_ENDS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_received: int | None = None
+"""The signal that is ending this command."""
 
 
 class _Terminated(BaseException):
-    """A signal of ``_ENDS``, as an exception, so that half-written files are cleaned up."""
+    """A signal other than Ctrl-C, as an exception, so that half-written files are cleaned up."""
 
 
 def main() -> None:
     """Run the command line."""
-    sys.excepthook = _show_traceback
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Escape characters that stdout's encoding lacks, as stderr does.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    # On shared cores, torch's OpenMP threads waste time spinning: a millisecond after every small op before they sleep.
-    # Spinning for microseconds is 16 times as fast there, and as fast on idle cores.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    for number in _ENDS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _terminate)
+    global _received
+    sys.excepthook, sys.unraisablehook = _show_traceback, _show_lost
+    _check_streams()
+    _received = None
+    # nohup ignores SIGHUP.
+    before = {number: found for number in _ENDS if (found := signal.getsignal(number)) not in (None, signal.SIG_IGN)}
     try:
+        for number in before:
+            signal.signal(number, _end)
         with warnings.catch_warnings():
             warnings.showwarning = _note
             app(standalone_mode=True, prog_name="anybit")
-    except AnyBitError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(130)
-    except _Terminated as terminated:
-        sys.exit(128 + int(terminated.args[0]))
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
-    except OSError as error:
-        _fail(_of_system(error))
-    except RuntimeError as error:
+    except (KeyboardInterrupt, _Terminated):
+        sys.exit(128 + (_received or signal.SIGINT))
+    except Exception as error:
+        if _received is not None:  # a library made an error of it, as numpy does while it is imported
+            sys.exit(128 + _received)
+        if isinstance(error, AnyBitError):
+            _fail(str(error))
+        if isinstance(error, OSError):
+            _fail(_of_system(error))
         if type(error).__name__ != "OutOfMemoryError":  # torch's, by name, so that torch need not be imported
             raise
         _fail(f"{str(error).partition('. ')[0]}; a shorter text, fewer bits or another --device may fit")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_streams() -> None:
+    """Open standard streams that are closed; without stdout there is no place for results: an error."""
+    # Files opened later would get their numbers, and a library's messages. The lowest free number is taken.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115, PTH123
+    closed = sys.stdout is None
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PTH123
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
+    if closed:
+        _fail("standard output is closed: send it to /dev/null if nobody is to read it")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # Escape characters that stdout's encoding lacks, as stderr does.
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _show_lost(lost: "sys.UnraisableHookArgs") -> None:
+    """End the process if an interrupt reached it in a destructor or a callback, which cannot raise it."""
+    if _received is not None and lost.exc_type in (KeyboardInterrupt, _Terminated):
+        os._exit(128 + _received)
+    sys.__unraisablehook__(lost)
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -124,10 +144,14 @@ def _of_system(error: OSError) -> str:
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def _end(number: int, frame: FrameType | None) -> None:
+    global _received
+    _received = number
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     for other in _ENDS:  # a closing terminal may send several signals: do not interrupt the cleanup
         signal.signal(other, signal.SIG_IGN)
-    raise _Terminated(number)
+    raise _Terminated
 
 
 def _note(message: Warning | str, *where: Any, **more: Any) -> None:

@@ -111,7 +111,7 @@ _LOADED_BY = {
 
 
 def _scheme(scheme: Scheme) -> dict[str, Any]:
-    from anybit.checkpoints.convert import why_not
+    from anybit.checkpoints.configuration import why_not
 
     w, x = scheme.weights, scheme.activations
     zero = {"sym": f"{w.zero}", "bipolar": f"{w.zero}"}.get(w.code, "stored per group")

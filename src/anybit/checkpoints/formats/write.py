@@ -147,7 +147,7 @@ def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
 
 def _refuse_mixed(source: Translation, to: str) -> None:
     """Raise ConversionError if layers have several schemes, or one that the format cannot represent."""
-    from anybit.checkpoints.convert import why_not
+    from anybit.checkpoints.configuration import why_not
 
     for name, scheme in source.layers.items():
         if (reason := (gptq_write.why_not if to == "gptq" else why_not)(scheme)) is not None:
