@@ -16,6 +16,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := $(CACHE)/smollm2-135m-instruct
 QUANTIZED := $(CACHE)/smollm2-$(SCHEME)
 
+# A stamp holds the checksum of what its environment was installed from: a file that is only newer installs nothing.
+SOURCES := pyproject.toml Makefile
+CURRENT = [ "$$(cat $@ 2> /dev/null)" = "$$(cat $(SOURCES) | cksum)" ]
+
 .PHONY: demo test lint types docs unit fuzz vllm perplexity clean
 .DELETE_ON_ERROR:
 
@@ -79,15 +83,14 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 
-$(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
-	@echo "installing what the demo needs into $(VENV)"
-	$(PIP) "$(TORCH)" --editable ".[gguf]"
-	@touch $@
+$(VENV)/.demo: $(SOURCES) | $(BIN)/python
+	@$(CURRENT) || { echo "installing what the demo needs into $(VENV)"; $(PIP) "$(TORCH)" --editable ".[gguf]"; }
+	@cat $(SOURCES) | cksum > $@
 
-$(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
-	@echo "installing what the tests need into $(VENV)"
-	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda,serve]" --group test --group lint --group docs
-	@touch $@ $(VENV)/.demo
+$(VENV)/.test: $(SOURCES) | $(BIN)/python
+	@$(CURRENT) || { echo "installing what the tests need into $(VENV)"; \
+	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda,serve]" --group test --group lint --group docs; }
+	@cat $(SOURCES) | cksum | tee $@ > $(VENV)/.demo
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(CACHE) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

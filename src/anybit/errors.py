@@ -75,6 +75,13 @@ def printable(text: object, keep: str = "") -> str:
     )
 
 
+def duration(seconds: float) -> str:
+    """A time in messages: 75 s, 4 min, 2.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def one_line(error: BaseException, first: bool = False) -> str:
     """Another library's error as part of a sentence: its text, or only its first line, 300 characters at most."""
     text = str(error).strip()

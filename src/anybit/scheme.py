@@ -110,6 +110,13 @@ class WeightFormat:
         """Whether codes index a table of values."""
         return self.code in TABLES
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a weight takes, with its share of scales, zeros and minima; without the scales of whole rows."""
+        kept = (self.bits + 2) / 2 if self.sparse else self.bits
+        parameters = 16 + {"asym": self.bits, "min": 16}.get(self.code, 0)
+        return kept if self.group is None else kept + parameters / self.group
+
     def groups(self, in_features: int) -> int:
         """Number of groups in a row of ``in_features`` weights; the last one may be partial."""
         return 1 if self.group is None else -(-in_features // self.group)

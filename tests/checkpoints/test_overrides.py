@@ -195,7 +195,7 @@ def test_the_command_line_takes_and_shows_overrides(tmp_path: Path) -> None:
     run = CliRunner().invoke
     result = run(app, ["quantize", str(source), "-s", "w4a16g32", *words, "-o", out])
     assert result.exit_code == 0, result.output
-    assert "15 layers in w4a16g32 and 2 overrides" in result.stdout
+    assert "12 layers in w4a16g32, 2 in w6a16g32, 1 in w8a16," in result.stdout
     shown = json.loads(run(app, ["info", out, "--json"]).stdout)
     assert shown["overrides"] == ["lm_head=w8a16", "*.down_proj=w6a16g32"] and shown["linear_layers"] == 15
     loaded = load_model(source, "w4a16g32", overrides=dict(word.split("=") for word in words[1::2]), device="cpu")

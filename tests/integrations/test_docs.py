@@ -1,13 +1,18 @@
 """The examples of docs/python.md, README.md and docs/quickstart.md run unchanged, in order, on a CPU."""
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from anybit.choose import dispatch
@@ -33,8 +38,10 @@ def test_examples_run(tmp_path: Path) -> None:
     names: dict[str, object] = {"folder": tmp_path}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 7
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?i).*deprecated", FutureWarning)
+        for block in blocks:
+            exec(compile(block, str(PAGE), "exec"), names)
     assert names["y"].shape == (5, 256)  # type: ignore[attr-defined]
     assert not names["error"].any()  # type: ignore[attr-defined]
     assert names["out"].shape == (2, 1, 8, 64)  # type: ignore[attr-defined]
@@ -61,6 +68,49 @@ def test_readme_and_quickstart_run_from_top_to_bottom(tmp_path: Path, monkeypatc
                     assert done.exit_code == 0, f"{page}: {line}: {done.output}"
                 else:
                     assert line.startswith(("make demo", "source .venv/bin/activate", "pip install")), line
+
+
+def test_pages_and_help_name_the_same_options() -> None:
+    """Every option of every command is on a page, and what pages write after ``anybit COMMAND`` exists."""
+    pages = "\n".join(file.read_text() for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = {name: command for name, command in commands.items() if name not in ("serve", "bench")}
+    options = {
+        name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for name, command in commands.items()
+    }
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", pages))
+    every = {option for known in options.values() for option in known if option.startswith("--")}
+    assert every <= named, f"no page names {sorted(every - named)}"
+    for command, words in re.findall(r"anybit (\w+) ([^\n`|#]*)", pages):
+        if command in options:
+            used = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", words.partition(" -- ")[0])
+            assert set(used) <= options[command] | {"--help", "-h"}, f"anybit {command} {words}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_docs_installs_only_what_changed(tmp_path: Path) -> None:
+    tools, log = tmp_path / ".venv" / "bin", tmp_path / "log"
+    tools.mkdir(parents=True)
+    for name in ("python", "mkdocs"):
+        (tools / name).write_text(f'#!/bin/sh\necho {name} "$1 $2" >> {log}\n')
+        (tools / name).chmod(0o755)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def made() -> list[str]:
+        log.unlink(missing_ok=True)
+        subprocess.run(["make", "docs"], cwd=tmp_path, check=True, capture_output=True)
+        return log.read_text().splitlines()
+
+    assert made() == ["python -m pip", "mkdocs build --strict"]
+    later = time.time() + 100
+    os.utime(tmp_path / "pyproject.toml", (later, later))  # as a checkout of git leaves it
+    assert made() == made() == ["mkdocs build --strict"]
+    with (tmp_path / "pyproject.toml").open("a") as file:
+        file.write("# changed")
+    os.utime(tmp_path / "pyproject.toml", (later + 1, later + 1))
+    assert made() == ["python -m pip", "mkdocs build --strict"]
 
 
 def test_what_the_page_names_is_there() -> None:

@@ -219,11 +219,25 @@ def test_tuning_takes_coarse_counts_first_and_ends_in_time(
     assert coarse == {m for m in GRID if m <= 128} and fine == {m for m in STEPS if m <= 128} - coarse
     assert 260 < rest <= most <= 270
     code, _, err = run(monkeypatch, capsys, *words, "-s", "w4a8", "--seconds", "0")
-    assert code == 0 and "0 s were up: run it again to measure the rest" in err
+    assert code == 0 and "0 s were up: run the same command again to measure the rest" in err
     assert run(monkeypatch, capsys, *words, "-s", "w4a8", "--exhaustive")[0] == 0
     assert parts[-1][1] == float("inf")
     run(monkeypatch, capsys, *words, "-s", "w4a16g32")
     assert min(parts[-2][0]) == 1
+
+
+def test_interrupted_tuning_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny("llama", tmp_path)
+
+    def search(*_: object, **__: object) -> Policy:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("anybit.tune.search.search", search)
+    code, _, err = run(monkeypatch, capsys, "tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
+    assert code == 130 and "what was measured is kept, and the same command goes on" in err
 
 
 @pytest.mark.parametrize(
@@ -279,7 +293,7 @@ def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
-    monkeypatch.setattr("anybit.cli.tune._SAY_SECONDS", -1.0)
+    monkeypatch.setattr("anybit.cli.common._SAY_SECONDS", -1.0)
     words = ("tune", str(tmp_path), "-s", "w4a8", "--most-tokens", "1", "-o")
     before = measured.read_text()
     code, _, err = run(monkeypatch, capsys, *words, str(measured))

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from anybit.checkpoints.writing import ShardWriter, write_text
 from anybit.errors import CheckpointError
 
 # Files to download; pickles and other frameworks' weights are not even fetched.
-_FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*"]
+_FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 # Tensors of RoPE factors, which models compute themselves.
 _FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 
@@ -43,8 +43,6 @@ def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator
             yield folder
         return
     if not path.is_dir():
-        if not _is_hub_name(str(model)):
-            raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
         path = from_hub(str(model), trust_remote_code)
     refuse_adapter(path)
     if _is_masked(path):
@@ -155,16 +153,33 @@ def _is_hub_name(text: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
 
-def from_hub(name: str, trust_remote_code: bool = False, revision: str | None = None, cache: str | None = None) -> Path:
+def config_folder(model: str, trust_remote_code: bool = False) -> Path:
+    """A folder with a model's config.json; of a model on the hub nothing else is downloaded. Raises CheckpointError."""
+    refuse_unnamed(model)
+    path = path_of(model, "a model's source").expanduser()
+    if path.is_file():
+        raise CheckpointError(f"{model} is a file: give the folder or the hub name of the model that it was made from")
+    return path if path.is_dir() else from_hub(model, trust_remote_code, files=("config.json",))
+
+
+def from_hub(
+    name: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    cache: str | None = None,
+    files: Sequence[str] = _FETCHED,
+) -> Path:
     """The local folder of a model on the hub, downloaded if needed. Raises CheckpointError if that fails.
 
-    revision: a branch or commit; None: the newest.  cache: the cache folder; None: Hugging Face's.
+    revision: a branch or commit; None: the newest.  cache: the cache folder; None: Hugging Face's.  files: patterns.
     """
+    if not _is_hub_name(name):
+        raise CheckpointError(f"{name} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = [*_FETCHED, "*.py"] if trust_remote_code else _FETCHED
+        patterns = [*files, "*.py"] if trust_remote_code else list(files)
         path = Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -27,7 +27,7 @@ app = typer.Typer(
     help="Quantize language models to any bit-width, and run them.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # whose tables cut the names of options,
     pretty_exceptions_enable=False,
 )
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from anybit.cli.common import JsonOption, TrustOption, megabytes, output, print_
 from anybit.errors import ConversionError, LayerError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
 
+_FORMATS = ["anybit", "compressed-tensors", "gptq", "gguf"]
 _REQUEST = 8192
 """Request length (tokens) assumed when saying how many tokens fit."""
 
@@ -21,24 +23,24 @@ def convert(
         str,
         typer.Option(
             help="anybit, compressed-tensors, gptq or gguf.",
-            autocompletion=lambda: ["anybit", "compressed-tensors", "gptq", "gguf"],
+            autocompletion=lambda: _FORMATS,
         ),
     ],
     out: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The folder, or GGUF file, to write; without it config.json is rewritten."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace what --output names.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --output names.")] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a quantized model in another format without changing its codes; fails if that format cannot hold them.
+    """Write a quantized model in another format, with the same codes.
 
-    Without --output, only config.json is rewritten: anybit and compressed-tensors share their tensors.
-
-    [bold]Examples[/bold]
+    What that format cannot hold is refused. Without --output, only config.json is rewritten: anybit and
+    compressed-tensors share their tensors.
 
     \b
+    Examples:
     anybit convert smollm2-w4 --to compressed-tensors
     anybit convert llama-awq --to anybit -o llama-w4
     anybit convert model.Q4_K_M.gguf --to anybit -o model-w4
@@ -51,6 +53,8 @@ def convert(
     from anybit.checkpoints.source import is_gguf, refuse_unnamed
 
     refuse_unnamed(model)
+    if to not in _FORMATS:
+        raise ConversionError(f"--to {to!r} is unknown: write {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}")
     if out is None and (to in ("gptq", "gguf") or is_gguf(model)):
         what = "a file" if to == "gguf" else "a folder"
         raise ConversionError(f"converting {model} to {to} writes new tensors: name {what} for them with --output")
@@ -70,27 +74,47 @@ def convert(
 
 def info(
     what: Annotated[str, typer.Argument(metavar="MODEL|SCHEME", help="A model (as for quantize), or a scheme.")],
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option("--scheme", "-s", help="Show what the model would take in this scheme; may be repeated."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="With --scheme: tokens of the KV cache.")] = 8192,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain a scheme, or show what a model consists of.
+    """Explain a scheme, or show what a model is made of.
 
-    [bold]Examples[/bold]
+    With --scheme: the memory that it would take, for which only its config.json is downloaded.
 
     \b
+    Examples:
     anybit info w2a16g64asym
     anybit info smollm2-w4 --json
+    anybit info Qwen/Qwen3-32B -s w4a16g128 -s w3a16g64asym-kv4
     """
-    scheme = None
+    if scheme:
+        schemes = [Scheme.parse(word) for word in scheme]
+        from anybit.cli import memory
+
+        found = memory.needs(what, schemes, context, trust_remote_code)
+        if as_json:
+            print_json(memory.as_json(what, found, context))
+        else:
+            memory.show(found, context)
+        return
+    parsed = None
     if what.strip() and not Path(what).expanduser().exists():
         try:
-            scheme = Scheme.parse(what)
+            parsed = Scheme.parse(what)
         except SchemeError as error:
             if "/" not in what:
-                meant = f"{error}; and" if re.match(r"\s*w\d", what) else "it is not a scheme such as w4a16g128, and"
-                raise SchemeError(f"{meant} there is no file or folder {what!r}") from None
-    if scheme is not None:
-        figures = _scheme(scheme)
+                if re.match(r"\s*w\d", what):
+                    raise SchemeError(f"{error}; and there is no file or folder {what!r}") from None
+                raise SchemeError(
+                    f"{what!r} is no scheme, such as w4a16g128, no file or folder, and no hub name, such as owner/model"
+                ) from None
+    if parsed is not None:
+        figures = _scheme(parsed)
     elif Path(what).expanduser().is_file():
         figures = _gguf(Path(what).expanduser())
     else:
@@ -100,8 +124,20 @@ def info(
         return
     width = max(map(len, figures))
     for name, value in figures.items():
-        text = ", ".join(map(str, value)) if isinstance(value, list) else value
-        output.print(f"{name.replace('_', ' '):<{width}}  {'-' if text in (None, '') else text}", markup=False)
+        if isinstance(value, list) and any(" " in str(item) for item in value):
+            lines = [line for item in value for line in _wrapped(str(item), width)]
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list) else value
+            lines = _wrapped("-" if text in (None, "") else str(text), width)
+        for i, line in enumerate(lines):
+            output.print(f"{'' if i else name.replace('_', ' '):<{width}}  {line}", markup=False)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """A cell's text in lines that fit the terminal; as it is where there is none."""
+    if not output.is_terminal:
+        return [text]
+    return textwrap.wrap(text, max(output.width - indent - 2, 20), break_on_hyphens=False, break_long_words=False)
 
 
 _LOADED_BY = {
@@ -114,12 +150,10 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
     from anybit.checkpoints.configuration import why_not
 
     w, x = scheme.weights, scheme.activations
-    zero = {"sym": f"{w.zero}", "bipolar": f"{w.zero}"}.get(w.code, "stored per group")
+    zero = "stored per group" if w.zero is None else f"{w.zero:g}"
     group = "one scale per row" if w.group is None else f"one scale per {w.group} inputs"
-    stored = 16 + {"asym": w.bits, "min": 16}.get(w.code, 0)
     value = {"min": "scale * u + minimum"}.get(w.code, f"scale * {w.code}[u]" if w.tabled else "scale * (u - zero)")
     zero = f", zero {zero}" if w.code in CODES else ", one minimum per group" if w.code == "min" else ""
-    kept = (w.bits + 2) / 2 if w.sparse else w.bits
     return {
         "scheme": str(scheme),
         "weights": f"{w.bits} bits, {w.code}: {value}, u in 0..{2**w.bits - 1}{zero}",
@@ -128,7 +162,7 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
         "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, not quantized",
         "kv_cache": _cache_words(scheme.kv) if scheme.kv else None,
         "kv_cache_in_vllm": _served_words(scheme.kv) if scheme.kv else None,
-        "bits_per_weight": kept if w.group is None else kept + stored / w.group,
+        "bits_per_weight": w.bits_per_weight,
         "compressed_tensors": f"cannot express {reason}" if (reason := why_not(scheme)) else "can hold it",
     }
 
@@ -149,9 +183,8 @@ def _served_words(kv: KVFormat, head_dim: int = 128) -> str:
     except LayerError as error:
         return f"not supported: {error}"
     ratio = 4 * head_dim * _REQUEST / rows.bytes_of(_REQUEST)
-    return (
-        f"{ratio:.2f} times the tokens of 16 bits in requests of 8,192; pays from {rows.pays_from} tokens per request"
-    )
+    least = f"less than 16 bits from {rows.pays_from} tokens a request"
+    return f"{ratio:.2f} times the tokens of 16 bits in requests of 8,192; {least}"
 
 
 def _cache_room(model: Any) -> list[str] | None:
@@ -179,7 +212,7 @@ def _cache_room(model: Any) -> list[str] | None:
         except LayerError:  # head sizes whose pages are too small for 16-bit tokens
             return None
         fit = 2**30 * _REQUEST // (each * rows.bytes_of(_REQUEST))
-        found.append(f"{fit} in {kv} (pays from {rows.pays_from} tokens per request)")
+        found.append(f"{fit} in {kv} (less than 16 bits from {rows.pays_from} tokens a request)")
     return found
 
 

@@ -7,16 +7,17 @@ immediate.
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any, Protocol, cast
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from anybit.errors import SchemeError, printable
+from anybit.errors import SchemeError, duration, printable
 
 
 class _StandardOutput:
@@ -119,6 +120,14 @@ def print_json(value: dict[str, Any]) -> None:
     output.print(json.dumps(_finite(value), indent=2, allow_nan=False), markup=False)
 
 
+def print_table(rows: list[list[str]]) -> None:
+    """Print rows of cells, the first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        output.print("  ".join(cells).rstrip(), markup=False)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
@@ -132,17 +141,43 @@ def megabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
+_SAY_SECONDS = 30.0
+
+
+class Update(Protocol):
+    """Reports progress; ``left``: seconds, if known better than from ``done`` and ``total``."""
+
+    def __call__(self, text: str, done: int, total: int, left: float | None = None) -> None:
+        """Show what was done last, and how much is done; with nothing done yet, say in a line what begins."""
+
+
 @contextmanager
-def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on stderr; yields an update function (text, done, total)."""
+def progress_bar(what: str, counted: bool = False) -> Iterator[Update]:
+    """Show a progress bar on stderr, or, where that is no terminal, a line every 30 s."""
     columns = [TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
     if counted:
         columns.insert(2, MofNCompleteColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         task = bars.add_task(what, total=None)
+        began = said = last = time.monotonic()
+        whole, before = -1, 0  # a task may have several parts, each with a total of its own
 
-        def update(text: str, done: int, total: int) -> None:
+        def update(text: str, done: int, total: int, left: float | None = None) -> None:
+            nonlocal began, said, last, whole, before
             bars.update(task, description=printable(text or what), completed=done, total=total)
+            now = time.monotonic()
+            if total != whole or done < before:
+                began = last
+            if not done and left is None:
+                errors.print(text, markup=False, soft_wrap=True)
+                said = now
+            elif not errors.is_terminal and now - said >= _SAY_SECONDS:
+                left = (now - began) * (total - done) / done if left is None else left
+                share = f"{done} of {total}" if counted else f"{done / total:.0%}"
+                shown = "" if math.isnan(left) else f", {duration(left)} left"
+                errors.print(f"{share}: {text or what}{shown}", markup=False, soft_wrap=True)
+                said = now
+            last, whole, before = now, total, done
 
         yield update
 

@@ -1,5 +1,6 @@
 """anybit eval."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -13,26 +14,30 @@ from anybit.cli.common import (
     DequantizeOption,
     DeviceOption,
     JsonOption,
-    Model,
     OverrideOption,
     SchemeOption,
     TrustOption,
+    errors,
     output,
     overrides_of,
     print_json,
+    print_table,
     progress_bar,
     status,
 )
-from anybit.errors import LayerError, TextError
+from anybit.errors import LayerError, OptionError, TextError
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
     from anybit.hf.cache import AnyBitCache
+    from anybit.hf.evaluate import Perplexity
     from anybit.hf.loading import Loaded
 
 
 def evaluate(
-    model: Model,
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL", help="Folders, hub names or GGUF files; several are compared.")
+    ],
     text: Annotated[Path, typer.Option("--text", "-t", help="A text file, UTF-8.")],
     scheme: SchemeOption = None,
     override: OverrideOption = None,
@@ -46,78 +51,149 @@ def evaluate(
     baseline: Annotated[
         str | None, typer.Option(help="A model to compare with: same next token, and KL divergence.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Plot perplexity over bits per weight into this file (.png, .svg, .pdf).")
+    ] = None,
     backend: BackendOption = None,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     dequantize: DequantizeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure perplexity over fixed windows of a text, and agreement with another model.
-
-    [bold]Examples[/bold]
+    """Measure perplexity on a text, and compare models.
 
     \b
+    Examples:
     anybit eval smollm2-w4 --text wiki.txt
+    anybit eval llama-w4 llama-w3 ./llama -t wiki.txt --picture schemes.svg
     anybit eval ./llama --scheme w3a16g64asym -t wiki.txt --windows 16 --baseline ./llama --json
     """
     parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
+    if picture is not None:
+        _check_picture(picture)
     from anybit.hf import evaluate as measure
     from anybit.hf.loading import load_model, stored_scheme
     from anybit.models.modules import check_tokens
 
     content = measure.read_text(text)
-    with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-        loaded = load_model(
-            model,
-            parsed,
-            overrides=others,
-            backend=backend,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            dequantize=dequantize,
-        )
-    _refuse_beyond(loaded, context)
-    ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
-    check_tokens(loaded.model, ids, model)
-    first = _bos(loaded.tokenizer, bos)
-    rows = measure.windows_of(ids, context, windows, first)
-    cache = _cache(loaded, context)
-    with progress_bar("Windows", counted=True) as update:
-        result = measure.perplexity(loaded.model, rows, first is not None, lambda d, t: update("Windows", d, t), cache)
-    figures: dict[str, Any] = {
-        "model": model,
-        "scheme": str(loaded.scheme) if loaded.scheme else None,
-        "bits_per_weight": measure.bits_per_weight(loaded.model),
-        "text": str(text),
-        **asdict(result),
-    }
+    other = None
     if baseline is not None:
         with status(f"Loading {baseline}"):
             # A backend only applies to quantized layers, which the baseline may not have.
             theirs = None if backend is None or stored_scheme(baseline) is None else backend
             other = load_model(baseline, backend=theirs, device=device, trust_remote_code=trust_remote_code)
         _refuse_beyond(other, context)
-        check_tokens(other.model, ids, baseline)
-        with progress_bar("Comparing", counted=True) as update:
-            compared = measure.agreement(
-                loaded.model, other.model, rows, lambda d, t: update("Comparing", d, t), cache, _cache(other, context)
+    found: list[dict[str, Any]] = []
+    rows: Any = None
+    for model in models:
+        with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
+            loaded = load_model(
+                model,
+                parsed,
+                overrides=others,
+                backend=backend,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                dequantize=dequantize,
             )
-        figures |= {"baseline": baseline, "same_token": compared.same, "divergence": compared.divergence}
+        _refuse_beyond(loaded, context)
+        ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
+        check_tokens(loaded.model, ids, model)
+        first = _bos(loaded.tokenizer, bos)
+        before, rows = rows, measure.windows_of(ids, context, windows, first)
+        if before is not None and not rows.equal(before):
+            warnings.warn(f"{model} splits the text into other tokens: its perplexity does not compare", stacklevel=2)
+        cache = _cache(loaded, context)
+        with progress_bar(f"Windows of {model}", counted=True) as update:
+            tell = partial(update, f"windows of {model}")
+            result = measure.perplexity(loaded.model, rows, first is not None, tell, cache)
+        figures: dict[str, Any] = {
+            "model": model,
+            "scheme": str(loaded.scheme) if loaded.scheme else None,
+            "bits_per_weight": measure.bits_per_weight(loaded.model),
+            "text": str(text),
+            **asdict(result),
+        }
+        if other is not None:
+            check_tokens(other.model, ids, other.name)
+            with progress_bar(f"Comparing {model}", counted=True) as update:
+                tell = partial(update, f"comparing {model}")
+                compared = measure.agreement(loaded.model, other.model, rows, tell, cache, _cache(other, context))
+            figures |= {"baseline": baseline, "same_token": compared.same, "divergence": compared.divergence}
+        found.append(figures)
+        del loaded  # before the next one is loaded
+    if picture is not None:
+        _draw(picture, found)
     if as_json:
-        print_json(figures)
-        return
+        print_json(found[0] if len(models) == 1 else {"models": found})
+    elif len(models) == 1:
+        _show(found[0], result)
+    else:
+        _show_table(found, result)
+
+
+def _show(figures: dict[str, Any], result: "Perplexity") -> None:
     output.print(
-        f"perplexity {result.perplexity:.2f} over {result.windows} windows of {context} tokens "
-        f"({result.scored} scored, {'with' if result.bos else 'without'} BOS); "
+        f"perplexity {result.perplexity:.2f} over {_windows(result)}; "
         f"{figures['bits_per_weight']:.2f} bits per weight; {result.seconds:.1f} s",
         markup=False,
     )
-    if baseline is not None:
+    if "baseline" in figures:
         output.print(
-            f"same next token as {baseline} in {figures['same_token']:.1%} of positions; "
+            f"same next token as {figures['baseline']} in {figures['same_token']:.1%} of positions; "
             f"KL divergence {figures['divergence']:.4f} nats",
             markup=False,
         )
+
+
+def _show_table(found: list[dict[str, Any]], result: "Perplexity") -> None:
+    rows = [["model", "scheme", "bits per weight", "perplexity"]]
+    rows += [
+        [one["model"], one["scheme"] or "-", f"{one['bits_per_weight']:.2f}", f"{one['perplexity']:.2f}"]
+        for one in found
+    ]
+    if "baseline" in found[0]:
+        rows[0] += ["same token", "KL, nats"]
+        for row, one in zip(rows[1:], found, strict=True):
+            row += [f"{one['same_token']:.1%}", f"{one['divergence']:.4f}"]
+    print_table(rows)
+    against = f"; same token and KL divergence against {found[0]['baseline']}" if "baseline" in found[0] else ""
+    output.print(f"\n{_windows(result)}{against}", markup=False)
+
+
+def _windows(result: "Perplexity") -> str:
+    told = f"{result.scored} scored, {'with' if result.bos else 'without'} BOS"
+    return f"{result.windows} windows of {result.context} tokens ({told})"
+
+
+def _check_picture(path: Path) -> None:
+    """Check before measuring. Raises OptionError without matplotlib, or for a file that it cannot write."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise OptionError("--picture draws with matplotlib: pip install 'anybit[plots]'") from None
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise OptionError(f"--picture {path} must end in one of {', '.join('.' + kind for kind in kinds)}")
+    if not path.parent.is_dir():
+        raise OptionError(f"--picture {path}: there is no folder {path.parent}")
+
+
+def _draw(path: Path, found: list[dict[str, Any]]) -> None:
+    """Plot perplexity over bits per weight."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for one in found:
+        axes.scatter(one["bits_per_weight"], one["perplexity"])
+        label = one["scheme"] or Path(one["model"]).name
+        axes.annotate(label, (one["bits_per_weight"], one["perplexity"]), (5, 5), textcoords="offset points")
+    axes.set(xlabel="bits per weight", ylabel="perplexity")
+    axes.margins(0.15)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+    errors.print(f"drew {path}", markup=False, soft_wrap=True)
 
 
 def _refuse_beyond(loaded: "Loaded", context: int) -> None:

@@ -59,9 +59,8 @@ def generate(
 ) -> None:
     """Generate text and print it as it comes.
 
-    [bold]Examples[/bold]
-
     \b
+    Examples:
     anybit generate smollm2-w4 --prompt "Why is the sky blue?"
     anybit generate model.gguf --scheme w3a16g64asym -p "Once upon a time" --raw -n 200
     """
@@ -95,9 +94,8 @@ def chat(
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer; an empty line, /quit or the end of the input ends the conversation.
 
-    [bold]Examples[/bold]
-
     \b
+    Examples:
     anybit chat smollm2-w4
     anybit chat ./llama --scheme w4a16g128 --system "Answer in rhymes." --temperature 0.7
     """

@@ -2,9 +2,11 @@
 
 import json
 import re
+import shlex
+import sys
 import warnings
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from anybit.cli.common import (
     Model,
     OverrideOption,
     TrustOption,
+    errors,
     megabytes,
     output,
     overrides_of,
@@ -36,7 +39,7 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()),
+            help=", ".join(f"{name} ({method.summary})" for name, method in METHODS.items()),
             autocompletion=lambda: list(METHODS),
         ),
     ] = "rtn",
@@ -79,9 +82,8 @@ def quantize(
 ) -> None:
     """Quantize a model layer by layer and save it. A failed run leaves no partial output.
 
-    [bold]Examples[/bold]
-
     \b
+    Examples:
     anybit quantize Qwen/Qwen3-4B -o qwen3-4b-w4
     anybit quantize model.gguf --scheme w3a16g64asym -o model-w3
     anybit quantize ./llama -s w2a16g64asym --method distill --text wikipedia.txt -o llama-w2
@@ -90,6 +92,7 @@ def quantize(
     anybit quantize ./llama -s w4a16g64 --bits 3.5 --text wikipedia.txt -o llama-3.5
     """
     parsed, others = Scheme.parse(scheme), overrides_of(override)
+    _check_bits(bits, parsed)
     size = None if memory is None else _bytes(memory)
     options = _options(method, text, tokens, settings or [])
     from anybit.checkpoints import local_folder
@@ -103,30 +106,34 @@ def quantize(
         with status(f"Reading {model}"):
             source = stack.enter_context(local_folder(model, trust_remote_code))
         with progress_bar("Quantizing") as update:
-            saved = quantize_folder(
-                source,
-                out,
-                parsed,
-                method,
-                keep,
-                overrides=others,
-                bits=bits,
-                memory=size,
-                context=context,
-                overwrite=overwrite,
-                progress=update,
-                options=options,
-                trust_remote_code=trust_remote_code,
-            )
+            try:
+                saved = quantize_folder(
+                    source,
+                    out,
+                    parsed,
+                    method,
+                    keep,
+                    overrides=others,
+                    bits=bits,
+                    memory=size,
+                    context=context,
+                    overwrite=overwrite,
+                    progress=update,
+                    options=options,
+                    trust_remote_code=trust_remote_code,
+                )
+            except KeyboardInterrupt:
+                errors.print(_how_to_go_on(method, options, out), markup=False, soft_wrap=True)
+                raise
     if as_json:
         print_json(asdict(saved))
         return
     speed = saved.weights / saved.seconds / 1e6
-    mixed = f" and {len(saved.overrides)} overrides" if len(saved.overrides) > 1 else " and 1 override"
-    mixed = mixed if saved.overrides else ""
+    (first, count), *rest = saved.schemes.items()
+    layers = ", ".join([f"{count} layers in {first}", *(f"{count} in {other}" for other, count in rest)])
     output.print(
         f"saved {saved.folder}: {megabytes(saved.bytes_before)} -> {megabytes(saved.bytes_after)}; "
-        f"{saved.layers} layers in {saved.scheme}{mixed}, {saved.bits_per_weight:.2f} bits per weight; "
+        f"{layers}, {saved.bits_per_weight:.2f} bits per weight; "
         f"{saved.seconds:.1f} s, {speed:.3g} million weights/s",
         markup=False,
     )
@@ -156,6 +163,29 @@ def _say_if_nothing_runs(scheme: Scheme) -> None:
             f"no kernel runs {scheme} on {gpu}: the model will run on a CPU, and on a GPU only with "
             "--backend reference-packed, which is slow; docs/schemes.md says which schemes have kernels",
             stacklevel=2,
+        )
+
+
+def _how_to_go_on(method: str, options: dict[str, Any], out: Path) -> str:
+    """What to tell who interrupted a run."""
+    if not METHODS[ALIASES.get(method, method)].calibrated:
+        return "interrupted; nothing was saved"
+    if "resume" in options:
+        return f"interrupted; the same command goes on after the blocks in {options['resume']}"
+    again = shlex.join(["anybit", *sys.argv[1:], "--set", f"resume={out}-blocks"])
+    return f"interrupted; nothing was saved. This keeps finished blocks, and goes on if it is run again:\n{again}"
+
+
+def _check_bits(bits: float | None, scheme: Scheme) -> None:
+    """Raise OptionError for a budget that no width from 2 to 8 meets, whatever the model."""
+    if bits is None:
+        return
+    least, most = (replace(scheme.weights, bits=width).bits_per_weight for width in (2, 8))
+    most += 0.1 if scheme.weights.group is None else 0  # scales of rows, by their length
+    if not least <= bits <= most:
+        raise OptionError(
+            f"--bits {bits:g} is out of reach: layers of 2 to 8 bits, like {scheme} otherwise, take {least:.3g} to "
+            f"{most:.3g} bits a weight, scales included; without --bits all layers take the width of --scheme"
         )
 
 

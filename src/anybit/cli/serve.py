@@ -42,9 +42,8 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI-compatible endpoints, with vLLM if it is installed, else with transformers.
 
-    [bold]Examples[/bold]
-
     \b
+    Examples:
     anybit serve smollm2-w4
     anybit serve ./llama --scheme w4a16g128 --port 9000
     anybit serve ./llama-w4 --tensor-parallel 2 --memory 0.8
@@ -93,9 +92,8 @@ def bench(
 ) -> None:
     """Measure a running server: time to the first token, time per token and throughput by request rate.
 
-    [bold]Examples[/bold]
-
     \b
+    Examples:
     anybit bench smollm2-w4
     anybit bench ./llama-w4 -r 1 -r 4 -r 16 --picture load.svg
     """

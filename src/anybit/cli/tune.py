@@ -41,7 +41,6 @@ Ranks = Annotated[
 ]
 _DTYPES = ("float16", "bfloat16")
 _USUAL_SECONDS = 270.0
-_SAY_SECONDS = 30.0
 _LARGEST = 1 << 24
 _JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -67,13 +66,13 @@ def tune(
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Measure which kernel and config is fastest for every linear layer of a model, at every number of tokens.
+    """Measure which kernel is fastest for every linear layer of a model.
 
-    Measurements are saved as they are made, so an interrupted search continues. Models use the results.
-
-    [bold]Examples[/bold]
+    Every number of tokens is measured. Measurements are saved as they are made, so an interrupted search continues.
+    Models use the results.
 
     \b
+    Examples:
     anybit tune ./llama-3-8b-w4a8
     anybit tune ./llama-3-8b --scheme w4a16g128
     anybit tune ./llama-3-70b-w4a8 --tensor-parallel 4
@@ -105,23 +104,22 @@ def tune(
     if seconds is None:
         seconds = math.inf if everything else _USUAL_SECONDS
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
-    began = said = time.perf_counter()
+    began = time.perf_counter()
     with progress_bar("Tuning", counted=True) as update:
 
         def report(progress: "Progress") -> None:
-            nonlocal said
-            left = "" if math.isnan(progress.seconds_left) else f", {_minutes(progress.seconds_left)} left"
-            update(f"{progress.product}{left}", progress.done, progress.total)
-            if not errors.is_terminal and time.perf_counter() - said > _SAY_SECONDS:  # logs show no progress bar
-                said = time.perf_counter()
-                errors.print(f"{progress.done} of {progress.total}: {progress.product}{left}", markup=False)
+            update(str(progress.product), progress.done, progress.total, progress.seconds_left)
 
         options = Options(10**6 if everything else each, again=again)
         for part in (coarse, fine):
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
                 how = replace(options, seconds=left)
-                policy = search_on(used, part, partial(_map, to), how, hints=hints, report=report)
+                try:
+                    policy = search_on(used, part, partial(_map, to), how, hints=hints, report=report)
+                except KeyboardInterrupt:
+                    errors.print("interrupted; what was measured is kept, and the same command goes on", soft_wrap=True)
+                    raise
     gains = [
         point.default_us / min((measured.us for measured in point.strategies.values()), default=point.default_us)
         for product in products
@@ -129,14 +127,16 @@ def tune(
     ]
     mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0
     errors.print(
-        f"{len(gains)} of {len(products)} products measured, {mean:.3f} times as fast as before (geometric "
-        f"mean); {time.perf_counter() - began:.0f} s; {to or policies.own_file(policy.origin.gpu)}",
+        f"measured {len(gains)} of {len(products)} products (layers by numbers of tokens): on average {mean:.3f} times "
+        f"as fast as the built-in choices; {time.perf_counter() - began:.0f} s; the map is in "
+        f"{to or policies.own_file(policy.origin.gpu)}",
         markup=False,
+        soft_wrap=True,
     )
     if time.perf_counter() - began > seconds and len(gains) < len(products):
-        errors.print(f"{seconds:.0f} s were up: run it again to measure the rest", markup=False)
+        errors.print(f"{seconds:.0f} s were up: run the same command again to measure the rest", markup=False)
     for name, reason in policy.excluded.items():
-        errors.print(f"excluded: {name}: {reason}", markup=False)
+        errors.print(f"left out {name}: {reason}", markup=False, soft_wrap=True)
 
 
 def explain(
@@ -157,9 +157,8 @@ def explain(
 ) -> None:
     """Show which kernel and config would run a linear layer, and why. Without a GPU, answers for an H200.
 
-    [bold]Examples[/bold]
-
     \b
+    Examples:
     anybit explain 4096,14336 --scheme w4a8 --m 1 --m 512
     anybit explain ./llama-3-8b-w4a8 --m 16
     """
@@ -242,10 +241,6 @@ def _checked(dtype: str | None) -> str | None:
     if dtype is not None and dtype not in _DTYPES:
         raise KernelError(f"--dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
     return dtype
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _shape(text: str) -> tuple[int, int] | None:

@@ -218,7 +218,8 @@ def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None)
         if not matched:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model)))
             raise LayerError(
-                f"{pattern!r} matches no layer of {type(model).__name__}; the names of its linear layers end in {known}"
+                f"nothing to keep: {pattern!r} matches no layer of {type(model).__name__}; the names of its linear "
+                f"layers end in {known}"
             )
 
 

@@ -134,11 +134,15 @@ def _describe(writer: Any, config: Any) -> None:
     """Write a model's hyperparameters."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
-        raise ConversionError(f"its RoPE has scaling of type {rope['rope_type']}, with which no GGUF files are written")
+        raise ConversionError(
+            f"the model's RoPE has scaling of type {rope['rope_type']}, with which no GGUF files are written"
+        )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise ConversionError(f"it has a sliding window of {config.sliding_window} tokens, which GGUF's llama has not")
+        raise ConversionError(
+            f"the model has a sliding window of {config.sliding_window} tokens, which GGUF's llama has not"
+        )
     if config.hidden_act != "silu":
-        raise ConversionError(f"its MLPs use {config.hidden_act}, and readers of GGUF files compute silu")
+        raise ConversionError(f"the model's MLPs use {config.hidden_act}, and readers of GGUF files compute silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(Path(str(config.name_or_path)).name or config.model_type)
     writer.add_context_length(config.max_position_embeddings)
@@ -170,9 +174,11 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
         or model.get("byte_fallback")
         or (found.get("decoder") or {}).get("type") != "ByteLevel"
     ):
-        raise ConversionError("its tokenizer is not a byte-level BPE, the only kind that can be written")
+        raise ConversionError("the model's tokenizer is not a byte-level BPE, the only kind that can be written")
     if found.get("normalizer"):
-        raise ConversionError(f"its tokenizer normalizes text ({found['normalizer'].get('type')}), and readers do not")
+        raise ConversionError(
+            f"the model's tokenizer normalizes text ({found['normalizer'].get('type')}), and readers do not"
+        )
     tokens: list[str | None] = [None] * size
     types = [gguf.TokenType.UNUSED] * size
     for token, number in model["vocab"].items():
@@ -204,7 +210,7 @@ def _rule(found: dict[str, Any]) -> str:
     steps = found.get("pretokenizers") or [found]
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
-        raise ConversionError("its tokenizer puts a space before the text, which readers of GGUF files do not")
+        raise ConversionError("the model's tokenizer puts a space before the text, which readers of GGUF files do not")
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
@@ -214,4 +220,6 @@ def _rule(found: dict[str, Any]) -> str:
         if name is not None and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
             return name
     rule = ", ".join(map(str, kinds))
-    raise ConversionError(f"its tokenizer splits text by a rule ({rule}) whose name in GGUF anybit does not know")
+    raise ConversionError(
+        f"the model's tokenizer splits text by a rule ({rule}) whose name in GGUF anybit does not know"
+    )

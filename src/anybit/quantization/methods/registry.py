@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybit.errors import OptionError, SchemeError
+from anybit.errors import OptionError, SchemeError, duration
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -20,12 +20,23 @@ class Method:
     summary: one line for help texts.  function: runs a job (``quantization.pipeline.stream.Job``), as
     ``module.function`` within ``anybit.quantization``; it ends in ``write_quantized``.
     calibrated: whether it needs a calibration text.  mixed: whether it supports per-layer schemes.
+    pace: about how many seconds a million weights take with default settings, on two CPU cores and on an H200 (which
+    takes ``_START`` more), from runs of 0.1 and 7 billion weights, or of the most similar method; None: unknown.
+    settings: names of its own options.
     """
 
     summary: str
     function: str
     calibrated: bool = False
     mixed: bool = False
+    pace: tuple[float, float] | None = None
+    settings: tuple[str, ...] = ()
+
+    def expected(self, weights: int, gpu: bool) -> float | None:
+        """About how many seconds a model of so many weights takes; None if nobody timed it."""
+        if self.pace is None:
+            return None
+        return _START + self.pace[1] * weights / 1e6 if gpu else self.pace[0] * weights / 1e6
 
     def run(self, job: "Job") -> "Saved":
         """Run a job."""
@@ -34,16 +45,42 @@ class Method:
         return saved
 
 
+_START = 16.0
 _CALIBRATED = "pipeline.calibrated.run"
+_INPUTS = ("text", "sequences", "tokens", "device")
+_SETTINGS = (
+    *("length", "start", "drift", "order", "damping", "passes", "resume", "spill"),
+    *("block_passes", "learn_tokens", "learn_passes", "step_tokens", "place_rate", "scale_rate", "gain_rate"),
+)
+_MASKS = ("mask_passes", "weight_rate", "choosing", "decay", "generated_tokens")
+_SMOOTH = ("strength", "scale_steps", "between_rate")
 METHODS: dict[str, Method] = {
-    "rtn": Method("rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn", mixed=True),
-    "gptq": Method("error feedback, calibrated on a text; also for 2:4 sparse schemes", _CALIBRATED, True, mixed=True),
-    "blockwise": Method("gptq, then learns codes and scales block by block", _CALIBRATED, True),
-    "distill": Method("gptq, then learns codes and scales from the original model", _CALIBRATED, True),
-    "smooth": Method("moves outliers of activations into the weights, then gptq", _CALIBRATED, True),
-    "rotate": Method("spreads outliers by a Hadamard rotation, then gptq", _CALIBRATED, True),
-    "smooth_rotate": Method("smooths and rotates the input of every layer, then gptq", _CALIBRATED, True),
-}
+    "rtn": Method(
+        "rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn", mixed=True, pace=(0.05, 0.05),
+        settings=("search",),
+    ),
+    "gptq": Method(
+        "error feedback, calibrated on a text; also for 2:4 sparse schemes", _CALIBRATED, True, mixed=True,
+        pace=(2.0, 0.02), settings=_SETTINGS,
+    ),
+    "blockwise": Method("gptq, then learns codes and scales block by block", _CALIBRATED, True, settings=_SETTINGS),
+    "distill": Method(
+        "gptq, then learns codes and scales from the original model", _CALIBRATED, True, pace=(12.0, 0.3),
+        settings=(*_SETTINGS, *_MASKS),
+    ),
+    "smooth": Method(
+        "moves outliers of activations into the weights, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
+        settings=(*_SETTINGS, *_SMOOTH),
+    ),
+    "rotate": Method(
+        "spreads outliers by a Hadamard rotation, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
+        settings=(*_SETTINGS, "seed", "mix_heads"),
+    ),
+    "smooth_rotate": Method(
+        "smooths and rotates the input of every layer, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
+        settings=(*_SETTINGS, *_SMOOTH, "seed"),
+    ),
+}  # fmt: skip
 
 
 def quantize_folder(
@@ -72,7 +109,8 @@ def quantize_folder(
     stored bits per weight, or the bytes of the result, stay within this budget (``pipeline.allocate``).
     context: with memory, tokens of a KV cache to reserve part of it for, in the scheme's format.
     overwrite: replace the output if it is a model folder; never another kind of folder, nor the source.
-    progress: called with the layer just done, weights done, and weights in all. shard_bytes: the most bytes per output
+    progress: called with the layer just done, weights done, and weights in all; before a long run, with how long it may
+    take and nothing done. shard_bytes: the most bytes per output
     file. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
     Raises CheckpointError for a bad source or output path, LayerError for a layer that does not fit the scheme or a
     name that matches no layer, SchemeError for an unknown scheme or method, OptionError for an unknown option,
@@ -93,6 +131,13 @@ def quantize_folder(
             if name in options:
                 looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
                 raise OptionError(f"method {method} needs no text: leave out {name}, or choose one of {looking}")
+    known = {
+        name for other in METHODS.values() if other.calibrated == METHODS[method].calibrated for name in other.settings
+    }
+    for name in options:
+        if name not in known and name not in (*_INPUTS, *(("length", "seed") if search else ())):
+            own = ", ".join(METHODS[method].settings) or "none"
+            raise OptionError(f"method {method} has no setting {name!r} ({options[name]!r}); its settings: {own}")
     mixed = [name for name in METHODS if METHODS[name].mixed]
     if (overrides or search) and method not in mixed:
         what = "a search for widths works" if search else "overrides work"
@@ -102,6 +147,8 @@ def quantize_folder(
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"overwrite": overwrite, "progress": progress, "options": options}
     job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, trust_remote_code, **rest)
+    if progress is not None:
+        _say_how_long(job, progress)
     if search:
         from anybit.quantization.pipeline.allocate import OPTIONS, allocate
 
@@ -111,3 +158,18 @@ def quantize_folder(
             rest = {name: value for name, value in options.items() if name not in OPTIONS or name == "device"}
             job = replace(job, options=rest)
     return METHODS[method].run(job)
+
+
+def _say_how_long(job: "Job", progress: "Progress") -> None:
+    """Report the expected time of a run of more than half a minute."""
+    import torch
+
+    weights = sum(layer.n * layer.k for layer in job.layers)
+    usual = "cuda" if METHODS[job.method].calibrated and torch.cuda.is_available() else "cpu"
+    gpu = torch.device(job.options.get("device") or usual).type == "cuda"
+    expected = METHODS[job.method].expected(weights, gpu)
+    size = f"{job.method} of {weights / 1e6:,.0f} million weights"
+    if expected is None:
+        progress(f"{size}: the first block shows how long it takes", 0, weights)
+    elif expected > 30:
+        progress(f"{size}: about {duration(expected)} on {'an H200' if gpu else 'two CPU cores'}", 0, weights)

@@ -30,7 +30,7 @@ from anybit.models.blocks import weight_of
 from anybit.models.modules import LinearLayer
 from anybit.quantization.pipeline.calibrated import Options, first_of, load_whole, sequences_of
 from anybit.quantization.pipeline.stream import Job, experts_of
-from anybit.scheme import WeightFormat
+from anybit.scheme import KVFormat, WeightFormat
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """The candidate widths, in bits."""
@@ -76,7 +76,7 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     free = [layer for layer in job.layers if override_of(layer.name, job.overrides) is None]
     if not free:
         raise OptionError("every layer has an override, so there is nothing to choose")
-    cache = 0.0 if context is None else _cache_bytes(job, context)
+    cache = 0.0 if context is None else cache_bytes(job.model.config, job.scheme.kv, context)
     budget = _budget(job, free, bits, None if memory is None else memory - cache)
     wanted = f"{bits:g} bits a weight" if bits is not None else f"{memory:.0f} bytes"
     formats = {width: replace(job.scheme.weights, bits=width) for width in WIDTHS}
@@ -90,6 +90,10 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     text = first_of(sequences_of(job, options, tokens), tokens)
     if not text:
         raise TextError("widths are chosen by what they cost on a text, and this one has no tokens")
+    if job.progress is not None:
+        job.progress(
+            f"choosing widths by what they cost on {tokens} tokens", 0, sum(layer.n * layer.k for layer in free)
+        )
     model = load_whole(job).to(options.where)
     samples = sample(model, text, [layer.name for layer in free], options.seed)
     units = _measure(job, model, {layer.name: layer for layer in free}, samples, formats)
@@ -250,11 +254,15 @@ def _kind(job: Job, name: str) -> torch.dtype:
     return job.source.entries[job.names[job.tied.get(name, f"{name}.weight")]].dtype
 
 
+def stored_bytes(n: int, k: int, format: WeightFormat, scale_bytes: int = 2) -> int:
+    """Bytes of the tensors of a layer of n outputs and k inputs in a checkpoint."""
+    sizes = {"weight_scale": scale_bytes, "weight_shape": 8}
+    return sum(sizes.get(name, 4) * math.prod(shape) for name, shape in layer_shapes(n, k, format).items())
+
+
 def _stored(job: Job, layer: LinearLayer, format: WeightFormat) -> float:
     """Bits of a layer's tensors in a checkpoint."""
-    sizes = {"weight_scale": max(_kind(job, layer.name).itemsize, 2), "weight_shape": 8}
-    shapes = layer_shapes(layer.n, layer.k, format)
-    return 8.0 * sum(sizes.get(name, 4) * math.prod(shape) for name, shape in shapes.items())
+    return 8.0 * stored_bytes(layer.n, layer.k, format, max(_kind(job, layer.name).itemsize, 2))
 
 
 def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: float | None) -> float:
@@ -270,13 +278,16 @@ def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: f
     return 8 * (memory - rest) - fixed
 
 
-def _cache_bytes(job: Job, context: int) -> float:
-    """Bytes of a KV cache of ``context`` tokens in all layers, in the scheme's format or in 16 bits."""
-    config = job.model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bits = 16 if job.scheme.kv is None else PageLayout(job.scheme.kv, dim).bits_per_element
-    return float(context * config.num_hidden_layers * 2 * heads * dim * bits / 8)
+def cache_bytes(config: Any, kv: KVFormat | None, tokens: int) -> float:
+    """Bytes of a model's KV cache of ``tokens`` tokens, in a format or in 16 bits; layers without one count nothing."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    window = min(getattr(text, "sliding_window", None) or tokens, tokens)
+    held = {"full_attention": tokens, "sliding_attention": window, "chunked_attention": window}
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    bits = 16 if kv is None else PageLayout(kv, dim).bits_per_element
+    return float(sum(held.get(kind, 0) for kind in kinds) * 2 * heads * dim * bits / 8)
 
 
 def _reached(

@@ -6,6 +6,7 @@ Only one source tensor and its codes are in memory at a time; a failed run leave
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,7 @@ class Saved:
     bytes_before, bytes_after: of all tensors.  weights: number of quantized weights, an embedding's included.
     experts: number of weights in experts, which are not quantized.  bits_per_weight: over both.
     overrides: schemes by layer name or pattern.  beside: unquantized modules outside the language part (vision, audio).
+    schemes: number of layers by scheme.
     seconds: of the whole job, calibration included.
     """
 
@@ -86,6 +88,7 @@ class Saved:
     experts: int = 0
     overrides: dict[str, str] = field(default_factory=dict)
     beside: list[str] = field(default_factory=list)
+    schemes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,18 +234,15 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
         experts,
         {layer: str(scheme) for layer, scheme in job.overrides.items()},
         beside_text(job.model),
+        dict(Counter(str(job.scheme_of(layer.name)) for layer in (*job.layers, *job.embeddings)).most_common()),
     )
 
 
 def run_rtn(job: Job) -> Saved:
     """Method ``rtn``. Options: device ("cpu"); search=false takes scales that cover each group's range exactly."""
-    settings = dict(job.options)
-    search, device = settings.pop("search", True), settings.pop("device", "cpu")
-    if settings or not isinstance(search, bool):
-        wrong = next(iter(settings), "search")
-        raise OptionError(
-            f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false, and a device"
-        )
+    search, device = job.options.get("search", True), job.options.get("device", "cpu")
+    if not isinstance(search, bool):
+        raise OptionError(f"method rtn: search must be true or false, not {search!r}")
     return write_quantized(
         job, lambda layer, weight: quantize_weight(weight.to(device), job.scheme_of(layer.name).weights, search)
     )
