@@ -1,18 +1,21 @@
-"""Draw docs/packed_roofline.svg, sparse_speedup.svg and serving_rates.svg from committed rows (needs matplotlib).
+"""Draw the pictures of docs/ from committed rows (needs matplotlib).
 
-The first is the MARLIN paper's Fig. 11 for an H200: operations/s over arithmetic intensity, a curve per layer, a
-marker per batch size, under the roofs measured there. The second is its section 5 on Sparse-MARLIN: speedup
-over fp16 by batch size, dense and 2:4 sparse, and the time of 2:4 relative to dense weights. The third is
-MARLIN's serving figure: latency over request rate.
+speed.svg          README: throughput inside vLLM, and decode steps over long contexts
+sizes.svg          schemes: perplexity and decode speed over bits per weight
+packed_roofline.svg, sparse_speedup.svg, serving_rates.svg
+                   the MARLIN paper's Fig. 11, its section 5 on Sparse-MARLIN and its serving figure, for an H200
 """
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-from timing import RATES, RESULTS, read_floor_us
+from rows import rows as rows_of
+from tables import SERVED, weights_gb
+from tables_quantizers import quantized
+from timing import RATES, read_floor_us
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -22,6 +25,14 @@ READ_TB_S = 121e6 / read_floor_us(121e6) * 1e-6
 Row = dict[str, Any]
 RATES_SHOWN = (16, 64, 128)
 """Requests per second at which all engines were timed."""
+
+
+ENGINES = {
+    "vllm": "fp16",
+    "vllm-fp8": "fp8",
+    "vllm-machete": "Machete, w4a16g128",
+    "vllm-anybit": "anybit, ",
+}
 
 
 def save(picture: plt.Figure, name: str) -> None:
@@ -101,15 +112,82 @@ def served(rows: list[Row]) -> None:
     save(picture, "serving_rates.svg")
 
 
+def speed(served: list[Row], steps: list[Row]) -> None:
+    """Tokens/s of an 8B model in vLLM by requests at once, and steps of one request by context."""
+    picture, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    mine = [row for row in served if SERVED.items() <= row.items() and row["prompt"] == 128]
+    counts = (1, 16, 64, 256)
+    for engine, scheme in (
+        ("vllm-anybit", "w4a8+w8a16"), ("vllm-anybit", "w4a16g128+w8a16"), ("vllm-fp8", "fp8"),
+        ("vllm-machete", "w4a16g128"), ("vllm", "fp16"),
+    ):  # fmt: skip
+        of = {row["requests"]: row for row in mine if (row["engine"], row["scheme"]) == (engine, scheme)}
+        label = ENGINES[engine] + (scheme.partition("+")[0] if engine == "vllm-anybit" else "")
+        left.plot(range(4), [of[n]["tokens_per_second"] / 1e3 for n in counts], marker="o", markersize=3, label=label)
+    left.set_xticks(range(4), [str(n) for n in counts])
+    left.set(xlabel="requests at once", title="thousand tokens/s in vLLM")
+    contexts = (512, 32768, 131072)
+    for label, schemes in (
+        ("anybit, w4a16g128, 4-bit cache", ("w4a16g128", *["w4a16g128-kv4g128"] * 2)),
+        ("fp16, torch.compile", ["fp16"] * 3),
+    ):
+        found = {(row["scheme"], row["context"]): row["ms"] for row in steps if row["batch"] == 1}
+        points = [found[each] for each in zip(schemes, contexts, strict=True)]
+        color = "C0" if "anybit" in label else "C4"
+        right.plot([n / 1024 for n in contexts], points, marker="o", markersize=3, color=color, label=label)
+    right.set(xlabel="thousand tokens of context", title="milliseconds a token, one request")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    save(picture, "speed.svg")
+
+
+def sizes(found: list[Row], plain: list[Row], steps: list[Row]) -> None:
+    """Perplexity of SmolLM2-135M by bits per weight, and decode speed of a Llama-3-8B shape by size."""
+    picture, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    curves = {"round to nearest": [row for row in plain if "a16" in row["scheme"]]}
+    for method in ("gptq", "distill"):
+        mine = [row for row in found if (row["method"], row["on"]) == (method, "H200") and "a16" in row["scheme"]]
+        curves[method] = [row for row in mine if not re.search("kv|s24", row["scheme"])]
+    for label, mine in curves.items():
+        points = [(row["bits_per_weight"], row["perplexity"]) for row in mine if row["perplexity"] < 150]
+        # Only what nothing smaller beats.
+        best = sorted(p for p in points if not any(q[0] <= p[0] and q[1] < p[1] for q in points))
+        left.plot(*zip(*best, strict=True), marker="o", markersize=3, label=label)
+    for row in curves["distill"]:
+        if row["scheme"].endswith("g64asym"):
+            place = (row["bits_per_weight"], row["perplexity"])
+            left.annotate(row["scheme"], place, (2, -10), textcoords="offset points", fontsize=7)
+    exact = next(row["perplexity"] for row in plain if row["scheme"] == "float32")
+    left.axhline(exact, color="black", linewidth=0.8)
+    left.annotate("float32", (7.3, exact * 0.945), fontsize=7)
+    left.set(yscale="log", title="perplexity, SmolLM2-135M-Instruct", ylim=(21, 150), xlim=(2, 8.5))
+    ticks = (24, 30, 40, 60, 100)
+    left.set_yticks(ticks, [str(tick) for tick in ticks])
+    left.minorticks_off()
+    left.legend(fontsize=8)
+    for row in steps:
+        if (row["batch"], row["context"]) == (1, 512):
+            place, down = (weights_gb(row["scheme"]), row["tokens_per_second"]), row["scheme"] == "w4a8"
+            right.plot(*place, "o", markersize=4, color="C0")
+            right.annotate(row["scheme"], place, (5, -8 if down else 2), textcoords="offset points", fontsize=7)
+    right.set(title="tokens/s, Llama-3-8B shape, one request", xlabel="GB of weights", xlim=(3, 18.5), ylim=(0, 820))
+    left.set_xlabel("bits per weight, scales included")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    save(picture, "sizes.svg")
+
+
 def main() -> None:
-    rows = json.loads((RESULTS / "h200" / "gemm_packed.json").read_text())
-    rows = [row for row in rows if "bytes" in row]
-    plt.rcParams["svg.hashsalt"] = "anybit"
-    roofline(rows)
-    rows = json.loads((RESULTS / "h200" / "serving.json").read_text())
-    rows = [row for row in rows if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b" and row["ranks"] == 1]
-    served([row for row in rows if row["executor"] == "mp"])  # as `anybit serve` runs vLLM
-    sparse(json.loads((RESULTS / "h200" / "sparse.json").read_text()))
+    plt.rcParams |= {"svg.hashsalt": "anybit", "svg.fonttype": "none"}
+    steps = [row for row in rows_of("generate") if row["case"] == "Llama-3-8B shape"]
+    speed(rows_of("serving"), steps)
+    sizes(quantized(), rows_of("perplexity", "cpu"), steps)
+    roofline([row for row in rows_of("gemm_packed") if "bytes" in row])
+    rows = [row for row in rows_of("serving") if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b"]
+    served([row for row in rows if (row["ranks"], row["executor"]) == (1, "mp")])  # as `anybit serve` runs vLLM
+    sparse(rows_of("sparse"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Methods by scheme: perplexity of SmolLM2-135M on Wikipedia prose, and a figure of perplexity over size.
+"""Methods by scheme: perplexity of SmolLM2-135M on Wikipedia prose.
 
     python benchmarks/quantize.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [CASE ...]
 
@@ -11,7 +11,6 @@ and with anybit's kernels: APT-LLM's Table V.
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one, replacing those of the same case,
 scheme, method and options. `--missing` skips cases that have a row, `--seconds S` starts no case after S seconds.
 `--masks FOLDER` keeps learned 2:4 masks for later cases, whose seconds include theirs.
-`--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
 """
 
 import argparse
@@ -39,8 +38,6 @@ from anybit.quantization.pipeline.masks import sparse_model
 from anybit.quantization.pipeline.stream import Job
 from rows import RESULTS, add, origin
 
-ROOT = Path(__file__).parent.parent
-FIGURE = ROOT / "docs" / "quantizers.svg"
 SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
 CASES = [
     "w6a6g64asym-xasym:smooth",
@@ -65,8 +62,6 @@ CASES = [
     *(f"{scheme}g64s24:{method}" for scheme in ("w4a16", "w2a16", "w8a16", "w4a8") for method in ("gptq", "distill")),
     *("w3a16g128asym:blockwise", "w2a16g64asym:blockwise", "w4a4g64asym-xasym:rotate", "w1a16:gptq+distill"),
 ]
-# For peers, whose rows do not say: codes, and a scale and a zero per group.
-BITS = {"w4a16g64asym": 4.31, "w3a16g128asym": 3.16, "w3a16g64asym": 3.3, "w2a16g64asym": 2.28, "w2a16g32asym": 2.56}
 KEY = ("case", "scheme", "method", "options")
 CASE = "smollm2-135m wikipedia, first half"
 FLOAT32, HALF = torch.float32, torch.float16
@@ -210,47 +205,6 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
             add(file, [row], KEY)
 
 
-def figure(rows: list[dict[str, Any]]) -> None:
-    """Plot relative perplexity over bits, a line per method; other than weight-only schemes by name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "anybit"  # reproducible output
-    picture, (axes, others) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(7, 4))
-    rows = [row for row in rows if row["case"] == CASE and "perplexity" in row]
-    base = next(row["perplexity"] for row in rows if row["scheme"] == "float32")
-    # Defaults only; a peer's are in its settings.
-    rows = [r for r in rows if r["scheme"] != "float32" and (not r["options"] or r["method"] not in METHODS)]
-    named: dict[str, float] = {}
-    for method in dict.fromkeys([*METHODS, *(row["method"] for row in rows)]):
-        points: dict[float, float] = {}
-        for row in (row for row in rows if row["method"] == method):
-            ratio = row["perplexity"] / base
-            if "a16" in row["scheme"] and "-kv" not in row["scheme"] and "s24" not in row["scheme"]:
-                bits = round(row.get("bits_per_weight") or BITS[row["scheme"]], 2)
-                points[bits] = min(ratio, points.get(bits, ratio))
-            else:
-                name = f"{row['scheme']} {method}"
-                named[name] = min(ratio, named.get(name, ratio))
-        if points:
-            line = "o-" if method in METHODS else "^:"
-            axes.plot(*zip(*sorted(points.items()), strict=True), line, label=method)
-    axes.set(xlabel="bits per weight, scales included", ylabel="perplexity over float32", yscale="log")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    worst_first = sorted(named, key=lambda name: -named[name])
-    others.barh(worst_first, [named[name] for name in worst_first], color="grey", height=0.6)
-    for name in worst_first:
-        others.annotate(f" {named[name]:.3g}", (named[name], name), fontsize=7, va="center")
-    others.set(xlabel="perplexity over float32", xscale="log", xlim=(0.9, 6 * max(named.values(), default=1)))
-    others.tick_params(axis="y", labelsize=7)
-    others.grid(alpha=0.3, axis="x")
-    picture.tight_layout()
-    picture.savefig(FIGURE, metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=CASES, help="SCHEME:METHOD[+METHOD][:op]")
@@ -263,12 +217,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
-    parser.add_argument("--figure", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
-    if arguments.figure:
-        files = sorted([*RESULTS.glob("*/quantizers.json"), *RESULTS.glob("*/peers.json")])
-        figure([row for file in files for row in json.loads(file.read_text())])
-        return
     place = arguments.output or RESULTS / ("h200" if torch.cuda.is_available() else "cpu")
     started = time.monotonic()
     for case in arguments.cases:

@@ -68,13 +68,21 @@ LINEAR, REST = 6.98e9, 1.05e9
 """Parameters of Llama-3-8B's linear layers, and of its embedding and output head, which stay in 16 bits."""
 
 
+def weights_gb(scheme: str, linear: float = LINEAR, rest: float = REST) -> float:
+    """The size of a model, by default of Llama-3-8B's shape, with embedding and output head in 16 bits."""
+    found = re.match(r"w(\d)a\d+(?:g(\d+))?(asym)?(s24)?", scheme)
+    if found is None:
+        return (linear + rest) * 2 / 1e9
+    bits = (int(found[1]) + 2) / 2 if found[4] else int(found[1])
+    each = (16 + (int(found[1]) if found[3] else 0)) / int(found[2]) if found[2] else 0
+    return (linear * (bits + each) / 8 + rest * 2) / 1e9
+
+
 def choosing() -> str:
     """Memory and speed of a Llama-3-8B shape: schemes down."""
     steps, body = rows("generate"), []
     for scheme in ("fp16", "w8a16g128", "w4a16g128", "w3a16g128", "w2a16g128", "w4a8", "w4a4", "w2a2"):
-        found = re.match(r"w(\d)a\d+(?:g(\d+))?", scheme)
-        bits = 16.0 if found is None else int(found[1]) + (16 / int(found[2]) if found[2] else 0.0)
-        cells = [f"{(LINEAR * bits / 8 + REST * 2) / 1e9:.1f}"]
+        cells = [f"{weights_gb(scheme):.1f}"]
         for batch in (1, 16):
             row = find(steps, case="Llama-3-8B shape", scheme=scheme, batch=batch, context=512)
             cells.append(f"{row['tokens_per_second']:,.0f}" if row else "")
@@ -88,6 +96,39 @@ def choosing() -> str:
         body.append([f"`{scheme}`", *cells, *speeds])
     heads = ["weights, GB", "tokens/s, batch 1", "tokens/s, batch 16", "64 tokens, x fp16", "4,096 tokens, x fp16"]
     return table(["scheme", *heads], body)
+
+
+# -------- which scheme fits
+
+SHAPES = {
+    "Llama-3.1-8B": (LINEAR, REST, 32),
+    "Qwen3-14B": (13.21e9, 1.56e9, 40),
+    "Mistral-Small-24B": (22.23e9, 1.34e9, 40),
+    "Qwen3-32B": (31.21e9, 1.56e9, 64),
+    "Llama-3.3-70B": (68.45e9, 2.10e9, 80),
+}
+"""Parameters of linear layers, those of the embedding and the output head, and layers of 8 KV heads of 128 channels."""
+CONTEXT, KV4 = 32768, 4.53125
+"""Tokens that ``fits`` makes room for, and bits per element of kv4."""
+ASIDE = 2e9
+"""Bytes that ``fits`` leaves for activations and CUDA graphs."""
+
+
+def fits() -> str:
+    """The widest scheme that fits one GPU with a context of 32,768 tokens: models down, GPUs across."""
+    schemes, body = ("w8a16g128", "w4a16g128", "w3a16g64asym", "w2a16g64asym"), []
+    for name, (linear, rest, layers) in SHAPES.items():
+        sizes = {scheme: weights_gb(scheme, linear, rest) for scheme in schemes}
+        caches = {suffix: CONTEXT * layers * 2 * 8 * 128 * bits / 8e9 for suffix, bits in (("", 16), ("-kv4", KV4))}
+        cells = []
+        for gib in (24, 48, 80):
+            room = (0.9 * gib * 2**30 - ASIDE) / 1e9
+            ways = [f"`{s}{kv}`" for s in schemes for kv, cache in caches.items() if sizes[s] + cache <= room]
+            cells.append(next(iter(ways), "two GPUs"))
+        shown = [f"{size:.1f}" for size in (weights_gb("fp16", linear, rest), *list(sizes.values())[:3])]
+        body.append([name, *shown, ", ".join(f"{cache:.1f}" for cache in caches.values()), *cells])
+    heads = ["16 bits", *(f"`{scheme}`" for scheme in schemes[:3]), "cache: 16 bits, `kv4`", "24 GB", "48 GB", "80 GB"]
+    return table(["GB", *heads], body)
 
 
 # -------- whole models
@@ -143,6 +184,8 @@ def decode_attention() -> str:
     found = [row for row in rows("decode_attention") if row["case"] == "main" and row["heads_q"] == 32]
     body = []
     for shape in dict.fromkeys((r["batch"], r["context"], r["heads_q"], r["heads_kv"]) for r in found):
+        if shape[0] in (32, 64):  # as 8 and 128
+            continue
         keys = dict(zip(("batch", "context", "heads_q", "heads_kv"), shape, strict=True))
         pair = [row for kv in ("kv4g128", "kv2g128") if (row := find(found, kv=kv, **keys)) is not None]
         if len(pair) < 2:
@@ -171,7 +214,7 @@ def kv_perplexity() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, choosing, *tables_linear.MAKERS, generate, serving, decode_attention, kv_perplexity,
+        headline, choosing, fits, *tables_linear.MAKERS, generate, serving, decode_attention, kv_perplexity,
         *tables_quantizers.MAKERS,
     )
 }  # fmt: skip
@@ -180,7 +223,7 @@ _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def pages() -> list[Path]:
     """Pages that may contain tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "design").glob("*.md"))]
 
 
 def written(text: str) -> str:

@@ -36,7 +36,23 @@ def gemm_bitwise() -> str:
     return "\n\n".join(parts)
 
 
-SHOWN = (1, 4, 16, 64, 256, 4096)
+def bitplane_shapes() -> str:
+    """Three of Llama-3-8B's products: schemes across; microseconds alone / with quantize-and-pack."""
+    schemes, body = ("w1a1", "w1a2", "w2a2", "w3a4", "w4a4"), []
+    for layer, m in (("gate_up", 4096), ("o", 1024), ("o", 64), ("gate_up", 1)):
+        shape = {"case": f"llama-3-8b {layer}", "m": m, "kernel": "wgmma"}
+        found = [row for scheme in schemes if (row := find(rows("gemm_bitwise"), scheme=scheme, **shape))]
+        cells = [f"{_rounded(row['us'])} / {_rounded(row['us_with_pack'])}" for row in found]
+        cublas = _rounded(found[0]["baselines"]["cublas fp16"])
+        body.append([f"{m} x {found[0]['n']} x {found[0]['k']}", cublas, *cells])
+    return table(["M x N x K", "cuBLAS fp16", *(f"`{scheme}`" for scheme in schemes)], body)
+
+
+def _rounded(us: float) -> str:
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+SHOWN = (1, 16, 64, 256, 4096)
 """Token counts that pages show; ``gemm_packed`` has all."""
 
 
@@ -68,10 +84,10 @@ def _beside_cublas(row: Row | None) -> str:
 
 
 def packed_layers() -> str:
-    """Llama-3-8B in w4a16g128, a line per layer and kernel: some token counts across, microseconds."""
+    """Two layers of Llama-3-8B in w4a16g128, a line per kernel: some token counts across, microseconds."""
     found = [row for row in rows("gemm_packed") if row["scheme"] == "w4a16g128" and row["m"] in SHOWN]
     tokens, body = sorted({row["m"] for row in found}), []
-    for layer in MODELS["llama-3-8b"]:
+    for layer in ("o", "gate_up"):
         mine = {row["m"]: row for row in found if row["case"] == f"llama-3-8b {layer}"}
         ways: dict[str, Callable[[Row], float | None]] = {
             f"**{layer}**": lambda row: row["us"],
@@ -81,7 +97,7 @@ def packed_layers() -> str:
         for words, of in ways.items():
             values = [of(mine[m]) if m in mine else None for m in tokens]
             if any(values):
-                body.append([words, *("" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" for us in values)])
+                body.append([words, *("" if us is None else _rounded(us) for us in values)])
     return table(["us", *(f"M = {m}" for m in tokens)], body) if body else ""
 
 
@@ -91,10 +107,10 @@ def packed_widths() -> str:
     tokens, body = sorted({row["m"] for row in found}), []
     for scheme in sorted({row["scheme"] for row in found}, key=lambda name: (name.partition("a")[2], name)):
         mine = {row["m"]: row for row in found if row["scheme"] == scheme}
-        if scheme in ("w2a16g128", "w3a16g128", "w4a16g128", "w8a16g128", "w2a8", "w4a8", "w8a8", "w4a8fp"):
+        if scheme in ("w2a16g128", "w3a16g128", "w4a16g128", "w8a16g128", "w4a8", "w8a8", "w4a8fp"):
             each = [(row["baselines"]["cublas fp16"], row["us"]) if (row := mine.get(m)) else None for m in tokens]
             body.append([scheme, *(f"{pair[0] / pair[1]:.2f}" if pair else "" for pair in each)])
     return table(["x cuBLAS fp16", *(f"M = {m}" for m in tokens)], body) if body else ""
 
 
-MAKERS = (gemm_bitwise, gemm_packed, packed_layers, packed_widths)
+MAKERS = (gemm_bitwise, bitplane_shapes, gemm_packed, packed_layers, packed_widths)

@@ -7,21 +7,20 @@ def perplexity() -> str:
     """Round-to-nearest on a CPU: schemes down."""
     body = []
     for row in rows("perplexity", "cpu"):
-        plain = row["plain_rounding"]
-        cells = [f"{row['bits_per_weight']:.2f}", _perplexity(row["perplexity"]), _perplexity(plain) if plain else ""]
-        body.append([f"`{row['scheme']}`", *cells])
-    return table(["scheme", "bits per weight", "perplexity", "plain rounding"], body)
+        if row["scheme"] in ("w4a16g256asym", "w4a16asym", "w3a16g32asym"):
+            continue
+        bits = 32 if row["scheme"] == "float32" else row["bits_per_weight"]
+        body.append([f"`{row['scheme']}`", f"{bits:.2f}", _perplexity(row["perplexity"])])
+    return table(["scheme", "bits per weight", "perplexity"], body)
 
 
-PLAIN_GPTQ = {
-    "w4a16g64asym": 28.11, "w3a16g128asym": 45.77, "w3a16g64asym": 46.32, "w2a16g64asym": 239, "w2a16g32asym": 155.6,
-}  # fmt: skip
-"""Perplexity by plain GPTQ on the same sample: clip search, act-order, 24 thousand tokens."""
+_FIRST = ("w4a16g64asym", "w3a16g128asym", "w3a16g64asym", "w2a16g64asym", "w2a16g32asym")
+"""Schemes that head the table."""
 _METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate")
 _COLUMNS = ("rtn", "gptq", "distill")
 
 
-def _quantized() -> list[Row]:
+def quantized() -> list[Row]:
     """Rows of whole quantizers with their defaults, with machines in ``on``."""
     both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers"), "H100": rows("quantizers", "h100")}
     mine = [row | {"on": on} for on, found in both.items() for row in found if row["case"].endswith("first half")]
@@ -37,12 +36,12 @@ def quantizers() -> str:
 
     The machine is named unless it is an H200.
     """
-    mine = _quantized()
+    mine = quantized()
     known = {(row["scheme"], row["method"]) for row in mine if row["on"] == "H200"}
     mine = [row for row in mine if row["on"] == "H200" or (row["scheme"], row["method"]) not in known]
     plain = next((row["perplexity"] for row in mine if row["scheme"] == "float32"), None)
     body = []
-    order = [*PLAIN_GPTQ, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
+    order = [*_FIRST, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
     for scheme in dict.fromkeys(scheme for scheme in order if scheme != "float32"):
         cells: dict[str, list[str]] = {name: [] for name in (*_COLUMNS, "others")}
         for row in (row for method in _METHODS for row in mine if (row["scheme"], row["method"]) == (scheme, method)):
@@ -51,16 +50,16 @@ def quantizers() -> str:
             shown = _perplexity(row["perplexity"]) + f" ({', '.join(words)})" * bool(words)
             cells[row["method"] if own else "others"].append(shown)
         if any(cells.values()):
-            body.append([f"`{scheme}`", *map("; ".join, cells.values()), f"{PLAIN_GPTQ.get(scheme, '')}"])
+            body.append([f"`{scheme}`", *map("; ".join, cells.values())])
     if plain is None:
         return ""
-    header = [f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in _COLUMNS), "others", "plain GPTQ"]
+    header = [f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in _COLUMNS), "others"]
     return table(header, body)
 
 
 def peers() -> str:
     """Perplexity by other quantizers on the same model, text and scheme, and by ours: schemes down."""
-    mine, theirs = _quantized(), [row for machine in ("cpu", "h200") for row in rows("peers", machine)]
+    mine, theirs = quantized(), [row for machine in ("cpu", "h200") for row in rows("peers", machine)]
     names, body = sorted({row["method"] for row in theirs}), []
     for scheme in sorted({row["scheme"] for row in theirs}, reverse=True):
         cells = []

@@ -1,6 +1,7 @@
 """Tables in README.md and docs/ match the rows in benchmarks/results: nobody types them."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from anybit.checkpoints.verify import layer_shapes
 from anybit.kernels.attention.kv_page import PageLayout
-from anybit.scheme import KVFormat
+from anybit.scheme import KVFormat, Scheme
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -22,7 +24,7 @@ def test_tables_are_those_of_the_rows() -> None:
 
 
 def test_the_page_of_attention_counts_bits_as_pages_do() -> None:
-    page = (BENCHMARKS.parent / "docs" / "attention.md").read_text()
+    page = (BENCHMARKS.parent / "docs" / "design" / "attention.md").read_text()
     rows = re.findall(r"^\| (`kv?\d?[^|]*) \| ([\d., ]+) \|", page, re.MULTILINE)
     told = {
         kv: bits for names, all_bits in rows for kv, bits in zip(names.split(", "), all_bits.split(", "), strict=True)
@@ -30,6 +32,19 @@ def test_the_page_of_attention_counts_bits_as_pages_do() -> None:
     assert len(told) >= 8
     for name, bits in told.items():
         assert f"{PageLayout(KVFormat.parse(name.strip('`')), 128).bits_per_element:.2f}" == f"{float(bits):.2f}", name
+
+
+@pytest.mark.parametrize("scheme", ["w8a16g128", "w4a16g128", "w3a16g64asym", "w2a16g64asym", "w4a8"])
+def test_the_pages_count_gigabytes_as_folders_do(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tables
+    from cases import LLAMA3_8B
+
+    shapes = [layer_shapes(n, k, Scheme.parse(scheme).weights) for n, k in LLAMA3_8B.values()]
+    sizes = {"weight_packed": 4, "weight_scale": 2, "weight_zero_point": 4, "weight_shape": 0}
+    stored = 32 * sum(sizes[name] * math.prod(shape) for layer in shapes for name, shape in layer.items())
+    assert tables.weights_gb(scheme) == pytest.approx((stored + 2 * tables.REST) / 1e9, rel=0.003)
+    assert PageLayout(KVFormat.parse("kv4"), 128).bits_per_element == tables.KV4
 
 
 def test_every_table_can_be_printed_by_name() -> None:

@@ -168,7 +168,7 @@ def _say_if_nothing_runs(scheme: Scheme) -> None:
 
 def _how_to_go_on(method: str, options: dict[str, Any], out: Path) -> str:
     """What to tell who interrupted a run."""
-    if not METHODS[ALIASES.get(method, method)].calibrated:
+    if not METHODS[method].calibrated:
         return "interrupted; nothing was saved"
     if "resume" in options:
         return f"interrupted; the same command goes on after the blocks in {options['resume']}"

@@ -3,7 +3,7 @@
 For each group the search tries a few clipping thresholds, refines each scale by least squares (closed form for given
 codes), and takes the one with the smallest sum of cubed errors. Squared error would clip large weights in favour of
 many small ones, which hurts: on one text SmolLM2-135M at w3a16g128asym has a perplexity of 123 with no clipping, 151 by
-squares and 91 by cubes (more in docs/accuracy.md).
+squares and 91 by cubes.
 
 Symmetric codes reach one step further down than up, so scales may be negative: the sign points the longer side at the
 group's largest weight.

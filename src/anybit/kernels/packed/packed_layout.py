@@ -2,7 +2,7 @@
 
 A tile is 64 rows by 128 columns: four units of 16 rows, each with its codes in the fragment order of the A operand of
 mma (or wgmma), then its scales, then its zeros or minima. Units of a block of 128 columns are contiguous, so any range
-of rows is one bulk copy. See docs/packed.md; ``packed_layout.cuh`` is the device's version of this placement.
+of rows is one bulk copy. See docs/design/packed.md; ``packed_layout.cuh`` is the device's version of this placement.
 
 Placement of codes. Lane 4g + t of a warp owns rows g and g + 8 of a unit, in registers j of 2 or 4 fields:
 

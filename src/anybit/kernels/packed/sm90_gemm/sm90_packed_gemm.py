@@ -1,7 +1,7 @@
 """Y = X W^T for packed weights and many tokens, with wgmma: the host side of sm90_packed_gemm.cuh.
 
 It computes Y^T = W X^T: weights, dequantized in registers, are wgmma's A operand (M = 64 rows), tokens its N dimension.
-docs/notes/2026-11-24-packed.md has the measurements behind the choices here.
+docs/design/packed.md has the measurements behind the choices here.
 """
 
 import math
