@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tests.cases_matrix import MATRIX
 from tests.cases_models import tokens_of
 from transformers.pytorch_utils import Conv1D
@@ -105,6 +106,8 @@ def tried_or_broken(name: str, folder: Path) -> Found | None:
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_a_model_runs_as_the_table_says(name: str, tmp_path: Path) -> None:
+    if name == "InternLM 3" and not hasattr(transformers, "InternLM3Config"):
+        pytest.skip("InternLM 3 needs transformers 5.23")
     found = tried_or_broken(name, tmp_path)
     if found is None:
         pytest.skip("Llama4ForConditionalGeneration of this transformers (5.24) fails with any weights")
