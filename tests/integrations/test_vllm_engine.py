@@ -183,12 +183,12 @@ def server(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ca
     folder = quantized(small, "w4a16g64", tmp_path_factory.mktemp("served") / "q")
     flags = ("--dtype", "float32", "--max-length", "256", "--memory", "0.2", "--", "--enforce-eager")
     os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    with cases.served(folder, folder / "log", "--engine", "vllm", *flags, seconds=400) as running:
+    with cases.served(folder, folder / "log", *flags, seconds=400) as running:
         yield running
 
 
 def test_answers_streams_and_the_line_to_paste(server: cases.Running) -> None:
-    assert f"vLLM serves {server.model} at {server.url}" in server.said
+    assert f"vLLM loads {server.model}, to serve it at {server.url}" in server.said
     cases.check_answers(server)
 
 
@@ -214,7 +214,7 @@ def test_a_killed_worker_ends_the_server_with_one_clear_error(small: Path, tmp_p
     folder = quantized(small, "w4a16g64", tmp_path / "q")
     flags = ("--dtype", "float32", "--max-length", "256", "--memory", "0.2", "--tensor-parallel", "2")
     os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    with cases.served(folder, tmp_path / "log", "--engine", "vllm", *flags, "--", "--enforce-eager", seconds=400) as up:
+    with cases.served(folder, tmp_path / "log", *flags, "--", "--enforce-eager", seconds=400) as up:
         family = psutil.Process(up.process.pid).children(recursive=True)
         (worker,) = [one for one in family if "Worker_TP1" in " ".join(one.cmdline())]
         worker.kill()

@@ -364,7 +364,7 @@ def test_anybit_serve_takes_a_gguf_file(tmp_path: Path, monkeypatch: pytest.Monk
     file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
     for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind")):
         monkeypatch.setenv(name, value)
-    flags = ("--engine", "vllm", "--dtype", "float32", "--memory", "0.2", "--", "--enforce-eager")
+    flags = ("--dtype", "float32", "--memory", "0.2", "--", "--enforce-eager")
     expected = by_anybit(file)[0]
     with cases_serving.served(file, tmp_path / "log", *flags, seconds=400) as server:
         answer = server.complete(PROMPTS[0], len(expected), min_tokens=len(expected), return_token_ids=True)

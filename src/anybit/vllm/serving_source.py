@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybit.checkpoints.configuration import refuse_quantized
-from anybit.checkpoints.folder import Folder, read_json
+from anybit.checkpoints.configuration import METHOD, Quantization, refuse_quantized
+from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.formats import format_of
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
-from anybit.checkpoints.formats.translate import FolderTranslation, linear_shapes
+from anybit.checkpoints.formats.translate import linear_shapes
 from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.errors import CheckpointError
-from anybit.models.modules import skeleton
+from anybit.hf.check import check_folder
 
 if TYPE_CHECKING:
     from anybit.vllm.serving import Server
@@ -52,19 +52,33 @@ def vllm_folder(server: "Server") -> Iterator[tuple[Path, list[str]]]:
         config = with_quantization(read_json(path / "config.json"), path, read_json)
         if server.scheme is not None:
             refuse_quantized(config, server.model)
-        chosen = any(word.startswith(("--quantization", "-q")) for word in server.others)
-        yield path, ["--quantization", "anybit"] if not chosen and _reads(path, config, server) else []
+        yield path, _checked(path, config, server)
 
 
-def _reads(path: Path, config: dict[str, Any], server: "Server") -> bool:
-    """Whether a folder is another tool's and anybit can read it; warns if it cannot."""
-    if format_of(config) is None:
-        return False
+def _checked(path: Path, config: dict[str, Any], server: "Server") -> list[str]:
+    """Check a folder. Returns the arguments for vLLM by which anybit's kernels run another tool's."""
+    chosen = (values_of("quantization", server.others) or values_of("q", server.others))[-1:]
+    other = Quantization.of(config) is None and format_of(config) is not None
+    if other and chosen not in ([], [METHOD]):
+        return []
     try:
-        source = FolderTranslation.of(Folder(path, server.trust_remote_code))
-        assert source is not None
-        source.check(skeleton(path, server.trust_remote_code))
+        check_folder(path, server.trust_remote_code)
     except CheckpointError as error:
-        warnings.warn(f"vLLM's own kernels run {server.model}, since anybit cannot: {error}", stacklevel=3)
-        return False
-    return True
+        if chosen or not other:
+            raise
+        warnings.warn(f"vLLM's own kernels run {server.model}, since anybit cannot: {error}", stacklevel=2)
+        return []
+    return ["--quantization", METHOD] if other and not chosen else []
+
+
+def values_of(option: str, others: list[str]) -> list[str]:
+    """The values of an option (named without dashes) among arguments for vLLM; the last occurrence wins, as in vLLM."""
+    found, taking = list[str](), False
+    for word in others:
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            taking = name.lstrip("-").replace("_", "-") == option
+            found = ([value] if equals else []) if taking else found
+        elif taking:
+            found.append(word)
+    return found
