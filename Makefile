@@ -20,7 +20,7 @@ QUANTIZED := $(CACHE)/smollm2-$(SCHEME)
 SOURCES := pyproject.toml Makefile
 CURRENT = [ "$$(cat $@ 2> /dev/null)" = "$$(cat $(SOURCES) | cksum)" ]
 
-.PHONY: demo test lint types docs unit fuzz vllm perplexity clean
+.PHONY: demo test lint types docs unit serve fuzz vllm perplexity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo $(QUANTIZED).saved
@@ -28,7 +28,7 @@ demo: $(VENV)/.demo $(QUANTIZED).saved
 	@echo "> $(PROMPT)"
 	@$(BIN)/anybit generate $(QUANTIZED) --prompt "$(PROMPT)" --max-new-tokens 80
 
-test: lint types docs unit
+test: lint types docs unit serve
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -55,8 +55,12 @@ VLLM_VENV ?= .venv-vllm
 vllm: $(VLLM_VENV)/.done $(MODEL)/config.json
 	ANYBIT_CACHE=$(abspath $(CACHE)) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/integrations/test_vllm*.py
 
+# A part of it: a server that `anybit serve` starts, OpenAI's client, and a 4-bit cache under vLLM's scheduler.
+serve: $(VLLM_VENV)/.done
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m serve -n 2 --dist loadfile --durations=5 tests/integrations/test_vllm_server.py tests/integrations/test_vllm_engine.py
+
 # Torch, pytest and what else fits come from the tests' environment.
-$(VLLM_VENV)/.done: scripts/vllm_requirements.py $(VENV)/.test
+$(VLLM_VENV)/.done: scripts/vllm_requirements.py pyproject.toml | $(VENV)/.test
 	$(BIN)/python scripts/vllm_requirements.py "$(VLLM)" $(VLLM_VENV)
 	@touch $@
 

