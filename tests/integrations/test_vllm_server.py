@@ -66,7 +66,7 @@ def adapter(loaded: Loaded, folder: Path) -> Path:
 def server(folder: Path, adapter: Path) -> Iterator[cases.Running]:
     flags = ("--dtype", "float32", "--max-length", "256", "--memory", "0.2", "--", "--enforce-eager", "--enable-lora")
     flags += ("--lora-modules", f"a={adapter}", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_API_KEY": ""})
     with cases.served(folder, folder / "log", *flags, seconds=900) as running:
         yield running
 

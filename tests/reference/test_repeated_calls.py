@@ -170,7 +170,9 @@ def test_fused_and_small_calls_launch_the_same_again(
 
     first = launches(one)
     kinds = len(made)
-    coded, gemm = "a8" in text, "sm90_packed_skinny" if m == 3 else "packed::sm90_packed_gemm"
+    coded = "a8" in text
+    few = "sm90_packed_skinny" if coded else "sm90_packed_skinny_f16"
+    gemm = few if m == 3 else "packed::sm90_packed_gemm"
     entries = [[entry for entry, _ in some] for some in first]
     ends = [gemm + "_silu"] if coded or m == 300 else [gemm, "silu_mul"]
     before = "quantize" if coded else "add_rms_norm"
@@ -209,7 +211,7 @@ def test_layers_with_activation_order_end_with_silu_too(driver: Driver, made: li
     for _ in range(3):
         assert product.linear(x, tensors, None, spec, silu=True).shape == (m, N // 2)
         entries = [launch.kernel.entry for launch in driver.take()]
-        assert entries == (["packed::sm90_packed_gemm_silu"] if m == 300 else ["sm90_packed_skinny", "silu_mul"])
+        assert entries == (["packed::sm90_packed_gemm_silu"] if m == 300 else ["sm90_packed_skinny_f16", "silu_mul"])
     assert len(made) == 1
 
 

@@ -21,9 +21,6 @@ def test_only_what_decides_counts(count: Any, tmp_path: Path) -> None:
         "_AHEAD = 3\nOTHER = 4\n\n\ndef why_not():\n    return 5\n\n\ndef default():\n    return 6, 7.5, True\n"
     )
     assert count.counted(module) == (3, 3)
-    table = tmp_path / "table.json"
-    table.write_text('{"8": [1, 2.5, "gemv", {"16": true}]}')
-    assert count.counted(table)[1] == 5
 
 
 def test_chooser_stays_small(count: Any) -> None:

@@ -1,4 +1,4 @@
-"""Count what decides which kernel and config runs: lines, and numeric literals of code and of tables in JSON.
+"""Count what decides which kernel and config runs: lines and numeric literals.
 
     python tools/tuning/count_chooser.py
 
@@ -7,17 +7,12 @@ Modules that only choose count whole; of others the functions and constants name
 """
 
 import ast
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "anybit"
-GEMM, TUNE = SRC / "kernels" / "gemm", SRC / "tune"
-WHOLE = (
-    *(GEMM / f"{name}.py" for name in ("heuristics", "builtin", "choose", "bitplane_kinds", "sm90_packed_gemm_loops")),
-    *(GEMM / f"sm90_packed_gemm_{name}.py" for name in ("estimate", "sparse_estimate")),
-    *(TUNE / f"{name}.py" for name in ("dispatch", "interpolate", "choose", "waves")),
-)
+WHOLE = tuple(SRC / "choose" / f"{name}.py" for name in ("heuristics", "builtin", "choose", "dispatch"))
+ROOMS = ("choose", "tune", "kernels/packed", "kernels/bitplane")
 MOST_LINES, MOST_LITERALS = 840, 235
 DECIDE = {
     "default", "_default", "_sparse", "norm_default", "fitted", "_fitted", "estimate", "config_for", "_early_sparse",
@@ -46,9 +41,7 @@ def pieces(path: Path) -> Iterator[ast.AST]:
 
 
 def counted(path: Path) -> tuple[int, int]:
-    """(lines, numeric literals) of a module, or of a table in JSON."""
-    if path.suffix == ".json":
-        return 0, _numbers(json.loads(path.read_text()))
+    """(lines, numeric literals) of a module."""
     lines = literals = 0
     for node in pieces(path):
         whole = isinstance(node, ast.Module)
@@ -57,16 +50,9 @@ def counted(path: Path) -> tuple[int, int]:
     return lines, literals
 
 
-def _numbers(value: object) -> int:
-    if isinstance(value, dict | list):
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return sum(_numbers(one) for one in parts)
-    return isinstance(value, int | float) or (isinstance(value, str) and value.isdigit())
-
-
 def files() -> list[Path]:
-    """The modules and tables that may decide."""
-    return [path for folder in (GEMM, TUNE) for path in folder.iterdir() if path.suffix in (".py", ".json")]
+    """The modules that may decide."""
+    return [path for folder in ROOMS for path in sorted((SRC / folder).rglob("*.py"))]
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def serve(
     anybit serve ./llama-w4 -- --max-num-seqs 64
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
-    from anybit.vllm.serving import Server
+    from anybit.vllm.server import Server
     from anybit.vllm.serving import serve as run
 
     server = Server(

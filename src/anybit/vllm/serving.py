@@ -4,8 +4,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import os
-import shlex
 import socket
 import ssl
 import subprocess
@@ -14,68 +12,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 
 from anybit.checkpoints.folder import read_json
 from anybit.errors import KernelError, OptionError
-from anybit.scheme import Scheme
-from anybit.vllm.serving_source import values_of, vllm_folder
-
-
-@dataclass(frozen=True)
-class Server:
-    """What to serve, and where.
-
-    scheme: quantize while loading.  tensor_parallel: GPUs per layer.  max_length: most tokens of a prompt and its
-    answer.  memory: fraction of GPU memory for vLLM.  dtype: of activations; "auto": the model's.  others: arguments
-    passed to vLLM unchanged.  trust_remote_code: run the model's own Python files.
-    """
-
-    model: str
-    scheme: Scheme | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    tensor_parallel: int = 1
-    max_length: int | None = None
-    memory: float | None = None
-    dtype: str = "auto"
-    others: list[str] = field(default_factory=list)
-    trust_remote_code: bool = False
-
-    @property
-    def url(self) -> str:
-        """The server's URL for clients on this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http{'s' if self.encrypted else ''}://{f'[{host}]' if ':' in host else host}:{self.port}"
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether the server uses TLS."""
-        return bool(values_of("ssl-certfile", self.others) or values_of("ssl-keyfile", self.others))
-
-    def example(self) -> str:
-        """An example curl command; if ``VLLM_API_KEY`` is needed and unset, the shell says so."""
-        model = (values_of("served-model-name", self.others) or [self.model])[0]
-        body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-        text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
-        keyed = vllm_environment(without_key(self.others)[1]).get("VLLM_API_KEY")  # an empty key is none
-        # Do not print the key itself. -k: the certificate is self-signed or for another host name than this.
-        key = ' -H "Authorization: Bearer ${VLLM_API_KEY:?set it to the key of this server}"' if keyed else ""
-        curl = "curl -k" if self.encrypted else "curl"
-        return f"{curl} {shlex.quote(self.url)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {text}"
-
-    @property
-    def own_worker(self) -> bool:
-        """Whether to run vLLM's worker in its own process even on one GPU, so that launches overlap with scheduling;
-        False if arguments for vLLM may set the process layout.
-        """
-        words = [word.partition("=")[0].replace("_", "-") for word in self.others]
-        return self.tensor_parallel == 1 and not any(word.startswith(_LAYOUTS) for word in words)
-
-
-_LAYOUTS = ("--distributed-executor", "--config", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
+from anybit.vllm.server import Server, vllm_environment, without_key
+from anybit.vllm.serving_source import vllm_folder
 
 
 def check_vllm() -> None:
@@ -217,38 +161,6 @@ def vllm_command(server: Server, path: Path) -> list[str]:
         words = {"quant_method": "anybit", "scheme": str(server.scheme)}
         command += ["--quantization", "anybit", "--hf-overrides", json.dumps({"quantization_config": words})]
     return command + server.others
-
-
-def without_key(others: list[str]) -> tuple[list[str], str | None]:
-    """(arguments for vLLM without ``--api-key``, the key), as vLLM's log and the process list would show it.
-
-    Raises OptionError for several keys: the environment variable takes only one.
-    """
-    rest, keys, taking = [], [], False
-    for word in others:
-        name, equals, value = word.partition("=")
-        named = name.replace("_", "-") == "--api-key"
-        taking = (named and not equals) or (taking and not word.startswith("-"))
-        if named and equals:
-            keys.append(value)
-        elif taking and not named:
-            keys.append(word)
-        elif not named:
-            rest.append(word)
-    if len(keys) > 1:
-        raise OptionError(f"--api-key takes one key, not {len(keys)}: vLLM would write several keys to its log")
-    return rest, keys[0] if keys else None
-
-
-KEEP_ALIVE = 75
-"""Seconds before a server closes an idle connection. uvicorn's default, 5, is also httpx's (and so OpenAI's client's):
-now and then a request would go out on a connection that is just being closed, and fail."""
-
-
-def vllm_environment(key: str | None) -> dict[str, str]:
-    """The environment of vLLM's server, with its API key."""
-    found = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE), **os.environ}
-    return found if key is None else {**found, "VLLM_API_KEY": key}
 
 
 def _run(command: list[str], key: str | None) -> int:

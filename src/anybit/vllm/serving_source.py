@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anybit.checkpoints.configuration import METHOD, Quantization, refuse_quantized
 from anybit.checkpoints.folder import read_json
@@ -18,13 +18,11 @@ from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.errors import CheckpointError
 from anybit.hf.check import check_folder
-
-if TYPE_CHECKING:
-    from anybit.vllm.serving import Server
+from anybit.vllm.server import Server, values_of
 
 
 @contextlib.contextmanager
-def vllm_folder(server: "Server") -> Iterator[tuple[Path, list[str]]]:
+def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
     """(folder for vLLM to serve, extra arguments for vLLM).
 
     For a GGUF file: a temporary folder of config, tokenizer and a link to the file, which the plug-in reads itself.
@@ -55,7 +53,7 @@ def vllm_folder(server: "Server") -> Iterator[tuple[Path, list[str]]]:
         yield path, _checked(path, config, server)
 
 
-def _checked(path: Path, config: dict[str, Any], server: "Server") -> list[str]:
+def _checked(path: Path, config: dict[str, Any], server: Server) -> list[str]:
     """Check a folder. Returns the arguments for vLLM by which anybit's kernels run another tool's."""
     chosen = (values_of("quantization", server.others) or values_of("q", server.others))[-1:]
     other = Quantization.of(config) is None and format_of(config) is not None
@@ -69,16 +67,3 @@ def _checked(path: Path, config: dict[str, Any], server: "Server") -> list[str]:
         warnings.warn(f"vLLM's own kernels run {server.model}, since anybit cannot: {error}", stacklevel=2)
         return []
     return ["--quantization", METHOD] if other and not chosen else []
-
-
-def values_of(option: str, others: list[str]) -> list[str]:
-    """The values of an option (named without dashes) among arguments for vLLM; the last occurrence wins, as in vLLM."""
-    found, taking = list[str](), False
-    for word in others:
-        name, equals, value = word.partition("=")
-        if name.startswith("-"):
-            taking = name.lstrip("-").replace("_", "-") == option
-            found = ([value] if equals else []) if taking else found
-        elif taking:
-            found.append(word)
-    return found
