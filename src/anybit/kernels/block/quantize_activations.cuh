@@ -21,7 +21,6 @@ struct Params {
     const uint16_t* residual;  // rms_norm: added to x first; or null
     uint16_t* residual_sum;    // rms_norm: output x + residual; or null
     const uint16_t* gamma;     // rms_norm: [K]
-    uint16_t* normalized;      // [M, K]: output of the source in 16 bits, for other kernels; or null
     uint8_t* codes;            // bit planes (bitplane_layout.cuh), or one byte per value, rows of padded_k bytes
     float* scale;              // [M]
     int32_t* sum;              // [M]: sum of the codes over K, for the GEMM's rank-1 zero-point terms
@@ -236,12 +235,6 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
                 normalize_pair<bf16>(value[v].z, by.z, factor), normalize_pair<bf16>(value[v].w, by.w, factor));
         }
     }
-    if (Config::source != Source::plain && p.normalized) {
-#pragma unroll
-        for (int v = 0; v < vectors; ++v)
-            store8<Config::aligned>(p.normalized + static_cast<int64_t>(row) * p.k, 8 * (v * threads + thread), p.k, value[v]);
-    }
-
 
     if constexpr (order > 0) {
 #pragma unroll

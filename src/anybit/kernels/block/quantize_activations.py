@@ -88,7 +88,6 @@ class Params:
     residual: Pointer
     residual_sum: Pointer
     gamma: Pointer
-    normalized: Pointer
     codes: Pointer
     scale: Pointer
     sum: Pointer
@@ -301,16 +300,12 @@ def quantize(
 
 
 class Operands(TypedDict, total=False):
-    """Further inputs and outputs, depending on ``Source``; all [m, k] in x's dtype, dense, except gamma [k].
-
-    normalized: output for the values before quantization.
-    """
+    """Further inputs and outputs, depending on ``Source``; all [m, k] in x's dtype, dense, except gamma [k]."""
 
     gamma: Pointer
     epsilon: float
     residual: Pointer
     residual_sum: Pointer
-    normalized: Pointer
 
 
 def launch(
@@ -334,7 +329,6 @@ def made(
         residual,
         more.get("residual_sum"),
         more.get("gamma"),
-        more.get("normalized"),
         *codes,
         x_stride,
         0 if residual is None else problem.k,

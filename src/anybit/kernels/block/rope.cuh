@@ -31,7 +31,7 @@ template <bool is_bf16> PTX uint16_t from_float(float v) { return is_bf16 ? ptx:
 
 }  // namespace rope
 
-// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma), stores, paired (q and k alternate
+// Config: threads, head_dim, is_bf16, stores, paired (q and k alternate
 // between eight channels of a head's first half and the eight of the second that they rotate with).
 template <class Config> __global__ void __launch_bounds__(Config::threads) rotate(const __grid_constant__ Params p) {
     using namespace rope;
@@ -92,8 +92,8 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
 #pragma unroll
         for (int i = 0; i < pairs; ++i) {
             if (half % 32 && lane + 32 * i >= half) break;
-            low[i] *= factor * (to_float<bf16>(gamma[lane + 32 * i]) + Config::gamma_offset);
-            high[i] *= factor * (to_float<bf16>(gamma[lane + 32 * i + half]) + Config::gamma_offset);
+            low[i] *= factor * to_float<bf16>(gamma[lane + 32 * i]);
+            high[i] *= factor * to_float<bf16>(gamma[lane + 32 * i + half]);
         }
     }
 #pragma unroll

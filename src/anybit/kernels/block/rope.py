@@ -41,7 +41,6 @@ class Config:
     threads: int
     head_dim: int
     is_bf16: bool
-    gamma_offset: int
     stores: bool = False
     paired: bool = False
 
@@ -136,13 +135,11 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def default(problem: Problem, gamma_offset: int = 0) -> Config:
+def default(problem: Problem) -> Config:
     """The config: few heads per block, to spread heads over SMs. Raises KernelError if ``why_not`` refuses."""
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the rotary embedding: {reason}")
-    return Config(
-        2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset, problem.stores, problem.paired
-    )
+    return Config(2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, problem.stores, problem.paired)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:

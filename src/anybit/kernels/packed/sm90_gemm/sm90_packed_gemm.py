@@ -81,8 +81,6 @@ class Params:
     x_sum: Pointer
     bias: Pointer
     y: Pointer
-    unused: Pointer
-    unused_too: Pointer
     tokens: Int32
     rows: Int32
     units: Int32
@@ -313,8 +311,6 @@ def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Par
         x_sum=o.x_sum,
         bias=o.bias,
         y=o.y,
-        unused=None,
-        unused_too=None,
         tokens=p.m,
         rows=p.n,
         units=p.column_blocks,

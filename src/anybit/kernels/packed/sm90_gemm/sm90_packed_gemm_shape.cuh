@@ -16,8 +16,6 @@ struct Params {
     const int32_t* x_sum;     // int8 with per-row scales: each token's sum of codes, [tokens], else null
     const uint16_t* bias;     // [rows] in y's type, or null
     uint16_t* y;              // [tokens, rows]
-    const void* unused;       // padding: keeps offsets, and so SASS, as when the tuning maps were measured
-    const void* unused_too;
     int tokens, rows;         // the caller's M and N
     int units;                // k-slices: ceil(inputs / 128)
     int weight_tiles;         // ceil(rows / 64)

@@ -247,11 +247,9 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
     };
     for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
     // Further copies are issued as earlier ones land, so that activations don't queue behind weights.
-    if constexpr (C::paced) {
-        for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
-            ptx::mbarrier_wait_parity(barriers + i * 8, 0);
-            fetch();
-        }
+    for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
+        ptx::mbarrier_wait_parity(barriers + i * 8, 0);
+        fetch();
     }
     for (int i = static_cast<int>(threadIdx.x); i < T::block_rows; i += C::threads) {
         const float2 row = packed::row_factors<C::output == Output::f16>(p, block_first * 16 + i);
@@ -277,8 +275,6 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
         for (int n = 0; n < T::token_tiles; n++)
 #pragma unroll
             for (int i = 0; i < W::sums_a_tile; i++) work.sums[r][n][i] = 0;
-    if constexpr (!C::paced)
-        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // after the activations, which would queue behind these
 
     if constexpr (C::x_resident) {
         ptx::cp_async_wait_all();

@@ -36,11 +36,11 @@ class Config(FewFacts):
 
     split: 16-bit activations are split into two planes of int8. tile_m: MMA columns, at least m. warps: of a block, of
     which split_k_warps split K. row_units: units of 16 rows that a warp takes at a time, row_chunks times in sequence.
-    stages: depth of a warp's pipeline of weights; prologue_stages: copies issued at once, the others as these land if
-    paced, else after the activations. x_stages: blocks of activations in a warp's shared memory; x_resident: whether
-    these are all. trigger: when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to
-    issue. chain: length of chains of dependent MMAs. min_blocks_per_sm: bounds registers. min_shared_bytes: at least so
-    much shared memory; see ``heuristics.limit_occupancy``.
+    stages: depth of a warp's pipeline of weights; prologue_stages: copies issued at once, the others as these land.
+    x_stages: blocks of activations in a warp's shared memory; x_resident: whether these are all. trigger: when the
+    next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue. chain: length of chains of
+    dependent MMAs. min_blocks_per_sm: bounds registers. min_shared_bytes: at least so much shared memory; see
+    ``heuristics.limit_occupancy``.
     """
 
     split: bool
@@ -55,7 +55,6 @@ class Config(FewFacts):
     min_blocks_per_sm: int
     prologue_stages: int
     chain: int = 2
-    paced: bool = True
     x_resident: bool = True
     min_shared_bytes: int = 0
 

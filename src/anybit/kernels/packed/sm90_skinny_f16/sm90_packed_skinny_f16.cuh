@@ -169,22 +169,13 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     };
     for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
     // Further copies are issued as earlier ones land, so that activations don't queue behind weights.
-    if constexpr (C::paced) {
-        for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
-            ptx::mbarrier_wait_parity(barriers + i * 8, 0);
-            fetch();
-        }
+    for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
+        ptx::mbarrier_wait_parity(barriers + i * 8, 0);
+        fetch();
     }
-    // As packed::row_factors, inlined by hand: the call would change the SASS that tuning maps were measured with.
     for (int i = static_cast<int>(threadIdx.x); i < S::block_rows; i += C::threads) {
-        const int n = block_first * 16 + i;
-        float scale = 0.0f, bias = 0.0f;
-        if (n < p.n) {
-            scale = p.row_scale[n];
-            if (p.bias != nullptr)
-                bias = C::operand == Operand::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
-        }
-        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale * Dequantize16<C>::unscale()), __float_as_uint(bias)});
+        const float2 row = packed::row_factors<C::operand == Operand::f16>(p, block_first * 16 + i);
+        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x * Dequantize16<C>::unscale()), __float_as_uint(row.y)});
     }
     if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive();
     __syncthreads();
@@ -195,8 +186,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     for (int i = 0; i < C::x_stages; i++)
         if (i < rounds)
             packed::bring_activations<C>(p, slots + i * S::slot_bytes, x_barriers + i * 8, first_column + i * dealt, thread);
-    if constexpr (!C::paced)
-        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // after the activations, which would queue behind these
 
     float sums[S::units][S::token_tiles][4];
 #pragma unroll

@@ -33,7 +33,7 @@ class Config(FewFacts):
 
     tile_m: MMA columns, a multiple of 8. row_warps x split_k_warps: warps of a block, along N and K. block_units: most
     units of 16 rows per block; stage_units: per copy, of which a warp takes ``chunks``. stages: depth of a warp's
-    pipeline; prologue_stages: copies issued at once, the others as these land if paced, else after the activations.
+    pipeline; prologue_stages: copies issued at once, the others as these land.
     x_stages: blocks of 128 columns of activations in shared memory per split-K warp. cluster_k: blocks that split K.
     trigger: when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue.
     min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``.
@@ -51,7 +51,6 @@ class Config(FewFacts):
     prologue_stages: int
     cluster_k: int = 1
     trigger: int = 0
-    paced: bool = True
     min_blocks_per_sm: int = 1
     min_shared_bytes: int = 0
 
