@@ -5,8 +5,7 @@
     python benchmarks/tables.py gemm_packed  print tables by name; --list names them
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; the output of the function NAME below
-replaces everything between them. tests/test_tables.py fails if a page's tables do not match the rows. Lab
-notes (docs/notes) are dated and keep the tables they were written with.
+replaces everything between them. tests/test_tables.py fails if a page's tables do not match the rows.
 """
 
 import argparse

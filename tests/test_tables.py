@@ -58,13 +58,6 @@ def test_every_table_can_be_printed_by_name() -> None:
     assert wrong.returncode == 2 and "there is no table headlin" in wrong.stderr
 
 
-def test_tables_are_not_written_into_notes() -> None:
-    script = "import tables; print(*(page.relative_to(tables.ROOT) for page in tables.pages()), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", script], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
-    pages = done.stdout.split()
-    assert {"README.md", "docs/benchmarks.md"} <= set(pages) and not any("notes" in page for page in pages)
-
-
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results" / "h200").glob("*.json")), ids=lambda path: path.stem)
 def test_every_time_is_of_a_result_that_was_checked(path: Path) -> None:
     for row in json.loads(path.read_text()):

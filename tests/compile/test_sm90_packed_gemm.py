@@ -120,7 +120,7 @@ def test_configs_of_many_tokens_are_those_of_their_own_number(text: str, monkeyp
     ],
 )
 def test_sparse_bytes_of_many_tokens_leave_by_maps(m: int, n: int, k: int, blocks: tuple[int, int, int]) -> None:
-    """And with many tiles per block, X is multicast: docs/notes/2026-11-28-sparse.md."""
+    """And with many tiles per block, X is multicast."""
     scheme = Scheme.parse("w4a8s24")
     by = Map([read(SHIPPED / "nvidia-h200.json")])
     config = by.choose(LinearProblem(m, n, k, scheme.weights, scheme.activations)).candidate.config

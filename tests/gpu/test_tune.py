@@ -1,4 +1,4 @@
-"""The search on a GPU, layers that follow its map, and layers kept in two layouts."""
+"""The search on a GPU, and layers that follow its map."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -74,7 +74,7 @@ def test_pages_and_help_name_the_same_options() -> None:
     """Every option of every command is on a page, and what pages write after ``anybit COMMAND`` exists."""
     pages = "\n".join(file.read_text() for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    commands = {name: command for name, command in commands.items() if name not in ("serve", "bench")}
+    commands = {name: command for name, command in commands.items() if name != "serve"}
     options = {
         name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         for name, command in commands.items()

@@ -31,8 +31,7 @@ def limit_occupancy(config: Any, device: Device) -> Any:
 
     With one or two tokens of 16-bit activations there are no small kernels between a fused layer's GEMVs, and blocks of
     two GEMVs share an SM: such configs are padded so that two blocks fit but not three, and so are skinny_f16's. A GEMV
-    whose activations are not all resident (down) keeps one block per SM. Measurements:
-    docs/notes/2026-11-23-generation.md.
+    whose activations are not all resident (down) keeps one block per SM.
     """
     module, chunks = _CHUNKS.get(type(config), (None, ""))
     if module is None or getattr(config, chunks) > 1:

@@ -1,7 +1,7 @@
 """Roofline of a GEMM: operands read once, MMAs issued at the tensor cores' rate.
 
-Both rates were measured on an H200, between other kernels of a chain (docs/notes/2026-11-23-packed-limits.md and
-docs/notes/2026-11-23-bit-planes.md); for other GPUs, only reading is scaled, by bandwidth.
+Both rates were measured on an H200, between other kernels of a chain; for other GPUs, only reading is scaled, by
+bandwidth.
 """
 
 import itertools
