@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from anybit.codes.packing import QuantizedWeight
+from anybit.codes.reference import quantize_activations
 from anybit.scheme import (
     CODES,
     GROUPS,
@@ -75,3 +76,15 @@ def random_weight(n: int, k: int, format: WeightFormat, seed: int = 0) -> Quanti
         mask = torch.rand(n, k // 4, 4, generator=generator(seed + 4)).argsort(-1) < 2
         return QuantizedWeight.from_sparse_codes(codes, mask.view(n, k), scale, zero, format)
     return QuantizedWeight.from_codes(codes, scale, zero, format, minimum=minimum)
+
+
+def assert_codes_near(
+    codes: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor, format: ActivationFormat,
+    zero: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Codes [m, k] with scales [m] (and zeros [m]) stand for ``expected``, within half a step and two roundings."""
+    own, rounding = quantize_activations(expected, format), 4 * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(scale, own.scale, rtol=rounding, atol=0)
+    values = (codes.float() - (own.zero if zero is None else zero)[:, None]) * scale[:, None]
+    bound = (0.5 + 2**-6) * scale[:, None] + rounding * expected.float().abs().amax(-1, True)
+    assert bool(((values - expected.float()).abs() <= bound).all())

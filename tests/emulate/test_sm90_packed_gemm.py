@@ -112,7 +112,7 @@ def test_sparse_products_of_many_tokens(block_tiles: int) -> None:
 def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
     """Wrong once in thousands of launches on hardware; detected here in every thread order."""
     case = Case(LinearProblem(12, 64, 1024, WeightFormat(4, "sym", 128)), (16, 1, 2, 1, 1))
-    config = replace(case.config, stages=stages, prologue_stages=2)
+    config = replace(case.config, stages=stages, prologue_stages=2, span=1)
     assert "stages must be a multiple of split_k_warpgroups" in str(sm90_packed_gemm.why_not(case.problem, config))
     rule = "static_assert(Config::stages % Config::split_k_warpgroups == 0"
     before, after = (KERNELS / "packed/sm90_gemm/sm90_packed_gemm.cuh").read_text().split(rule)

@@ -223,7 +223,7 @@ def fuse(model: nn.Module) -> nn.Module:
         raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(BLOCKS)}")
     if isinstance(layers[0], FusedLayer):
         return model
-    ends = hooked(body.norm, "norm")
+    ends = hooked(body.norm, "norm") if isinstance(getattr(body, "norm", None), nn.Module) else None
     reason = f"{ends} would no longer be called: remove them first" if ends else graph.on_several_devices(model)
     if reason is not None:
         raise LayerError(f"the model cannot be fused: {reason}")

@@ -145,12 +145,13 @@ def default(problem: LinearProblem) -> Config:
     """The config for problems that were not tuned. Raises KernelError if there is none.
 
     Wide row tiles read activations less often. Narrow ones suffice for few tokens (MARLIN, equation 1), and are all
-    that fits registers if sums are kept in int32 and float32.
+    that fits registers if sums are kept in int32 and float32: for 64 tokens, or groups of 32.
     """
     if (reason := why_not(problem)) is not None:
         raise KernelError(reason)
     tokens = next((t for t in _TOKENS if t >= problem.m), _MOST_TOKENS)
-    shapes = _WARPS[::-1] if tokens <= 16 else _WARPS
+    crowded = problem.activations.quantized and (tokens == 64 or problem.weights.group == 32)
+    shapes = _WARPS[::-1] if tokens <= 16 else _WARPS[crowded:]
     for nibbles in (problem.device.capability < 90, False):
         for shape in shapes:
             for stages in (4, 3, 2):

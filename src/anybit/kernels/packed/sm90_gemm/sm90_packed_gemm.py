@@ -143,7 +143,7 @@ def config_for(
     even = problem.column_blocks % 2 == 0 and not (config.promotes or direct or stages)
     usual_span = 2 if even and cluster_n == 1 and tile_m <= _NARROW else 1
     fitted = spanning(usual_span if span is None else span)
-    if span is None and shared_bytes(fitted) > shared:
+    if span is None and fitted.span > 1 and why_not(problem, fitted) is not None:
         fitted = spanning(1)
     usual = may_unroll(fitted) and fitted.x_bytes == 2 and fitted.span == 1 and not fitted.sparse
     return replace(fitted, unrolled=usual if unrolled is None else unrolled)
