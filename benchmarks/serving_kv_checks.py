@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 TOLERANCE = 2e-3
-"""Of attention, relative to its mean size: that of tests/gpu/test_decode.py, with 16-bit outputs."""
+"""Of attention, relative to its mean size: that of tests/kernels/attention/test_decode_gpu.py, with 16-bit outputs."""
 
 
 class Watch:

@@ -46,12 +46,12 @@ timed() { # LOG SECONDS COMMAND...
 
 proofs_and_rows() {
   step bitwise 90 $PYTHON benchmarks/linear_bitplane.py --seconds 80
-  step memcheck 120 compute-sanitizer --tool memcheck --report-api-errors no $PYTHON tests/gpu/sanitize_packed.py
+  step memcheck 120 compute-sanitizer --tool memcheck --report-api-errors no $PYTHON tests/kernels/sanitize_packed.py
   for tool in memcheck racecheck; do # both filters: with only one, the tool has crashed in kernels before
     step "${tool}_bitwise" 120 compute-sanitizer --tool $tool --report-api-errors no \
-      --kernel-name regex=bitwise --kernel-name regex=quantize $PYTHON tests/gpu/sanitize.py
+      --kernel-name regex=bitwise --kernel-name regex=quantize $PYTHON tests/kernels/sanitize.py
   done
-  step tests 600 $PYTHON -m pytest -q -p no:cacheprovider tests/gpu tests/integrations/test_generate_gpu.py
+  step tests 600 $PYTHON -m pytest -q -p no:cacheprovider -m gpu tests
   step packed 300 $PYTHON benchmarks/linear_packed.py --seconds 280
   step steady 150 $PYTHON benchmarks/linear_packed.py --steady 0.5 --models llama-3-8b --tokens 1024 4096 --seconds 140 --again
 }

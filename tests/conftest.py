@@ -1,14 +1,17 @@
 """Shared by all tests: import paths of cases and helpers, settings, and the model that make fetches."""
 
 import os
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# cases and kernels, the emulator (import emulate), the checks of machine code (from machine_code import check)
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "emulate", "compile")]
+# cases, the emulator (import emulate), the checks of machine code (from machine_code import check)
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "emulator", "kernels")]
 
 # Test machines are shared and small: a slow example is not a failure.
 settings.register_profile("anybit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -34,3 +37,65 @@ def wikipedia() -> Path:
     if not file.is_file():
         pytest.skip(f"{file} is absent: make fetches it")
     return file
+
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a byte tokenizer."""
+    import torch
+    import transformers
+
+    from cases_models import save_byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    size = save_byte_tokenizer(folder)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Run a command: (exit code, stdout, stderr in one line)."""
+    from anybit import cli
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["anybit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        code = stop.value.code
+        captured = capfd.readouterr()
+        return int(code or 0), captured.out, " ".join(captured.err.split())
+
+    return command
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A few selected tests compile for themselves, as xdist's workers do; whole files are worth the pool."""
+    if hasattr(session.config, "workerinput"):
+        return
+    files = Counter(
+        item.module.__name__
+        for item in session.items
+        if isinstance(item, pytest.Function) and hasattr(item.module, "kernels_used")
+    )
+    names = [name for name, count in files.items() if count > 5]
+    if not names or session.config.option.collectonly:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        subprocess.run([sys.executable, str(Path(__file__).parent / "kernels" / "precompile.py"), *names], check=False)

@@ -1,4 +1,4 @@
-"""How a search evaluates times; the timing itself needs a GPU (tests/gpu/test_tune.py)."""
+"""How a search evaluates times; the timing itself needs a GPU (tests/tune/test_tune_gpu.py)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

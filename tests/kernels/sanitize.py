@@ -1,0 +1,153 @@
+"""Small launches for compute-sanitizer, memcheck or racecheck:
+
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/kernels/sanitize.py
+
+(without API errors: a newer cuda-bindings asks an older driver for functions that it lacks; racecheck with
+--kernel-name regex=bitplane --kernel-name regex=quantize, as it may fail on other kernels). Each product is
+also compared with the reference, to catch errors that only appear under the tool's timing.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import torch  # noqa: E402
+
+from anybit.codes.reference import integer_product, quantize_activations  # noqa: E402
+from anybit.jit import Kernel  # noqa: E402
+from anybit.kernels.bitplane import bitplane, bitplane_layout  # noqa: E402
+from anybit.kernels.bitplane.bitplane_problem import Facts  # noqa: E402
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm  # noqa: E402
+from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule  # noqa: E402
+from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationary  # noqa: E402
+from anybit.kernels.block import quantize_activations as activation_kernel  # noqa: E402
+from anybit.kernels.common.types import Output  # noqa: E402
+from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
+from anybit.scheme import Scheme  # noqa: E402
+from cases import random_weight  # noqa: E402
+from cases_bitplane import (  # noqa: E402
+    H200,
+    TOKENS_A,
+    gemm,
+    operands,
+    resident,
+    rings,
+    skinny,
+    stacked,
+)
+
+CASES = [
+    *((5, 24, 300, "w2a2"), (70, 136, 1100, "w3a4asym-xasym"), (17, 40, 2048, "w1a1"), (1, 72, 77, "w4a8")),
+    (150, 264, 1100, "w2a2"),  # float16 results leave by tensor map
+]
+RINGS: dict[str, Any] = {"weight_chunks": 2, "activation_chunks": 2}
+# Ways that small products do not take by default, with 16-bit results: split tiles, multicast activations,
+# warpgroups that share k or rows of B, clusters that share k, several tiles of stacked planes.
+Way = tuple[int, int, int, str, Callable[..., Facts], dict[str, Any]]
+WAYS: list[Way] = [
+    (150, 264, 1100, "w1a1", gemm, {"tile_m": 128, "tma_store": True, "tail_tile_m": 64, "epilogue_stages": 4}),
+    (150, 264, 1100, "w1a2", gemm, {"tile_m": 64, "tma_store": True, "cluster_n": 2}),
+    (
+        300,
+        264,
+        2100,
+        "w2a2",
+        gemm,
+        {"tile_m": 256, "tma_store": True, "first_plane_pieces": 2} | {"schedule": Schedule.cooperative} | RINGS,
+    ),
+    (70, 72, 2100, "w2a2", skinny, TOKENS_A | {"split_k_warpgroups": 4, **rings(6, 3, 3)}),
+    (70, 72, 2100, "w2a2", skinny, TOKENS_A | {"split_b_warpgroups": 2, "wgmma_n": 32}),
+    (9, 72, 2100, "w1a2", skinny, {"tile_b": 16, "cluster_k": 2}),
+    (64, 136, 2100, "w1a2", resident, {"tile_b": 32, "fill_waves": True}),
+    (70, 128, 2100, "w2a2", resident, {"tile_b": 32, "accumulator_sets": 2, "prologue_stages": 1}),
+    (64, 136, 2048, "w3a4", resident, TOKENS_A | {"accumulator_sets": 2}),
+    (64, 136, 3100, "w3a4", resident, {"tile_b": 32, "prologue_stages": 1, "cp_async_activations": True}),
+    (
+        1030,
+        4104,
+        2100,
+        "w1a2",
+        stacked,
+        {"tile_m": 128, "stationary": Stationary.activations, "activation_stages": 3}
+        | {"weight_stages": 3, "warpgroup_lag": 2},
+    ),
+    (
+        1030,
+        4104,
+        1100,
+        "w2a2",
+        stacked,
+        {"tile_m": 128, "stationary": Stationary.weights, "weight_stages": 4} | {"warpgroup_lag": 1},
+    ),
+    (1030, 4104, 1100, "w2a2asym-xasym", stacked, {"tile_m": 128, "weight_stages": 3}),
+]
+
+
+def problems() -> list[tuple[int, int, int, Scheme]]:
+    return [(m, n, k, Scheme.parse(text)) for m, n, k, text in CASES]
+
+
+def ways() -> list[tuple[LinearProblem, Facts]]:
+    """The problems and configs of WAYS."""
+    found = []
+    for m, n, k, text, make, change in WAYS:
+        problem = problem_of(m, n, k, text)
+        config = make(problem, **change)
+        reason = bitplane.family_of(config).why_not(problem, config)
+        assert reason is None, reason
+        found.append((problem, config))
+    return found
+
+
+def problem_of(m: int, n: int, k: int, text: str) -> LinearProblem:
+    """A product with 16-bit results."""
+    scheme = Scheme.parse(text)
+    return LinearProblem(m, n, k, scheme.weights, scheme.activations, device=H200)
+
+
+def kernels_used() -> list[Kernel]:
+    """All kernels used here, for precompile.py."""
+    found = set()
+    for m, n, k, scheme in problems():
+        for output in (Output.s32, Output.f16):
+            problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200)
+            for config in (bitplane.default(problem), sm80_bitplane_gemm.default(problem)):
+                found.add(bitplane.family_of(config).kernel(config))
+        found.add(
+            activation_kernel.kernel(
+                activation_kernel.default(activation_kernel.Problem(m, k, scheme.activations, aligned=k % 8 == 0))
+            )
+        )
+    return [*found, *(bitplane.family_of(config).kernel(config) for _, config in ways())]
+
+
+def main() -> None:
+    for m, n, k, scheme in problems():
+        weight = random_weight(n, k, scheme.weights)
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half()
+        doubled = (scheme.weights.code == "bipolar") + (scheme.activations.code == "bipolar")
+        expected = integer_product(quantize_activations(x, scheme.activations), weight) * 2**doubled
+        prepared = bitplane_layout.prepare(weight).to("cuda")
+        packed = activation_kernel.quantize(x.cuda(), scheme.activations)
+        scaled = expected / 2**doubled * packed.scale.cpu().double()[:, None] * weight.scale[:, 0].double()
+        for family in (sm80_bitplane_gemm, bitplane):
+            for output in (Output.s32, Output.f16):
+                config = family.default(LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200))
+                y = bitplane.multiply(packed, prepared, output, config=config)
+                torch.cuda.synchronize()
+                if output is Output.s32:
+                    assert torch.equal(y.cpu(), expected.int()), (family.__name__, m, n, k, scheme)
+                else:
+                    torch.testing.assert_close(y.cpu().double(), scaled, rtol=1e-3, atol=1e-5)
+    for problem, config in ways():
+        given = operands(problem.m, problem.n, problem.k, problem.weights, problem.activations, "cuda")
+        y = bitplane.multiply(given.x, given.weight, Output.f16, config=config)
+        torch.testing.assert_close(y.double(), given.exact * given.unit, rtol=1e-3, atol=1e-5)
+    print(f"{len(CASES)} cases, both families, and {len(WAYS)} ways: ok")
+
+
+if __name__ == "__main__":
+    main()
