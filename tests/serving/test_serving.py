@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -99,7 +98,7 @@ def test_a_key_reaches_vllm_and_no_log(tmp_path: Path, monkeypatch: pytest.Monke
 def test_vllm_keeps_connections_longer_than_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else requests are sent on connections that the server is closing: uvicorn's 5 seconds lost 10 of 24,000."""
     monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
-    assert float(serving.vllm_environment(None)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > httpx.Limits().keepalive_expiry
+    assert float(serving.vllm_environment(None)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 5  # httpx's, too
     monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "9")  # set by the user
     assert serving.vllm_environment("secret")["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "9"
 
