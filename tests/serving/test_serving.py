@@ -276,7 +276,9 @@ def test_a_second_interruption_ends_vllm_and_all_that_it_started(tmp_path: Path)
     deaf = "import signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
     child = deaf + "signal.pause()"
     parent = deaf + f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]); print(1); signal.pause()"
-    program = f"import sys; from anybit.vllm import serving; serving._run([sys.executable, '-c', {parent!r}], None)"
+    # A job in the background inherits that SIGINT is ignored.
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program += f"from anybit.vllm import serving; serving._run([sys.executable, '-c', {parent!r}], None)"
     process = subprocess.Popen(
         [cases.sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},

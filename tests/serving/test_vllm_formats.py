@@ -123,7 +123,7 @@ def test_sparse_layers_whose_indices_end_within_a_word(rank: Any, k: int, ranks:
 
 def test_a_head_of_codes_is_not_tied() -> None:
     """vLLM skips a tied head's tensors, so its codes would stay zero."""
-    head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", Ledger(set()), False, False)
+    head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", Ledger(set()), False)
     with pytest.raises(LayerError, match=r"codes for lm_head, .* set tie_word_embeddings to false"):
         head.tie_weights(None, None)
 
