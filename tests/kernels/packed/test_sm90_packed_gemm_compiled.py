@@ -143,6 +143,11 @@ def test_refusals_are_sentences() -> None:
     assert "stages must be a multiple of split_k_warpgroups" in str(
         sm90_packed_gemm.why_not(problem, replace(config, stages=config.stages - 1))
     )
+    shared = replace(sm90_packed_gemm.config_for(problem, 24, 1, 2, 2, min_blocks_per_sm=2), register_sets=1)
+    assert sm90_packed_gemm.why_not(problem, shared) is None
+    hangs = replace(shared, reallocates=True)
+    assert "min_blocks_per_sm=1" in str(sm90_packed_gemm.why_not(problem, hangs))
+    assert hangs not in sm90_packed_gemm.refit(problem, hangs)
     assert "span must be 1, or 2" in str(sm90_packed_gemm.why_not(replace(problem, k=128 * 111), config))
     assert "sm_80" in str(
         sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80")))

@@ -261,6 +261,8 @@ PTX void packed_gemm(const P& p) {
         }
     } else {
         // Register budget at launch: 512 per lane of an SM quarter, shared by its warps, in multiples of 8.
+        // With two blocks per SM it is half of that, and waiting for more would never end.
+        static_assert(!Config::reallocates || Config::min_blocks_per_sm == 1);
         constexpr int at_launch = 512 / (Shape::warpgroups + 1) / 8 * 8;
         if constexpr (Config::reallocates)
             ptx::setmaxnreg_inc<((Shape::warpgroups + 1) * at_launch - 32) / Shape::warpgroups / 8 * 8>();

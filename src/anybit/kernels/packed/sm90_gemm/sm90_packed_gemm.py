@@ -195,7 +195,8 @@ def refit(problem: LinearProblem, config: Config) -> Iterator[Config]:
     """A config of another problem for this one: other registers, then one step a stage, then fewer and fewer stages."""
     for span in dict.fromkeys((config.span, 1)):
         for sets, reallocates in ((config.register_sets, config.reallocates), (2, True), (1, True), (1, False)):
-            one = replace(config, span=span, register_sets=sets, reallocates=reallocates and config.warpgroups > 1)
+            spare = reallocates and config.warpgroups > 1 and config.min_blocks_per_sm == 1
+            one = replace(config, span=span, register_sets=sets, reallocates=spare)
             for stages in range(config.stages, 1, -1):
                 ahead = min(one.prologue_stages, stages)
                 yield replace(one, stages=stages, prologue_stages=ahead, unrolled=one.unrolled and sets > 1)

@@ -172,6 +172,8 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return f"{steps} do not divide among {config.cluster_k} blocks, {config.span} at a time"
     if config.min_blocks_per_sm not in _LEAST_SHARED:
         return f"min_blocks_per_sm must be 1 or 2, not {config.min_blocks_per_sm}"
+    if config.min_blocks_per_sm > 1 and config.reallocates:
+        return "reallocates hands out the registers of one block per SM: it needs min_blocks_per_sm=1"
     if config.min_blocks_per_sm > 1 and (config.halves or shared_bytes(config) > MOST_BESIDE):
         return "two such blocks do not fit an SM"
     return problem.device.why_not_shared(shared_bytes(config))
