@@ -46,7 +46,7 @@ class Case:
         g = torch.Generator().manual_seed(1)
         words = torch.randint(-(2**31), 2**31, (16384,), generator=g).to(torch.int32)
         if self.entry == "mma_floats":
-            words = torch.cat([*(floats(type_, 256, g) for type_ in (1, 2, 3)), words])
+            words = torch.cat([*(floats(type_, 256, g) for type_ in (1, 2)), words])
         if self.entry.startswith("wgmma") and self.config.type:
             words = floats(self.config.type, 16384, g)
         if self.entry.startswith("approximate"):
@@ -64,7 +64,7 @@ def floats(type_: int, words: int, g: torch.Generator) -> torch.Tensor:
 def wgmma(n: int, swizzle: int, type_: int) -> Case:
     # Hopper accumulates e4m3 products in about 14 bits
     tolerance = (0, 1e-5, 1e-5, 1e-3)[type_]
-    products = 10 if type_ == 0 and n <= 128 else 2
+    products = 6 if type_ == 0 and n <= 128 else 2
     return Case("wgmma", 128, products * (n // 2), tolerance, Config(n, swizzle, type_))
 
 
@@ -73,18 +73,17 @@ def wgmma_sparse(n: int, type_: int) -> Case:
 
 
 CASES = [
-    Case("fragments", 32, 23),
-    Case("mma_integers", 32, 48),
-    Case("mma_floats", 32, 28, 1e-5),
+    Case("fragments", 32, 15),
+    Case("mma_integers", 32, 32),
+    Case("mma_floats", 32, 24, 1e-5),
     *(wgmma(n, swizzle, 0) for n, swizzle in ((8, 1), (16, 2), (24, 3), (32, 0), (64, 1), (96, 2), (256, 1))),
     *(wgmma(n, swizzle, type_) for type_ in (1, 2, 3) for n, swizzle in ((8, 0), (48, 2), (128, 1))),
     *(wgmma_sparse(n, type_) for type_ in (0, 1, 2) for n in (16, 128, 256)),
-    Case("exact_arithmetic", 128, 48),
-    Case("approximate_functions", 128, 5, 2e-6),
-    Case("approximate_tanh", 128, 1, 6e-4),
-    Case("warps", 64, 18),
-    Case("global_memory", 64, 25),
-    Case("copies", 64, 24),
+    Case("exact_arithmetic", 128, 47),
+    Case("approximate_functions", 128, 4, 2e-6),
+    Case("warps", 64, 12),
+    Case("global_memory", 64, 16),
+    Case("copies", 64, 20),
     Case("clusters", 64, 16, cluster=2),
     Case("registers", 256, 1),
 ]

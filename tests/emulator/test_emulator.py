@@ -101,10 +101,7 @@ def test_what_the_right_ones_compute() -> None:
     [
         (1, "wgmma_b1: registers were touched since the last wgmma_wait_group, and no wgmma_fence followed"),
         (3, "wgmma_b1 .*: it was written by ordinary stores and no fence_proxy_async followed"),
-        (
-            4,
-            r"race: store writes shared memory \+ 3|operand at shared memory \+ 0 was over|\+ 3: it was written",
-        ),
+        (4, r"race: store writes shared memory \+ 3|operand at shared memory \+ 0 was over|\+ 3: it was written"),
     ],
 )
 def test_wgmma_faults_are_named(fault: int, message: str) -> None:
@@ -173,10 +170,10 @@ def test_every_instruction_is_emulated_and_compared_with_hardware() -> None:
     names: set[str] = set()
     for path in (KERNELS / "common" / "ptx").glob("*.cuh"):
         text = re.sub(r"//.*", "", path.read_text())
-        names |= set(re.findall(r"(?:PTX|CHECKED)\s[\w\s*&:<>]*?\b(\w+)\(", text))
+        names |= set(re.findall(r"(?:DEVICE|CHECKED)\s[\w\s*&:<>]*?\b(\w+)\(", text))
         names |= set(re.findall(r"^ANYBIT_(?:MMA|MMA_SP|WGMMA_NAME|WGMMA_SP_NAME)\((\w+),", text, re.MULTILINE))
     names -= {"name", "ss", "rs"}  # the parameters and parts of macros
-    assert len(names) > 150
+    assert len(names) > 120
     host = "".join(path.read_text() for path in emulate.RUNTIME.glob("device*.h"))
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", host)) == []
     used = Path(instructions.__file__).with_suffix(".cuh").read_text()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -48,15 +48,19 @@ class Operands:
         )
 
 
-def _behind(pointer: Any, rows: int, row_bytes: int) -> Any:
+def _behind(pointer: Pointer, rows: int, row_bytes: int) -> Pointer:
     """A pointer some rows further on."""
     if isinstance(pointer, Slot):
         return replace(pointer, offset=pointer.offset + rows * row_bytes)
     return pointer[rows:] if isinstance(pointer, Tensor) else pointer
 
 
+C = TypeVar("C")
+"""A kernel's ``Config``."""
+
+
 @dataclass(frozen=True)
-class Traits:
+class Traits(Generic[C]):
     """What callers need to know of a kernel besides its functions.
 
     name: of its header and in maps.  target: the layout of quantized activations, and with it that of weights.
@@ -69,21 +73,18 @@ class Traits:
 
     name: str
     target: Target
-    arguments: Callable[[Operands, LinearProblem, Any], object]
+    arguments: Callable[[Operands, LinearProblem, C], object]
     gathers: bool = False
     overlaps: bool = True
-    silu: Callable[[Any], jit.Kernel | None] = lambda config: None
-    scratch: Callable[[LinearProblem, Any], tuple[int, int]] = lambda problem, config: (0, 0)
+    silu: Callable[[C], jit.Kernel | None] = lambda config: None
+    scratch: Callable[[LinearProblem, C], tuple[int, int]] = lambda problem, config: (0, 0)
     at_once: Callable[[LinearProblem], LinearProblem] = lambda problem: problem
-
-
-C = TypeVar("C")
 
 
 class GemmKernel(Protocol[C]):
     """A kernel that runs linear problems. Modules implement it: their names are these."""
 
-    traits: Traits
+    traits: Traits[C]
     Config: type[C]
 
     def why_not(self, problem: LinearProblem, config: C | None = None) -> str | None:
@@ -106,7 +107,7 @@ class GemmKernel(Protocol[C]):
 
 
 def launches(
-    kernel: GemmKernel[Any], operands: Operands, problem: LinearProblem, config: Any, silu: bool = False
+    kernel: GemmKernel[C], operands: Operands, problem: LinearProblem, config: C, silu: bool = False
 ) -> list[Launch]:
     """The launches of a product, in order. silu: with the epilogue of ``Traits.silu``."""
     made = kernel.traits.silu(config) if silu else kernel.kernel(config)

@@ -68,8 +68,8 @@ class LinearProblem:
         return self.columns or round_up(self.k, TILE_COLUMNS)
 
     @property
-    def column_blocks(self) -> int:
-        """Blocks of 128 columns."""
+    def k_blocks(self) -> int:
+        """K blocks: blocks of 128 columns."""
         return -(-self.tile_columns // TILE_COLUMNS)
 
     @property

@@ -1,7 +1,6 @@
 """y = x W^T + bias on tensors, by any kernel, for searches, benchmarks and tests; layers run plans (``anybit.ops``)."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +10,15 @@ from anybit.errors import KernelError
 from anybit.kernels.bitplane import bitplane_problem
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
 from anybit.kernels.block.quantize_activations import Packed, Target
-from anybit.kernels.gemm_kernel import GemmKernel, Operands, launches
+from anybit.kernels.gemm_kernel import C, GemmKernel, Operands, launches
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_problem
 from anybit.kernels.packed.packed_layout import PackedWeight, in_order
 
 
 def multiply(
-    kernel: GemmKernel[Any], x: Tensor | Packed, weight: PackedWeight | PlaneWeight, y: Tensor,
-    bias: Tensor | None = None, config: Any = None, *, x_scale: Tensor | None = None, silu: bool = False,
+    kernel: GemmKernel[C], x: Tensor | Packed, weight: PackedWeight | PlaneWeight, y: Tensor,
+    bias: Tensor | None = None, config: C | None = None, *, x_scale: Tensor | None = None, silu: bool = False,
     pdl: bool = True,
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias on the current stream. config: the kernel's default if None.
@@ -39,7 +38,7 @@ def multiply(
 
 
 def product(
-    kernel: GemmKernel[Any], x: Tensor | Packed, weight: PackedWeight | PlaneWeight, y: Tensor,
+    kernel: GemmKernel[C], x: Tensor | Packed, weight: PackedWeight | PlaneWeight, y: Tensor,
     bias: Tensor | None = None, x_scale: Tensor | None = None, silu: bool = False,
 ) -> tuple[LinearProblem, Operands]:  # fmt: skip
     """The problem and operands of ``multiply``, without scratch. Raises KernelError for operands that do not fit."""
@@ -53,9 +52,7 @@ def product(
     return packed_problem.product(x, weight, y, bias, gathers=gathers, silu=silu, x_scale=x_scale)
 
 
-def scratch(
-    kernel: GemmKernel[Any], problem: LinearProblem, config: Any, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def scratch(kernel: GemmKernel[C], problem: LinearProblem, config: C, device: torch.device) -> tuple[Tensor, Tensor]:
     """Scratch memory of a launch."""
     size, zeros = kernel.traits.scratch(problem, config)
     return torch.empty(size, dtype=torch.uint8, device=device), torch.zeros(zeros, dtype=torch.uint8, device=device)

@@ -368,11 +368,6 @@ void barrier(int id, uint32_t threads, bool waits, int line) {
              launch.threads);
     meet(current->block->barriers[id], names[id], line, id ? threads : launch.threads, nullptr, nullptr, waits, true);
 }
-bool elect_one() {
-    uint32_t lanes = ballot(true, 0xffffffffu, "elect_one");
-    return current->lane ==
-           31 - static_cast<uint32_t>(__builtin_clz(lanes));  // any lane may be elected: not the usual 0
-}
 void ldmatrix(uint32_t* r, uint32_t address, int count, bool trans) {
     MatrixArgument argument{r, nullptr, count, trans};
     if (current->lane < 8u * count) {

@@ -258,12 +258,6 @@ void cp_async_bulk_load_multicast(uint32_t shared, const void* global, uint32_t 
     for (uint32_t rank = 0; rank < launch.cluster; rank++)
         if (blocks >> rank & 1) cp_async_bulk_load(mapa(shared, rank), global, bytes, mapa(barrier, rank));
 }
-void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t bytes, uint32_t barrier) {
-    const uint8_t* from = resolve_local(shared, bytes, "cp.async.bulk to the cluster");
-    check_bulk(shared, from, bytes, "cp.async.bulk to the cluster");
-    uint8_t* to = resolve(cluster, bytes, "cp.async.bulk to the cluster");
-    signalled({to, from, bytes, bytes, {}, current, nullptr, {}}, barrier, "cp.async.bulk to the cluster");
-}
 struct Map {  // tests/emulator/emulate.py packs it
     uint64_t base;
     uint32_t rows, row_bytes, pitch, box_rows, element_bytes;

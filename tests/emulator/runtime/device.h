@@ -23,7 +23,7 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __shared__ static_assert(false, "kernels keep everything in ptx::dynamic_shared()")
-#define PTX inline
+#define DEVICE inline
 #define CHECKED inline
 #define NEEDS(minimum, what)
 #define ANYBIT_ARCH 900
@@ -207,125 +207,103 @@ namespace ptx {
 
 using emulate::dynamic_shared;
 using emulate::shared_address;
-PTX uint32_t lane_id() { return threadIdx.x % 32; }
-PTX uint32_t warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
-PTX uint32_t smid() { return blockIdx.x; }
-PTX uint64_t globaltimer() { return 0; }
+DEVICE uint32_t lane_id() { return threadIdx.x % 32; }
+DEVICE uint32_t warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 inline uint32_t cycles = 0;
-PTX uint32_t clock32() { return cycles += 64; }  // no real time, but spinning on it ends
-PTX uint32_t cluster_ctarank() { return emulate::cluster_rank(); }
-PTX uint32_t cluster_nctarank() { return emulate::cluster_size(); }
-PTX bool elect_one() { return emulate::elect_one(); }
+DEVICE uint32_t clock32() { return cycles += 64; }  // no real time, but spinning on it ends
+DEVICE uint32_t cluster_ctarank() { return emulate::cluster_rank(); }
 
-template <class T> PTX T read_shared(uint32_t address, const char* what) {
+template <class T> DEVICE T read_shared(uint32_t address, const char* what) {
     T v;
     emulate::read_shared(&v, address, sizeof v, what);
     return v;
 }
 template <class T>
-PTX void write_shared(uint32_t address, T v, const char* what) {
+DEVICE void write_shared(uint32_t address, T v, const char* what) {
     emulate::write_shared(address, &v, sizeof v, what);
 }
-template <class T> PTX T read_global(const void* p, const char* what) {
+template <class T> DEVICE T read_global(const void* p, const char* what) {
     T v;
     emulate::read_global(&v, p, sizeof v, what);
     return v;
 }
 template <class T>
-PTX void write_global(void* p, T v, const char* what) {
+DEVICE void write_global(void* p, T v, const char* what) {
     emulate::write_global(p, &v, sizeof v, what);
 }
 
-PTX uint32_t ld_shared_u32(uint32_t shared) { return read_shared<uint32_t>(shared, "ld_shared_u32"); }
-PTX float ld_shared_f32(uint32_t shared) { return read_shared<float>(shared, "ld_shared_f32"); }
-PTX uint2 ld_shared_v2(uint32_t shared) { return read_shared<uint2>(shared, "ld_shared_v2"); }
-PTX uint4 ld_shared_v4(uint32_t shared) { return read_shared<uint4>(shared, "ld_shared_v4"); }
-PTX void st_shared_u32(uint32_t shared, uint32_t v) { write_shared(shared, v, "st_shared_u32"); }
-PTX void st_shared_f32(uint32_t shared, float v) { write_shared(shared, v, "st_shared_f32"); }
-PTX void st_shared_v2(uint32_t shared, uint2 v) { write_shared(shared, v, "st_shared_v2"); }
-PTX void st_shared_v4(uint32_t shared, uint4 v) { write_shared(shared, v, "st_shared_v4"); }
-PTX void ldmatrix_x1(uint32_t (&r)[1], uint32_t shared) { emulate::ldmatrix(r, shared, 1, false); }
-PTX void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) { emulate::ldmatrix(r, shared, 2, false); }
-PTX void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) { emulate::ldmatrix(r, shared, 4, false); }
-PTX void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t shared) { emulate::ldmatrix(r, shared, 1, true); }
-PTX void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t shared) { emulate::ldmatrix(r, shared, 2, true); }
-PTX void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) { emulate::ldmatrix(r, shared, 4, true); }
-PTX void stmatrix_x4(uint32_t shared, const uint32_t (&r)[4]) { emulate::stmatrix(shared, r, 4, false); }
-PTX void stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4]) { emulate::stmatrix(shared, r, 4, true); }
+DEVICE uint32_t ld_shared_u32(uint32_t shared) { return read_shared<uint32_t>(shared, "ld_shared_u32"); }
+DEVICE float ld_shared_f32(uint32_t shared) { return read_shared<float>(shared, "ld_shared_f32"); }
+DEVICE uint2 ld_shared_v2(uint32_t shared) { return read_shared<uint2>(shared, "ld_shared_v2"); }
+DEVICE uint4 ld_shared_v4(uint32_t shared) { return read_shared<uint4>(shared, "ld_shared_v4"); }
+DEVICE void st_shared_u32(uint32_t shared, uint32_t v) { write_shared(shared, v, "st_shared_u32"); }
+DEVICE void st_shared_f32(uint32_t shared, float v) { write_shared(shared, v, "st_shared_f32"); }
+DEVICE void st_shared_v2(uint32_t shared, uint2 v) { write_shared(shared, v, "st_shared_v2"); }
+DEVICE void st_shared_v4(uint32_t shared, uint4 v) { write_shared(shared, v, "st_shared_v4"); }
+DEVICE void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) { emulate::ldmatrix(r, shared, 2, false); }
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) { emulate::ldmatrix(r, shared, 4, false); }
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) { emulate::ldmatrix(r, shared, 4, true); }
+DEVICE void stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4]) { emulate::stmatrix(shared, r, 4, true); }
 using emulate::movmatrix_trans;
 
-PTX uint32_t ld_global_nc_u32(const void* p) { return read_global<uint32_t>(p, "ld_global_nc_u32"); }
-PTX uint2 ld_global_nc_v2(const void* p) { return read_global<uint2>(p, "ld_global_nc_v2"); }
-PTX uint4 ld_global_nc_v4(const void* p) { return read_global<uint4>(p, "ld_global_nc_v4"); }
-PTX uint4 ld_global_nc_v4_hint(const void* p, uint64_t) { return read_global<uint4>(p, "ld_global_nc_v4_hint"); }
-PTX uint32_t ld_global_cg_u32(const void* p) { return read_global<uint32_t>(p, "ld_global_cg_u32"); }
-PTX uint2 ld_global_cg_v2(const void* p) { return read_global<uint2>(p, "ld_global_cg_v2"); }
-PTX uint4 ld_global_cg_v4(const void* p) { return read_global<uint4>(p, "ld_global_cg_v4"); }
-PTX void st_global_cs_u32(void* p, uint32_t v) { write_global(p, v, "st_global_cs_u32"); }
-PTX void st_global_cs_v4(void* p, uint4 v) { write_global(p, v, "st_global_cs_v4"); }
-PTX uint64_t createpolicy_evict_first() { return 0; }
-PTX uint64_t createpolicy_evict_last() { return 0; }
-PTX void prefetch_L2(const void*) {}
-PTX uint32_t ld_acquire_gpu(const uint32_t* p) {
+DEVICE uint32_t ld_global_nc_u32(const void* p) { return read_global<uint32_t>(p, "ld_global_nc_u32"); }
+DEVICE uint2 ld_global_nc_v2(const void* p) { return read_global<uint2>(p, "ld_global_nc_v2"); }
+DEVICE uint4 ld_global_nc_v4(const void* p) { return read_global<uint4>(p, "ld_global_nc_v4"); }
+DEVICE uint32_t ld_global_cg_u32(const void* p) { return read_global<uint32_t>(p, "ld_global_cg_u32"); }
+DEVICE uint2 ld_global_cg_v2(const void* p) { return read_global<uint2>(p, "ld_global_cg_v2"); }
+DEVICE uint4 ld_global_cg_v4(const void* p) { return read_global<uint4>(p, "ld_global_cg_v4"); }
+DEVICE void st_global_cs_v4(void* p, uint4 v) { write_global(p, v, "st_global_cs_v4"); }
+DEVICE uint64_t createpolicy_evict_first() { return 0; }
+DEVICE uint64_t createpolicy_evict_last() { return 0; }
+DEVICE void prefetch_L2(const void*) {}
+DEVICE uint32_t ld_acquire_gpu(const uint32_t* p) {
     emulate::spin("ld_acquire_gpu");
     return read_global<uint32_t>(p, "ld_acquire_gpu");
 }
-PTX void st_release_gpu(uint32_t* p, uint32_t v) { write_global(p, v, "st_release_gpu"); }
-PTX uint64_t ld_acquire_gpu(const uint64_t* p) {
+DEVICE void st_release_gpu(uint32_t* p, uint32_t v) { write_global(p, v, "st_release_gpu"); }
+DEVICE uint64_t ld_acquire_gpu(const uint64_t* p) {
     emulate::spin("ld_acquire_gpu");
     return read_global<uint64_t>(p, "ld_acquire_gpu");
 }
-PTX void st_release_gpu(uint64_t* p, uint64_t v) { write_global(p, v, "st_release_gpu"); }
-PTX uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
-PTX void red_release_gpu_add(uint32_t* p, uint32_t v) { atomicAdd(p, v); }
-PTX void red_add_u32(uint32_t* p, uint32_t v) { atomicAdd(p, v); }
-PTX void red_add_f32(float* p, float v) { atomicAdd(p, v); }
-PTX void fence_acq_rel_gpu() {}
+DEVICE void st_release_gpu(uint64_t* p, uint64_t v) { write_global(p, v, "st_release_gpu"); }
+DEVICE uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
 
 template <int bytes>
-PTX void cp_async(uint32_t shared, const void* global, int valid = bytes) {
+DEVICE void cp_async(uint32_t shared, const void* global, int valid = bytes) {
     emulate::cp_async(shared, global, bytes, valid);
 }
 using emulate::cp_async_commit_group;
 using emulate::cp_async_mbarrier_arrive_noinc;
 using emulate::cp_async_wait_all;
-template <int groups> PTX void cp_async_wait_group() { emulate::cp_async_wait_group(groups); }
-PTX void bar_sync(int id, int threads) { emulate::barrier(id, threads, true, 0); }
-PTX void bar_arrive(int id, int threads) { emulate::barrier(id, threads, false, 0); }
-using emulate::mbarrier_expect_tx;
+template <int groups> DEVICE void cp_async_wait_group() { emulate::cp_async_wait_group(groups); }
+DEVICE void bar_sync(int id, int threads) { emulate::barrier(id, threads, true, 0); }
+DEVICE void bar_arrive(int id, int threads) { emulate::barrier(id, threads, false, 0); }
 using emulate::mbarrier_init;
-PTX void mbarrier_arrive(uint32_t barrier) { emulate::mbarrier_arrive(barrier, "mbarrier_arrive"); }
-PTX void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+DEVICE void mbarrier_arrive(uint32_t barrier) { emulate::mbarrier_arrive(barrier, "mbarrier_arrive"); }
+DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     emulate::mbarrier_expect_tx(barrier, bytes);
     emulate::mbarrier_arrive(barrier, "mbarrier_arrive_expect_tx");
 }
-PTX void mbarrier_arrive_cluster(uint32_t cluster) { emulate::mbarrier_arrive(cluster, "mbarrier_arrive_cluster"); }
-PTX void mbarrier_arrive_release_cluster(uint32_t cluster) {
-    emulate::mbarrier_arrive(cluster, "mbarrier_arrive_release_cluster");
-}
-PTX bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
+DEVICE void mbarrier_arrive_cluster(uint32_t cluster) { emulate::mbarrier_arrive(cluster, "mbarrier_arrive_cluster"); }
+DEVICE bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
     return emulate::mbarrier_wait(barrier, parity), true;
 }
-PTX bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
-    return emulate::mbarrier_test_wait(barrier, parity);
-}
-PTX void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) { emulate::mbarrier_wait(barrier, parity); }
-PTX void mbarrier_wait_parity_acquire_cluster(uint32_t barrier, uint32_t parity) {
+DEVICE void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) { emulate::mbarrier_wait(barrier, parity); }
+DEVICE void mbarrier_wait_parity_acquire_cluster(uint32_t barrier, uint32_t parity) {
     emulate::mbarrier_wait(barrier, parity);
 }
-PTX void fence_mbarrier_init() {}
+DEVICE void fence_mbarrier_init() {}
 using emulate::fence_proxy_async;
 using emulate::cp_async_bulk_load;
-PTX void cp_async_bulk_load_hint(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint64_t) {
+DEVICE void cp_async_bulk_load_hint(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint64_t) {
     emulate::cp_async_bulk_load(shared, global, bytes, barrier);
 }
 using emulate::cp_async_bulk_commit_group;
 using emulate::cp_async_bulk_load_multicast;
-using emulate::cp_async_bulk_shared_to_cluster;
 using emulate::cp_async_bulk_store;
-template <int groups> PTX void cp_async_bulk_wait_group() { emulate::cp_async_bulk_wait_group(groups, false); }
-template <int groups> PTX void cp_async_bulk_wait_group_read() { emulate::cp_async_bulk_wait_group(groups, true); }
-PTX void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {  // reads nothing, but checks the range
+template <int groups> DEVICE void cp_async_bulk_wait_group() { emulate::cp_async_bulk_wait_group(groups, false); }
+template <int groups> DEVICE void cp_async_bulk_wait_group_read() { emulate::cp_async_bulk_wait_group(groups, true); }
+DEVICE void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {  // reads nothing, but checks the range
     uint8_t end;
     emulate::read_global(&end, global, 1, "cp_async_bulk_prefetch_L2");
     emulate::read_global(&end, static_cast<const uint8_t*>(global) + bytes - 1, 1, "cp_async_bulk_prefetch_L2");
@@ -333,46 +311,40 @@ PTX void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {  // rea
 struct alignas(128) TensorMap {
     uint64_t words[16];
 };
-PTX void prefetch_tensormap(const TensorMap*) {}
-PTX void cp_async_bulk_tensor_2d(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier) {
+DEVICE void prefetch_tensormap(const TensorMap*) {}
+DEVICE void cp_async_bulk_tensor_2d(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier) {
     emulate::cp_async_bulk_tensor_2d(shared, map, x, y, barrier);
 }
-PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier,
+DEVICE void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier,
                                            uint16_t blocks) {
     emulate::cp_async_bulk_tensor_2d_multicast(shared, map, x, y, barrier, blocks);
 }
-PTX void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
+DEVICE void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
     emulate::cp_async_bulk_tensor_store_2d(map, x, y, shared);
 }
-PTX void barrier_cluster_arrive() { emulate::barrier_cluster_arrive(true); }
-PTX void barrier_cluster_arrive_relaxed() { emulate::barrier_cluster_arrive(false); }
+DEVICE void barrier_cluster_arrive() { emulate::barrier_cluster_arrive(true); }
+DEVICE void barrier_cluster_arrive_relaxed() { emulate::barrier_cluster_arrive(false); }
 using emulate::barrier_cluster_wait;
 using emulate::mapa;
-PTX uint32_t ld_shared_cluster_u32(uint32_t cluster) { return read_shared<uint32_t>(cluster, "ld_shared_cluster_u32"); }
-PTX uint4 ld_shared_cluster_v4(uint32_t cluster) { return read_shared<uint4>(cluster, "ld_shared_cluster_v4"); }
-PTX void st_shared_cluster_u32(uint32_t cluster, uint32_t v) { write_shared(cluster, v, "st_shared_cluster_u32"); }
-PTX void st_shared_cluster_v4(uint32_t cluster, uint4 v) { write_shared(cluster, v, "st_shared_cluster_v4"); }
-PTX void st_async_u32(uint32_t cluster, uint32_t v, uint32_t barrier) { emulate::st_async(cluster, &v, 4, barrier); }
-PTX void st_async_v4(uint32_t cluster, uint4 v, uint32_t barrier) { emulate::st_async(cluster, &v, 16, barrier); }
-PTX void griddepcontrol_launch_dependents() {}
+DEVICE uint32_t ld_shared_cluster_u32(uint32_t cluster) { return read_shared<uint32_t>(cluster, "ld_shared_cluster_u32"); }
+DEVICE void st_async_u32(uint32_t cluster, uint32_t v, uint32_t barrier) { emulate::st_async(cluster, &v, 4, barrier); }
+DEVICE void st_async_v4(uint32_t cluster, uint4 v, uint32_t barrier) { emulate::st_async(cluster, &v, 16, barrier); }
+DEVICE void griddepcontrol_launch_dependents() {}
 using emulate::griddepcontrol_wait;
 template <int registers>
-PTX void setmaxnreg_inc() {
+DEVICE void setmaxnreg_inc() {
     static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256, "");
 }
 template <int registers>
-PTX void setmaxnreg_dec() {
+DEVICE void setmaxnreg_dec() {
     static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256, "");
 }
-template <class T> PTX T shfl(T v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
-template <class T> PTX T shfl_xor(T v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
-template <class T> PTX T shfl_up(T v, int delta) { return __shfl_up_sync(0xffffffffu, v, delta); }
-template <class T> PTX T shfl_down(T v, int delta) { return __shfl_down_sync(0xffffffffu, v, delta); }
-PTX bool vote_any(bool p) { return __any_sync(0xffffffffu, p); }
-PTX bool vote_all(bool p) { return __all_sync(0xffffffffu, p); }
-PTX uint32_t vote_ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
-PTX uint32_t redux_add(uint32_t v) { return __reduce_add_sync(0xffffffffu, v); }
-PTX uint32_t redux_max(uint32_t v) {
+template <class T> DEVICE T shfl(T v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+template <class T> DEVICE T shfl_xor(T v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+template <class T> DEVICE T shfl_up(T v, int delta) { return __shfl_up_sync(0xffffffffu, v, delta); }
+template <class T> DEVICE T shfl_down(T v, int delta) { return __shfl_down_sync(0xffffffffu, v, delta); }
+DEVICE uint32_t redux_add(uint32_t v) { return __reduce_add_sync(0xffffffffu, v); }
+DEVICE uint32_t redux_max(uint32_t v) {
     for (int mask = 16; mask > 0; mask /= 2) {
         const uint32_t other = shfl_xor(v, mask);
         v = other > v ? other : v;

@@ -13,7 +13,6 @@ uint32_t ballot(bool predicate, uint32_t mask, const char* name);
 uint32_t reduce_add(uint32_t value, uint32_t mask);
 void syncwarp(uint32_t mask);
 void barrier(int id, uint32_t threads, bool waits, int line);
-bool elect_one();
 void ldmatrix(uint32_t* r, uint32_t address, int count, bool trans);
 void stmatrix(uint32_t address, const uint32_t* r, int count, bool trans);
 uint32_t movmatrix_trans(uint32_t a);
@@ -56,7 +55,6 @@ void fence_proxy_async();
 void cp_async_bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier);
 void cp_async_bulk_load_multicast(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier,
                                   uint16_t blocks);
-void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t bytes, uint32_t barrier);
 void cp_async_bulk_tensor_2d(uint32_t shared, const void* map, int x, int y, uint32_t barrier);
 void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, int y, uint32_t barrier,
                                        uint16_t blocks);

@@ -15,8 +15,8 @@ template <class Config> struct EpilogueShared {
     static constexpr int barrier_bytes = 16 * buffers;
 
     uint32_t shared, barriers;
-    PTX uint32_t filled(int buffer) const { return barriers + 16 * buffer; }
-    PTX uint32_t read(int buffer) const { return filled(buffer) + 8; }
+    DEVICE uint32_t filled(int buffer) const { return barriers + 16 * buffer; }
+    DEVICE uint32_t read(int buffer) const { return filled(buffer) + 8; }
 };
 
 // A thread owns weights row + 16 * warp + lane / 4 (+ 8) and, of every eight tokens, 2 * (lane % 4) and the next. Weight
@@ -36,10 +36,10 @@ template <class Config> struct Epilogue {
     typename T::RowLoad row_load[2];
     typename T::ColumnLoad column_load[fetched];
 
-    PTX Epilogue(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup), columns(shared.shared + S::columns) {}
+    DEVICE Epilogue(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup), columns(shared.shared + S::columns) {}
 
     // Issues the loads of a tile's constants; the main loop hides their latency.
-    PTX void fetch(const Params& p, int n, int m) {
+    DEVICE void fetch(const Params& p, int n, int m) {
         const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
         row_load[0] = T::load_row(p, at);
         row_load[1] = T::load_row(p, at + 8);
@@ -51,20 +51,20 @@ template <class Config> struct Epilogue {
         uint4 terms;
         uint2 zeros;
     };
-    PTX Pair pair(int eight) const {
+    DEVICE Pair pair(int eight) const {
         const int at = 8 * eight + 2 * (thread % 4);
         Pair c = {ptx::ld_shared_v4(columns + 8 * at), {0u, 0u}};
         if constexpr (T::asym_x) c.zeros = ptx::ld_shared_v2(columns + S::zeros + 4 * at);
         return c;
     }
-    static PTX typename T::Column column(const Pair& c, int which) {
+    static DEVICE typename T::Column column(const Pair& c, int which) {
         return which == 0 ? typename T::Column{__uint_as_float(c.terms.x), c.terms.y, c.zeros.x}
                           : typename T::Column{__uint_as_float(c.terms.z), c.terms.w, c.zeros.y};
     }
 
     // Double-buffered: the previous tile uses the other half, and every thread that passed the previous tile's barrier has
     // read the constants of the tile before that.
-    PTX void stage_columns() {
+    DEVICE void stage_columns() {
         columns = 2 * (shared.shared + S::columns) + S::column_bytes - columns;
 #pragma unroll
         for (int i = 0; i < fetched; i++) {
@@ -78,7 +78,7 @@ template <class Config> struct Epilogue {
     }
 
     // Writes the first `width` tokens of a tile.
-    template <int width> PTX void write(const Params& p, const int32_t (&acc)[width / 2], int n, int m) {
+    template <int width> DEVICE void write(const Params& p, const int32_t (&acc)[width / 2], int n, int m) {
         const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
         if constexpr (T::is_16bit)
             write_16bit<width>(p, acc, row, n, m);
@@ -86,7 +86,7 @@ template <class Config> struct Epilogue {
             write_32bit<width>(p, acc, row, n, m);
     }
 
-    template <int width> PTX void write_16bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
+    template <int width> DEVICE void write_16bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int lane = thread % 32, warp = thread / 32;
         // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices: rows, rows + 8 of two token octets.
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
@@ -126,7 +126,7 @@ template <class Config> struct Epilogue {
     }
 
     // Stores a buffer without TMA: a thread stores eight weights of every sixteenth token.
-    PTX void store_pieces(const Params& p, int n, int m) const {
+    DEVICE void store_pieces(const Params& p, int n, int m) const {
         const int column = n + thread % 8 * 8;
         const bool aligned = p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0;
 #pragma unroll 1
@@ -145,7 +145,7 @@ template <class Config> struct Epilogue {
         }
     }
 
-    template <int width> PTX void write_32bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
+    template <int width> DEVICE void write_32bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
 #pragma unroll
         for (int i = 0; i < width / 8; i++) {
@@ -159,7 +159,7 @@ template <class Config> struct Epilogue {
 
 // TMA store loop of one thread, over the buffers that a warpgroup fills. A buffer is released after the next store has been
 // issued, so that waiting for its read rarely stalls: with three or more buffers the warpgroup never waits.
-template <class Config, class Shared, class Tiles> PTX void store_results(const Params& p, uint32_t shared, int warpgroup) {
+template <class Config, class Shared, class Tiles> DEVICE void store_results(const Params& p, uint32_t shared, int warpgroup) {
     using W = EpilogueShared<Config>;
     const W epilogue = Shared::epilogue(shared, warpgroup);
     int buffer = 0, parity = 0, previous = -1;

@@ -13,12 +13,12 @@ constexpr int chunk_k = 1024;
 constexpr int row_bytes = chunk_k / 8;
 
 // Byte offset of the 16-byte piece that holds k = chunk * 1024 + piece * 128 and the 127 after it.
-PTX int64_t piece_offset(int chunk, int plane, int bits, int64_t rows, int row, int piece) {
+DEVICE int64_t piece_offset(int chunk, int plane, int bits, int64_t rows, int row, int piece) {
     return ((static_cast<int64_t>(chunk) * bits + plane) * rows + row) * row_bytes + ((piece ^ (row & 7)) << 4);
 }
 
 // Mask of the first `count` bytes of a word; count may be below 0 or above 4.
-PTX uint32_t byte_mask(int count) { return count >= 4 ? 0xffffffffu : count <= 0 ? 0u : (1u << (8 * count)) - 1u; }
+DEVICE uint32_t byte_mask(int count) { return count >= 4 ? 0xffffffffu : count <= 0 ? 0u : (1u << (8 * count)) - 1u; }
 
 }  // namespace planes
 

@@ -6,7 +6,7 @@ Y = X W^T for W and X of 1 to 8 bits, each sym, asym or bipolar: products of uns
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -116,7 +116,31 @@ class LargeFacts(Facts):
         return 384
 
 
-def why_not_epilogue(config: Any, tiles: tuple[int, ...]) -> str | None:
+class Staged(Protocol):
+    """A config whose results leave through ``epilogue_stages`` buffers of ``epilogue_tile`` tokens."""
+
+    @property
+    def tile_m(self) -> int:
+        """Tokens per tile."""
+
+    @property
+    def epilogue_tile(self) -> int:
+        """Tokens per buffer."""
+
+    @property
+    def epilogue_stages(self) -> int:
+        """Buffers of a warpgroup."""
+
+    @property
+    def activation_code(self) -> Code:
+        """How activations are decoded."""
+
+    @property
+    def output(self) -> Output:
+        """The type of the results."""
+
+
+def why_not_epilogue(config: Staged, tiles: tuple[int, ...]) -> str | None:
     """Why a config's staging of results is illegal, in a sentence; None if not. tiles: allowed epilogue_tile."""
     most = config.tile_m
     if config.epilogue_tile not in tiles or most % config.epilogue_tile:
@@ -135,10 +159,10 @@ def why_not_tma(problem: LinearProblem) -> str | None:
     return None
 
 
-def epilogue_bytes(config: Any) -> int:
+def epilogue_bytes(config: Staged) -> int:
     """Shared memory of a warpgroup's epilogue: 16-bit staging buffers, and per-token constants of two tiles."""
     columns = 2 * config.tile_m * (12 if config.activation_code is Code.asym else 8)
-    needed: int = columns + 128 * config.epilogue_tile * config.epilogue_stages * config.output.is_16bit
+    needed = columns + 128 * config.epilogue_tile * config.epilogue_stages * config.output.is_16bit
     return -(-needed // 1024) * 1024
 
 

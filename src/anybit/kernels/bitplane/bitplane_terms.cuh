@@ -27,17 +27,17 @@ struct Params {
 // Pipeline state: next slot (or group of slots) of a ring, and its phase parity.
 template <int slots> struct Ring {
     int at = 0, parity = 0;
-    PTX void advance() {
+    DEVICE void advance() {
         if (++at == slots) at = 0, parity ^= 1;
     }
-    PTX int previous() const { return at == 0 ? slots - 1 : at - 1; }
+    DEVICE int previous() const { return at == 0 ? slots - 1 : at - 1; }
 };
 
 namespace planes {
 constexpr int steps = 4;           // k256 MMA steps per chunk
 constexpr int step_bytes = 32;
 constexpr int swizzle_bytes = 1024;  // eight rows: the period of the swizzle
-PTX uint64_t descriptor(uint32_t shared) { return ptx::wgmma_descriptor(shared, ptx::Swizzle::bytes_128, swizzle_bytes); }
+DEVICE uint64_t descriptor(uint32_t shared) { return ptx::wgmma_descriptor(shared, ptx::Swizzle::bytes_128, swizzle_bytes); }
 }  // namespace planes
 
 // Bipolar codes are odd multiples of half a step: that side is doubled (e = 1), so that everything is an integer.
@@ -76,7 +76,7 @@ template <class Config> struct Terms {
         float scale;
         int32_t sum, zero;
     };
-    static PTX RowLoad load_row(const Params& p, int n) {
+    static DEVICE RowLoad load_row(const Params& p, int n) {
         const int at = min(n, p.n - 1);
         RowLoad r = {p.weight_scale[at], 0.0f, p.correction[at], 0};
         if (p.bias != nullptr) r.bias = p.bias[at];
@@ -84,45 +84,45 @@ template <class Config> struct Terms {
         return r;
     }
     // After griddepcontrol_wait only: it may read the previous kernel's output.
-    static PTX ColumnLoad load_column(const Params& p, int m) {
+    static DEVICE ColumnLoad load_column(const Params& p, int m) {
         const int at = min(m, p.m - 1);
         ColumnLoad c = {p.activation_scale[at], p.activation_sum[at], 0};
         if constexpr (asym_x) c.zero = p.activation_zero[at];
         return c;
     }
-    static PTX Row row(const RowLoad& r) {
+    static DEVICE Row row(const RowLoad& r) {
         return {r.scale * (1.0f / static_cast<float>(1 << (ew + ex))), r.bias,
                 static_cast<uint32_t>(r.correction) * (asym_x ? 1u : zero_x) + (in_row ? float_bits : 0u), static_cast<uint32_t>(r.zero)};
     }
-    static PTX Column column(const ColumnLoad& c) {
+    static DEVICE Column column(const ColumnLoad& c) {
         return {c.scale, (0u - static_cast<uint32_t>(c.sum)) * ((asym_w ? 1u : zero_w) << ex) + (in_column ? float_bits : 0u),
                 static_cast<uint32_t>(c.zero)};
     }
-    static PTX Row row(const Params& p, int n) { return row(load_row(p, n)); }
-    static PTX Column column(const Params& p, int m) { return column(load_column(p, m)); }
+    static DEVICE Row row(const Params& p, int n) { return row(load_row(p, n)); }
+    static DEVICE Column column(const Params& p, int m) { return column(load_column(p, m)); }
     // Selects by value: a dynamically indexed array would spill to local memory.
-    static PTX Row pick(bool second, const Row& a, const Row& b) {
+    static DEVICE Row pick(bool second, const Row& a, const Row& b) {
         return {second ? b.scale : a.scale, second ? b.bias : a.bias, second ? b.term : a.term, second ? b.zero : a.zero};
     }
-    static PTX Column pick(bool second, const Column& a, const Column& b) {
+    static DEVICE Column pick(bool second, const Column& a, const Column& b) {
         return {second ? b.scale : a.scale, second ? b.term : a.term, second ? b.zero : a.zero};
     }
-    static PTX uint32_t bits(int32_t acc, const Row& r, const Column& c) {
+    static DEVICE uint32_t bits(int32_t acc, const Row& r, const Column& c) {
         const uint32_t w = asym_w ? r.zero * c.term : c.term, x = asym_x ? c.zero * r.term : r.term;
         return (static_cast<uint32_t>(acc) << (ew + ex)) + w + x + (shifted && !in_column && !in_row ? float_bits : 0u);
     }
-    static PTX int32_t value(int32_t acc, const Row& r, const Column& c) { return static_cast<int32_t>(bits(acc, r, c)); }
-    static PTX float result(int32_t acc, const Row& r, const Column& c) {
+    static DEVICE int32_t value(int32_t acc, const Row& r, const Column& c) { return static_cast<int32_t>(bits(acc, r, c)); }
+    static DEVICE float result(int32_t acc, const Row& r, const Column& c) {
         const uint32_t v = bits(acc, r, c);
         const float exact = shifted ? __uint_as_float(v) - __uint_as_float(float_bits) : static_cast<float>(static_cast<int32_t>(v));
         return fmaf(exact * c.scale, r.scale, r.bias);
     }
     // Packs two 16-bit results into one word, `low` in the low half.
-    static PTX uint32_t pack(float low, float high) {
+    static DEVICE uint32_t pack(float low, float high) {
         if constexpr (Config::output == Output::bf16) return ptx::cvt_bf16x2_f32(low, high);
         return ptx::cvt_f16x2_f32(low, high);
     }
-    static PTX void store(const Params& p, int m, int n, int32_t acc, const Row& r, const Column& c) {
+    static DEVICE void store(const Params& p, int m, int n, int32_t acc, const Row& r, const Column& c) {
         if (m >= p.m || n >= p.n) return;
         const int64_t at = m * p.y_stride + n;
         if constexpr (Config::output == Output::s32)
@@ -134,7 +134,7 @@ template <class Config> struct Terms {
     }
 };
 
-template <int count> PTX void rotate(int32_t (&acc)[count], int left) {
+template <int count> DEVICE void rotate(int32_t (&acc)[count], int left) {
 #pragma unroll
     for (int i = 0; i < count; i++)
         acc[i] = static_cast<int32_t>(__funnelshift_l(static_cast<uint32_t>(acc[i]), static_cast<uint32_t>(acc[i]), left));

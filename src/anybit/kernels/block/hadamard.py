@@ -77,12 +77,7 @@ def default(problem: Problem) -> Config:
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
     return jit.Kernel(
-        "block/hadamard.cuh",
-        "transform",
-        config,
-        Params,
-        config.threads,
-        shared_bytes(config.order, config.power),
+        "block/hadamard.cuh", "transform", config, Params, config.threads, shared_bytes(config.order, config.power)
     )
 
 

@@ -45,20 +45,20 @@ struct Scale {
     float range, steps;  // scale = range / steps
     bool finite;
 
-    PTX float value() const { return finite ? range / steps : __uint_as_float(0x7fc00000u); }
+    DEVICE float value() const { return finite ? range / steps : __uint_as_float(0x7fc00000u); }
 };
 
 // 1.5 * 2^23: adding it leaves the integer in the low bits (two's complement), rounded to nearest even like rint.
 constexpr float magic = 12582912.f;
 constexpr uint32_t magic_bits = 0x4b400000u;
 
-PTX float safe_ratio(float numerator, float denominator) {
+DEVICE float safe_ratio(float numerator, float denominator) {
     const float quotient = numerator / denominator;
     return denominator > 0.f && quotient < __uint_as_float(0x7f800000u) ? quotient : 0.f;
 }
 
 // largest: bits of the largest magnitude; asym: of the maximum (>= 0), with `lowest` those of the minimum's magnitude.
-template <Code code, int bits, bool is_bf16> PTX Scale find_scale(uint32_t largest, uint32_t lowest, float mean) {
+template <Code code, int bits, bool is_bf16> DEVICE Scale find_scale(uint32_t largest, uint32_t lowest, float mean) {
     constexpr float top = static_cast<float>((1 << bits) - 1);
     Scale s;
     s.finite = largest < infinity_bits<is_bf16> && lowest < infinity_bits<is_bf16>;
@@ -83,7 +83,7 @@ template <Code code, int bits, bool is_bf16> PTX Scale find_scale(uint32_t large
 }
 
 // One value's code in the low byte (upper bits are garbage). `offset` is added to the signed integer.
-template <Code code, int bits, int offset> PTX uint32_t encode(float v, const Scale& s) {
+template <Code code, int bits, int offset> DEVICE uint32_t encode(float v, const Scale& s) {
     const float scaled = ptx::mul_rn_f32(v, s.inverse);
     // Fold the offset into the magic number where it can't change ties: floor has none, and even offsets keep parity.
     constexpr float biased = magic + static_cast<float>(offset);
@@ -99,7 +99,7 @@ template <Code code, int bits, int offset> PTX uint32_t encode(float v, const Sc
     return static_cast<uint32_t>(q > 0 ? 0 : q) + offset;
 }
 
-template <bool is_bf16> PTX void floats_of(uint4 values, float (&eight)[8]) {
+template <bool is_bf16> DEVICE void floats_of(uint4 values, float (&eight)[8]) {
     const uint32_t word[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -109,11 +109,11 @@ template <bool is_bf16> PTX void floats_of(uint4 values, float (&eight)[8]) {
 }
 
 // Packs the low bytes of four words.
-PTX uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+DEVICE uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return ptx::prmt(ptx::prmt(a, b, 0x0040), ptx::prmt(c, d, 0x0040), 0x5410);
 }
 
-template <Code code, int bits, int offset, bool is_bf16> PTX uint32_t encode4(uint32_t x01, uint32_t x23, const Scale& s) {
+template <Code code, int bits, int offset, bool is_bf16> DEVICE uint32_t encode4(uint32_t x01, uint32_t x23, const Scale& s) {
     if constexpr (code == Code::e4m3) {
         const uint32_t low = ptx::cvt_e4m3x2_f32(ptx::mul_rn_f32(low_float<is_bf16>(x01), s.inverse),
                                                  ptx::mul_rn_f32(high_float<is_bf16>(x01), s.inverse));
@@ -129,7 +129,7 @@ template <Code code, int bits, int offset, bool is_bf16> PTX uint32_t encode4(ui
 }
 
 // Zeroes all but the first `count` of eight codes: the padding must be 0, not the code of the value 0.
-template <bool aligned> PTX void keep(uint32_t& low, uint32_t& high, int count) {
+template <bool aligned> DEVICE void keep(uint32_t& low, uint32_t& high, int count) {
     if constexpr (aligned) {
         if (count <= 0) low = high = 0;
     } else if (count < 8) {
@@ -142,14 +142,14 @@ template <bool aligned> PTX void keep(uint32_t& low, uint32_t& high, int count) 
 
 // Gathers bit `plane` of eight codes in nibbles (elements j and j + 4 in byte j) into the top byte, element e in bit e: a
 // multiply whose partial products never share a bit, so that nothing carries into that byte.
-PTX uint32_t plane_in_top_byte(uint32_t nibbles, int plane) { return (nibbles >> plane & 0x11111111u) * 0x01020408u; }
+DEVICE uint32_t plane_in_top_byte(uint32_t nibbles, int plane) { return (nibbles >> plane & 0x11111111u) * 0x01020408u; }
 // The top bytes of four words, in order.
-PTX uint32_t top_bytes(const uint32_t (&v)[4]) {
+DEVICE uint32_t top_bytes(const uint32_t (&v)[4]) {
     return ptx::prmt(ptx::prmt(v[0], v[1], 0x0073), ptx::prmt(v[2], v[3], 0x0073), 0x5410);
 }
 
 // 4 x 4 byte transpose within a quad: lane p gets byte p of every lane.
-PTX uint32_t transpose_quad(uint32_t v) {
+DEVICE uint32_t transpose_quad(uint32_t v) {
     const uint32_t lane = ptx::lane_id();
     v = ptx::prmt(v, ptx::shfl_xor(v, 1), lane & 1 ? 0x3715 : 0x6240);
     return ptx::prmt(v, ptx::shfl_xor(v, 2), lane & 2 ? 0x3276 : 0x5410);

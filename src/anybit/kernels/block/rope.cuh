@@ -26,8 +26,8 @@ struct Params {
 
 namespace rope {
 
-template <bool is_bf16> PTX float to_float(uint16_t v) { return is_bf16 ? ptx::cvt_f32_bf16(v) : ptx::cvt_f32_f16(v); }
-template <bool is_bf16> PTX uint16_t from_float(float v) { return is_bf16 ? ptx::cvt_bf16_f32(v) : ptx::cvt_f16_f32(v); }
+template <bool is_bf16> DEVICE float to_float(uint16_t v) { return is_bf16 ? ptx::cvt_f32_bf16(v) : ptx::cvt_f32_f16(v); }
+template <bool is_bf16> DEVICE uint16_t from_float(float v) { return is_bf16 ? ptx::cvt_bf16_f32(v) : ptx::cvt_f16_f32(v); }
 
 }  // namespace rope
 

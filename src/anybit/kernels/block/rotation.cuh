@@ -8,12 +8,12 @@
 namespace rotation {
 
 // Padded offset of value i: a pass reads eight values at a stride of eight, so runs of 64 start in different banks.
-PTX constexpr int place(int i) { return i + i / 64 * 8; }
+DEVICE constexpr int place(int i) { return i + i / 64 * 8; }
 // Floats of shared memory for k values.
 constexpr int room(int k) { return k + k / 64 * 8; }
 
 // radix-point butterfly on registers: log2(radix) steps of S on values that lie `step` apart.
-template <int radix> PTX void butterflies(float (&v)[radix]) {
+template <int radix> DEVICE void butterflies(float (&v)[radix]) {
 #pragma unroll
     for (int half = 1; half < radix; half *= 2) {
 #pragma unroll
@@ -26,7 +26,7 @@ template <int radix> PTX void butterflies(float (&v)[radix]) {
     }
 }
 
-template <int radix, int step, int threads, int k> PTX void pass(float* value) {
+template <int radix, int step, int threads, int k> DEVICE void pass(float* value) {
     for (int item = static_cast<int>(threadIdx.x); item < k / radix; item += threads) {
         const int first = item / step * (step * radix) + item % step;
         float v[radix];
@@ -40,7 +40,7 @@ template <int radix, int step, int threads, int k> PTX void pass(float* value) {
 }
 
 // The steps of S from `step` on, for every run of `power` values. The caller has synchronized; ends with __syncthreads.
-template <int threads, int power, int k, int step> PTX void sylvester(float* value) {
+template <int threads, int power, int k, int step> DEVICE void sylvester(float* value) {
     if constexpr (8 * step <= power) {
         pass<8, step, threads, k>(value);
         sylvester<threads, power, k, 8 * step>(value);
@@ -65,7 +65,7 @@ constexpr int signs_room(int order) {
 
 // Expands the signs of A to +-1.0f in shared memory, transposed: [order, parts, rows of a part, rounded up to four].
 // bits: [order, parts], bit r of (b, part) is set where A[part * rows + r, b] is -1. The caller synchronizes.
-template <int threads, int order> PTX void spread_signs(float* signs, const uint32_t* bits) {
+template <int threads, int order> DEVICE void spread_signs(float* signs, const uint32_t* bits) {
     if constexpr (order > 1) {
         constexpr int parts = parts_of(order), rows = order / parts, padded = (rows + 3) / 4 * 4;
         for (int item = static_cast<int>(threadIdx.x); item < order * parts; item += threads) {
@@ -80,7 +80,7 @@ template <int threads, int order> PTX void spread_signs(float* signs, const uint
 }
 
 // Multiplies by A in place; `signs` as expanded. The caller has synchronized; ends with __syncthreads.
-template <int threads, int order, int power> PTX void paley(float* value, const float* signs) {
+template <int threads, int order, int power> DEVICE void paley(float* value, const float* signs) {
     if constexpr (order > 1) {
         constexpr int parts = parts_of(order), rows = order / parts, padded = (rows + 3) / 4 * 4;
         static_assert(parts <= threads, "every part of a column has a thread");

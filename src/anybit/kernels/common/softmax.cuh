@@ -15,22 +15,22 @@ struct State {
     float sum = 0.0f;
 
     // Rescaling factor from `reference` to a newer reference, which must not be smaller.
-    PTX static float weight(float reference, float newer) { return ptx::ex2_approx(reference - newer); }
+    DEVICE static float weight(float reference, float newer) { return ptx::ex2_approx(reference - newer); }
 
     // Adds an attention sink: a logit without a value.
-    PTX void add_sink(float logit) {
+    DEVICE void add_sink(float logit) {
         const float newer = fmaxf(reference, logit);
         sum = sum * weight(reference, newer) + weight(logit, newer);
         reference = newer;
     }
     // 1 / sum, or 0 for an empty sum.
-    PTX float normalizer() const { return sum == 0.0f ? 0.0f : ptx::rcp_approx(sum); }
+    DEVICE float normalizer() const { return sum == 0.0f ? 0.0f : ptx::rcp_approx(sum); }
     // Natural logarithm of the sum of exponentials; -inf for an empty sum.
-    PTX float log_sum_exp() const { return (reference + ptx::lg2_approx(sum)) * 0.69314718f; }
+    DEVICE float log_sum_exp() const { return (reference + ptx::lg2_approx(sum)) * 0.69314718f; }
 };
 
 // Merges one state per lane (State{} where there is none); returns this lane's weight in the merged state.
-PTX float merge_lanes(State& state) {
+DEVICE float merge_lanes(State& state) {
     float most = state.reference;
 #pragma unroll
     for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));

@@ -8,49 +8,49 @@ namespace values {
 
 // ---- 16-bit values ---------------------------------------------------------------------------------------------------
 
-template <bool is_bf16> PTX float low_float(uint32_t pair) {
+template <bool is_bf16> DEVICE float low_float(uint32_t pair) {
     if constexpr (is_bf16) return __uint_as_float(pair << 16);
     return ptx::cvt_f32_f16(static_cast<uint16_t>(pair & 0xffffu));
 }
-template <bool is_bf16> PTX float high_float(uint32_t pair) {
+template <bool is_bf16> DEVICE float high_float(uint32_t pair) {
     if constexpr (is_bf16) return __uint_as_float(pair & 0xffff0000u);
     return ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
 }
-template <bool is_bf16> PTX uint32_t round_pair(float low, float high) {
+template <bool is_bf16> DEVICE uint32_t round_pair(float low, float high) {
     if constexpr (is_bf16) return ptx::cvt_bf16x2_f32(low, high);
     return ptx::cvt_f16x2_f32(low, high);
 }
-template <bool is_bf16> PTX uint32_t add_pair(uint32_t a, uint32_t b) {
+template <bool is_bf16> DEVICE uint32_t add_pair(uint32_t a, uint32_t b) {
     if constexpr (is_bf16) return ptx::add_bf16x2(a, b);
     return ptx::add_f16x2(a, b);
 }
 // Elementwise over packed pairs; NaN if either input is.
-template <bool is_bf16> PTX uint32_t max_pair(uint32_t a, uint32_t b) {
+template <bool is_bf16> DEVICE uint32_t max_pair(uint32_t a, uint32_t b) {
     if constexpr (is_bf16) return ptx::max_nan_bf16x2(a, b);
     return ptx::max_nan_f16x2(a, b);
 }
-template <bool is_bf16> PTX uint32_t min_pair(uint32_t a, uint32_t b) {
+template <bool is_bf16> DEVICE uint32_t min_pair(uint32_t a, uint32_t b) {
     if constexpr (is_bf16) return ptx::min_nan_bf16x2(a, b);
     return ptx::min_nan_f16x2(a, b);
 }
-template <bool is_bf16> PTX uint32_t abs_pair(uint32_t a) {
+template <bool is_bf16> DEVICE uint32_t abs_pair(uint32_t a) {
     if constexpr (is_bf16) return ptx::abs_bf16x2(a);
     return ptx::abs_f16x2(a);
 }
 // Magnitudes of 16-bit floats order like their bits, NaN above infinity: an integer maximum works.
 template <bool is_bf16> constexpr uint32_t infinity_bits = is_bf16 ? 0x7f80u : 0x7c00u;
-template <bool is_bf16> PTX float float_of_bits(uint32_t bits) { return low_float<is_bf16>(bits); }
+template <bool is_bf16> DEVICE float float_of_bits(uint32_t bits) { return low_float<is_bf16>(bits); }
 
 // ---- CTA-wide reductions -----------------------------------------------------------------------------------------------
 
-PTX uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 struct Larger {
-    static PTX uint32_t over_warp(uint32_t v) { return ptx::redux_max(v); }
+    static DEVICE uint32_t over_warp(uint32_t v) { return ptx::redux_max(v); }
 };
 struct Sum {
-    static PTX uint32_t over_warp(uint32_t v) { return ptx::redux_add(v); }
-    static PTX float over_warp(float v) {
+    static DEVICE uint32_t over_warp(uint32_t v) { return ptx::redux_add(v); }
+    static DEVICE float over_warp(float v) {
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) v += ptx::shfl_xor(v, step);
         return v;
@@ -58,7 +58,7 @@ struct Sum {
 };
 
 // All threads get the result. Reductions that follow one another need different `slot`s of shared memory.
-template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
+template <class Operation, int warps, int slot, class T> DEVICE T over_block(T v) {
     v = Operation::over_warp(v);
     if constexpr (warps > 1) {
         T* partial = reinterpret_cast<T*>(ptx::dynamic_shared() + slot * 128);
@@ -73,7 +73,7 @@ template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
 
 // Loads eight values from row + k, zeros past the end. aligned: rows are 16-byte aligned and whole vectors long. Not
 // ld.global.nc: with PDL the previous kernel may still be writing them while this one runs.
-template <bool aligned> PTX uint4 load8(const uint16_t* row, int k, int end) {
+template <bool aligned> DEVICE uint4 load8(const uint16_t* row, int k, int end) {
     if constexpr (aligned) {
         return k < end ? ptx::ld_global_cg_v4(row + k) : make_uint4(0, 0, 0, 0);
     } else {
@@ -87,7 +87,7 @@ template <bool aligned> PTX uint4 load8(const uint16_t* row, int k, int end) {
         return make_uint4(word[0], word[1], word[2], word[3]);
     }
 }
-template <bool aligned> PTX void store8(uint16_t* row, int k, int end, uint4 v) {
+template <bool aligned> DEVICE void store8(uint16_t* row, int k, int end, uint4 v) {
     if constexpr (aligned) {
         if (k < end) *reinterpret_cast<uint4*>(row + k) = v;
     } else {
@@ -99,14 +99,14 @@ template <bool aligned> PTX void store8(uint16_t* row, int k, int end, uint4 v) 
 }
 
 // x / (1 + e^-x), accurate to a few millionths, 0 below -88: exact division and exp would cost more than many rows' traffic.
-PTX float silu(float x) { return x * ptx::rcp_approx(1.f + ptx::ex2_approx(-1.4426950408889634f * x)); }
+DEVICE float silu(float x) { return x * ptx::rcp_approx(1.f + ptx::ex2_approx(-1.4426950408889634f * x)); }
 // silu(gate) * up, rounded to 16 bits after each of the two steps as the model does.
-template <bool is_bf16> PTX uint32_t silu_mul_pair(uint32_t gate, uint32_t up) {
+template <bool is_bf16> DEVICE uint32_t silu_mul_pair(uint32_t gate, uint32_t up) {
     const uint32_t s = round_pair<is_bf16>(silu(low_float<is_bf16>(gate)), silu(high_float<is_bf16>(gate)));
     return round_pair<is_bf16>(low_float<is_bf16>(s) * low_float<is_bf16>(up),
                                high_float<is_bf16>(s) * high_float<is_bf16>(up));
 }
-template <bool is_bf16> PTX uint32_t normalize_pair(uint32_t x, uint32_t gamma, float factor) {
+template <bool is_bf16> DEVICE uint32_t normalize_pair(uint32_t x, uint32_t gamma, float factor) {
     const uint32_t h = round_pair<is_bf16>(low_float<is_bf16>(x) * factor, high_float<is_bf16>(x) * factor);
     return round_pair<is_bf16>(low_float<is_bf16>(h) * low_float<is_bf16>(gamma),
                                high_float<is_bf16>(h) * high_float<is_bf16>(gamma));

@@ -15,12 +15,12 @@ namespace packed {
 
 // Implied zero of sym and bipolar codes, doubled, so that bipolar's half-integer is an integer.
 template <class Config>
-PTX constexpr int twice_fixed_zero() {
+DEVICE constexpr int twice_fixed_zero() {
     return Config::code == Code::bipolar ? (1 << Config::bits) - 1 : 1 << Config::bits;
 }
 
 // Codes of a 16-bit field that one shift of the word makes usable in place.
-template <int bits> PTX constexpr int codes_in_place() { return bits >= 6 ? 1 : bits == 1 ? 4 : 2; }
+template <int bits> DEVICE constexpr int codes_in_place() { return bits >= 6 ? 1 : bits == 1 ? 4 : 2; }
 
 // Weights of 16 rows x 128 inputs for 16-bit activations.
 template <class Config>
@@ -38,7 +38,7 @@ struct Dequantize16 {
     uint32_t multiplier[2][places], addend[2];
 
     // Per-row-tile constants, for per-row scales (which the epilogue applies).
-    PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
+    DEVICE void begin(const uint8_t* row_zero, int first_row, int rows) {
         if (Config::group != 0 || table) return;
         scales[0] = bfloat ? 0x3f803f80u : 0x58005800u;  // 1 as bf16; 128 as fp16
         zeros[0] = 0;
@@ -50,7 +50,7 @@ struct Dequantize16 {
     }
 
     // unit: shared address of 16 rows of a tile.
-    PTX void load(uint32_t unit) {
+    DEVICE void load(uint32_t unit) {
         Codes::load(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
@@ -66,7 +66,7 @@ struct Dequantize16 {
         if (parts == 1) prepare(0);
     }
     // The same from registers (loaded from global memory); the zeros' words also hold two other rows'.
-    PTX void take(const uint32_t (&from_words)[Codes::words], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
+    DEVICE void take(const uint32_t (&from_words)[Codes::words], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
 #pragma unroll
         for (int i = 0; i < Codes::words; i++) words[i] = from_words[i];
         if (Config::group == 0) return;
@@ -79,7 +79,7 @@ struct Dequantize16 {
         if (parts == 1) prepare(0);
     }
 
-    PTX void prepare(int part) {
+    DEVICE void prepare(int part) {
         const uint32_t pair[2] = {ptx::prmt(scales[part], 0, 0x1010), ptx::prmt(scales[part], 0, 0x3232)};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -116,7 +116,7 @@ struct Dequantize16 {
         }
     }
     // zero * 2^-17 as fp16 bits, exact: a subnormal (units of 2^-24) below 2^-14, normal from there on.
-    static PTX constexpr uint32_t fixed_zero_fp16() {
+    static DEVICE constexpr uint32_t fixed_zero_fp16() {
         uint32_t steps = static_cast<uint32_t>(twice_fixed_zero<Config>()) << 6;  // of 2^-24
         uint32_t exponent = 1;
         if (steps < 1024) return steps;
@@ -129,7 +129,7 @@ struct Dequantize16 {
 
     // Steps of 16 inputs from register j on: a[step][r].
     template <int j, int stop, int steps>
-    PTX void dequantize(uint32_t (&a)[steps][4]) {
+    DEVICE void dequantize(uint32_t (&a)[steps][4]) {
         if constexpr (j < stop) {
             constexpr int per_part = Codes::registers(16) / parts;
             if constexpr (parts > 1 && j % per_part == 0) prepare(j / per_part);
@@ -138,7 +138,7 @@ struct Dequantize16 {
         }
     }
     template <int j>
-    PTX uint32_t one() {
+    DEVICE uint32_t one() {
         constexpr int h = j & 1;
         if constexpr (table) {
             const uint32_t v = table_pair<Config::code, bfloat, j, Config::group != 0>(words);
@@ -184,7 +184,7 @@ struct Dequantize16 {
         }
     }
     // Factor that the accumulators must be multiplied by, besides the row's scale.
-    static PTX constexpr float unscale() {
+    static DEVICE constexpr float unscale() {
         if (table) return scale_of_pair<Config::code, bfloat>;
         return bfloat ? 1.f : Config::group == 0 ? 1024.f : 131072.f;
     }
@@ -207,13 +207,13 @@ struct Dequantize8 {
     uint32_t scales[parts], zeros[parts];  // rows g and g + 8
     uint32_t zero[2];                      // in the form that one() needs
 
-    PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
+    DEVICE void begin(const uint8_t* row_zero, int first_row, int rows) {
         if (asym && Config::group == 0 && !raw && first_row < rows) {
             const int row = first_row + ptx::lane_id() / 4;
             prepare(row_zero[row] | row_zero[row + 8] << 8);
         }
     }
-    PTX void load(uint32_t unit) {
+    DEVICE void load(uint32_t unit) {
         Codes::load(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
@@ -226,7 +226,7 @@ struct Dequantize8 {
             }
         }
     }
-    PTX void prepare(uint32_t pair) {
+    DEVICE void prepare(uint32_t pair) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const uint32_t one = pair >> 8 * h & 0xff;
@@ -234,11 +234,11 @@ struct Dequantize8 {
         }
     }
     // The scale of rows g (h = 0) and g + 8 in a part of the unit.
-    PTX float scale(int part, int h) { return ptx::cvt_f32_f16(static_cast<uint16_t>(scales[part] >> 16 * h)); }
+    DEVICE float scale(int part, int h) { return ptx::cvt_f32_f16(static_cast<uint16_t>(scales[part] >> 16 * h)); }
 
     // Steps of 32 inputs from register j on: a[step][r].
     template <int j, int stop, int steps>
-    PTX void dequantize(uint32_t (&a)[steps][4]) {
+    DEVICE void dequantize(uint32_t (&a)[steps][4]) {
         if constexpr (j < stop) {
             constexpr int per_part = Codes::registers(8) / parts;
             if constexpr (asym && Config::group != 0 && j % per_part == 0) prepare(zeros[j / per_part]);
@@ -247,7 +247,7 @@ struct Dequantize8 {
         }
     }
     template <int j>
-    PTX uint32_t one() {
+    DEVICE uint32_t one() {
         constexpr uint32_t top = 0x80808080u;
         if constexpr (raw) {
             return Codes::template take<8, j, 0>(words);
@@ -269,7 +269,7 @@ struct Dequantize8 {
         }
     }
     // -zero * 2^-9 (doubled for bipolar) as fp16 bits.
-    static PTX constexpr uint32_t fixed_zero_fp16() {
+    static DEVICE constexpr uint32_t fixed_zero_fp16() {
         uint32_t mantissa = bipolar ? (1u << bits) - 1 : 1u << (bits - 1), exponent = 15 - 9 + 10;
         while (mantissa < 1024) {
             mantissa <<= 1;
@@ -277,7 +277,7 @@ struct Dequantize8 {
         }
         return 0x8000u | exponent << 10 | (mantissa & 1023);
     }
-    static PTX constexpr float unscale() { return sparse && !asym ? 1.f / (1 << (8 - bits)) : (integer ? 1.f : 512.f) * (bipolar ? 0.5f : 1.f); }
+    static DEVICE constexpr float unscale() { return sparse && !asym ? 1.f / (1 << (8 - bits)) : (integer ? 1.f : 512.f) * (bipolar ? 0.5f : 1.f); }
 };
 
 }  // namespace packed

@@ -21,7 +21,7 @@ struct Piece {
 template <int n> struct Index {
     static constexpr int value = n;
 };
-template <int begin, int end, class Body> __device__ __forceinline__ void unroll(Body&& body) {
+template <int begin, int end, class Body> DEVICE void unroll(Body&& body) {
     if constexpr (begin < end) {
         body(Index<begin>{});
         unroll<begin + 1, end>(body);
@@ -31,11 +31,11 @@ template <int begin, int end, class Body> __device__ __forceinline__ void unroll
 template <bool condition, class Yes, class No> struct Choose { using type = Yes; };
 template <class Yes, class No> struct Choose<false, Yes, No> { using type = No; };
 
-__device__ constexpr bool power_of_two(int bits) { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr bool power_of_two(int bits) { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
+constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // The piece of register j's codes that begins at bit `first`. Twin: packed_layout.pieces.
-__device__ constexpr Piece piece(int bits, int field, int j, int first) {
+constexpr Piece piece(int bits, int field, int j, int first) {
     if (power_of_two(bits)) {
         const int r = j & 3, wide = field == 16 ? j >> 3 : j >> 2, odd = field == 16 ? (j >> 2) & 1 : r >> 1;
         const int row = r & 1, high = field == 16 ? r >> 1 : 0;
@@ -50,16 +50,16 @@ __device__ constexpr Piece piece(int bits, int field, int j, int first) {
     return {at / rest, bits * whole + at % rest, first, least(bits - first, rest - at % rest)};
 }
 // Whether a piece of register j's codes begins at bit `first`.
-__device__ constexpr bool begins_piece(int bits, int field, int j, int first) {
+constexpr bool begins_piece(int bits, int field, int j, int first) {
     int at = 0;
     while (at < first) at += piece(bits, field, j, at).count;
     return at == first;
 }
-__device__ constexpr bool left_over(int bits, int field, int j) { return piece(bits, field, j, 0).count < bits; }
+constexpr bool left_over(int bits, int field, int j) { return piece(bits, field, j, 0).count < bits; }
 
 // The bit of a field at which the codes of MMA step `step` (k16 for 16-bit fields, k32 for 8-bit ones) are cheapest to
 // extract: in place (mask only), if a field of `limit` usable bits holds them there, else 0.
-__device__ constexpr int cheapest_bit(int bits, int field, int limit, int step) {
+constexpr int cheapest_bit(int bits, int field, int limit, int step) {
     int at = field;
     for (int r = 0; r < 4; r++) {
         const int j = 4 * step + r;
@@ -75,7 +75,7 @@ __device__ constexpr int cheapest_bit(int bits, int field, int limit, int step) 
 
 // As `codes` below, from bit `first` of the codes on. place: the layout (piece, or sparse_layout.cuh's kept_piece).
 template <Piece (*place)(int bits, int field, int j, int first), int bits, int field, int j, int at, int first = 0, int words>
-__device__ __forceinline__ uint32_t codes_from(const uint32_t (&w)[words]) {
+DEVICE uint32_t codes_from(const uint32_t (&w)[words]) {
     constexpr Piece p = place(bits, field, j, first);
     constexpr uint32_t ones = field == 16 ? 0x00010001u : 0x01010101u;
     constexpr int to = at + p.first, shift = p.bit - to;
@@ -90,13 +90,13 @@ __device__ __forceinline__ uint32_t codes_from(const uint32_t (&w)[words]) {
 
 // Extracts the codes of register j, each at bit `at` of its field, all other bits zero.
 template <int bits, int field, int j, int at, int words>
-__device__ __forceinline__ uint32_t codes(const uint32_t (&w)[words]) {
+DEVICE uint32_t codes(const uint32_t (&w)[words]) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
     return codes_from<piece, bits, field, j, at>(w);
 }
 
 // Permutes the bits of a word of eight e2m1 codes to their order in tiles. Twin: packed_layout.float_order, which explains.
-__device__ __forceinline__ uint32_t float_order(uint32_t codes) {
+DEVICE uint32_t float_order(uint32_t codes) {
     constexpr int moves[8][3] = {{11, 14, 9}, {7, 12, 9}, {15, 11, 18}, {14, 10, 11}, {12, 8, 9}, {13, 15, 15}, {10, 9, 13}, {8, 13, 10}};
     uint32_t word = (codes & 0x00070007u) << 3 | (codes & 0x00080008u) << 6 | (codes >> 4 & 0x00070007u) | (codes >> 1 & 0x00400040u);
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t float_order(uint32_t codes) {
     return word;
 }
 // Extracts the two codes at `place` of such a word's halves: sign at bit 15, exponent and mantissa at bits 9-11, else zero.
-template <int place> __device__ __forceinline__ uint32_t floats_at(uint32_t word) {
+template <int place> DEVICE uint32_t floats_at(uint32_t word) {
     constexpr uint32_t mask = 0x8e008e00u;
     if constexpr (place == 0) return word << 6 & mask;
     if constexpr (place == 1) return word << 9 & mask;
@@ -114,7 +114,7 @@ template <int place> __device__ __forceinline__ uint32_t floats_at(uint32_t word
 
 // Loads a lane's words of the unit at `unit` from global memory.
 template <int bits, int words>
-__device__ __forceinline__ void load_words(uint32_t (&w)[words], const uint8_t* unit, uint32_t lane) {
+DEVICE void load_words(uint32_t (&w)[words], const uint8_t* unit, uint32_t lane) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
 #pragma unroll
     for (int i = 0; i < words / 4; i++) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void load_words(uint32_t (&w)[words], const uint8_t* 
 }
 // The same from shared memory.
 template <int bits, int words>
-__device__ __forceinline__ void load_words_shared(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
+DEVICE void load_words_shared(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
 #pragma unroll
     for (int i = 0; i < words / 4; i++) {
@@ -142,11 +142,11 @@ __device__ __forceinline__ void load_words_shared(uint32_t (&w)[words], uint32_t
 }
 
 // Size of a unit: codes, then fp16 scales, then (asym) uint8 zeros or (min) fp16 minima, rows g and g + 8 adjacent.
-__device__ constexpr int subgroups(int group) { return group == 0 ? 0 : group < tile_columns ? tile_columns / group : 1; }
-__device__ constexpr int scale_bytes(int group, Code code) {
+constexpr int subgroups(int group) { return group == 0 ? 0 : group < tile_columns ? tile_columns / group : 1; }
+constexpr int scale_bytes(int group, Code code) {
     return subgroups(group) * (code == Code::asym ? 48 : code == Code::min ? 64 : 32);
 }
-__device__ constexpr int unit_bytes(int bits, int group, Code code) { return 256 * bits + scale_bytes(group, code); }
+constexpr int unit_bytes(int bits, int group, Code code) { return 256 * bits + scale_bytes(group, code); }
 
 }  // namespace packed
 

@@ -13,13 +13,13 @@ struct Params {
     const float* x_scale;        // [m] for int8 activations, else null
     const uint16_t* bias;        // [n] or null
     uint16_t* y;                 // [m, n]
-    int32_t m, n, k, x_stride, column_blocks, row_tiles;
+    int32_t m, n, k, x_stride, k_blocks, row_tiles;
 };
 
 namespace packed {
 
 // Scale and bias of row n; 0 past the last. f16: type of the bias, else bfloat16.
-template <bool f16, class P> PTX float2 row_factors(const P& p, int n) {
+template <bool f16, class P> DEVICE float2 row_factors(const P& p, int n) {
     float scale = 0.0f, bias = 0.0f;
     if (n < p.n) {
         scale = p.row_scale[n];

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,7 +104,27 @@ def why_not_few(
     return why_not_integers(problem)
 
 
-def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> str | None:
+class FewConfig(Protocol):
+    """What configs for few tokens have in common besides ``FewFacts``."""
+
+    @property
+    def tile_m(self) -> int:
+        """Most tokens."""
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+
+    @property
+    def stages(self) -> int:
+        """Depth of the pipeline of weights."""
+
+    @property
+    def prologue_stages(self) -> int:
+        """Copies issued at once."""
+
+
+def why_not_config(problem: LinearProblem, config: FewConfig, shared_bytes: int) -> str | None:
     """Why a config for few tokens is illegal (wrong problem, too small or large), in a sentence; None if it is not."""
     c = config
     if any(getattr(c, name) != value for name, value in facts(problem, type(c)).items()):
@@ -165,16 +185,16 @@ class Params:
     n: Int32
     k: Int32
     x_stride: Int32
-    column_blocks: Int32
+    k_blocks: Int32
     row_tiles: Int32
 
 
-def arguments(operands: Operands, problem: LinearProblem, config: Any = None) -> Params:
+def arguments(operands: Operands, problem: LinearProblem, config: object = None) -> Params:
     """The Params of a launch for few tokens, unchecked."""
     o, p = operands, problem
     return Params(
         *o.weight, o.x, o.x_scale, o.bias, o.y,
-        p.m, p.n, p.k, o.x_stride, p.column_blocks, p.weight_tiles,
+        p.m, p.n, p.k, o.x_stride, p.k_blocks, p.weight_tiles,
     )  # fmt: skip
 
 

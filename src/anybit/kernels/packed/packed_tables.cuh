@@ -10,10 +10,10 @@
 
 namespace packed {
 
-__device__ constexpr bool tabled(Code code) { return code == Code::e2m1 || code == Code::nf4 || code == Code::iq4 || code == Code::e4m3; }
+constexpr bool tabled(Code code) { return code == Code::e2m1 || code == Code::nf4 || code == Code::iq4 || code == Code::e4m3; }
 
 // Value of entry u of a looked-up table. Twin: anybit.codes.packing's tables.
-template <Code code> __device__ constexpr float entry(int u) {
+template <Code code> constexpr float entry(int u) {
     constexpr float nf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
                                -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
                                0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
@@ -23,7 +23,7 @@ template <Code code> __device__ constexpr float entry(int u) {
 }
 
 // Encodes v (0, or a magnitude of at least 2^-14) as fp16 (mantissa: 10 bits) or bf16 (7), rounded to nearest.
-__device__ constexpr uint32_t bits_of(float v, int mantissa) {
+constexpr uint32_t bits_of(float v, int mantissa) {
     const uint32_t sign = v < 0 ? 0x8000u : 0;
     float size = v < 0 ? -v : v;
     if (size == 0) return sign;
@@ -38,14 +38,14 @@ __device__ constexpr uint32_t bits_of(float v, int mantissa) {
 }
 
 // Byte `byte` (0 or 1) of four entries from `first` on, as fp16 or bf16, in one word.
-template <Code code, bool bfloat> __device__ constexpr uint32_t bytes_of(int first, int byte) {
+template <Code code, bool bfloat> constexpr uint32_t bytes_of(int first, int byte) {
     uint32_t word = 0;
     for (int i = 0; i < 4; i++) word |= (bits_of(entry<code>(first + i), bfloat ? 7 : 10) >> 8 * byte & 255) << 8 * i;
     return word;
 }
 
 // Four byte lookups in a 16-entry table: `low` selects within each eight (3 bits of each nibble), `half` which eight.
-template <uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3> __device__ __forceinline__ uint32_t look_up(uint32_t low, uint32_t half) {
+template <uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3> DEVICE uint32_t look_up(uint32_t low, uint32_t half) {
     return ptx::prmt(ptx::prmt(t0, t1, low), ptx::prmt(t2, t3, low), half);
 }
 
@@ -58,7 +58,7 @@ template <Code code> constexpr bool tiny_as_bf16 = code == Code::e2m1 || code ==
 constexpr uint32_t two_to_100 = 0x71807180u;
 
 template <Code code, bool bfloat, int j, bool scaled = false, int words>
-__device__ __forceinline__ uint32_t table_pair(const uint32_t (&w)[words]) {
+DEVICE uint32_t table_pair(const uint32_t (&w)[words]) {
     constexpr Piece at = piece(words / 2, 16, j, 0);
     const uint32_t word = w[at.word];
     if constexpr (code == Code::e4m3) {
@@ -93,31 +93,31 @@ __device__ __forceinline__ uint32_t table_pair(const uint32_t (&w)[words]) {
 }
 
 // Tables of integers as unsigned bytes, value + `zero`.
-__device__ constexpr bool tabled_integers(Code code) { return code == Code::iq4; }
+constexpr bool tabled_integers(Code code) { return code == Code::iq4; }
 template <Code code, bool = tabled_integers(code)> struct ByteTable {
-    PTX void load() {}
+    DEVICE void load() {}
 };
 template <Code code> struct ByteTable<code, true> {
     static constexpr int zero = 128;
     uint32_t entries[4];
 
-    static __device__ constexpr uint32_t bytes(int first) {
+    static constexpr uint32_t bytes(int first) {
         uint32_t word = 0;
         for (int i = 0; i < 4; i++) word |= static_cast<uint32_t>(static_cast<int>(entry<code>(first + i)) + zero) << 8 * i;
         return word;
     }
     // Keeps the table in registers: known constants would be rematerialized at every lookup, so they come by shuffle.
-    PTX void load() {
+    DEVICE void load() {
 #pragma unroll
         for (int i = 0; i < 4; i++) entries[i] = ptx::shfl(bytes(4 * i) + ptx::lane_id(), 0);
     }
     // Looks up four codes, the nibbles of the low half word.
-    PTX uint32_t four(uint32_t nibbles) const {
+    DEVICE uint32_t four(uint32_t nibbles) const {
         const uint32_t low = nibbles & 0x77777777u, half = ((nibbles >> 1) & 0x44444444u) | 0x32103210u;
         return ptx::prmt(ptx::prmt(entries[0], entries[1], low), ptx::prmt(entries[2], entries[3], low), half);
     }
     // Looks up the codes in the lower (or upper) nibble of each byte of a word.
-    PTX uint32_t halves(uint32_t word, bool upper) const { return ptx::prmt(four(word), four(word >> 16), upper ? 0x7531 : 0x6420); }
+    DEVICE uint32_t halves(uint32_t word, bool upper) const { return ptx::prmt(four(word), four(word >> 16), upper ? 0x7531 : 0x6420); }
 };
 
 }  // namespace packed

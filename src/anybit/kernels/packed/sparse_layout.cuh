@@ -7,21 +7,21 @@
 namespace packed {
 
 // Whether a config's weights are 2:4 sparse; configs of dense-only kernels have no such member.
-template <class Config> __device__ constexpr auto says_sparse(int) -> decltype(Config::sparse) { return Config::sparse; }
-template <class Config> __device__ constexpr bool says_sparse(long) { return false; }
-template <class Config> __device__ constexpr bool is_sparse() { return says_sparse<Config>(0); }
+template <class Config> constexpr auto says_sparse(int) -> decltype(Config::sparse) { return Config::sparse; }
+template <class Config> constexpr bool says_sparse(long) { return false; }
+template <class Config> constexpr bool is_sparse() { return says_sparse<Config>(0); }
 
 constexpr int metadata_bytes = 256;
 
 // The piece of byte j's codes that begins at bit `first`. Twin: sparse_layout.pieces.
-__device__ constexpr Piece byte_piece(int bits, int j, int first) {
+constexpr Piece byte_piece(int bits, int j, int first) {
     const int whole = 8 / bits, rest = 8 - whole * bits;
     if (j < bits * whole) return {j % bits, bits * (j / bits), 0, bits};
     const int at = (j - bits * whole) * bits + first;
     return {at / rest, bits * whole + at % rest, first, least(bits - first, rest - at % rest)};
 }
 // The same for register j with 8-bit or 16-bit fields; in the latter the registers of the upper columns take the high byte.
-__device__ constexpr Piece kept_piece(int bits, int field, int j, int first) {
+constexpr Piece kept_piece(int bits, int field, int j, int first) {
     if (field == 8) return byte_piece(bits, j, first);
     const Piece p = byte_piece(bits, 2 * (j >> 2) + (j & 1), first);
     return {p.word, p.bit + 8 * (j >> 1 & 1), p.first, p.count};
@@ -30,24 +30,24 @@ __device__ constexpr Piece kept_piece(int bits, int field, int j, int first) {
 // A lane's words of a unit and how to extract codes: dense weights, and 2:4 sparse ones.
 template <int bits> struct DenseCodes {
     static constexpr int words = 2 * bits, bytes = 256 * bits;
-    static __device__ constexpr int registers(int field) { return 2 * field; }
-    static __device__ constexpr Piece place(int field, int j) { return piece(bits, field, j, 0); }
-    template <int field, int j, int at> static __device__ __forceinline__ uint32_t take(const uint32_t (&w)[words]) {
+    static constexpr int registers(int field) { return 2 * field; }
+    static constexpr Piece place(int field, int j) { return piece(bits, field, j, 0); }
+    template <int field, int j, int at> static DEVICE uint32_t take(const uint32_t (&w)[words]) {
         return codes<bits, field, j, at>(w);
     }
-    static __device__ __forceinline__ void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
+    static DEVICE void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
         load_words_shared<bits>(w, unit, lane);
     }
 };
 template <int bits> struct KeptCodes {
     static constexpr int words = bits, bytes = 128 * bits + metadata_bytes;
-    static __device__ constexpr int registers(int field) { return field; }
-    static __device__ constexpr Piece place(int field, int j) { return kept_piece(bits, field, j, 0); }
-    template <int field, int j, int at> static __device__ __forceinline__ uint32_t take(const uint32_t (&w)[words]) {
+    static constexpr int registers(int field) { return field; }
+    static constexpr Piece place(int field, int j) { return kept_piece(bits, field, j, 0); }
+    template <int field, int j, int at> static DEVICE uint32_t take(const uint32_t (&w)[words]) {
         return codes_from<kept_piece, bits, field, j, at>(w);
     }
     // Codes in the top bits of bytes, XORed with `flip`: 0x80808080 makes them two's complement, u - 2^(bits - 1).
-    template <int j, uint32_t flip> static __device__ __forceinline__ uint32_t highest(const uint32_t (&w)[words]) {
+    template <int j, uint32_t flip> static DEVICE uint32_t highest(const uint32_t (&w)[words]) {
         constexpr Piece at = kept_piece(bits, 8, j, 0);
         if constexpr (at.count == bits) {  // one LOP3 after the shift; for `&` and `^` with constants the compiler emits two
             constexpr int shift = 8 - bits - at.bit;
@@ -56,7 +56,7 @@ template <int bits> struct KeptCodes {
         } else
             return take<8, j, 8 - bits>(w) ^ flip;
     }
-    static __device__ __forceinline__ void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
+    static DEVICE void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
         constexpr int fours = words / 4, pair = words & 2, one = words & 1;
 #pragma unroll
         for (int i = 0; i < fours; i++) {
@@ -73,7 +73,7 @@ template <int bits> struct KeptCodes {
 template <bool sparse, int bits> struct CodesOf { using type = DenseCodes<bits>; };
 template <int bits> struct CodesOf<true, bits> { using type = KeptCodes<bits>; };
 // Size of a unit; sparse ones are padded to whole 32-byte sectors.
-template <class C> __device__ constexpr int unit_bytes_of() {
+template <class C> constexpr int unit_bytes_of() {
     constexpr int size = CodesOf<is_sparse<C>(), C::bits>::type::bytes + scale_bytes(C::group, C::code);
     return is_sparse<C>() ? (size + 31) / 32 * 32 : size;
 }
@@ -81,7 +81,7 @@ template <class C> __device__ constexpr int unit_bytes_of() {
 // Sparsity metadata: one word per lane and half unit; empty for dense weights.
 template <class Config> struct Metadata {
     uint32_t half[2];
-    template <int which> __device__ __forceinline__ void load(uint32_t unit) {
+    template <int which> DEVICE void load(uint32_t unit) {
         if constexpr (is_sparse<Config>()) half[which] = ptx::ld_shared_u32(unit + 128 * Config::bits + which * 128 + ptx::lane_id() * 4);
     }
 };

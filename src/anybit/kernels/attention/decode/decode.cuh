@@ -1,7 +1,7 @@
 // Split-KV decode attention over packed KV pages and the 16-bit residual, split-KV merge included, in one launch.
 //
-// The grid is one wave. Warps are independent: each owns a contiguous range of units (decode_schedule.cuh), pipelines key
-// and value halves through a private shared-memory ring, and carries one online-softmax state from unit to unit. Partial
+// The grid is one wave. Warps are independent: each owns a contiguous range of items (decode_schedule.cuh), pipelines key
+// and value halves through a private shared-memory ring, and carries one online-softmax state from item to item. Partial
 // states merge per CTA in shared memory, then across CTAs in the one that arrives last.
 #ifndef ANYBIT_DECODE_CUH
 #define ANYBIT_DECODE_CUH
@@ -13,13 +13,13 @@
 
 namespace decode {
 
-// A warp's load pipeline. Each unit takes two stages, keys then values ("halves").
+// A warp's load pipeline. Each item takes two stages, keys then values ("halves").
 template <class Config> struct Pipeline {
     using S = Shape<Config>;
     static constexpr int page_blocks = Config::page / Config::block;
     const Params& p;
-    Cursor<Config> ahead;   // unit of the next half to load
-    int left;               // steps not yet issued in full
+    Cursor<Config> ahead;   // item of the next half to load
+    int left;               // pieces of the line not yet issued in full
     bool values;            // the next half is the values
     int page, slot, filled;  // its page; stage to consume next, stage to fill next
     uint32_t parity, stage, barrier;
@@ -27,8 +27,8 @@ template <class Config> struct Pipeline {
     const uint8_t* pages;    // page 0, offset to this KV head
     const int32_t* entries;  // this sequence's row of the page table
 
-    PTX Pipeline(const Params& params, const Cursor<Config>& start, int units, uint32_t stages, uint32_t barriers)
-        : p(params), ahead(start), left(units), values(false), page(0), slot(0), filled(0), parity(0),
+    DEVICE Pipeline(const Params& params, const Cursor<Config>& start, int pieces, uint32_t stages, uint32_t barriers)
+        : p(params), ahead(start), left(pieces), values(false), page(0), slot(0), filled(0), parity(0),
           stage(stages), barrier(barriers), policy(0), pages(params.pages), entries(params.table) {
         if constexpr (Config::bulk) {
             policy = Config::keep_in_l2 ? ptx::createpolicy_evict_last() : ptx::createpolicy_evict_first();
@@ -38,34 +38,34 @@ template <class Config> struct Pipeline {
             }
             __syncwarp();
         }
-        if (units > 0) {
+        if (pieces > 0) {
             enter_pair();
             find_page();
         }
     }
     // Whether the next half may be loaded before griddepcontrol.wait. In an external pool, the first step of a sequence may
     // hit pages that this very step packs; its own last page then holds this step's tokens only.
-    PTX bool next_is_old() const {
+    DEVICE bool next_is_old() const {
         if constexpr (Config::plain)
             return ahead.position() + Config::residual_tokens <= ahead.extent.length - Config::queries && ahead.extent.length % Config::page != 1;
         if constexpr (parts<Config> > 1) return ahead.packed() && ahead.row % 2 == 0 && ahead.extent.before % Config::page != 0;
         return ahead.packed() && (Config::front == 0 || ahead.extent.length % Config::page != 1);
     }
-    PTX void enter_pair() {
+    DEVICE void enter_pair() {
         if constexpr (!Config::plain)
             pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
         entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
     }
-    // Loads the table entry of the unit ahead, one unit early to hide its latency.
-    PTX void find_page() {
+    // Loads the table entry of the item ahead, one item early to hide its latency.
+    DEVICE void find_page() {
         if constexpr (Config::plain) {  // per lane: the page of its token
             const int token = min(ahead.position() + static_cast<int>(threadIdx.x % 32), ahead.extent.length - 1);
             page = entry_of(max(token, 0) / Config::page);
         } else if constexpr (Config::front > 0) {
-            page = entry_of(ahead.packed() ? Config::front + (ahead.extent.first_block + ahead.unit) / page_blocks
+            page = entry_of(ahead.packed() ? Config::front + (ahead.extent.first_block + ahead.item) / page_blocks
                                            : ahead.position() % p.ring / Config::slots);
         } else if (ahead.packed()) {
-            page = entries[(ahead.extent.first_block + ahead.unit) / page_blocks];
+            page = entries[(ahead.extent.first_block + ahead.item) / page_blocks];
             if constexpr (Config::checked)
                 if (page < 0 || page >= p.pages_count) {
                     atomicMax(p.errors, kv_page::bad_page);
@@ -74,13 +74,13 @@ template <class Config> struct Pipeline {
         }
     }
     // Table entries of padding rows are arbitrary: clamp to a valid page.
-    PTX int entry_of(int index) const { return min(max(entries[index], 0), p.pages_count - 1); }
-    PTX int64_t page_stride() const {
+    DEVICE int entry_of(int index) const { return min(max(entries[index], 0), p.pages_count - 1); }
+    DEVICE int64_t page_stride() const {
         if constexpr (Config::front > 0) return p.page_stride;
         else return p.kv_heads * (page_blocks * S::block_bytes);
     }
     // Issues the load of the next half, if any.
-    PTX void fill() {
+    DEVICE void fill() {
         if (left > 0) {
             if constexpr (Config::plain) copy_tokens();
             else copy_half();
@@ -96,11 +96,11 @@ template <class Config> struct Pipeline {
         }
     }
     // Loads half a packed block, or half a residual chunk: from the pool's blocks (Config::front) or its own buffer.
-    PTX void copy_half() {
+    DEVICE void copy_half() {
         const uint8_t* source;
         int bytes;
         if (ahead.packed()) {
-            const int within = (ahead.extent.first_block + ahead.unit) % page_blocks;
+            const int within = (ahead.extent.first_block + ahead.item) % page_blocks;
             source = pages + static_cast<int64_t>(page) * page_stride()
                    + within * S::block_bytes + (values ? S::key_bytes : 0);
             bytes = values ? S::value_bytes : S::key_bytes;
@@ -117,7 +117,7 @@ template <class Config> struct Pipeline {
         }
         copy(stage + filled * S::slot_bytes, source, bytes);
     }
-    PTX void copy(uint32_t shared, const uint8_t* source, int bytes) {
+    DEVICE void copy(uint32_t shared, const uint8_t* source, int bytes) {
         if constexpr (Config::bulk) {
             if (threadIdx.x % 32 == 0) {
                 ptx::mbarrier_arrive_expect_tx(barrier + 8 * filled, bytes);
@@ -129,7 +129,7 @@ template <class Config> struct Pipeline {
         }
     }
     // Plain pages: with bulk copies a lane loads its token's row, else 16 bytes of several; rows past the end stay stale.
-    PTX void copy_tokens() {
+    DEVICE void copy_tokens() {
         constexpr int tokens = Config::residual_tokens, lanes = S::element_bytes / 16;
         const uint32_t shared = stage + filled * S::slot_bytes;
         static_assert(tokens <= 32, "a lane holds one token's page");
@@ -151,7 +151,7 @@ template <class Config> struct Pipeline {
         }
     }
     // Waits for the next half; returns its shared address.
-    PTX uint32_t take() {
+    DEVICE uint32_t take() {
         const uint32_t at = stage + slot * S::slot_bytes;
         if constexpr (Config::bulk) {
             ptx::mbarrier_wait_parity(barrier + 8 * slot, parity);
@@ -162,12 +162,12 @@ template <class Config> struct Pipeline {
         if (++slot == Config::stages) { slot = 0; parity ^= 1; }
         return at;
     }
-    // Address of the packed block `further` units past `ahead`, or null if it isn't this row's or this warp's.
-    PTX const uint8_t* beyond(int further) const {
-        int unit = ahead.unit + further, head = ahead.head;
-        if (unit >= ahead.extent.units) { unit -= ahead.extent.units; ++head; }
-        if (further >= left || unit >= ahead.extent.blocks || head >= p.kv_heads * Config::query_chunks) return nullptr;
-        const int block = ahead.extent.first_block + unit;
+    // Address of the packed block `further` items past `ahead`, or null if it isn't this row's or this warp's.
+    DEVICE const uint8_t* beyond(int further) const {
+        int item = ahead.item + further, head = ahead.head;
+        if (item >= ahead.extent.items) { item -= ahead.extent.items; ++head; }
+        if (further >= left || item >= ahead.extent.blocks || head >= p.kv_heads * Config::query_chunks) return nullptr;
+        const int block = ahead.extent.first_block + item;
         if constexpr (Config::front > 0)
             return p.pages + entry_of(Config::front + block / page_blocks) * page_stride()
                  + (head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
@@ -175,18 +175,18 @@ template <class Config> struct Pipeline {
         if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
         return p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
     }
-    // L2 prefetch of `units` packed blocks, one per lane, from `further` units past `ahead` on: this lane's address, or
-    // null. The unit ahead itself may have its keys loaded already; ask_ahead skips those.
-    PTX const uint8_t* place_ahead(int further, int units) const {
+    // L2 prefetch of `items` packed blocks, one per lane, from `further` items past `ahead` on: this lane's address, or
+    // null. The item ahead itself may have its keys loaded already; ask_ahead skips those.
+    DEVICE const uint8_t* place_ahead(int further, int items) const {
         const int lane = threadIdx.x % 32;
-        return lane < units ? beyond(further + lane) : nullptr;
+        return lane < items ? beyond(further + lane) : nullptr;
     }
-    PTX void ask_ahead(const uint8_t* at, int further) const {
+    DEVICE void ask_ahead(const uint8_t* at, int further) const {
         const int skip = further == 0 && threadIdx.x % 32 == 0 && values ? S::key_bytes : 0;
         if (at != nullptr) ptx::cp_async_bulk_prefetch_L2(at + skip, S::key_bytes + S::value_bytes - skip);
     }
     // The whole warp has consumed the oldest half: refills its stage.
-    PTX void release() {
+    DEVICE void release() {
         __syncwarp();
         fill();
     }
@@ -200,7 +200,7 @@ template <class Config> struct Queries {
     Bytes<Config> bytes[constant_bytes ? columns : 1];
 
     // Row r of a query chunk is query token r / group, head r % group. raw: load as stored, unscaled.
-    PTX void load(const Params& p, const Cursor<Config>& at, bool raw) {
+    DEVICE void load(const Params& p, const Cursor<Config>& at, bool raw) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < columns; ++n) {
@@ -231,7 +231,7 @@ template <class Config> struct Queries {
                 if (!raw) fp4.make(q[n]);
         }
     }
-    PTX static uint32_t scaled(uint32_t v, float scale) {
+    DEVICE static uint32_t scaled(uint32_t v, float scale) {
         const uint16_t low = static_cast<uint16_t>(v), high = static_cast<uint16_t>(v >> 16);
         if constexpr (Config::bf16) return ptx::cvt_f16x2_f32(ptx::cvt_f32_bf16(low) * scale, ptx::cvt_f32_bf16(high) * scale);
         else return ptx::cvt_f16x2_f32(ptx::cvt_f32_f16(low) * scale, ptx::cvt_f32_f16(high) * scale);
@@ -239,7 +239,7 @@ template <class Config> struct Queries {
 };
 
 template <class Config, class Block>
-PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Queries<Config>& queries,
+DEVICE void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Queries<Config>& queries,
                 State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width], bool first) {
     Block block;
     const uint32_t keys = pipeline.take();
@@ -253,7 +253,7 @@ PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Quer
 }
 
 template <class Config>
-PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column)[Config::query_tiles][Shape<Config>::width]) {
+DEVICE void load_columns(const Params& p, const Cursor<Config>& at, Column (&column)[Config::query_tiles][Shape<Config>::width]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < Config::query_tiles; ++n)
@@ -295,7 +295,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     // L2 prefetch past the ring, in two parts: l2_early blocks once this warp's ring has landed, so as not to delay other
     // warps' ring loads, and l2_late blocks once the previous kernel has ended, when memory would idle until a stage
     // frees up. Short ranges gain nothing from it.
-    constexpr int enough = 6;  // steps left
+    constexpr int enough = 6;  // pieces left
     if constexpr (Config::bulk && Config::l2_early > 0)
         if (asked == early && pipeline.left >= enough) {
             ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
@@ -312,7 +312,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     Queries<Config> queries;
     Column column[Config::query_tiles][S::width] = {};
     const Logits logits{p.scale, p.cap, p.uncap};
-    bool fresh = true, whole = at.unit == 0, raw = false;
+    bool fresh = true, whole = at.item == 0, raw = false;
     for (int i = from; i < to;) {
         if (fresh) {
             fresh = false;
@@ -323,7 +323,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
         }
         if (at.packed()) {
             attend<Config, typename PackedBlock<Config, Config::fp4>::Type>(pipeline, at, queries, state, logits, column, i == from);
-            if ((Config::split ? at.unit : i) % 4 == 3) state.fold();
+            if ((Config::split ? at.item : i) % 4 == 3) state.fold();
         } else {
             state.settle();
             if (raw_residual && !raw) {

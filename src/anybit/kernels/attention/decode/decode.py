@@ -259,12 +259,12 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     available = device.shared_bytes // config.min_blocks_per_sm - (1024 if config.min_blocks_per_sm > 1 else 0)
     if needed > available:
         return f"{config.warps} warps with {config.stages} stages need {needed} bytes of shared memory of {available}"
-    units = problem.batch * problem.parts * problem.kv_heads * config.query_chunks
+    items = problem.batch * problem.parts * problem.kv_heads * config.query_chunks
     packed = 0 if problem.plain else problem.capacity // config.block
-    units *= packed + (problem.capacity if problem.plain else problem.ring) // config.residual_tokens + 1
-    if units * device.sms * config.min_blocks_per_sm >= 1 << 32:
+    items *= packed + (problem.capacity if problem.plain else problem.ring) // config.residual_tokens + 1
+    if items * device.sms * config.min_blocks_per_sm >= 1 << 32:
         return (
-            f"{problem.batch} sequences of up to {problem.capacity} tokens are {units} units of work, too many for the "
+            f"{problem.batch} sequences of up to {problem.capacity} tokens are {items} items of work, too many for the "
             "32-bit scheduler: run fewer sequences at a time, or shorter ones"
         )
     return None
@@ -293,7 +293,7 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     if reason is not None:  # for any config
         raise KernelError(reason)
     chunks: tuple[int, ...] = (0,)
-    if problem.plain and many:  # small chunks balance better, but are more units of work, which has a limit
+    if problem.plain and many:  # small chunks balance better, but are more items of work, which has a limit
         first, chunks = ((12, 3, 1),), (16, 32)
     bulk = many or not problem.plain  # with few warps copying, smaller copies finish sooner
     for chunk, (warps, stages, min_blocks_per_sm) in product(chunks, (*first, *rest)):
@@ -330,8 +330,8 @@ def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, in
     pairs = problem.batch * problem.parts * problem.kv_heads * config.query_chunks
     parts = 2 * grid(problem, config, device)[0]
     if config.split:
-        units = problem.capacity // config.block + problem.ring // config.residual_tokens + 1
-        parts = pairs * -(-units // config.split)
+        items = problem.capacity // config.block + problem.ring // config.residual_tokens + 1
+        parts = pairs * -(-items // config.split)
     return (
         parts * config.rows * config.head_dim,
         parts * config.rows * 2 * config.merge_warps,

@@ -10,7 +10,7 @@
 
 namespace decode {
 
-template <bool bf16> PTX void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+template <bool bf16> DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     if constexpr (bf16) ptx::mma_m16n8k16_bf16(d, a, b);
     else ptx::mma_m16n8k16_f16(d, a, b);
 }
@@ -29,7 +29,7 @@ template <class Config, class Part> struct Block {
     static constexpr bool integer = Config::paired && Part::key_bits <= 4;
     // 8-bit codes resolve the float16 rounding error of query * scale: a second MMA adds that error back.
     static constexpr bool split = Part::key_bits == 8 && Part::by_channel;
-    // Unmasked per-channel keys keep raw scores: unit() and the zero-point term `base` go into the FMA before ex2.
+    // Unmasked per-channel keys keep raw scores: score_scale() and the zero-point term `base` go into the FMA before ex2.
     static constexpr bool folded = Part::key_bits != 16 && Part::by_channel && !Part::general;
 
     float score[columns][tiles][2 * width];
@@ -39,18 +39,18 @@ template <class Config, class Part> struct Block {
     float lane_sum[columns][width], lane_zero[columns][value_groups][width];
 
     // Scale of the scores of tile i, rows g + 8 * h.
-    PTX float unit(int n, int i, int h) const {
+    DEVICE float score_scale(int n, int i, int h) const {
         if constexpr (integer) return factor[n][i / chunk_tiles] * (1.0f / (Part::key_bits == 4 ? (h ? 16.0f : 1.0f) : (i & 1 ? (h ? 64.0f : 16.0f) : (h ? 4.0f : 1.0f))));
         else return kv_page::unscale<Part::key_bits>(i, h);
     }
 
-    PTX void scores(uint32_t keys, const Queries<Config>& queries, const Logits& logits) {
+    DEVICE void scores(uint32_t keys, const Queries<Config>& queries, const Logits& logits) {
         if constexpr (integer) integer_scores(keys, queries);
         else float_scores(keys, queries.q, logits);
     }
 
     // ---- scores: S = K Q^T
-    PTX void float_scores(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits) {
+    DEVICE void float_scores(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits) {
         float sums[columns][tiles][4];
         float_products(keys, q, logits, sums);
 #pragma unroll
@@ -62,9 +62,9 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                     for (int x = 0; x < width; ++x) score[n][i][h * width + x] = sums[n][i][2 * h + x];
     }
-    PTX void float_products(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits, float (&score)[columns][tiles][4]) {
+    DEVICE void float_products(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits, float (&score)[columns][tiles][4]) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        using U = kv_page::Unit<Part::key_bits>;
+        using U = kv_page::Bundle<Part::key_bits>;
         kv_page::Words words{keys + 16 * lane, {}};
         float zeros[columns][key_groups > chunks ? key_groups : chunks][4] = {};
         float partial[key_groups > 1 ? columns : 1][key_groups > 1 ? tiles : 1][4] = {};
@@ -153,8 +153,8 @@ template <class Config, class Part> struct Block {
         }
     }
     // The same on integer MMA. Per-channel key scales are multiplied into the queries before they are split into bytes.
-    PTX void integer_scores(uint32_t keys, const Queries<Config>& queries) {
-        constexpr int units = chunk_tiles / kv_page::Unit<Part::key_bits>::tiles, steps = depth / 2 / key_groups;
+    DEVICE void integer_scores(uint32_t keys, const Queries<Config>& queries) {
+        constexpr int bundles = chunk_tiles / kv_page::Bundle<Part::key_bits>::tiles, steps = depth / 2 / key_groups;
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         kv_page::Words words{keys + 16 * lane, {}};
         int index = 0;
@@ -200,9 +200,9 @@ template <class Config, class Part> struct Block {
                     for (int i = 0; i < chunk_tiles; ++i) sums[n][i][0] = sums[n][i][1] = sums[n][i][2] = sums[n][i][3] = magic_bits;
 #pragma unroll
                 for (int j = v * steps; j < (v + 1) * steps; ++j) {
-                    uint32_t w[2][units];
+                    uint32_t w[2][bundles];
 #pragma unroll
-                    for (int k = 0; k < 2 * units; ++k, ++index) w[k / units][k % units] = *words.at(index);
+                    for (int k = 0; k < 2 * bundles; ++k, ++index) w[k / bundles][k % bundles] = *words.at(index);
 #pragma unroll
                     for (int i = 0; i < chunk_tiles; ++i) {
                         uint32_t a[4];
@@ -221,12 +221,12 @@ template <class Config, class Part> struct Block {
                             const float both = fmaf(high, Bytes<Config>::low_unit, -(Bytes<Config>::low_unit + 1.0f) * magic) + low;
                             if constexpr (Part::by_channel) {
                                 if constexpr (folded) score[n][c * chunk_tiles + i][h] = both;
-                                else score[n][c * chunk_tiles + i][h] = fmaf(both, unit(n, c * chunk_tiles + i, h), base[n][c][0]);
+                                else score[n][c * chunk_tiles + i][h] = fmaf(both, score_scale(n, c * chunk_tiles + i, h), base[n][c][0]);
                             } else {
                                 const float zero = zeros[n][v][0];
                                 const uint32_t w = token_word(keys + S::key_codes, v, i, h, g);
                                 const float more = v ? fmaf(kv_page::high_f16(w), zero, score[n][i][h]) : kv_page::high_f16(w) * zero;
-                                score[n][i][h] = fmaf(both, kv_page::low_f16(w) * unit(n, i, h), more);
+                                score[n][i][h] = fmaf(both, kv_page::low_f16(w) * score_scale(n, i, h), more);
                             }
                         }
                 }
@@ -237,7 +237,7 @@ template <class Config, class Part> struct Block {
     static constexpr float magic = 12582912.0f;
 
     // Adds one channel group: scores times the tokens' scales, plus their zeros times the query's sum over the group.
-    PTX void by_token(uint32_t keys, int group, int g, float (&to)[tiles][4], float (&from)[tiles][4], float (&ones)[4]) {
+    DEVICE void by_token(uint32_t keys, int group, int g, float (&to)[tiles][4], float (&from)[tiles][4], float (&ones)[4]) {
         const bool first = key_groups == 1 || group == 0;
 #pragma unroll
         for (int pair = 0; pair < tiles / 2; ++pair) {
@@ -258,7 +258,7 @@ template <class Config, class Part> struct Block {
     }
 
     // ---- softcap, ALiBi and mask; `position` is that of the block's first token
-    PTX void mask(int position, const Logits& logits, const Column (&column)[columns][width]) {
+    DEVICE void mask(int position, const Logits& logits, const Column (&column)[columns][width]) {
         if constexpr (Part::general) {
             const int g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -280,7 +280,7 @@ template <class Config, class Part> struct Block {
     }
 
     // ---- P = exp2(S - reference); sums stay in lane_sum and lane_zero, since a raised reference redoes them
-    PTX void exponentials(uint32_t values, const State<Config>& state) {
+    DEVICE void exponentials(uint32_t values, const State<Config>& state) {
         const int g = threadIdx.x % 32 / 4;
 #pragma unroll
         for (int n = 0; n < columns; ++n) {
@@ -306,7 +306,7 @@ template <class Config, class Part> struct Block {
                         for (int x = 0; x < width; ++x) {
                             const float s = score[n][i][h * width + x];
                             if constexpr (folded)
-                                e[h][x] = ptx::ex2_approx(fmaf(s, unit(n, i, h), base[n][i / chunk_tiles][x] - state.reference[n][x]));
+                                e[h][x] = ptx::ex2_approx(fmaf(s, score_scale(n, i, h), base[n][i / chunk_tiles][x] - state.reference[n][x]));
                             else
                                 e[h][x] = ptx::ex2_approx(s - state.reference[n][x]);
                             lane_sum[n][x] += e[h][x];
@@ -332,12 +332,12 @@ template <class Config, class Part> struct Block {
         }
     }
     // (scale, zero) of the token in row g + 8 * h of tile i, group v.
-    PTX uint32_t token_word(uint32_t parameters, int v, int i, int h, int g) {
+    DEVICE uint32_t token_word(uint32_t parameters, int v, int i, int h, int g) {
         return ptx::ld_shared_u32(parameters + ((v * (tiles / 2) + i / 2) * 8 + g) * 16 + (i % 2 * 2 + h) * 4);
     }
 
     // Lazy rescaling: references rise only when a lane's sum exceeds the limit, so most blocks skip the max and rescale.
-    PTX void probabilities(uint32_t values, State<Config>& state) {
+    DEVICE void probabilities(uint32_t values, State<Config>& state) {
         float limit = 1024.0f;
         if constexpr (Part::value_bits != 16) limit = ptx::ld_shared_f32(values + S::value_codes + S::value_parameters);
         // The reference sits below the maximum by half of the headroom (log2): otherwise small probabilities times the scale
@@ -371,20 +371,20 @@ template <class Config, class Part> struct Block {
                     for (int v = 0; v < value_groups; ++v) state.zero[n][v][x] += lane_zero[n][v][x];
             }
     }
-    PTX float highest(int n, int x) const {
+    DEVICE float highest(int n, int x) const {
         float most = softmax::lowest;
 #pragma unroll
         for (int i = 0; i < tiles; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float s = score[n][i][h * width + x];
-                if constexpr (folded) s = fmaf(s, unit(n, i, h), base[n][i / chunk_tiles][x]);
+                if constexpr (folded) s = fmaf(s, score_scale(n, i, h), base[n][i / chunk_tiles][x]);
                 most = fmaxf(most, s);
             }
         State<Config>::most_of_rows(most);
         return most;
     }
-    PTX void raise(int n, int x, State<Config>& state, float room) {
+    DEVICE void raise(int n, int x, State<Config>& state, float room) {
         const float most = fmaxf(highest(n, x) - room, state.reference[n][x]);
         const float weight = softmax::State::weight(state.reference[n][x], most);
         state.reference[n][x] = most;
@@ -399,9 +399,9 @@ template <class Config, class Part> struct Block {
     }
 
     // ---- O^T += V^T P^T; residual tokens from `end` on (counted from the chunk's first) are masked
-    PTX void weigh(uint32_t values, State<Config>& state, int end) {
+    DEVICE void weigh(uint32_t values, State<Config>& state, int end) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        using U = kv_page::Unit<Part::value_bits>;
+        using U = kv_page::Bundle<Part::value_bits>;
         kv_page::Words words{values + 16 * lane, {}};
         int index = 0;
 #pragma unroll

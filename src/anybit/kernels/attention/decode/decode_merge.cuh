@@ -31,25 +31,25 @@ template <class Config> struct Layout {
     static_assert(bytes <= Config::shared_bytes, "decode.py gives the kernel less shared memory than it lays out");
     static_assert(segment_bytes <= ring_bytes, "a warp's last segment takes the place of its ring");
 
-    PTX uint32_t stage(int warp) const { return ptx::shared_address(ptx::dynamic_shared()) + warp * ring_bytes; }
-    PTX uint32_t barriers(int warp) const {
+    DEVICE uint32_t stage(int warp) const { return ptx::shared_address(ptx::dynamic_shared()) + warp * ring_bytes; }
+    DEVICE uint32_t barriers(int warp) const {
         return ptx::shared_address(ptx::dynamic_shared()) + barrier_area + warp * Config::stages * 8;
     }
     // A warp has at most two partial pairs ("segments"): the end of one (0) and the beginning of another (1).
-    PTX float* segment(int index) const {
+    DEVICE float* segment(int index) const {
         return reinterpret_cast<float*>(ptx::dynamic_shared() + (index % 2 ? index / 2 * ring_bytes : segments + index / 2 * segment_bytes));
     }
-    PTX float* state(int index) const {
+    DEVICE float* state(int index) const {
         return reinterpret_cast<float*>(ptx::dynamic_shared() + states) + index * 2 * Config::rows;
     }
-    PTX int* owner(int index) const { return reinterpret_cast<int*>(ptx::dynamic_shared() + owners) + index; }
-    PTX Plan* plan() const { return reinterpret_cast<Plan*>(ptx::dynamic_shared() + plan_area); }
-    PTX void clear_segments(int warp) const {
+    DEVICE int* owner(int index) const { return reinterpret_cast<int*>(ptx::dynamic_shared() + owners) + index; }
+    DEVICE Plan* plan() const { return reinterpret_cast<Plan*>(ptx::dynamic_shared() + plan_area); }
+    DEVICE void clear_segments(int warp) const {
         if (threadIdx.x % 32 < 2) *owner(2 * warp + threadIdx.x % 32) = -1;
     }
 };
 
-template <bool bf16> PTX uint16_t narrow(float v) {
+template <bool bf16> DEVICE uint16_t narrow(float v) {
     return bf16 ? ptx::cvt_bf16_f32(v) : ptx::cvt_f16_f32(v);
 }
 
@@ -58,7 +58,7 @@ template <class Config> struct Row {
     uint16_t* out;
     float normalizer;
     bool there;
-    PTX Row(const Params& p, int pair, int row, softmax::State state, bool writes_lse) {
+    DEVICE Row(const Params& p, int pair, int row, softmax::State state, bool writes_lse) {
         const int heads = p.kv_heads * Config::query_chunks, batch = pair / heads, within = pair - batch * heads;
         const int kv_head = within / Config::query_chunks, r = within % Config::query_chunks * Config::rows + row;
         const int token = r / Config::group, head = kv_head * Config::group + r % Config::group;
@@ -75,7 +75,7 @@ template <class Config> struct Row {
 };
 
 // Writes a complete state to the output.
-template <class Config> PTX void write_whole(const Params& p, int pair, const State<Config>& state) {
+template <class Config> DEVICE void write_whole(const Params& p, int pair, const State<Config>& state) {
     constexpr int width = Shape<Config>::width;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -93,7 +93,7 @@ template <class Config> PTX void write_whole(const Params& p, int pair, const St
 }
 
 // Writes a partial state: unnormalized rows [rows, head_dim], and references and sums [rows, 2].
-template <class Config> PTX void write_part(float* part, float* part_state, const State<Config>& state) {
+template <class Config> DEVICE void write_part(float* part, float* part_state, const State<Config>& state) {
     constexpr int width = Shape<Config>::width;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -114,7 +114,7 @@ template <class Config> PTX void write_part(float* part, float* part_state, cons
         }
 }
 
-template <class Config> PTX void sum_lanes(State<Config>& state) {
+template <class Config> DEVICE void sum_lanes(State<Config>& state) {
 #pragma unroll
     for (int n = 0; n < Config::query_tiles; ++n)
 #pragma unroll
@@ -123,7 +123,7 @@ template <class Config> PTX void sum_lanes(State<Config>& state) {
 
 // A pair or this warp's range ends here: writes the output, or keeps the segment for the merge.
 template <class Config>
-PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp, const Cursor<Config>& at,
+DEVICE void finish_segment(const Params& p, const Layout<Config>& shared, int warp, const Cursor<Config>& at,
                         State<Config>& state, bool whole, bool end) {
     sum_lanes(state);
     if (whole && at.last()) return write_whole(p, at.pair(p), state);
@@ -138,16 +138,16 @@ template <class Config> struct RowSum {
     static constexpr int width = Config::head_dim / 32 / Config::merge_warps;
     int first;  // channel
     float v[width];
-    PTX explicit RowSum(int piece) : first(width * (32 * piece + static_cast<int>(threadIdx.x % 32))) {
+    DEVICE explicit RowSum(int piece) : first(width * (32 * piece + static_cast<int>(threadIdx.x % 32))) {
 #pragma unroll
         for (int k = 0; k < width; ++k) v[k] = 0.0f;
     }
-    PTX void add(float weight, const float (&row)[width]) {
+    DEVICE void add(float weight, const float (&row)[width]) {
 #pragma unroll
         for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[k], v[k]);
     }
     // This lane's channels of a row in shared memory, or in global memory (other CTAs': ld.cg).
-    PTX void from_shared(float (&row)[width], const float* at) const {
+    DEVICE void from_shared(float (&row)[width], const float* at) const {
         const uint32_t shared = ptx::shared_address(at + first);
 #pragma unroll
         for (int k = 0; k < width; k += vector) {
@@ -160,7 +160,7 @@ template <class Config> struct RowSum {
             } else row[k] = ptx::ld_shared_f32(shared + 4 * k);
         }
     }
-    PTX static void from_global(float (&row)[width], const float* at) {
+    DEVICE static void from_global(float (&row)[width], const float* at) {
 #pragma unroll
         for (int k = 0; k < width; k += vector) {
             if constexpr (vector == 4) {
@@ -172,7 +172,7 @@ template <class Config> struct RowSum {
             } else row[k] = __uint_as_float(ptx::ld_global_cg_u32(at + k));
         }
     }
-    PTX void leave(float* to) const {
+    DEVICE void leave(float* to) const {
         to += first;
 #pragma unroll
         for (int k = 0; k < width; k += vector) {
@@ -181,7 +181,7 @@ template <class Config> struct RowSum {
             else to[k] = v[k];
         }
     }
-    PTX void write(const Params& p, int pair, int row, const softmax::State& state) const {
+    DEVICE void write(const Params& p, int pair, int row, const softmax::State& state) const {
         const Row<Config> place(p, pair, row, state, first == 0);
         if (!place.there) return;
         uint16_t* to = place.out + first;
@@ -198,11 +198,11 @@ template <class Config> struct RowSum {
 };
 
 template <class Config>
-PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Line<Config>& line, int begin, int end, int shares) {
+DEVICE void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Line<Config>& line, int begin, int end, int shares) {
     if (warp >= 2) return;
     const int at = warp ? end - 1 : begin;
     const Cursor<Config> cursor = line.locate(p, at);
-    const int from = at - cursor.unit, to = from + cursor.extent.units;
+    const int from = at - cursor.item, to = from + cursor.extent.items;
     if (threadIdx.x % 32) return;
     Plan& plan = *shared.plan();
     plan.pair[warp] = cursor.pair(p);
@@ -214,10 +214,10 @@ PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Lin
 
 // Issues the loads of parts `base + at` on, as many as exist.
 template <class Config, int batches, int batch, int width>
-PTX void load_parts(float (&rows)[batches][batch][width], const float* parts, int base, int at, int count, int offset) {
-    constexpr int step = Config::split ? 1 : 2, stride = step * Config::rows * Config::head_dim;
+DEVICE void load_parts(float (&rows)[batches][batch][width], const float* parts, int base, int at, int count, int offset) {
+    constexpr int pitch = Config::split ? 1 : 2, stride = pitch * Config::rows * Config::head_dim;
     const float* from = parts + static_cast<int64_t>(base + at) * stride;
-    const float* first = from + (base + at == 0 ? offset * (stride / step) : 0);
+    const float* first = from + (base + at == 0 ? offset * (stride / pitch) : 0);
 #pragma unroll
     for (int b = 0; b < batches; ++b)
         if (base + at + b * batch < count)
@@ -227,16 +227,16 @@ PTX void load_parts(float (&rows)[batches][batch][width], const float* parts, in
 }
 
 // Merges all parts of a row (or piece of one) once they have arrived. Warp-collective. Parts lie at `begin`,
-// `begin + step`, ..., the first one `offset` further. Loads are issued as far ahead as registers allow, since every
+// `begin + pitch`, ..., the first one `offset` further. Loads are issued as far ahead as registers allow, since every
 // dependent access costs more than half a microsecond here.
-template <class Config> PTX void merge_parts(const Params& p, int pair, int row, int piece, int begin, int count, int offset) {
+template <class Config> DEVICE void merge_parts(const Params& p, int pair, int row, int piece, int begin, int count, int offset) {
     using Sum = RowSum<Config>;
-    constexpr int step = Config::split ? 1 : 2;
+    constexpr int pitch = Config::split ? 1 : 2;
     // A fixed split merges inside the main loop, with the registers left over there.
     constexpr bool tight = Config::split > 0 && (!Config::paired || Config::threads * Config::min_blocks_per_sm > 256);
     constexpr int batch = tight && Config::threads * Config::min_blocks_per_sm > 384 ? 2 : 6, batches = tight || Sum::width > 4 ? 1 : Sum::width > 2 ? 3 : 6;
     constexpr int together = batch * batches, few = 4;  // this few parts beyond 32 join the round before
-    constexpr int state_stride = step * Config::rows * Config::merge_warps * 2;
+    constexpr int state_stride = pitch * Config::rows * Config::merge_warps * 2;
     const int lane = threadIdx.x % 32;
     softmax::State total;
     Sum sum(piece);
@@ -249,7 +249,7 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
         softmax::State state;
         if (lane < here) {
             const int part = base + lane;
-            const uint2 found = ptx::ld_global_cg_v2(states + static_cast<int64_t>(part) * state_stride + (part == 0 ? offset * (state_stride / step) : 0));
+            const uint2 found = ptx::ld_global_cg_v2(states + static_cast<int64_t>(part) * state_stride + (part == 0 ? offset * (state_stride / pitch) : 0));
             state.reference = __uint_as_float(found.x);
             state.sum = __uint_as_float(found.y);
         }
@@ -292,8 +292,8 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
 }
 
 // Piece `place` of the line ends: writes the output, or the partial state; the last of a pair to arrive merges it.
-template <class Config> PTX void finish_piece(const Params& p, const Cursor<Config>& at, State<Config>& state, int place) {
-    const int pieces = at.extent.template steps<Config>(), pair = at.pair(p);
+template <class Config> DEVICE void finish_piece(const Params& p, const Cursor<Config>& at, State<Config>& state, int place) {
+    const int pieces = at.extent.template pieces<Config>(), pair = at.pair(p);
     sum_lanes(state);
     if (pieces == 1) return write_whole(p, pair, state);
     const int64_t row = static_cast<int64_t>(place) * Config::rows;
@@ -307,7 +307,7 @@ template <class Config> PTX void finish_piece(const Params& p, const Cursor<Conf
     arrived = __shfl_sync(0xffffffffu, arrived, 0);
     __syncwarp();
     if (arrived != static_cast<uint32_t>(pieces)) return;
-    const int first = place - at.unit / max(Config::split, 1);
+    const int first = place - at.item / max(Config::split, 1);
 #pragma unroll 1
     for (int r = 0; r < Config::rows; ++r) merge_parts<Config>(p, pair, r, 0, first, pieces, 0);
 }
@@ -315,7 +315,7 @@ template <class Config> PTX void finish_piece(const Params& p, const Cursor<Conf
 // Merges this CTA's segments, one row (or piece of one) per warp at a time. Where other CTAs hold parts of the row, the
 // last to arrive merges them. Rows are counted separately, so none waits for another, and a warp counts all its rows with
 // one atomic instruction.
-template <class Config> PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
+template <class Config> DEVICE void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
     constexpr int tasks = Config::rows * Config::merge_warps;  // of a pair
     const int lane = threadIdx.x % 32;
     __syncthreads();

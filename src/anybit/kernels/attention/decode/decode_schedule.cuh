@@ -1,11 +1,11 @@
 // The split-KV schedule of decode attention, computed on the device from the sequence lengths.
 //
-// All work is laid out on one line of units (a block of packed tokens or a chunk of the residual), ordered by sequence,
+// All work is laid out on one line of items (a block of packed tokens or a chunk of the residual), ordered by sequence,
 // then KV head. CTAs take equal ranges of the line, warps equal subranges. Lengths are read on the device, so that a
 // captured CUDA graph stays valid as they grow.
 //
 // Plain pages (Config::plain) are vLLM's FlashAttention cache: 16-bit keys and values, token by token, head by head. All
-// units are then chunks, and "residual" below means these pages.
+// items are then chunks, and "residual" below means these pages.
 #ifndef ANYBIT_DECODE_SCHEDULE_CUH
 #define ANYBIT_DECODE_SCHEDULE_CUH
 
@@ -52,31 +52,31 @@ struct Params {
 // Rows of several queries: a sequence has up to `queries` of them, which may straddle two pages. A query reads its own page
 // in 16 bits and earlier ones packed, so a sequence is two batch rows ("parts"), one a page; the second is mostly empty.
 template <class Config> constexpr int parts = Config::front > 0 && Config::queries > 1 ? 2 : 1;
-template <class Config> PTX int rows_of(const Params& p) { return p.batch * parts<Config>; }
+template <class Config> DEVICE int rows_of(const Params& p) { return p.batch * parts<Config>; }
 
 // The range of one batch row's tokens to read.
 struct Extent {
     int length, packed;    // tokens; those read from packed pages
     int first_block, blocks;  // visible blocks: first_block .. first_block + blocks - 1
-    int first_chunk, units;   // first visible residual chunk; units in total, at least 1, or 0 for an empty part
+    int first_chunk, items;   // first visible residual chunk; items in total, at least 1, or 0 for an empty part
     int before, start, first, count;  // parts: tokens before this step; first query in q; this part's first query, count
 
     // Whether this row computes query `token` of the sequence, and that query's index in the launch.
-    template <class Config> PTX bool has(int token) const {
+    template <class Config> DEVICE bool has(int token) const {
         return parts<Config> > 1 ? token >= first && token < first + count : token < Config::queries;
     }
-    template <class Config> PTX int64_t place(int row, int token) const {
+    template <class Config> DEVICE int64_t place(int row, int token) const {
         return parts<Config> > 1 ? start + token : static_cast<int64_t>(row) * Config::queries + token;
     }
 
-    // The schedule counts steps: units, or with a fixed split (Config::split) pieces of `split` units. Each piece starts a
+    // The line is cut between pieces: items, or with a fixed split (Config::split) runs of `split` items. Each run starts a
     // fresh state and keeps its own partial result, so that outputs don't depend on where the line is cut, and thus not
     // on the other sequences.
-    template <class Config> PTX int steps() const { return Config::split ? (units + Config::split - 1) / Config::split : units; }
+    template <class Config> DEVICE int pieces() const { return Config::split ? (items + Config::split - 1) / Config::split : items; }
 };
 
 
-template <class Config> PTX Extent extent_of(const Params& p, int row, int length) {
+template <class Config> DEVICE Extent extent_of(const Params& p, int row, int length) {
     Extent e;
     int queries = Config::queries;
     if constexpr (parts<Config> > 1) {
@@ -108,13 +108,13 @@ template <class Config> PTX Extent extent_of(const Params& p, int row, int lengt
     e.blocks = e.packed / Config::block - e.first_block;
     e.first_chunk = max(low - e.packed, 0) / Config::residual_tokens;
     const int chunks = (e.length - e.packed + Config::residual_tokens - 1) / Config::residual_tokens;
-    e.units = max(e.blocks + chunks - e.first_chunk, 1);
+    e.items = max(e.blocks + chunks - e.first_chunk, 1);
     if constexpr (parts<Config> > 1)
-        if (e.count <= 0) e.units = 0;
+        if (e.count <= 0) e.items = 0;
     return e;
 }
 
-template <class Config> PTX int sequence_of(const Params& p, int row) {
+template <class Config> DEVICE int sequence_of(const Params& p, int row) {
     int sequence = p.sequences ? p.sequences[row / parts<Config>] : row / parts<Config>;
     if constexpr (Config::checked)
         if (sequence < 0 || sequence >= p.sequences_count) {
@@ -124,63 +124,63 @@ template <class Config> PTX int sequence_of(const Params& p, int row) {
     return sequence;
 }
 
-// A position on the line: batch row `row`, KV head and query chunk `head` (together: a pair), its unit `unit`.
+// A position on the line: batch row `row`, KV head and query chunk `head` (together: a pair), its item `item`.
 template <class Config> struct Cursor {
-    int row, head, unit, sequence;
+    int row, head, item, sequence;
     Extent extent;
 
-    PTX void load(const Params& p) {
+    DEVICE void load(const Params& p) {
         const int found = sequence_of<Config>(p, row);
         set(p, found, p.lengths[found]);
     }
-    PTX void set(const Params& p, int of, int length) {
+    DEVICE void set(const Params& p, int of, int length) {
         sequence = of;
         extent = extent_of<Config>(p, row, length);
     }
-    PTX bool last() const { return unit + 1 == extent.units; }
-    // Whether a step ends with this unit.
-    PTX bool ends() const { return Config::split == 0 || last() || (unit + 1) % max(Config::split, 1) == 0; }
-    PTX bool packed() const { return !Config::plain && unit < extent.blocks; }
-    // Moves to the next unit; returns whether it belongs to another pair.
-    PTX bool advance(const Params& p) {
-        if (!last()) { ++unit; return false; }
-        unit = 0;
+    DEVICE bool last() const { return item + 1 == extent.items; }
+    // Whether a piece ends with this item.
+    DEVICE bool ends() const { return Config::split == 0 || last() || (item + 1) % max(Config::split, 1) == 0; }
+    DEVICE bool packed() const { return !Config::plain && item < extent.blocks; }
+    // Moves to the next item; returns whether it belongs to another pair.
+    DEVICE bool advance(const Params& p) {
+        if (!last()) { ++item; return false; }
+        item = 0;
         if (++head == p.kv_heads * Config::query_chunks) {
             head = 0;
             while (++row < rows_of<Config>(p)) {
                 load(p);
-                if (parts<Config> == 1 || extent.units) break;
+                if (parts<Config> == 1 || extent.items) break;
             }
         }
         return true;
     }
-    PTX int pair(const Params& p) const { return row * p.kv_heads * Config::query_chunks + head; }
-    // Position of the unit's first token.
-    PTX int position() const {
-        return packed() ? (extent.first_block + unit) * Config::block
-                        : extent.packed + (extent.first_chunk + unit - extent.blocks) * Config::residual_tokens;
+    DEVICE int pair(const Params& p) const { return row * p.kv_heads * Config::query_chunks + head; }
+    // Position of the item's first token.
+    DEVICE int position() const {
+        return packed() ? (extent.first_block + item) * Config::block
+                        : extent.packed + (extent.first_chunk + item - extent.blocks) * Config::residual_tokens;
     }
 };
 
-// The line: each lane counts the steps of a contiguous range of batch rows, and a warp scan adds them up.
+// The line: each lane counts the pieces of a contiguous range of batch rows, and a warp scan adds them up.
 template <class Config> struct Line {
     static constexpr int pairs = Config::query_chunks;  // of a KV head
-    int total, units, through;  // steps of all rows; of this lane's rows; inclusive prefix sum over lanes
+    int total, own, through;  // pieces of all rows; of this lane's rows; inclusive prefix sum over lanes
     int rows, sequence, length;  // rows per lane; sequence and length of its last row
 
-    PTX explicit Line(const Params& p) : total(0), units(0), rows((rows_of<Config>(p) + 31) / 32), sequence(0), length(0) {
+    DEVICE explicit Line(const Params& p) : total(0), own(0), rows((rows_of<Config>(p) + 31) / 32), sequence(0), length(0) {
         const int first = threadIdx.x % 32 * rows, end = min(first + rows, rows_of<Config>(p));
 #pragma unroll 4
-        for (int row = first; row < end; ++row) units += of_row(p, row);
-        through = sum_below(units);
+        for (int row = first; row < end; ++row) own += of_row(p, row);
+        through = sum_below(own);
         total = __shfl_sync(0xffffffffu, through, 31);
     }
-    PTX int of_row(const Params& p, int row) {
+    DEVICE int of_row(const Params& p, int row) {
         sequence = sequence_of<Config>(p, row);
         length = p.lengths[sequence];
-        return extent_of<Config>(p, row, length).template steps<Config>() * p.kv_heads * pairs;
+        return extent_of<Config>(p, row, length).template pieces<Config>() * p.kv_heads * pairs;
     }
-    PTX static int sum_below(int v) {
+    DEVICE static int sum_below(int v) {
 #pragma unroll
         for (int i = 1; i < 32; i <<= 1) {
             const int other = __shfl_up_sync(0xffffffffu, v, i);
@@ -188,37 +188,37 @@ template <class Config> struct Line {
         }
         return v;
     }
-    // Cursor at step `at` (below the total). Warp-collective.
-    PTX Cursor<Config> locate(const Params& p, int at) {
+    // Cursor at piece `at` (below the total). Warp-collective.
+    DEVICE Cursor<Config> locate(const Params& p, int at) {
         int lane = __ffs(__ballot_sync(0xffffffffu, through > at)) - 1;
-        int begin = __shfl_sync(0xffffffffu, through - units, lane), row = lane;
+        int begin = __shfl_sync(0xffffffffu, through - own, lane), row = lane;
         if (rows > 1)  // find the row among that lane's
             for (int first = lane * rows;; first += 32) {
                 const int mine = first + static_cast<int>(threadIdx.x % 32);
-                const int steps = mine < rows_of<Config>(p) ? of_row(p, mine) : 0, end = sum_below(steps);
+                const int pieces = mine < rows_of<Config>(p) ? of_row(p, mine) : 0, end = sum_below(pieces);
                 const uint32_t beyond = __ballot_sync(0xffffffffu, begin + end > at);
                 lane = beyond ? __ffs(beyond) - 1 : 31;
-                const int through_lane = __shfl_sync(0xffffffffu, end, lane), steps_lane = __shfl_sync(0xffffffffu, steps, lane);
+                const int through_lane = __shfl_sync(0xffffffffu, end, lane), pieces_lane = __shfl_sync(0xffffffffu, pieces, lane);
                 row = first + lane;
-                begin += beyond ? through_lane - steps_lane : through_lane;
+                begin += beyond ? through_lane - pieces_lane : through_lane;
                 if (beyond) break;
             }
         Cursor<Config> cursor{};
         cursor.row = row;
         const int of = __shfl_sync(0xffffffffu, sequence, lane);
         cursor.set(p, of, __shfl_sync(0xffffffffu, length, lane));
-        const int steps = cursor.extent.template steps<Config>();
-        cursor.head = (at - begin) / steps;
-        cursor.unit = ((at - begin) - cursor.head * steps) * max(Config::split, 1);
+        const int pieces = cursor.extent.template pieces<Config>();
+        cursor.head = (at - begin) / pieces;
+        cursor.item = ((at - begin) - cursor.head * pieces) * max(Config::split, 1);
         return cursor;
     }
 };
 
 // Equal ranges: where share i of `shares` of `total` begins. `owner` is the inverse.
-PTX int share_begin(int total, int shares, int i) {
+DEVICE int share_begin(int total, int shares, int i) {
     return static_cast<int>(static_cast<uint32_t>(i) * static_cast<uint32_t>(total) / static_cast<uint32_t>(shares));
 }
-PTX int owner(int total, int shares, int at) {
+DEVICE int owner(int total, int shares, int at) {
     return static_cast<int>((static_cast<uint32_t>(at + 1) * static_cast<uint32_t>(shares) - 1) / static_cast<uint32_t>(total));
 }
 

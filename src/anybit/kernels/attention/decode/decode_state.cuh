@@ -1,4 +1,4 @@
-// Per-warp state of decode attention, carried from unit to unit: online softmax, output accumulators, and queries as
+// Per-warp state of decode attention, carried from item to item: online softmax, output accumulators, and queries as
 // int8 pairs. Also the shapes and the two kinds of block (packed, residual) that decode_block.cuh is instantiated with.
 #ifndef ANYBIT_DECODE_STATE_CUH
 #define ANYBIT_DECODE_STATE_CUH
@@ -57,7 +57,7 @@ template <class Config> struct State {
     bool settled;
     bool fresh;  // no block seen: no reference yet
 
-    PTX void clear() {
+    DEVICE void clear() {
 #pragma unroll
         for (int n = 0; n < columns; ++n) {
 #pragma unroll
@@ -75,12 +75,12 @@ template <class Config> struct State {
         fresh = true;
     }
     // Output of channel tile c, row g + 8 * h, for this lane's query x.
-    PTX float output(int n, int c, int h, int x) const {
+    DEVICE float output(int n, int c, int h, int x) const {
         return Config::paired ? out[n][c][2 * h] + out[n][c][2 * h + 1] : out[n][c][2 * h + x];
     }
     // Folds the zero-point term into the accumulators. Sums of unsigned codes dwarf the values they encode and tensor cores
     // truncate every accumulation: left alone, long sums would lose the small difference.
-    PTX void fold() {
+    DEVICE void fold() {
         if constexpr (Config::value_bits != 16 && !Config::fp4) {
 #pragma unroll
             for (int n = 0; n < columns; ++n) {
@@ -94,8 +94,8 @@ template <class Config> struct State {
             }
         }
     }
-    // Converts the accumulators from code units to values: per-row powers of two, zero-point term.
-    PTX void settle() {
+    // Converts the accumulators from codes to values: per-row powers of two, zero-point term.
+    DEVICE void settle() {
         if (settled) return;
         settled = true;
         if constexpr (Config::value_bits != 16) {
@@ -110,31 +110,31 @@ template <class Config> struct State {
                             out[n][c][i] += out[n][c][i + 1];
                             out[n][c][i + 1] = 0.0f;
                         }
-                        const float unit = Config::fp4 ? 1.0f / 256.0f : kv_page::unscale<Config::value_bits>(c, i / 2);
-                        out[n][c][i] = fmaf(out[n][c][i], unit, zero[n][group_of(c)][i % width]);
+                        const float scale = Config::fp4 ? 1.0f / 256.0f : kv_page::unscale<Config::value_bits>(c, i / 2);
+                        out[n][c][i] = fmaf(out[n][c][i], scale, zero[n][group_of(c)][i % width]);
                     }
                 clear_zeros(n);
             }
         }
     }
-    PTX static constexpr int group_of(int c) { return c * 16 / Config::channel_group % Shape<Config>::value_groups; }
-    PTX void sum_zeros(int n) {
+    DEVICE static constexpr int group_of(int c) { return c * 16 / Config::channel_group % Shape<Config>::value_groups; }
+    DEVICE void sum_zeros(int n) {
 #pragma unroll
         for (int v = 0; v < Shape<Config>::value_groups; ++v)
 #pragma unroll
             for (int x = 0; x < width; ++x) sum_rows(zero[n][v][x]);
     }
-    PTX void clear_zeros(int n) {
+    DEVICE void clear_zeros(int n) {
 #pragma unroll
         for (int v = 0; v < Shape<Config>::value_groups; ++v)
 #pragma unroll
             for (int x = 0; x < width; ++x) zero[n][v][x] = 0.0f;
     }
-    PTX static void sum_rows(float& v) {
+    DEVICE static void sum_rows(float& v) {
 #pragma unroll
         for (int i = 4; i < 32; i <<= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
     }
-    PTX static void most_of_rows(float& v) {
+    DEVICE static void most_of_rows(float& v) {
 #pragma unroll
         for (int i = 4; i < 32; i <<= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
     }
@@ -150,7 +150,7 @@ template <class Config> struct Bytes {
     float inverse;  // query t's 1 / (factor * 254): sums are in units of the low byte
 
     // v: column g's query, float16 pairs of channels (4t, 4t + 1) and (4t + 2, 4t + 3) of every depth tile.
-    PTX void make(const uint32_t (&v)[depth][2]) {
+    DEVICE void make(const uint32_t (&v)[depth][2]) {
         const bool low = threadIdx.x / 4 % 2;
         uint32_t most = ptx::abs_f16x2(v[0][0]);
 #pragma unroll
@@ -164,7 +164,7 @@ template <class Config> struct Bytes {
         const uint32_t times = factor | static_cast<uint32_t>(factor) << 16, times_low = low ? times : 0u;
         // 1536 + x rounds x to an integer in float16 (ulp 1), and the low byte of the encoding is that integer's.
         const uint32_t magic = 0x66006600u, sign = low ? 0xbc00bc00u : 0x3c003c00u, back = low ? 0x66006600u : 0xe600e600u;
-        const uint32_t unit = low ? 0x5bf05bf0u : 0x3c003c00u;
+        const uint32_t ulp = low ? 0x5bf05bf0u : 0x3c003c00u;
 #pragma unroll
         for (int j = 0; j < depth; ++j) {
             uint32_t f[2];
@@ -173,7 +173,7 @@ template <class Config> struct Bytes {
                 const uint32_t high = ptx::fma_f16x2(v[j][p], times, magic);
                 const uint32_t whole = ptx::fma_f16x2(high, sign, back);        // low columns: minus the integer
                 const uint32_t rest = ptx::fma_f16x2(v[j][p], times_low, whole);  // low columns: the remainder
-                f[p] = ptx::fma_f16x2(rest, unit, magic);
+                f[p] = ptx::fma_f16x2(rest, ulp, magic);
             }
             b[j / 2][j % 2] = ptx::prmt(f[0], f[1], 0x6240u);  // in the byte order of the packed codes
         }

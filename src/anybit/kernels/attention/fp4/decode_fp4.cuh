@@ -11,7 +11,7 @@
 namespace decode {
 
 // Makes the B operand of one k = 64 step from eight values per half, given as float16 pairs.
-template <class Config> PTX void fp4_operand(uint32_t (&b)[2], uint32_t& scales, const uint32_t (&x)[2][4]) {
+template <class Config> DEVICE void fp4_operand(uint32_t (&b)[2], uint32_t& scales, const uint32_t (&x)[2][4]) {
     const bool low = threadIdx.x / 4 % 2;
     uint32_t own = 0;
 #pragma unroll
@@ -51,7 +51,7 @@ template <class Config> struct Fp4Query {
     uint32_t b[steps][2], scales[steps];
     float inverse;  // 1 / the factor query t was multiplied by
 
-    PTX void make(const uint32_t (&q)[Config::head_dim / 16][2]) {
+    DEVICE void make(const uint32_t (&q)[Config::head_dim / 16][2]) {
         uint32_t most = ptx::abs_f16x2(q[0][0]);
 #pragma unroll
         for (int i = 1; i < Config::head_dim / 8; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(q[i / 2][i % 2]));
@@ -78,13 +78,13 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
     static constexpr float factor_of_p = 256.0f;  // scales probabilities up so that small ones keep precision
     static_assert(!Config::fp4 || (Config::paired && Config::query_tiles == 1), "4-bit floats come in pairs of columns");
 
-    PTX static void tile(uint32_t (&a)[4], uint32_t& scales, uint32_t codes, uint32_t parameters, int index) {
+    DEVICE static void tile(uint32_t (&a)[4], uint32_t& scales, uint32_t codes, uint32_t parameters, int index) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const uint4 v = ptx::ld_shared_v4(codes + (index * 32 + lane) * 16);
         a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
         scales = ptx::ld_shared_u32(parameters + (index * 16 + t % 2 * 8 + g) * 4);
     }
-    PTX void scores(uint32_t keys, const Queries<Config>& queries, const Logits&) {
+    DEVICE void scores(uint32_t keys, const Queries<Config>& queries, const Logits&) {
 #pragma unroll
         for (int i = 0; i < tiles; ++i) {
             float sums[4] = {};
@@ -98,7 +98,7 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
             this->score[0][i][1] = (sums[2] + sums[3]) * queries.fp4.inverse;
         }
     }
-    PTX void exponentials(const State<Config>& state) {
+    DEVICE void exponentials(const State<Config>& state) {
         this->lane_sum[0][0] = 0.0f;
 #pragma unroll
         for (int i = 0; i < tiles; ++i) {
@@ -111,7 +111,7 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
             this->probability[0][i][0] = ptx::cvt_f16x2_f32(e[0] * factor_of_p, e[1] * factor_of_p);
         }
     }
-    PTX void probabilities(uint32_t, State<Config>& state) {
+    DEVICE void probabilities(uint32_t, State<Config>& state) {
         exponentials(state);
         if (__any_sync(0xffffffffu, !(this->lane_sum[0][0] < 8.0f))) {
             this->raise(0, 0, state, 0.0f);
@@ -119,7 +119,7 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
         }
         state.sum[0][0] += this->lane_sum[0][0];
     }
-    PTX void weigh(uint32_t values, State<Config>& state, int) {
+    DEVICE void weigh(uint32_t values, State<Config>& state, int) {
 #pragma unroll
         for (int s = 0; s < tiles / 4; ++s) {
             uint32_t x[2][4], b[2], scales;

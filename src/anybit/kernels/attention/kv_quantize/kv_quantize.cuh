@@ -21,15 +21,15 @@ template <class Config> struct Packer : Loader<Config> {
     static_assert(bytes <= Config::shared_bytes, "kv_quantize.py gives the kernel less shared memory than it lays out");
 
     // ---- ranges, two channels at a time; a non-finite value makes one end NaN or infinite
-    PTX static uint32_t least(uint32_t a, uint32_t b) {
+    DEVICE static uint32_t least(uint32_t a, uint32_t b) {
         if constexpr (Config::bf16) return ptx::min_nan_bf16x2(a, b);
         else return ptx::min_nan_f16x2(a, b);
     }
-    PTX static uint32_t most(uint32_t a, uint32_t b) {
+    DEVICE static uint32_t most(uint32_t a, uint32_t b) {
         if constexpr (Config::bf16) return ptx::max_nan_bf16x2(a, b);
         else return ptx::max_nan_f16x2(a, b);
     }
-    PTX static float widen(uint32_t v) {
+    DEVICE static float widen(uint32_t v) {
         if constexpr (Config::bf16) return ptx::cvt_f32_bf16(static_cast<uint16_t>(v));
         else return ptx::cvt_f32_f16(static_cast<uint16_t>(v));
     }
@@ -39,23 +39,23 @@ template <class Config> struct Packer : Loader<Config> {
     struct Run {
         float inverse;    // 1 / scale; negative: codes can leave their range and need clamping (not plain)
         uint32_t stored;  // scale and zero, float16
-        PTX bool plain() const { return __float_as_int(inverse) >= 0; }
-        PTX float zero() const { return kv_page::high_f16(stored); }
+        DEVICE bool plain() const { return __float_as_int(inverse) >= 0; }
+        DEVICE float zero() const { return kv_page::high_f16(stored); }
     };
     // Zeros and inverse scales for the two elements of a word.
     struct Pair {
         uint32_t zero, inverse;
     };
-    PTX static Pair pair_of(const Run& even, const Run& odd) {
+    DEVICE static Pair pair_of(const Run& even, const Run& odd) {
         return {ptx::prmt(even.stored, odd.stored, 0x7632u), ptx::cvt_f16x2_f32(even.inverse, odd.inverse)};
     }
     // x / top, correctly rounded (Markstein) as in the reference, minus the special cases that cannot occur here.
-    template <int top> PTX static float over(float x) {
+    template <int top> DEVICE static float over(float x) {
         constexpr float inverse = 1.0f / top;
         const float near = ptx::mul_rn_f32(x, inverse);
         return fmaf(fmaf(-near, static_cast<float>(top), x), inverse, near);
     }
-    template <int bits> PTX static Run settle(float low, float high) {
+    template <int bits> DEVICE static Run settle(float low, float high) {
         constexpr float top = static_cast<float>((1 << bits) - 1), infinite = 3.0e38f, largest = 65408.0f;  // kv_page.LARGEST
         const bool broken = !(fabsf(low) <= infinite) || !(fabsf(high) <= infinite);
         const bool inside = fabsf(low) <= largest && fabsf(high) <= largest;
@@ -70,13 +70,13 @@ template <class Config> struct Packer : Loader<Config> {
         return {plain ? inverse : -inverse, scale | static_cast<uint32_t>(zero) << 16};
     }
 
-    PTX static Run of_lane(const Run& own, int lane) {
+    DEVICE static Run of_lane(const Run& own, int lane) {
         return {__shfl_sync(0xffffffffu, own.inverse, lane), __shfl_sync(0xffffffffu, own.stored, lane)};
     }
 
     // ---- codes. Rounding by magic number: the bits of x + 1.5 * 2^23 are the constant's plus round(x), so a word is a sum
     // of shifted encodings, and the constants' total is subtracted once at the end.
-    template <int bits, bool plain> PTX static uint32_t code(uint32_t v, const Run& run) {
+    template <int bits, bool plain> DEVICE static uint32_t code(uint32_t v, const Run& run) {
         constexpr float top = static_cast<float>((1 << bits) - 1);
         float x = widen(v) - run.zero(), inverse = fabsf(run.inverse);
         if constexpr (halves)
@@ -89,7 +89,7 @@ template <class Config> struct Packer : Loader<Config> {
         return __float_as_uint(x + 12582912.0f);
     }
     // Total that the magic numbers add to a word: float16 pairs (1024, ulp 1) or floats.
-    template <int bits, bool pairs> PTX static constexpr uint32_t constant() {
+    template <int bits, bool pairs> DEVICE static constexpr uint32_t constant() {
         uint32_t sum = 0;
         for (int f = 0; f < 32 / bits; ++f)
             if (!pairs) sum += 0x4b400000u << (f / (16 / bits) * 16 + f % (16 / bits) * bits);
@@ -97,16 +97,16 @@ template <class Config> struct Packer : Loader<Config> {
         return sum;
     }
     // The codes of a word's two elements, shifted into place, magic numbers included.
-    template <int bits, bool plain> PTX static uint32_t two_codes(uint32_t v, const Run& even, const Run& odd, const Pair& pair, int places) {
+    template <int bits, bool plain> DEVICE static uint32_t two_codes(uint32_t v, const Run& even, const Run& odd, const Pair& pair, int places) {
         if constexpr (plain && halves) return ptx::fma_f16x2(ptx::sub_f16x2(v, pair.zero), pair.inverse, 0x64006400u) << places;
         else return (code<bits, plain>(v, even) << places) + (code<bits, plain>(v >> 16, odd) << (16 + places));
     }
     // Bit position of an element pair in its word: row half h, the word's row tile `sub`, depth pair p.
-    template <int bits> PTX static constexpr int shift(int sub, int h, int p) {
+    template <int bits> DEVICE static constexpr int shift(int sub, int h, int p) {
         return bits * (bits == 2 ? 4 * p + 2 * sub + h : bits == 4 ? 2 * p + h : h);
     }
     // Stores `count` of a lane's words from `index` on, in kernel order (kv_page.pack_tiles).
-    template <int count> PTX static void store(uint8_t* to, int index, const uint32_t* w) {
+    template <int count> DEVICE static void store(uint8_t* to, int index, const uint32_t* w) {
         const int lane = threadIdx.x % 32;
         if constexpr (count % 4 == 0) {
 #pragma unroll
@@ -124,7 +124,7 @@ template <class Config> struct Packer : Loader<Config> {
     }
 
     // ---- per-channel keys: a warp takes 16 channels of a chunk of tokens
-    template <int bits> PTX static void keys_by_channel(const From& from, uint8_t* to) {
+    template <int bits> DEVICE static void keys_by_channel(const From& from, uint8_t* to) {
         constexpr int tiles = Config::chunk / 16, chunks = Config::block / Config::chunk;
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         for (int task = threadIdx.x / 32; task < chunks * depth; task += warps) {
@@ -164,8 +164,8 @@ template <class Config> struct Packer : Loader<Config> {
         }
     }
     template <int bits, bool plain, int tiles>
-    PTX static void codes_by_channel(const uint32_t (&x)[tiles][2][2], const Run (&runs)[2][2], int task, uint8_t* to) {
-        using U = kv_page::Unit<bits>;
+    DEVICE static void codes_by_channel(const uint32_t (&x)[tiles][2][2], const Run (&runs)[2][2], int task, uint8_t* to) {
+        using U = kv_page::Bundle<bits>;
         constexpr int count = tiles / U::tiles * U::words;
         const Pair pairs[2] = {pair_of(runs[0][0], runs[0][1]), pair_of(runs[1][0], runs[1][1])};
         uint32_t w[count];
@@ -185,9 +185,9 @@ template <class Config> struct Packer : Loader<Config> {
 
     // ---- per-token keys: a warp takes a channel group of 16 tokens. Its words (2 bits: half of each) are combined with
     // other tokens' in shared memory, so that global stores are 16 bytes per lane.
-    template <int bits> PTX static void keys_by_token(const From& from, uint8_t* to) {
-        using U = kv_page::Unit<bits>;
-        constexpr int deep = Config::channel_group / 16, row_tiles = Config::block / 16, units = row_tiles / U::tiles, count = S::key_codes / 128;
+    template <int bits> DEVICE static void keys_by_token(const From& from, uint8_t* to) {
+        using U = kv_page::Bundle<bits>;
+        constexpr int deep = Config::channel_group / 16, row_tiles = Config::block / 16, bundles = row_tiles / U::tiles, count = S::key_codes / 128;
         static_assert(U::tiles * S::key_codes <= Config::shared_bytes, "kv_quantize.py gives the kernel less shared memory than its words need");
         uint32_t* words = reinterpret_cast<uint32_t*>(ptx::dynamic_shared());
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -213,7 +213,7 @@ template <class Config> struct Packer : Loader<Config> {
             if (t < 2)
                 *reinterpret_cast<uint32_t*>(to + S::key_codes + (((v * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
                     t ? runs[1].stored : runs[0].stored;
-            uint32_t* at = words + (sub * count + (v * deep * units + d / U::tiles) * U::words) * 32 + lane;
+            uint32_t* at = words + (sub * count + (v * deep * bundles + d / U::tiles) * U::words) * 32 + lane;
             if (__all_sync(0xffffffffu, plain)) codes_by_token<bits, true>(x, runs, at, 4 * sub);
             else codes_by_token<bits, false>(x, runs, at, 4 * sub);
         }
@@ -232,9 +232,9 @@ template <class Config> struct Packer : Loader<Config> {
     }
     // more: extra shift of this row tile's codes where two row tiles share a word.
     template <int bits, bool plain, int deep>
-    PTX static void codes_by_token(const uint32_t (&x)[deep][2][2], const Run (&runs)[2], uint32_t* at, int more) {
-        using U = kv_page::Unit<bits>;
-        constexpr int units = Config::block / 16 / U::tiles;
+    DEVICE static void codes_by_token(const uint32_t (&x)[deep][2][2], const Run (&runs)[2], uint32_t* at, int more) {
+        using U = kv_page::Bundle<bits>;
+        constexpr int bundles = Config::block / 16 / U::tiles;
         const Pair pairs[2] = {pair_of(runs[0], runs[0]), pair_of(runs[1], runs[1])};
 #pragma unroll
         for (int j = 0; j < deep; ++j)
@@ -248,11 +248,11 @@ template <class Config> struct Packer : Loader<Config> {
                     sum += two_codes<bits, plain>(x[j][h][p], runs[h], runs[h], pairs[h], places);
                     rounding += plain && halves ? 0x64006400u << places : (0x4b400000u << places) + (0x4b400000u << (16 + places));
                 }
-                at[(j * units * U::words + part) * 32] = (sum - rounding) << more;
+                at[(j * bundles * U::words + part) * 32] = (sum - rounding) << more;
             }
     }
     // Runs of tokens g and g + 8 from each lane's two-channel minima and maxima; returns whether its own run is plain.
-    template <int bits> PTX static bool of_tokens(const uint32_t (&ends)[2][2], Run (&runs)[2]) {
+    template <int bits> DEVICE static bool of_tokens(const uint32_t (&ends)[2][2], Run (&runs)[2]) {
         // Even lanes go on with token g, odd lanes with token g + 8.
         const bool second = threadIdx.x % 2;
         uint32_t low = least(second ? ends[1][0] : ends[0][0], __shfl_xor_sync(0xffffffffu, second ? ends[0][0] : ends[1][0], 1));
@@ -268,7 +268,7 @@ template <class Config> struct Packer : Loader<Config> {
     }
 
     // ---- values: a warp takes up to 128 channels of 16 tokens
-    template <int bits> PTX static void pack_values(const From& from, uint8_t* to) {
+    template <int bits> DEVICE static void pack_values(const From& from, uint8_t* to) {
         constexpr int group = bits == 16 ? span : Config::channel_group, groups = span / group, spans = Config::head_dim / span;
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         float largest = 0.0f;
@@ -317,8 +317,8 @@ template <class Config> struct Packer : Loader<Config> {
         if constexpr (bits != 16) limit(largest, to + S::value_codes + S::value_parameters);
     }
     template <int bits, bool plain, int groups>
-    PTX static void codes_of_values(const uint32_t (&x)[2][span / 8], const Run (&runs)[2][groups], int task, uint8_t* to) {
-        using U = kv_page::Unit<bits>;
+    DEVICE static void codes_of_values(const uint32_t (&x)[2][span / 8], const Run (&runs)[2][groups], int task, uint8_t* to) {
+        using U = kv_page::Bundle<bits>;
         constexpr int count = span / 16 / U::tiles * U::words;
         Pair pairs[2][groups];
 #pragma unroll
@@ -338,7 +338,7 @@ template <class Config> struct Packer : Loader<Config> {
         }
         store<count>(to, task * count, w);
     }
-    PTX static void limit(float largest, uint8_t* to) {
+    DEVICE static void limit(float largest, uint8_t* to) {
         float* all = reinterpret_cast<float*>(ptx::dynamic_shared() + warps * 16 * pitch);
 #pragma unroll
         for (int i = 4; i < 32; i <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
@@ -349,7 +349,7 @@ template <class Config> struct Packer : Loader<Config> {
         reinterpret_cast<float*>(to)[threadIdx.x] = threadIdx.x ? 0.0f : fminf(60000.0f / largest, 1024.0f);
     }
 
-    template <int bits> PTX static void pack_keys(const From& from, uint8_t* to) {
+    template <int bits> DEVICE static void pack_keys(const From& from, uint8_t* to) {
         if constexpr (bits == 16) {
             for (int task = threadIdx.x / 32; task < Config::block / 16 * depth; task += warps) {
                 const int j = task / (Config::block / 16), i = task % (Config::block / 16);
@@ -367,12 +367,12 @@ template <class Config> struct Packer : Loader<Config> {
     }
 };
 
-template <class Config> PTX void found(const Params& p, uint32_t what) {
+template <class Config> DEVICE void found(const Params& p, uint32_t what) {
     if (threadIdx.x == 0) atomicMax(p.errors, what);
 }
 
 // Stores what `tokens` says; returns false, with nothing stored, if it was planned from a stale length.
-template <class Config> PTX bool store_tokens(const Params& p, Tokens<Config>& tokens) {
+template <class Config> DEVICE bool store_tokens(const Params& p, Tokens<Config>& tokens) {
     using S = kv_page::Format<Config>;
     using P = Packer<Config>;
     // The newest tokens go to the ring: a thread's first load issues here and is stored after packing, which hides it.

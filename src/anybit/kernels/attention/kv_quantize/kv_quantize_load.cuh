@@ -19,19 +19,19 @@ template <class Config> struct Loader {
     static constexpr int bytes = warps * (16 * pitch + 16);
 
     // ---- addresses; `token` counts from the block's first
-    PTX static const uint16_t* row(const From& from, int token) {  // a new token: in k or v
+    DEVICE static const uint16_t* row(const From& from, int token) {  // a new token: in k or v
         return from.fresh + static_cast<int64_t>(from.begin - from.old + token) * from.token_stride;
     }
-    PTX static void ring_tile(uint32_t (&w)[4], const From& from, int token, int j) {  // token: the tile's first
+    DEVICE static void ring_tile(uint32_t (&w)[4], const From& from, int token, int j) {  // token: the tile's first
         int slot = from.slot + token;
         if (slot >= from.ring_tokens) slot -= from.ring_tokens;
         const uint4 v = ptx::ld_global_cg_v4(from.tile(slot) + (j * 32 + threadIdx.x % 32) * 8);
         w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
     }
     // Single-token steps: whether the new token is among those before `end` (as their last). All others are in the ring.
-    PTX static bool newest_here(const From& from, int end) { return from.old - from.begin < end; }
+    DEVICE static bool newest_here(const From& from, int end) { return from.old - from.begin < end; }
     // Loads 16 * tiles tokens from `token` on, 16 channels.
-    template <int tiles> PTX static void load_keys(uint32_t (&x)[tiles][2][2], const From& from, int token, int j) {
+    template <int tiles> DEVICE static void load_keys(uint32_t (&x)[tiles][2][2], const From& from, int token, int j) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if constexpr (Config::single) {
             // Tiles are contiguous and wrap at the ring's end.
@@ -90,7 +90,7 @@ template <class Config> struct Loader {
         }
     }
     // Loads 16 tokens from `token` on, 16 * deep channels from channel tile `first` on.
-    template <int deep> PTX static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
+    template <int deep> DEVICE static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, held = from.old - from.begin - token;
         if (Config::single || held > 0)
 #pragma unroll
@@ -121,7 +121,7 @@ template <class Config> struct Loader {
                 }
     }
     // Loads channels first .. first + span - 1 of 16 tokens; new tokens go through shared memory (ldmatrix).
-    PTX static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
+    DEVICE static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, held = from.old - from.begin - token;
         const uint32_t stage = ptx::shared_address(ptx::dynamic_shared()) + threadIdx.x / 32 * (16 * pitch);
         if constexpr (Config::single) {

@@ -50,7 +50,7 @@ template <class Config> struct Tokens {
     int first, count;  // to the ring: first token, elements
     bool values, packs;
 
-    PTX void set(const Params& p, int of, int tokens) {
+    DEVICE void set(const Params& p, int of, int tokens) {
         const int head = blockIdx.x / 2;
         sequence = of;
         length = found = tokens;
@@ -83,25 +83,25 @@ template <class Config> struct Tokens {
         if constexpr (Config::ragged) fresh += static_cast<int64_t>(start) * token_stride;
     }
     // Address of the 16-slot ring tile whose first slot is s.
-    PTX uint16_t* tile(int s) const {
+    DEVICE uint16_t* tile(int s) const {
         if constexpr (Config::front == 0) return ring + s * Config::head_dim;
         const int block = min(max(row[s / max(Config::slots, 1)], 0), pages_count - 1);
         return reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(blocks) + block * page_stride) + s % max(Config::slots, 1) * Config::head_dim;
     }
 
     static constexpr bool eager = Config::single && !Config::checked;
-    PTX bool stale() const { return eager && found != length; }
-    PTX const uint16_t* of_fresh(int token, int channel) const {
+    DEVICE bool stale() const { return eager && found != length; }
+    DEVICE const uint16_t* of_fresh(int token, int channel) const {
         return fresh + static_cast<int64_t>(token - old) * token_stride + channel;
     }
     // Ring slot of a token.
-    PTX int slot_of(int token) const {
+    DEVICE int slot_of(int token) const {
         if constexpr (!Config::single) return token % ring_tokens;
         const int at = slot + token - begin;  // near the block's first slot: at most one wrap either way
         return at >= ring_tokens ? at - ring_tokens : at < 0 ? at + ring_tokens : at;
     }
     // Element offset of slot s, channel c of the ring; see kv_page.ring_places.
-    PTX int place(int s, int c) const {
+    DEVICE int place(int s, int c) const {
         const int tile = s / 16 * (Config::head_dim / 16) + c / 16;
         return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
                       : (tile * 32 + s % 8 * 4 + c % 16 / 4) * 8 + (c % 4 / 2 * 2 + s % 16 / 8) * 2 + c % 2;
@@ -110,7 +110,7 @@ template <class Config> struct Tokens {
 
 // Prefetches into L2 the ring's part of a window that is now full, before griddepcontrol.wait. Lengths predate the previous
 // kernel, as in decode.cuh, and a prefetch reads no values, so the ring may still be written meanwhile.
-template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>& tokens) {
+template <class Config> DEVICE void prefetch(const Params& p, const Tokens<Config>& tokens) {
     constexpr int token = Config::head_dim * 2, line = 128;  // bytes
     if (!tokens.packs || tokens.begin >= (p.table_width - Config::front) * Config::page) return;
     const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;

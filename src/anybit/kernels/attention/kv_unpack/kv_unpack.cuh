@@ -35,7 +35,7 @@ template <class Config> struct Half {
     static constexpr int row_tiles = Config::block / 16, warps = Config::threads / 32;
 
     // Unpacks a tile's words to pairs of 16-bit elements x[h][p], lane = 4 * g + t; see kv_page.py.
-    template <int bits> PTX static void pairs(uint32_t (&x)[2][2], const uint32_t (&w)[4], int tile) {
+    template <int bits> DEVICE static void pairs(uint32_t (&x)[2][2], const uint32_t (&w)[4], int tile) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -46,17 +46,17 @@ template <class Config> struct Half {
                 else x[h][p] = w[tile / 2] >> 2 * (4 * p + 2 * (tile % 2) + h) & 0x00030003u;
             }
     }
-    PTX static uint32_t narrow(float low, float high) {
+    DEVICE static uint32_t narrow(float low, float high) {
         if constexpr (Config::bf16) return ptx::cvt_bf16x2_f32(low, high);
         else return ptx::cvt_f16x2_f32(low, high);
     }
     // Dequantizes the two codes of a word.
-    PTX static uint32_t values_of(uint32_t codes, float scale_low, float zero_low, float scale_high, float zero_high) {
+    DEVICE static uint32_t values_of(uint32_t codes, float scale_low, float zero_low, float scale_high, float zero_high) {
         return narrow(fmaf(scale_low, static_cast<float>(codes & 0xffffu), zero_low), fmaf(scale_high, static_cast<float>(codes >> 16), zero_high));
     }
 
     // ---- keys: a lane's words are four channels of tokens g and g + 8
-    template <int bits> PTX static void keys(const uint8_t* from, uint16_t* to) {
+    template <int bits> DEVICE static void keys(const uint8_t* from, uint16_t* to) {
         constexpr int tiles = 16 / bits, chunk_tiles = Config::chunk / 16;
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         for (int vector = threadIdx.x / 32; vector < S::key_codes / 512; vector += warps) {
@@ -89,7 +89,7 @@ template <class Config> struct Half {
         }
     }
     // Stores the first `held` tokens of row tile i, channel tile j.
-    PTX static void put_keys(const uint32_t (&x)[2][2], uint16_t* to, int i, int j, int held) {
+    DEVICE static void put_keys(const uint32_t (&x)[2][2], uint16_t* to, int i, int j, int held) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -98,7 +98,7 @@ template <class Config> struct Half {
     }
 
     // ---- values: a lane's words are two tokens of channels g and g + 8; movmatrix transposes to two channels of a token
-    template <int bits> PTX static void values(const uint8_t* from, uint16_t* to) {
+    template <int bits> DEVICE static void values(const uint8_t* from, uint16_t* to) {
         constexpr int tiles = 16 / bits;
         const int lane = threadIdx.x % 32, g = lane / 4;
         for (int vector = threadIdx.x / 32; vector < S::value_codes / 512; vector += warps) {
@@ -129,7 +129,7 @@ template <class Config> struct Half {
             }
         }
     }
-    PTX static void put_values(const uint32_t (&x)[2][2], uint16_t* to, int i, int c, int held) {
+    DEVICE static void put_values(const uint32_t (&x)[2][2], uint16_t* to, int i, int c, int held) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int p = 0; p < 2; ++p)
@@ -141,7 +141,7 @@ template <class Config> struct Half {
 };
 
 // Gathers a page in 16 bits: `old` tokens from the ring, new ones up to `count`, then zeros.
-template <class Config> PTX void exact(const Params& p, const int32_t* row, int page, int head, bool values, int before, int length, int start, uint16_t* to) {
+template <class Config> DEVICE void exact(const Params& p, const int32_t* row, int page, int head, bool values, int before, int length, int start, uint16_t* to) {
     using H = Half<Config>;
     using S = kv_page::Format<Config>;
     const int first = page * Config::page, lane = threadIdx.x % 32;

@@ -14,7 +14,7 @@
 namespace sm80_bitplane_gemm {
 
 // Swizzled shared-memory offset of a row's 16-byte piece: ldmatrix of eight rows has no bank conflicts.
-template <int row_bytes> PTX uint32_t place(int row, int piece) {
+template <int row_bytes> DEVICE uint32_t place(int row, int piece) {
     const int turn = row_bytes == 128 ? row & 7 : row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1;
     return row * row_bytes + ((piece ^ turn) << 4);
 }
@@ -22,7 +22,7 @@ template <int row_bytes> PTX uint32_t place(int row, int piece) {
 // Issues the cp.async of one stage: `bits` planes of `tile` rows from row `first`, zero-filled past the planes' end.
 // A thread copies one piece of every `lap`-th row, so that its addresses differ by constants.
 template <class Config, int bits, int tile>
-PTX void copy_stage(uint32_t shared, const uint8_t* planes, int rows, int first, int stage) {
+DEVICE void copy_stage(uint32_t shared, const uint8_t* planes, int rows, int first, int stage) {
     constexpr int pieces = Config::stage_k / 128, row_bytes = Config::stage_k / 8, lap = Config::threads / pieces;
     static_assert(lap % 8 == 0, "the swizzle of a thread's pieces must not change from lap to lap");
     const int chunk = stage / (planes::chunk_k / Config::stage_k), offset = stage * pieces % 8;
@@ -54,7 +54,7 @@ template <class Config> struct Tile {
 
 // This warp's MMAs of one stage. down: from the highest diagonal to the lowest.
 template <class Config>
-PTX void multiply(int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], uint32_t weights, uint32_t tokens, bool down) {
+DEVICE void multiply(int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], uint32_t weights, uint32_t tokens, bool down) {
     using T = Tile<Config>;
     constexpr int last = Config::weight_bits + Config::activation_bits - 2;
     const int lane = ptx::lane_id(), warp = static_cast<int>(threadIdx.x / 32);
@@ -112,7 +112,7 @@ PTX void multiply(int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], 
 
 // Stages the sums in shared memory, [tile_m][pitch], for coalesced stores of Y; split-K warps add up in turn.
 template <class Config>
-PTX void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], uint32_t turn) {
+DEVICE void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4], uint32_t turn) {
     using T = Tile<Config>;
     uint32_t* staged = reinterpret_cast<uint32_t*>(ptx::dynamic_shared());
     const int lane = ptx::lane_id(), warp = static_cast<int>(threadIdx.x / 32);
@@ -137,7 +137,7 @@ PTX void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::colum
     __syncthreads();
 }
 
-template <Output output> PTX uint32_t rounded(float v) {
+template <Output output> DEVICE uint32_t rounded(float v) {
     if constexpr (output == Output::f16) return ptx::cvt_f16_f32(v);
     if constexpr (output == Output::bf16) return ptx::cvt_bf16_f32(v);
     return __float_as_uint(v);

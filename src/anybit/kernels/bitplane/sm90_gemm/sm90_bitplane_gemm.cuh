@@ -39,12 +39,12 @@ template <class Config> struct GemmShared {
     static constexpr int bytes = first_barriers + (first_pieces > 1 ? 16 * first_pieces : 0);
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_gemm.py disagrees");
 
-    static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
-    static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
-    static PTX uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
-    static PTX uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
-    static PTX uint32_t first_full(uint32_t shared, int piece) { return shared + first_barriers + 16 * piece; }
-    static PTX W epilogue(uint32_t shared, int warpgroup) {
+    static DEVICE uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
+    static DEVICE uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
+    static DEVICE uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
+    static DEVICE uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
+    static DEVICE uint32_t first_full(uint32_t shared, int piece) { return shared + first_barriers + 16 * piece; }
+    static DEVICE W epilogue(uint32_t shared, int warpgroup) {
         return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
     }
 };
@@ -58,7 +58,7 @@ template <class Config> struct Tiles {
     int rows_m, rank, token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
     int tail = 0, tails = 0, first_tail = 0;  // this tail piece, number of pieces, tile of the first one
 
-    PTX explicit Tiles(const Params& p)
+    DEVICE explicit Tiles(const Params& p)
         : rows_m(p.rows_m), rank(blockIdx.x % Config::cluster_n), token_tiles((p.m + Config::tile_m - 1) / Config::tile_m),
           weight_tiles((p.n + 128 * Config::cluster_n - 1) / (128 * Config::cluster_n)) {
         const int tiles = token_tiles * weight_tiles, blocks = gridDim.x / Config::cluster_n, block = blockIdx.x / Config::cluster_n;
@@ -77,19 +77,19 @@ template <class Config> struct Tiles {
             token_step = blocks % token_tiles, weight_step = blocks / token_tiles;
         }
     }
-    static PTX int share(int tiles, int block) { return static_cast<int>(static_cast<int64_t>(tiles) * block / static_cast<int>(gridDim.x)); }
-    PTX bool more() const { return left > 0 || tail < tails; }
-    PTX bool small() const { return Config::tail_tile_m > 0 && left <= 0; }
-    PTX int width() const { return small() ? Config::tail_tile_m : Config::tile_m; }
+    static DEVICE int share(int tiles, int block) { return static_cast<int>(static_cast<int64_t>(tiles) * block / static_cast<int>(gridDim.x)); }
+    DEVICE bool more() const { return left > 0 || tail < tails; }
+    DEVICE bool small() const { return Config::tail_tile_m > 0 && left <= 0; }
+    DEVICE int width() const { return small() ? Config::tail_tile_m : Config::tile_m; }
     // Moves to piece `tail`, or to this CTA's next one that has tokens.
-    PTX void cut() {
+    DEVICE void cut() {
         for (; tail < tails; tail += gridDim.x / Config::cluster_n) {
             const int tile = first_tail + tail / pieces;
             token_tile = tile % token_tiles, weight_tile = tile / token_tiles;
             if (token() < rows_m) return;
         }
     }
-    PTX void next() {  // without divisions, which are slow
+    DEVICE void next() {  // without divisions, which are slow
         if constexpr (Config::tail_tile_m > 0) {
             if (left <= 1) {
                 if (left <= 0) tail += gridDim.x / Config::cluster_n;
@@ -106,14 +106,14 @@ template <class Config> struct Tiles {
             if (token_tile >= token_tiles) token_tile -= token_tiles, weight_tile++;
         }
     }
-    PTX int token() const { return token_tile * Config::tile_m + (small() ? tail % pieces * Config::tail_tile_m : 0); }
-    PTX int row() const { return (weight_tile * Config::cluster_n + rank) * 128; }
+    DEVICE int token() const { return token_tile * Config::tile_m + (small() ? tail % pieces * Config::tail_tile_m : 0); }
+    DEVICE int row() const { return (weight_tile * Config::cluster_n + rank) * 128; }
     // Whether this tile's activations differ from the previous (fresh) or next (final) tile's.
-    PTX bool fresh(bool first) const { return !Config::activation_stationary || first || weight_tile == 0; }
-    PTX bool final() const { return !Config::activation_stationary || left == 1 || weight_tile + 1 == weight_tiles; }
+    DEVICE bool fresh(bool first) const { return !Config::activation_stationary || first || weight_tile == 0; }
+    DEVICE bool final() const { return !Config::activation_stationary || left == 1 || weight_tile + 1 == weight_tiles; }
 };
 
-template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
+template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) {
     using S = GemmShared<Config>;
     constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
     Ring<Config::weight_chunks> weight_ring;
@@ -202,15 +202,15 @@ template <class Config> struct GemmConsumer {
     Ring<Config::weight_chunks> weight_ring;
     Ring<Config::activation_chunks> activation_ring;
 
-    PTX GemmConsumer(const Params& p, uint32_t shared, int warpgroup)
+    DEVICE GemmConsumer(const Params& p, uint32_t shared, int warpgroup)
         : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
 
-    PTX void take_turn() const { ptx::bar_sync(turn_barrier + warpgroup, both); }
-    PTX void pass_turn() const { ptx::bar_arrive(turn_barrier + (warpgroup ^ 1), both); }
-    PTX void release_weights(int slot) const {
+    DEVICE void take_turn() const { ptx::bar_sync(turn_barrier + warpgroup, both); }
+    DEVICE void pass_turn() const { ptx::bar_arrive(turn_barrier + (warpgroup ^ 1), both); }
+    DEVICE void release_weights(int slot) const {
         if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
     }
-    PTX void release_activations(int slot, bool final) const {
+    DEVICE void release_activations(int slot, bool final) const {
         if constexpr (Config::cluster_n == 1) {
             if (leader && final) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
         } else {  // every CTA of the cluster loads a part of it
@@ -218,13 +218,13 @@ template <class Config> struct GemmConsumer {
         }
     }
 
-    static PTX uint64_t at(uint64_t descriptor, uint32_t bytes) {
+    static DEVICE uint64_t at(uint64_t descriptor, uint32_t bytes) {
         if constexpr (!uniform) return ptx::wgmma_advance(descriptor, bytes);
         return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
     }
 
     // MMAs of the first plane pair, piece by piece as its tokens land.
-    template <int tokens> PTX void start(int32_t (&acc)[tokens / 2], uint64_t a, uint64_t b) const {
+    template <int tokens> DEVICE void start(int32_t (&acc)[tokens / 2], uint64_t a, uint64_t b) const {
         constexpr int part = tokens / S::first_pieces;
 #pragma unroll
         for (int piece = 0; piece < S::first_pieces; piece++) {
@@ -237,7 +237,7 @@ template <class Config> struct GemmConsumer {
         }
     }
 
-    template <int tokens> PTX void tile(int row, int token, bool final) {
+    template <int tokens> DEVICE void tile(int row, int token, bool final) {
         int32_t acc[tokens / 2];
         epilogue.fetch(p, row, token);
         if (pingpong) take_turn();
@@ -299,7 +299,7 @@ template <class Config> struct GemmConsumer {
     }
 };
 
-template <class Config> PTX void gemm_multiply(const Params& p, uint32_t shared) {
+template <class Config> DEVICE void gemm_multiply(const Params& p, uint32_t shared) {
     using C = GemmConsumer<Config>;
     const int warpgroup = C::uniform ? ptx::warp_id() / 4 : threadIdx.x / 128;
     C consumer(p, shared, warpgroup);

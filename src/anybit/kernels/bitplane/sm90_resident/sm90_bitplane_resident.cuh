@@ -24,10 +24,10 @@ template <class Config> struct ResidentShared : SkinnyTile<Config> {
     static_assert(Config::wgmma_n >= Q * columns, "refused by why_not()");
 
     uint32_t shared;
-    template <bool a> PTX uint32_t plane(int chunk, int bit) const {
+    template <bool a> DEVICE uint32_t plane(int chunk, int bit) const {
         return a ? shared + chunk * a_chunk + bit * rows * planes::row_bytes : shared + b + chunk * b_chunk + bit * columns * planes::row_bytes;
     }
-    PTX uint32_t full(int chunk) const { return shared + barriers + 16 * chunk; }
+    DEVICE uint32_t full(int chunk) const { return shared + barriers + 16 * chunk; }
 };
 
 template <class Config> struct Resident {
@@ -39,7 +39,7 @@ template <class Config> struct Resident {
     S shared;
     int a_row, b_row;
 
-    PTX Resident(const Params& p, uint32_t base) : p(p), shared{{}, base} {
+    DEVICE Resident(const Params& p, uint32_t base) : p(p), shared{{}, base} {
         // Tokens fastest, so that concurrent CTAs share weights.
         const int token_tile = S::a_is_weights ? S::columns : S::rows, token_tiles = (p.m + token_tile - 1) / token_tile;
         const int weight_tile = static_cast<int>(blockIdx.x) / token_tiles, token = static_cast<int>(blockIdx.x) - weight_tile * token_tiles;
@@ -47,10 +47,10 @@ template <class Config> struct Resident {
         b_row = (S::a_is_weights ? token : weight_tile) * S::columns;
     }
     // Whether this CTA has weights.
-    PTX bool any() const { return S::a_is_weights ? a_row < p.n : b_row < p.n; }
+    DEVICE bool any() const { return S::a_is_weights ? a_row < p.n : b_row < p.n; }
 
     // Initializes one mbarrier per chunk, which expects all its planes.
-    PTX void prepare() const {
+    DEVICE void prepare() const {
         if (threadIdx.x == 0) {
             for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), Config::cp_async_activations ? 1 + Config::threads : 1);
             ptx::fence_mbarrier_init();
@@ -64,7 +64,7 @@ template <class Config> struct Resident {
 
     // Loads a chunk of one operand, one copy per plane (copies in flight share the bandwidth: large ones would all land
     // late), by the warps in turn; `turn` is the next warp.
-    template <bool a> PTX void load(int chunk, int& turn) const {
+    template <bool a> DEVICE void load(int chunk, int& turn) const {
         constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
         const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row, warp = threadIdx.x / 32;
         const uint8_t* const from = (a == S::a_is_weights ? p.weights : p.activations) + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
@@ -77,7 +77,7 @@ template <class Config> struct Resident {
     }
     // Loads a chunk's activations by cp.async from all threads: faster than bulk copies, but costs issue slots.
     // Each thread arrives on the chunk's mbarrier once its copies have landed.
-    PTX void copy_tokens(int chunk) const {
+    DEVICE void copy_tokens(int chunk) const {
         constexpr bool a = !S::a_is_weights;
         constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
         const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row;
@@ -93,12 +93,12 @@ template <class Config> struct Resident {
         ptx::cp_async_mbarrier_arrive_noinc(shared.full(chunk));
     }
     // Copies land in about issue order: the weights of `prologue_stages` chunks go before the activations.
-    PTX void load_early() const {
+    DEVICE void load_early() const {
         if (ptx::lane_id() != 0) return;
         int turn = 0;
         for (int chunk = 0; chunk < min(Config::prologue_stages, p.chunks); chunk++) load<S::a_is_weights>(chunk, turn);
     }
-    PTX void load_rest() const {
+    DEVICE void load_rest() const {
         int turn = 0;
         if constexpr (Config::cp_async_activations) {
 #pragma unroll
@@ -116,7 +116,7 @@ template <class Config> struct Resident {
     }
 
     // MMAs of one chunk of an A plane, which has landed.
-    PTX void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int chunk, int plane, bool add) const {
+    DEVICE void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int chunk, int plane, bool add) const {
         const uint64_t a = planes::descriptor(shared.template plane<true>(chunk, plane)), b = planes::descriptor(shared.template plane<false>(chunk, 0));
 #pragma unroll
         for (int step = 0; step < planes::steps; step++)
@@ -125,7 +125,7 @@ template <class Config> struct Resident {
 
     // Chunk by chunk, down and up alternately, the last one down. Planes take `accumulator_sets` sets of sums in turn: while
     // one set is rotated, another's wgmmas run.
-    PTX void walk(int32_t (&acc)[Config::accumulator_sets][Config::wgmma_n / 2]) const {
+    DEVICE void walk(int32_t (&acc)[Config::accumulator_sets][Config::wgmma_n / 2]) const {
         constexpr int sets = Config::accumulator_sets, chunks = Config::k_chunks;
 #pragma unroll
         for (int chunk = 0; chunk < chunks; chunk++) {
@@ -151,7 +151,7 @@ template <class Config> struct Resident {
     }
 
     // The sums, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
-    PTX void multiply(int32_t (&sums)[S::values]) const {
+    DEVICE void multiply(int32_t (&sums)[S::values]) const {
         int32_t acc[Config::accumulator_sets][Config::wgmma_n / 2];
         walk(acc);
 #pragma unroll
@@ -165,7 +165,7 @@ template <class Config> struct Resident {
         }
     }
 
-    PTX void run() const {
+    DEVICE void run() const {
         load_early();
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = a_row + 16 * warp + lane / 4, pair = b_row + 2 * (lane % 4);
         constexpr int eights = S::eights;
@@ -201,7 +201,7 @@ template <class Config> struct Resident {
     }
 
     // A is weights: a token's 64 weights are one 128-byte line, transposed through 128-byte-swizzled shared memory.
-    PTX void write_lines(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2], const typename T::Column (&tokens)[2 * S::eights]) const {
+    DEVICE void write_lines(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2], const typename T::Column (&tokens)[2 * S::eights]) const {
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const uint32_t staging = shared.shared + S::staging;
         const uint32_t stage = staging + (8 * (lane / 16) + lane % 8) * 128 + (((2 * warp + (lane / 8) % 2) ^ (lane % 8)) * 16);
@@ -227,7 +227,7 @@ template <class Config> struct Resident {
     }
 
     // A is activations: a thread has weight pairs of two tokens; where possible a quad transposes them to eight per lane.
-    PTX void write_rows(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2 * S::eights], const typename T::Column (&tokens)[2], int row) const {
+    DEVICE void write_rows(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2 * S::eights], const typename T::Column (&tokens)[2], int row) const {
         constexpr int eights = S::eights;
         const int q = threadIdx.x % 4;
 #pragma unroll

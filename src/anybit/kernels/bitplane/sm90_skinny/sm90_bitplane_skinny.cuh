@@ -38,15 +38,15 @@ template <class Config> struct SkinnyShared : SkinnyTile<Config> {
     static_assert(k_groups == 1 || groups * groups * partial_bytes <= inbox, "refused by why_not()");
 
     uint32_t shared;
-    PTX uint32_t a_slot(int slot) const { return shared + slot * a_bytes; }
-    PTX uint32_t b_slot(int slot) const { return shared + b + slot * b_bytes; }
-    PTX uint32_t a_full(int slot) const { return shared + barriers + 16 * slot; }
-    PTX uint32_t a_empty(int slot) const { return a_full(slot) + 8; }
-    PTX uint32_t b_full(int slot) const { return a_full(Config::a_stages + slot); }
-    PTX uint32_t b_empty(int slot) const { return b_full(slot) + 8; }
-    PTX uint32_t gathered() const { return a_full(Config::a_stages + Config::b_stages); }
-    PTX uint32_t partial(int from) const { return shared + inbox + from * partial_bytes; }
-    PTX uint32_t partial(int from, int to) const { return shared + (from * groups + to) * partial_bytes; }  // over the stages
+    DEVICE uint32_t a_slot(int slot) const { return shared + slot * a_bytes; }
+    DEVICE uint32_t b_slot(int slot) const { return shared + b + slot * b_bytes; }
+    DEVICE uint32_t a_full(int slot) const { return shared + barriers + 16 * slot; }
+    DEVICE uint32_t a_empty(int slot) const { return a_full(slot) + 8; }
+    DEVICE uint32_t b_full(int slot) const { return a_full(Config::a_stages + slot); }
+    DEVICE uint32_t b_empty(int slot) const { return b_full(slot) + 8; }
+    DEVICE uint32_t gathered() const { return a_full(Config::a_stages + Config::b_stages); }
+    DEVICE uint32_t partial(int from) const { return shared + inbox + from * partial_bytes; }
+    DEVICE uint32_t partial(int from, int to) const { return shared + (from * groups + to) * partial_bytes; }  // over the stages
 };
 
 template <class Config> struct Skinny {
@@ -60,7 +60,7 @@ template <class Config> struct Skinny {
     int a_row, b_row;
     int count;  // this CTA's chunks: rank, rank + split, ...
 
-    PTX Skinny(const Params& p, uint32_t base, int rank)
+    DEVICE Skinny(const Params& p, uint32_t base, int rank)
         : p(p), shared{{}, base}, rank(rank), count(rank < p.chunks ? (p.chunks - rank + S::split - 1) / S::split : 0) {
         const int weight_tile = static_cast<int>(blockIdx.x) / S::split, token_tile = static_cast<int>(blockIdx.y);
         a_row = (S::a_is_weights ? weight_tile : token_tile) * S::rows;
@@ -70,28 +70,28 @@ template <class Config> struct Skinny {
     // Loop nest: passes of some chunks; in each, every plane of A (last pass down, the one before up, ...); every chunk.
     struct Step {
         int first, chunks, order, chunk;  // the pass's first chunk, its chunks; current plane, current chunk
-        PTX bool down(int count) const { return ((count - first + Config::pass_chunks - 1) / Config::pass_chunks) & 1; }
-        PTX void next(int count) {
+        DEVICE bool down(int count) const { return ((count - first + Config::pass_chunks - 1) / Config::pass_chunks) & 1; }
+        DEVICE void next(int count) {
             if (++chunk < chunks) return;
             chunk = 0;
             if (++order < P) return;
             order = 0, first += Config::pass_chunks, chunks = min(Config::pass_chunks, count - first);
         }
     };
-    PTX Step begin() const { return {0, min(Config::pass_chunks, count), 0, 0}; }
+    DEVICE Step begin() const { return {0, min(Config::pass_chunks, count), 0, 0}; }
 
-    PTX int a_rows() const { return min(S::rows, S::a_stored(p) - a_row); }
-    PTX void expect_a(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.a_full(slot), a_rows() * planes::row_bytes); }
-    PTX const uint8_t* a_plane(const Step& step) const {
+    DEVICE int a_rows() const { return min(S::rows, S::a_stored(p) - a_row); }
+    DEVICE void expect_a(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.a_full(slot), a_rows() * planes::row_bytes); }
+    DEVICE const uint8_t* a_plane(const Step& step) const {
         const uint8_t* from = S::a_is_weights ? p.weights : p.activations;
         const int chunk = rank + (step.first + step.chunk) * S::split, bit = step.down(count) ? P - 1 - step.order : step.order;
         return from + (static_cast<int64_t>(chunk * P + bit) * S::a_stored(p) + a_row) * planes::row_bytes;
     }
-    PTX void load_a(const uint8_t* plane, int slot) const { ptx::cp_async_bulk_load(shared.a_slot(slot), plane, a_rows() * planes::row_bytes, shared.a_full(slot)); }
-    PTX int b_rows() const { return min(S::columns, S::b_stored(p) - b_row); }
-    PTX void expect_b(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * b_rows() * planes::row_bytes); }
+    DEVICE void load_a(const uint8_t* plane, int slot) const { ptx::cp_async_bulk_load(shared.a_slot(slot), plane, a_rows() * planes::row_bytes, shared.a_full(slot)); }
+    DEVICE int b_rows() const { return min(S::columns, S::b_stored(p) - b_row); }
+    DEVICE void expect_b(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * b_rows() * planes::row_bytes); }
     // Loads the rows of one plane of B that belong to column part `part`.
-    PTX void load_b(int i, int bit, int part) const {
+    DEVICE void load_b(int i, int bit, int part) const {
         const uint8_t* from = S::a_is_weights ? p.activations : p.weights;
         const int stored = S::b_stored(p), first = b_row + part * S::part_columns;
         const int slot = i % Config::b_stages, chunk = rank + i * S::split, rows = min(S::part_columns, stored - first);
@@ -101,7 +101,7 @@ template <class Config> struct Skinny {
                                 shared.b_full(slot));
     }
 
-    PTX void produce() const {
+    DEVICE void produce() const {
         const int lane = ptx::lane_id(), steps = count * P;
         const int first_b = min(Config::b_stages, count);  // chunks of B loaded up front; planes of A: below
         Step a = begin(), mine = a;
@@ -137,12 +137,12 @@ template <class Config> struct Skinny {
         }
     }
 
-    PTX void release_a(int slot) const {
+    DEVICE void release_a(int slot) const {
         if (ptx::lane_id() == 0) ptx::mbarrier_arrive(shared.a_empty(slot));
     }
 
     // MMAs of one chunk of an A plane with the chunk of B in `stage`; both have landed.
-    PTX void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int slot, int stage, int group) const {
+    DEVICE void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int slot, int stage, int group) const {
         const uint64_t a = planes::descriptor(shared.a_slot(slot));
         const uint64_t b = planes::descriptor(shared.b_slot(stage) + (S::b_parts > 1 ? group * S::part_bytes : 0));
         ptx::wgmma_fence();
@@ -153,7 +153,7 @@ template <class Config> struct Skinny {
     }
 
     // A single pass, walked down, with a stage per plane.
-    PTX void walk_without_reuse(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
+    DEVICE void walk_without_reuse(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
 #pragma unroll
         for (int order = 0; order < P; order++) {
 #pragma unroll 1
@@ -169,7 +169,7 @@ template <class Config> struct Skinny {
         }
     }
 
-    PTX void walk(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
+    DEVICE void walk(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
         const bool leader = ptx::lane_id() == 0;
         int slot = 0, parity = 0;
 #pragma unroll 1
@@ -206,7 +206,7 @@ template <class Config> struct Skinny {
     }
 
     // Sums over this warpgroup's chunks, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
-    PTX void multiply(int32_t (&sums)[S::values], int group) const {
+    DEVICE void multiply(int32_t (&sums)[S::values], int group) const {
         int32_t acc[Config::wgmma_n / 2];
 #pragma unroll
         for (int i = 0; i < Config::wgmma_n / 2; i++) acc[i] = 0;
@@ -222,7 +222,7 @@ template <class Config> struct Skinny {
     }
 
     // Cluster split-K reduction: sends the other CTAs their shares of the sums, and adds theirs to this CTA's share.
-    PTX void gather(const int32_t (&sums)[S::values], int32_t (&own)[S::share]) const {
+    DEVICE void gather(const int32_t (&sums)[S::values], int32_t (&own)[S::share]) const {
         const int thread = threadIdx.x;
 #pragma unroll
         for (int to = 0; to < S::split; to++) {
@@ -246,7 +246,7 @@ template <class Config> struct Skinny {
     }
 
     // The same among the warpgroups of a CTA.
-    PTX void exchange(const int32_t (&sums)[S::values], int32_t (&own)[S::share], int group) const {
+    DEVICE void exchange(const int32_t (&sums)[S::values], int32_t (&own)[S::share], int group) const {
         constexpr int barrier = 1, wide = S::share % 4 == 0 ? 4 : 1;
         const int thread = threadIdx.x % 128;
         ptx::bar_sync(barrier, 128 * S::groups);  // all wgmmas are complete: the stages are free
@@ -284,7 +284,7 @@ template <class Config> struct Skinny {
         }
     }
 
-    PTX void consume() const {
+    DEVICE void consume() const {
         const int group = threadIdx.x / 128, part = S::groups > 1 ? group : rank;
         const int thread = threadIdx.x % 128, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
         constexpr int eights = (S::share + 3) / 4;

@@ -15,8 +15,8 @@ template <class Config> struct SkinnyTile {
     static constexpr int Q = a_is_weights ? Config::activation_bits : Config::weight_bits;  // planes of B
     static constexpr int rows = 64, columns = Config::tile_b;
 
-    static PTX int a_stored(const Params& p) { return a_is_weights ? p.rows_n : p.rows_m; }
-    static PTX int b_stored(const Params& p) { return a_is_weights ? p.rows_m : p.rows_n; }
+    static DEVICE int a_stored(const Params& p) { return a_is_weights ? p.rows_n : p.rows_m; }
+    static DEVICE int b_stored(const Params& p) { return a_is_weights ? p.rows_m : p.rows_n; }
 };
 
 // A thread has rows `row` and row + 8 of A and, in each of `eights` octets of columns, the pair that starts at `pair`.
@@ -30,17 +30,17 @@ template <class Config, int eights> struct SkinnyTerms {
     typename T::Row weights[weight_count];
     typename T::Column tokens[token_count];
 
-    PTX void load_weights(const Params& p, int row, int pair) {
+    DEVICE void load_weights(const Params& p, int row, int pair) {
 #pragma unroll
         for (int i = 0; i < weight_count; i++) weight_loads[i] = T::load_row(p, a_is_weights ? row + 8 * i : pair + 8 * (i / 2) + i % 2);
     }
     // After griddepcontrol_wait.
-    PTX void load_tokens(const Params& p, int row, int pair) {
+    DEVICE void load_tokens(const Params& p, int row, int pair) {
 #pragma unroll
         for (int i = 0; i < token_count; i++) token_loads[i] = T::load_column(p, a_is_weights ? pair + 8 * (i / 2) + i % 2 : row + 8 * i);
     }
     // After the main loop: the loads have landed by then.
-    PTX void finish() {
+    DEVICE void finish() {
 #pragma unroll
         for (int i = 0; i < weight_count; i++) weights[i] = T::row(weight_loads[i]);
 #pragma unroll

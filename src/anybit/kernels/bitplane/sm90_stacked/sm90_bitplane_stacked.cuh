@@ -29,11 +29,11 @@ template <class Config> struct StackedShared {
     static constexpr int bytes = epilogue_barriers + 2 * W::barrier_bytes;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_stacked.py disagrees");
 
-    static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
-    static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
-    static PTX uint32_t stage_full(uint32_t shared, int slot) { return weight_full(shared, Config::weight_stages + slot); }
-    static PTX uint32_t stage_empty(uint32_t shared, int slot) { return stage_full(shared, slot) + 8; }
-    static PTX W epilogue(uint32_t shared, int warpgroup) {
+    static DEVICE uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
+    static DEVICE uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
+    static DEVICE uint32_t stage_full(uint32_t shared, int slot) { return weight_full(shared, Config::weight_stages + slot); }
+    static DEVICE uint32_t stage_empty(uint32_t shared, int slot) { return stage_full(shared, slot) + 8; }
+    static DEVICE W epilogue(uint32_t shared, int warpgroup) {
         return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
     }
 };
@@ -42,7 +42,7 @@ template <class Config> struct StackedShared {
 template <class Config> struct StackedTiles {
     int inner_tiles, inner, outer, left;
 
-    PTX explicit StackedTiles(const Params& p) {
+    DEVICE explicit StackedTiles(const Params& p) {
         const int token_tiles = (p.m + Config::tile_m - 1) / Config::tile_m, weight_tiles = (p.n + 127) / 128;
         const int tiles = token_tiles * weight_tiles, blocks = gridDim.x, block = blockIdx.x;
         const int each = tiles / blocks, more = tiles % blocks, first = block * each + min(block, more);
@@ -50,20 +50,20 @@ template <class Config> struct StackedTiles {
         inner_tiles = Config::stationary == Stationary::activations ? weight_tiles : token_tiles;
         inner = first % inner_tiles, outer = first / inner_tiles;
     }
-    PTX bool more() const { return left > 0; }
-    static PTX int width() { return Config::tile_m; }
-    PTX void next() {
+    DEVICE bool more() const { return left > 0; }
+    static DEVICE int width() { return Config::tile_m; }
+    DEVICE void next() {
         left--;
         if (++inner == inner_tiles) inner = 0, outer++;
     }
-    PTX int token() const { return (Config::stationary == Stationary::activations ? outer : inner) * Config::tile_m; }
-    PTX int row() const { return (Config::stationary == Stationary::activations ? inner : outer) * 128; }
+    DEVICE int token() const { return (Config::stationary == Stationary::activations ? outer : inner) * Config::tile_m; }
+    DEVICE int row() const { return (Config::stationary == Stationary::activations ? inner : outer) * 128; }
     // Whether the stationary operand is not that of this CTA's previous (fresh) or next (final) tile.
-    PTX bool fresh(bool first) const { return first || inner == 0; }
-    PTX bool final() const { return left == 1 || inner + 1 == inner_tiles; }
+    DEVICE bool fresh(bool first) const { return first || inner == 0; }
+    DEVICE bool final() const { return left == 1 || inner + 1 == inner_tiles; }
 };
 
-template <class Config> PTX void stacked_load(const Params& p, uint32_t shared) {
+template <class Config> DEVICE void stacked_load(const Params& p, uint32_t shared) {
     using S = StackedShared<Config>;
     constexpr int P = Config::weight_bits, Q = Config::activation_bits;
     Ring<Config::weight_stages> weights;
@@ -125,22 +125,22 @@ template <class Config> struct StackedConsumer {
     Ring<Config::weight_stages> weights;
     Ring<Config::activation_stages> stages;
 
-    PTX StackedConsumer(const Params& p, uint32_t shared, int warpgroup)
+    DEVICE StackedConsumer(const Params& p, uint32_t shared, int warpgroup)
         : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
 
-    PTX void release_weights(int slot, bool final) const {
+    DEVICE void release_weights(int slot, bool final) const {
         if (leader && final) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
     }
-    PTX void release_stage(int slot, bool final) const {
+    DEVICE void release_stage(int slot, bool final) const {
         if (leader && final) ptx::mbarrier_arrive(S::stage_empty(shared, slot));
     }
     // 32-bit adds: wgmmas then issue back to back.
-    static PTX uint64_t at(uint64_t descriptor, uint32_t bytes) {
+    static DEVICE uint64_t at(uint64_t descriptor, uint32_t bytes) {
         return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
     }
 
     // Writes `epilogue_tile` of a tile's tokens to a staging buffer.
-    template <int part> PTX void write(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
+    template <int part> DEVICE void write(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
         using W = EpilogueShared<Config>;
@@ -163,20 +163,20 @@ template <class Config> struct StackedConsumer {
         if (++epilogue.buffer == W::buffers) epilogue.buffer = 0, epilogue.parity ^= 1;
     }
     // Writes the parts that are due in this chunk.
-    template <int part = 0> PTX void write_some(int chunk, const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
+    template <int part = 0> DEVICE void write_some(int chunk, const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
         if constexpr (part < parts) {
             if (chunk == part * p.chunks / parts) write<part>(value, row);
             write_some<part + 1>(chunk, value, row);
         }
     }
-    template <int part = 0> PTX void write_all(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
+    template <int part = 0> DEVICE void write_all(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
         if constexpr (part < parts) {
             write<part>(value, row);
             write_all<part + 1>(value, row);
         }
     }
 
-    PTX void run() {
+    DEVICE void run() {
         int32_t value[sums];
         typename T::Row row[2];
         bool pending = false, started = Config::warpgroup_lag == 0;

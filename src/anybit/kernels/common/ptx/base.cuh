@@ -42,99 +42,71 @@ using size_t = decltype(sizeof(0));
 #define ANYBIT_FP4_ARCH 0
 #endif
 
-#define PTX __device__ __forceinline__
+#define DEVICE __device__ __forceinline__
 // For instructions that not every architecture has: a template, so that NEEDS is checked only where a kernel calls it.
-#define CHECKED template <int arch = ANYBIT_ARCH> __device__ __forceinline__
+#define CHECKED template <int arch = ANYBIT_ARCH> DEVICE
 #define NEEDS(minimum, what) static_assert(arch >= minimum, what)
 
 namespace ptx {
 
 // ---- Special registers ---------------------------------------------------------------------------------------------
 
-PTX uint32_t lane_id() { uint32_t r; asm("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }
+DEVICE uint32_t lane_id() { uint32_t r; asm("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }
 // Warp index in the CTA; the shuffle makes it warp-uniform for the compiler.
-PTX uint32_t warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
-PTX uint32_t smid() { uint32_t r; asm volatile("mov.u32 %0, %%smid;" : "=r"(r)); return r; }
-PTX uint64_t globaltimer() { uint64_t r; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(r)); return r; }
-PTX uint32_t clock32() { uint32_t r; asm volatile("mov.u32 %0, %%clock;" : "=r"(r)); return r; }
+DEVICE uint32_t warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
+DEVICE uint32_t clock32() { uint32_t r; asm volatile("mov.u32 %0, %%clock;" : "=r"(r)); return r; }
 CHECKED uint32_t cluster_ctarank() {
     NEEDS(900, "clusters need sm_90 or later");
     uint32_t r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r;
-}
-CHECKED uint32_t cluster_nctarank() {
-    NEEDS(900, "clusters need sm_90 or later");
-    uint32_t r; asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r;
-}
-// True in exactly one lane of a converged warp.
-CHECKED bool elect_one() {
-    NEEDS(900, "elect.sync needs sm_90 or later");
-    uint32_t r;
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(r));
-    return r != 0;
 }
 
 // ---- Shared memory -------------------------------------------------------------------------------------------------
 
 // The CTA's dynamic shared memory, 1024-byte aligned; kernels use no static shared memory.
-PTX uint8_t* dynamic_shared() { extern __shared__ __align__(1024) uint8_t anybit_shared[]; return anybit_shared; }
-PTX uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+DEVICE uint8_t* dynamic_shared() { extern __shared__ __align__(1024) uint8_t anybit_shared[]; return anybit_shared; }
+DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-PTX uint32_t ld_shared_u32(uint32_t shared) {
+DEVICE uint32_t ld_shared_u32(uint32_t shared) {
     uint32_t v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory"); return v;
 }
-PTX float ld_shared_f32(uint32_t shared) {
+DEVICE float ld_shared_f32(uint32_t shared) {
     float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared) : "memory"); return v;
 }
-PTX uint2 ld_shared_v2(uint32_t shared) {
+DEVICE uint2 ld_shared_v2(uint32_t shared) {
     uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory"); return v;
 }
-PTX uint4 ld_shared_v4(uint32_t shared) {
+DEVICE uint4 ld_shared_v4(uint32_t shared) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
     return v;
 }
-PTX void st_shared_u32(uint32_t shared, uint32_t v) {
+DEVICE void st_shared_u32(uint32_t shared, uint32_t v) {
     asm volatile("st.shared.u32 [%0], %1;" :: "r"(shared), "r"(v) : "memory");
 }
-PTX void st_shared_f32(uint32_t shared, float v) {
+DEVICE void st_shared_f32(uint32_t shared, float v) {
     asm volatile("st.shared.f32 [%0], %1;" :: "r"(shared), "f"(v) : "memory");
 }
-PTX void st_shared_v2(uint32_t shared, uint2 v) {
+DEVICE void st_shared_v2(uint32_t shared, uint2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" :: "r"(shared), "r"(v.x), "r"(v.y) : "memory");
 }
-PTX void st_shared_v4(uint32_t shared, uint4 v) {
+DEVICE void st_shared_v4(uint32_t shared, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Each lane gives the address of one 16-byte row: lanes 0-7 of matrix 0, 8-15 of matrix 1, and so on.
-PTX void ldmatrix_x1(uint32_t (&r)[1], uint32_t shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(shared) : "memory");
-}
-PTX void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) {
+DEVICE void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1]) : "r"(shared) : "memory");
 }
-PTX void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
 }
-PTX void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(shared) : "memory");
-}
-PTX void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1]) : "r"(shared) : "memory");
-}
-PTX void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
-}
-CHECKED void stmatrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
-    NEEDS(900, "stmatrix needs sm_90 or later");
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                 :: "r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 CHECKED void stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4]) {
     NEEDS(900, "stmatrix needs sm_90 or later");
@@ -142,7 +114,7 @@ CHECKED void stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4]) {
                  :: "r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 // Transposes an 8 x 8 matrix of 16-bit elements held as an MMA fragment.
-PTX uint32_t movmatrix_trans(uint32_t a) {
+DEVICE uint32_t movmatrix_trans(uint32_t a) {
     uint32_t d; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a)); return d;
 }
 
@@ -150,88 +122,68 @@ PTX uint32_t movmatrix_trans(uint32_t a) {
 // Loads are volatile so that none moves above griddepcontrol_wait.
 
 // For data that nothing writes while the kernel runs; no L1 allocation.
-PTX uint32_t ld_global_nc_u32(const void* p) {
+DEVICE uint32_t ld_global_nc_u32(const void* p) {
     uint32_t v; asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v;
 }
-PTX uint2 ld_global_nc_v2(const void* p) {
+DEVICE uint2 ld_global_nc_v2(const void* p) {
     uint2 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
-PTX uint4 ld_global_nc_v4(const void* p) {
+DEVICE uint4 ld_global_nc_v4(const void* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-// As above, with an L2 cache policy from createpolicy_evict_first or _last.
-PTX uint4 ld_global_nc_v4_hint(const void* p, uint64_t policy) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
-    return v;
-}
 // Cached in L2 only: sees writes of other CTAs of this launch.
-PTX uint32_t ld_global_cg_u32(const void* p) {
+DEVICE uint32_t ld_global_cg_u32(const void* p) {
     uint32_t v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v;
 }
-PTX uint2 ld_global_cg_v2(const void* p) {
+DEVICE uint2 ld_global_cg_v2(const void* p) {
     uint2 v; asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory"); return v;
 }
-PTX uint4 ld_global_cg_v4(const void* p) {
+DEVICE uint4 ld_global_cg_v4(const void* p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
-// Streaming stores, for results that this kernel does not read again.
-PTX void st_global_cs_u32(void* p, uint32_t v) {
-    asm volatile("st.global.cs.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
-}
-PTX void st_global_cs_v4(void* p, uint4 v) {
+// A streaming store, for results that this kernel does not read again.
+DEVICE void st_global_cs_v4(void* p, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-PTX uint64_t createpolicy_evict_first() {
+DEVICE uint64_t createpolicy_evict_first() {
     uint64_t r; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r)); return r;
 }
-PTX uint64_t createpolicy_evict_last() {
+DEVICE uint64_t createpolicy_evict_last() {
     uint64_t r; asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(r)); return r;
 }
-PTX void prefetch_L2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+DEVICE void prefetch_L2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
-PTX uint32_t ld_acquire_gpu(const uint32_t* p) {
+DEVICE uint32_t ld_acquire_gpu(const uint32_t* p) {
     uint32_t v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v;
 }
-PTX void st_release_gpu(uint32_t* p, uint32_t v) {
+DEVICE void st_release_gpu(uint32_t* p, uint32_t v) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
 }
-PTX uint64_t ld_acquire_gpu(const uint64_t* p) {
+DEVICE uint64_t ld_acquire_gpu(const uint64_t* p) {
     uint64_t v; asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v;
 }
-PTX void st_release_gpu(uint64_t* p, uint64_t v) {
+DEVICE void st_release_gpu(uint64_t* p, uint64_t v) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory");
 }
-PTX uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
+DEVICE uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
     uint32_t r;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");
     return r;
 }
-PTX void red_release_gpu_add(uint32_t* p, uint32_t v) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
-}
-PTX void red_add_u32(uint32_t* p, uint32_t v) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
-}
-PTX void red_add_f32(float* p, float v) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(p), "f"(v) : "memory");
-}
-PTX void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- cp.async: copies of 4, 8 or 16 bytes; each thread waits for its own --------------------------------------------
 
 // Copies the first `valid` bytes and zero-fills the rest; `valid` 0 reads nothing.
-template <int bytes> PTX void cp_async(uint32_t shared, const void* global, int valid = bytes) {
+template <int bytes> DEVICE void cp_async(uint32_t shared, const void* global, int valid = bytes) {
     static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
     if constexpr (bytes == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
@@ -240,57 +192,42 @@ template <int bytes> PTX void cp_async(uint32_t shared, const void* global, int 
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
                      :: "r"(shared), "l"(global), "n"(bytes), "r"(valid) : "memory");
 }
-PTX void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int groups> PTX void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;"
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int groups> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;"
                                                                     :: "n"(groups) : "memory"); }
-PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Arrives on the mbarrier when all earlier cp.async of this thread have landed; counts as one expected arrival.
-PTX void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
 // ---- Named barriers and mbarriers -----------------------------------------------------------------------------------
 
 // Named barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads, whole warps.
-PTX void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
-PTX void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+DEVICE void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+DEVICE void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
-PTX void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
-PTX void mbarrier_arrive(uint32_t barrier) {
+DEVICE void mbarrier_arrive(uint32_t barrier) {
     asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" :: "r"(barrier) : "memory");
 }
 CHECKED void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     NEEDS(900, "mbarrier transaction counts need sm_90 or later");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-CHECKED void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
-    NEEDS(900, "mbarrier transaction counts need sm_90 or later");
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-// Arrives on another CTA's mbarrier (address from mapa), with the default .cta release; see _release.
+// Arrives on another CTA's mbarrier (address from mapa), with the default .cta release: the .cluster one costs about 20 us
+// over a kernel's loop.
 CHECKED void mbarrier_arrive_cluster(uint32_t cluster) {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(cluster) : "memory");
-}
-// .cluster release: also orders this thread's earlier generic writes; slow (about 20 us over a kernel's loop).
-CHECKED void mbarrier_arrive_release_cluster(uint32_t cluster) {
-    NEEDS(900, "clusters need sm_90 or later");
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(cluster) : "memory");
 }
 // Whether the phase of this parity has completed; may suspend the thread for a while first.
 CHECKED bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
     NEEDS(900, "mbarrier.try_wait needs sm_90 or later");
     uint32_t r;
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(r) : "r"(barrier), "r"(parity) : "memory");
-    return r != 0;
-}
-CHECKED bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
-    NEEDS(900, "mbarrier.test_wait.parity is used on sm_90 or later");
-    uint32_t r;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                  : "=r"(r) : "r"(barrier), "r"(parity) : "memory");
     return r != 0;
 }
@@ -348,24 +285,18 @@ CHECKED void cp_async_bulk_commit_group() {
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-template <int groups, int arch = ANYBIT_ARCH> PTX void cp_async_bulk_wait_group() {
+template <int groups, int arch = ANYBIT_ARCH> DEVICE void cp_async_bulk_wait_group() {
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.wait_group %0;" :: "n"(groups) : "memory");
 }
 // Waits only until the shared-memory source has been read and may be overwritten.
-template <int groups, int arch = ANYBIT_ARCH> PTX void cp_async_bulk_wait_group_read() {
+template <int groups, int arch = ANYBIT_ARCH> DEVICE void cp_async_bulk_wait_group_read() {
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(groups) : "memory");
 }
 CHECKED void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {
     NEEDS(900, "bulk copies need sm_90 or later");
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(global), "r"(bytes) : "memory");
-}
-// From this CTA's shared memory to another's (DSMEM), signalling an mbarrier there.
-CHECKED void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t bytes, uint32_t cluster_barrier) {
-    NEEDS(900, "bulk copies need sm_90 or later");
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(cluster), "r"(shared), "r"(bytes), "r"(cluster_barrier) : "memory");
 }
 
 // ---- Clusters -------------------------------------------------------------------------------------------------------
@@ -392,22 +323,6 @@ CHECKED uint32_t ld_shared_cluster_u32(uint32_t cluster) {
     NEEDS(900, "clusters need sm_90 or later");
     uint32_t v; asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(cluster) : "memory"); return v;
 }
-CHECKED uint4 ld_shared_cluster_v4(uint32_t cluster) {
-    NEEDS(900, "clusters need sm_90 or later");
-    uint4 v;
-    asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(cluster) : "memory");
-    return v;
-}
-CHECKED void st_shared_cluster_u32(uint32_t cluster, uint32_t v) {
-    NEEDS(900, "clusters need sm_90 or later");
-    asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(cluster), "r"(v) : "memory");
-}
-CHECKED void st_shared_cluster_v4(uint32_t cluster, uint4 v) {
-    NEEDS(900, "clusters need sm_90 or later");
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};"
-                 :: "r"(cluster), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
 // Asynchronous stores to another CTA that count their bytes on an mbarrier there.
 CHECKED void st_async_u32(uint32_t cluster, uint32_t v, uint32_t cluster_barrier) {
     NEEDS(900, "clusters need sm_90 or later");
@@ -423,22 +338,22 @@ CHECKED void st_async_v4(uint32_t cluster, uint4 v, uint32_t cluster_barrier) {
 // ---- Programmatic dependent launch, registers -----------------------------------------------------------------------
 // Both are no-ops before sm_90, where a kernel starts only after the previous one has ended.
 
-PTX void griddepcontrol_launch_dependents() {
+DEVICE void griddepcontrol_launch_dependents() {
 #if ANYBIT_ARCH >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 // Returns once the writes of all earlier kernels of the stream are visible.
-PTX void griddepcontrol_wait() {
+DEVICE void griddepcontrol_wait() {
 #if ANYBIT_ARCH >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-template <int registers, int arch = ANYBIT_WGMMA_ARCH> PTX void setmaxnreg_inc() {
+template <int registers, int arch = ANYBIT_WGMMA_ARCH> DEVICE void setmaxnreg_inc() {
     NEEDS(900, "setmaxnreg needs sm_90a");
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(registers));
 }
-template <int registers, int arch = ANYBIT_WGMMA_ARCH> PTX void setmaxnreg_dec() {
+template <int registers, int arch = ANYBIT_WGMMA_ARCH> DEVICE void setmaxnreg_dec() {
     NEEDS(900, "setmaxnreg needs sm_90a");
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(registers));
 }
@@ -446,15 +361,12 @@ template <int registers, int arch = ANYBIT_WGMMA_ARCH> PTX void setmaxnreg_dec()
 // ---- Warps ----------------------------------------------------------------------------------------------------------
 // All 32 lanes take part; T is any type that the shuffle intrinsics take.
 
-template <class T> PTX T shfl(T v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
-template <class T> PTX T shfl_xor(T v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
-template <class T> PTX T shfl_up(T v, int delta) { return __shfl_up_sync(0xffffffffu, v, delta); }
-template <class T> PTX T shfl_down(T v, int delta) { return __shfl_down_sync(0xffffffffu, v, delta); }
-PTX bool vote_any(bool p) { return __any_sync(0xffffffffu, p); }
-PTX bool vote_all(bool p) { return __all_sync(0xffffffffu, p); }
-PTX uint32_t vote_ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
-PTX uint32_t redux_add(uint32_t v) { return __reduce_add_sync(0xffffffffu, v); }
-PTX uint32_t redux_max(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }
+template <class T> DEVICE T shfl(T v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+template <class T> DEVICE T shfl_xor(T v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+template <class T> DEVICE T shfl_up(T v, int delta) { return __shfl_up_sync(0xffffffffu, v, delta); }
+template <class T> DEVICE T shfl_down(T v, int delta) { return __shfl_down_sync(0xffffffffu, v, delta); }
+DEVICE uint32_t redux_add(uint32_t v) { return __reduce_add_sync(0xffffffffu, v); }
+DEVICE uint32_t redux_max(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }
 
 }  // namespace ptx
 

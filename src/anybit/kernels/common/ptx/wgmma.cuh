@@ -19,31 +19,31 @@ enum class Swizzle { none = 0, bytes_128 = 1, bytes_64 = 2, bytes_32 = 3 };
 
 // Descriptor of a k-contiguous operand. stride: bytes between 8-row groups, 8 * row bytes if swizzled. Without swizzle an
 // 8-row group of 16-byte chunks is 128 contiguous bytes, and leading: bytes between chunks c and c + 1.
-PTX constexpr uint64_t wgmma_descriptor(uint32_t shared, Swizzle swizzle, uint32_t stride, uint32_t leading = 16) {
+DEVICE constexpr uint64_t wgmma_descriptor(uint32_t shared, Swizzle swizzle, uint32_t stride, uint32_t leading = 16) {
     return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | static_cast<uint64_t>((leading & 0x3ffffu) >> 4) << 16 |
            static_cast<uint64_t>((stride & 0x3ffffu) >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
 // Advances a descriptor by `bytes`, a multiple of 16.
-PTX constexpr uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+DEVICE constexpr uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
-template <int arch = ANYBIT_WGMMA_ARCH> PTX void wgmma_fence() {
+template <int arch = ANYBIT_WGMMA_ARCH> DEVICE void wgmma_fence() {
     NEEDS(900, "wgmma needs sm_90a");
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-template <int arch = ANYBIT_WGMMA_ARCH> PTX void wgmma_commit_group() {
+template <int arch = ANYBIT_WGMMA_ARCH> DEVICE void wgmma_commit_group() {
     NEEDS(900, "wgmma needs sm_90a");
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-template <int groups, int arch = ANYBIT_WGMMA_ARCH> PTX void wgmma_wait_group() {
+template <int groups, int arch = ANYBIT_WGMMA_ARCH> DEVICE void wgmma_wait_group() {
     NEEDS(900, "wgmma needs sm_90a");
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(groups) : "memory");
 }
 // Keeps the compiler from moving reads of the accumulators above a wait, or writes below a fence. No instruction.
-template <int count> PTX void wgmma_touch(float (&d)[count]) {
+template <int count> DEVICE void wgmma_touch(float (&d)[count]) {
 #pragma unroll
     for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }
-template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
+template <int count, class Int> DEVICE void wgmma_touch(Int (&d)[count]) {
 #pragma unroll
     for (int i = 0; i < count; i++) asm volatile("" : "+r"(d[i]) :: "memory");
 }
@@ -94,12 +94,12 @@ template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
 // operand (scale-d): 0 overwrites d. EXTRA is what follows the flag: signs, and for 16-bit b its major-ness.
 #define ANYBIT_WGMMA(KIND, N, K, TYPES, REG, C, EXTRA_SS, EXTRA_RS, i0, i1, i2, i3, i4, i5)                          \
     template <> struct KIND<N> {                                                                                     \
-        static PTX void ss(REG (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {                                \
+        static DEVICE void ss(REG (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {                             \
             asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K    \
                          TYPES " {" ANYBIT_REGS_##N "}, %" #i0 ", %" #i1 ", p" EXTRA_SS ";}"                         \
                          : ANYBIT_OUTS_##N(C) : "l"(a), "l"(b), "r"(accumulate));                                    \
         }                                                                                                            \
-        static PTX void rs(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {                    \
+        static DEVICE void rs(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {                 \
             asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K    \
                          TYPES " {" ANYBIT_REGS_##N "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4 ", p" EXTRA_RS ";}" \
                          : ANYBIT_OUTS_##N(C) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
@@ -125,9 +125,7 @@ template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
 namespace detail {
 ANYBIT_WGMMA_ALL(WgmmaB1, 256, ".s32.b1.b1.and.popc", int32_t, "+r", "", "")
 ANYBIT_WGMMA_ALL(WgmmaS8, 32, ".s32.s8.s8", int32_t, "+r", "", "")
-ANYBIT_WGMMA_ALL(WgmmaU8, 32, ".s32.u8.u8", int32_t, "+r", "", "")
 ANYBIT_WGMMA_ALL(WgmmaU8S8, 32, ".s32.u8.s8", int32_t, "+r", "", "")
-ANYBIT_WGMMA_ALL(WgmmaS8U8, 32, ".s32.s8.u8", int32_t, "+r", "", "")
 ANYBIT_WGMMA_ALL(WgmmaE4m3, 32, ".f32.e4m3.e4m3", float, "+f", ", 1, 1", ", 1, 1")
 ANYBIT_WGMMA_ALL(WgmmaF16, 16, ".f32.f16.f16", float, "+f", ", 1, 1, 0, 0", ", 1, 1, 0")
 ANYBIT_WGMMA_ALL(WgmmaBf16, 16, ".f32.bf16.bf16", float, "+f", ", 1, 1, 0, 0", ", 1, 1, 0")
@@ -136,20 +134,18 @@ ANYBIT_WGMMA_ALL(WgmmaBf16, 16, ".f32.bf16.bf16", float, "+f", ", 1, 1, 0, 0", "
 // wgmma_TYPES<N>(d, a, b, accumulate): a is a descriptor or four registers, b a descriptor.
 #define ANYBIT_WGMMA_NAME(name, KIND, REG)                                                                           \
     template <int N, int arch = ANYBIT_WGMMA_ARCH>                                                                   \
-    PTX void name(REG (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {                                        \
+    DEVICE void name(REG (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {                                     \
         NEEDS(900, "wgmma needs sm_90a");                                                                      \
         detail::KIND<N>::ss(d, a, b, accumulate);                                                                    \
     }                                                                                                                \
     template <int N, int arch = ANYBIT_WGMMA_ARCH>                                                                   \
-    PTX void name(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {                            \
+    DEVICE void name(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {                         \
         NEEDS(900, "wgmma needs sm_90a");                                                                      \
         detail::KIND<N>::rs(d, a, b, accumulate);                                                                    \
     }
 ANYBIT_WGMMA_NAME(wgmma_b1, WgmmaB1, int32_t)      // popc(a & b)
 ANYBIT_WGMMA_NAME(wgmma_s8, WgmmaS8, int32_t)
-ANYBIT_WGMMA_NAME(wgmma_u8, WgmmaU8, int32_t)
 ANYBIT_WGMMA_NAME(wgmma_u8s8, WgmmaU8S8, int32_t)
-ANYBIT_WGMMA_NAME(wgmma_s8u8, WgmmaS8U8, int32_t)
 ANYBIT_WGMMA_NAME(wgmma_e4m3, WgmmaE4m3, float)    // accumulates with about 14 bits: promote often
 ANYBIT_WGMMA_NAME(wgmma_f16, WgmmaF16, float)
 ANYBIT_WGMMA_NAME(wgmma_bf16, WgmmaBf16, float)

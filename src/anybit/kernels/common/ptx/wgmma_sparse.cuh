@@ -15,7 +15,7 @@ namespace ptx {
 #define ANYBIT_WGMMA_SP(KIND, N, K, TYPES, REG, C, EXTRA, i0, i1, i2, i3, i4, i5, i6, i7)                            \
     template <> struct KIND<N> {                                                                                     \
         template <int selector>                                                                                      \
-        static PTX void rs(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, int accumulate) { \
+        static DEVICE void rs(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, int accumulate) { \
             asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i6 ", 0; wgmma.mma_async.sp.sync.aligned.m64n" #N "k" #K \
                          TYPES " {" ANYBIT_REGS_##N "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4 ", %" #i5      \
                          ", %" #i7 ", p" EXTRA ";}"                                                                  \
@@ -48,7 +48,7 @@ ANYBIT_WGMMA_SP_ALL(WgmmaSpBf16, 32, ".f32.bf16.bf16", float, "+f", ", 1, 1, 0")
 
 #define ANYBIT_WGMMA_SP_NAME(name, KIND, REG)                                                                        \
     template <int N, int selector = 0, int arch = ANYBIT_WGMMA_ARCH>                                                 \
-    PTX void name(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, bool accumulate = true) {  \
+    DEVICE void name(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, bool accumulate = true) { \
         NEEDS(900, "wgmma needs sm_90a");                                                                            \
         detail::KIND<N>::template rs<selector>(d, a, b, metadata, accumulate);                                       \
     }

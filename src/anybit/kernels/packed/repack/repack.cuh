@@ -27,14 +27,14 @@ struct Params {
 namespace packed {
 
 // Bits of the 2^e that, divided out, leaves `largest` (float bits) in [2^most, 2^(most + 1)); 0 for zero and non-finite.
-__device__ __forceinline__ uint32_t factor_of(uint32_t largest, int most) {
+DEVICE uint32_t factor_of(uint32_t largest, int most) {
     const int biased = static_cast<int>(largest >> 23);
     if (largest == 0 || biased == 255) return 0;
     return static_cast<uint32_t>(biased > most + 1 ? biased - most : 1) << 23;
 }
 
 // Scale or minimum of one row and group.
-__device__ __forceinline__ float value_of(const Params& p, const uint8_t* values, int row, int group) {
+DEVICE float value_of(const Params& p, const uint8_t* values, int row, int group) {
     const size_t at = static_cast<size_t>(row) * p.groups + group;
     if (p.scale_type == scale_f32) return reinterpret_cast<const float*>(values)[at];
     const uint16_t bits = reinterpret_cast<const uint16_t*>(values)[at];
@@ -42,7 +42,7 @@ __device__ __forceinline__ float value_of(const Params& p, const uint8_t* values
 }
 
 // A row's factor, computed by two lanes together: see packed_tiles._normalized.
-__device__ __forceinline__ uint32_t factor_of_row(const Params& p, const uint8_t* values, int row, int half, int most) {
+DEVICE uint32_t factor_of_row(const Params& p, const uint8_t* values, int row, int half, int most) {
     uint32_t largest = 0;
     for (int group = half; values != nullptr && row < p.n && group < p.groups; group += 2) {
         const uint32_t magnitude = __float_as_uint(value_of(p, values, row, group)) & 0x7fffffffu;
@@ -53,21 +53,21 @@ __device__ __forceinline__ uint32_t factor_of_row(const Params& p, const uint8_t
 }
 
 // Writes a tile's scales and zeros or minima behind its codes; 0 for rows and groups out of range.
-template <class C> __device__ __forceinline__ void place_scales(const Params& p, uint32_t factors, int row_tile, int block, uint8_t* tile) {
+template <class C> DEVICE void place_scales(const Params& p, uint32_t factors, int row_tile, int k_block, uint8_t* tile) {
     {
         const int i = static_cast<int>(threadIdx.x), row = row_tile * 64 + i / 2;
         const uint32_t of_scale = factor_of_row(p, p.scale, row, i % 2, 7), of_minimum = factor_of_row(p, p.minimum, row, i % 2, 14);
         const uint32_t larger = of_scale > of_minimum ? of_scale : of_minimum, factor = larger == 0 ? (127u - 7) << 23 : larger;
         if (i % 2 == 0) {
             ptx::st_shared_u32(factors + i / 2 * 4, factor);
-            if (block == 0) p.row_scale[row] = row < p.n ? __uint_as_float(factor) : 0.0f;
+            if (k_block == 0) p.row_scale[row] = row < p.n ? __uint_as_float(factor) : 0.0f;
         }
     }
     __syncthreads();
     const int parts = p.group < packed::tile_columns ? packed::tile_columns / p.group : 1;
     for (int i = static_cast<int>(threadIdx.x); i < parts * 64; i += C::threads) {
         const int unit = i / (parts * 16), part = i / 16 % parts, at = i % 16, within = unit * 16 + at / 2 + 8 * (at & 1);
-        const int row = row_tile * 64 + within, span = (block * parts + part) * (packed::tile_columns / parts) / p.group;
+        const int row = row_tile * 64 + within, span = (k_block * parts + part) * (packed::tile_columns / parts) / p.group;
         uint16_t scale = 0, minimum = 0;
         uint8_t zero = 0;
         if (row < p.n && span < p.spans) {
@@ -91,12 +91,12 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
     constexpr int bits = C::bits, field = C::bytes ? 8 : 16, registers = C::bytes ? 16 : 32, pitch = 128 + 4;
     constexpr uint32_t mask = (1u << bits) - 1u;
     static_assert(C::threads == 128 && C::shared_bytes == 64 * pitch + 256, "four warps, the bytes of a tile, factors of rows");
-    const int row_tile = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y);
+    const int row_tile = static_cast<int>(blockIdx.x), k_block = static_cast<int>(blockIdx.y);
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
 
     // Codes as bytes, four to a word of shared memory.
     for (int i = static_cast<int>(threadIdx.x); i < 64 * 32; i += C::threads) {
-        const int row = row_tile * 64 + i / 32, first = block * 128 + i % 32 * 4;
+        const int row = row_tile * 64 + i / 32, first = k_block * 128 + i % 32 * 4;
         uint32_t bytes = 0;
         if (row < p.n) {
             const uint32_t* words = p.words + static_cast<size_t>(row) * p.row_words;
@@ -143,14 +143,14 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
 #pragma unroll
         for (int i = 0; i < 2 * bits; i++) words[i] = packed::float_order(words[i]);
     }
-    uint8_t* tile = p.tiles + (static_cast<size_t>(block) * p.row_tiles + row_tile) * 4 * p.unit_bytes;
+    uint8_t* tile = p.tiles + (static_cast<size_t>(k_block) * p.row_tiles + row_tile) * 4 * p.unit_bytes;
     uint8_t* unit = tile + warp * p.unit_bytes;
 #pragma unroll
     for (int i = 0; i < 2 * bits; i++) {
         const int quad = i / 4 * 512, within = 2 * bits - i / 4 * 4 >= 4 ? 16 : 8;
         *reinterpret_cast<uint32_t*>(unit + quad + lane * within + i % 4 * 4) = words[i];
     }
-    if (p.scale != nullptr) packed::place_scales<C>(p, shared + 64 * pitch, row_tile, block, tile);
+    if (p.scale != nullptr) packed::place_scales<C>(p, shared + 64 * pitch, row_tile, k_block, tile);
 }
 
 #endif  // ANYBIT_REPACK_CUH

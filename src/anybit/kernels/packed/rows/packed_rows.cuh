@@ -13,15 +13,15 @@ struct Params {
     const uint8_t* tiles;
     const float* row_scale;      // [64 * row_tiles]
     const uint8_t* row_zero;     // [64 * row_tiles], asym with per-row scales, else null
-    const int32_t* permutation;  // [128 * column_blocks]: channel of each column, -1: padding; or null
+    const int32_t* permutation;  // [128 * k_blocks]: channel of each column, -1: padding; or null
     uint16_t* y;                 // [count, k]
-    int32_t n, k, row_tiles, column_blocks;
+    int32_t n, k, row_tiles, k_blocks;
 };
 
 namespace packed {
 
 // Extracts register j's two codes (16 bits apart) from lane `owner`'s words.
-template <class C> __device__ __forceinline__ uint32_t codes_of(const uint8_t* unit, int owner, int j) {
+template <class C> DEVICE uint32_t codes_of(const uint8_t* unit, int owner, int j) {
     constexpr int words = 2 * C::bits, quads = words / 4;
     uint32_t found = 0;
 #pragma unroll 1
@@ -40,7 +40,7 @@ template <class C> __device__ __forceinline__ uint32_t codes_of(const uint8_t* u
 }
 
 // Value of a code before its scale.
-template <class C> __device__ __forceinline__ float worth(uint32_t u, float zero) {
+template <class C> DEVICE float worth(uint32_t u, float zero) {
     if constexpr (C::code == Code::e2m1) return ptx::cvt_f32_f16(static_cast<uint16_t>((u & 8) << 12 | (u & 7) << 9)) * 0x1p14f;
     if constexpr (C::code == Code::e4m3) return ptx::cvt_f32_f16(static_cast<uint16_t>((u & 0x80) << 8 | (u & 0x7f) << 7)) * 0x1p8f;
     if constexpr (C::code == Code::nf4 || C::code == Code::iq4) return entry<C::code>(static_cast<int>(u));
@@ -51,13 +51,13 @@ template <class C> __device__ __forceinline__ float worth(uint32_t u, float zero
 
 template <class C> __global__ void __launch_bounds__(C::threads) packed_rows(const __grid_constant__ Params p) {
     const int token = static_cast<int>(blockIdx.x), lane = static_cast<int>(ptx::lane_id()), t = lane & 3, step = lane >> 2;
-    const int block = static_cast<int>(blockIdx.y) * (C::threads / 32) + static_cast<int>(ptx::warp_id());
-    if (block >= p.column_blocks) return;
+    const int k_block = static_cast<int>(blockIdx.y) * (C::threads / 32) + static_cast<int>(ptx::warp_id());
+    if (k_block >= p.k_blocks) return;
     const int64_t id = p.ids[token];
     const bool there = id >= 0 && id < p.n;
     const int row = there ? static_cast<int>(id) : 0, g = row % 8, half = row % 16 / 8;
     constexpr int codes = 256 * C::bits, parts = packed::subgroups(C::group), size = packed::unit_bytes(C::bits, C::group, C::code);
-    const uint8_t* unit = p.tiles + ((static_cast<size_t>(block) * p.row_tiles + row / 64) * 4 + row % 64 / 16) * size;
+    const uint8_t* unit = p.tiles + ((static_cast<size_t>(k_block) * p.row_tiles + row / 64) * 4 + row % 64 / 16) * size;
     float scale = p.row_scale[row], minimum = 0.0f;
     float zero = C::code == Code::bipolar ? 0.5f * ((1 << C::bits) - 1) : C::code == Code::sym ? static_cast<float>(1 << (C::bits - 1)) : 0.0f;
     if constexpr (parts > 0) {
@@ -75,7 +75,7 @@ template <class C> __global__ void __launch_bounds__(C::threads) packed_rows(con
         const uint32_t pair = packed::codes_of<C>(unit, 4 * g + t, 4 * step + 2 * high + half);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int column = block * 128 + 16 * step + 8 * high + 2 * t + h;
+            const int column = k_block * 128 + 16 * step + 8 * high + 2 * t + h;
             const int channel = p.permutation != nullptr ? p.permutation[column] : column;
             if (channel < 0 || channel >= p.k) continue;
             const float v = there ? fmaf(packed::worth<C>(pair >> (16 * h) & 0xffff, zero), scale, minimum) : __uint_as_float(0x7fc00000u);

@@ -40,7 +40,7 @@ class Params:
     n: Int32
     k: Int32
     row_tiles: Int32
-    column_blocks: Int32
+    k_blocks: Int32
 
 
 def why_not(format: WeightFormat, dtype: torch.dtype) -> str | None:

@@ -1,7 +1,7 @@
 // y = x W^T on mma.sync and cp.async only: sm_80, sm_86, sm_89, and anything later. The design of the MARLIN paper
 // (section 3.4) over the tiles of packed_layout.py, with weights as the A operand:
 //
-// - Striped partitioning: all (row tile, block of 128 columns) pairs on one line, K innermost, cut into equal stripes, one
+// - Striped partitioning: all (row tile, k block) pairs on one line, K innermost, cut into equal stripes, one
 //   per CTA; a stripe may begin inside a row tile and span several. Partial sums of a row tile are reduced serially under a
 //   lock, from the last columns to the first, since the CTA with the last columns finishes first; the fixed order makes
 //   results deterministic. Locks are back at zero at the end.
@@ -25,7 +25,7 @@ struct Params {
     uint16_t* y;             // [m, n]
     float* partial;          // sums of unfinished row tiles
     uint32_t* locks;         // one per row tile and token tile, zero before and after
-    int32_t m, n, k, x_stride, column_blocks, row_tiles;
+    int32_t m, n, k, x_stride, k_blocks, row_tiles;
 };
 
 namespace sm80_packed {
@@ -34,24 +34,24 @@ using packed::Index;
 using packed::unroll;
 
 // a / b for a below 2^24, in a few instructions instead of a call.
-__device__ __forceinline__ int quotient(int a, int b) {
+DEVICE int quotient(int a, int b) {
     int q = static_cast<int>(static_cast<float>(a) * ptx::rcp_approx(static_cast<float>(b)));
     if (q * b > a) q--;
     if ((q + 1) * b <= a) q++;
     return q;
 }
 
-// A position on the line: token tiles outermost, then row tiles, then blocks of columns.
+// A position on the line: token tiles outermost, then row tiles, then k blocks.
 struct Place {
-    int tile, row_tile, token_tile, block;
+    int tile, row_tile, token_tile, k_block;
 
-    __device__ __forceinline__ Place(int index, int row_tiles, int depth) {
-        tile = quotient(index, depth), block = index - tile * depth;
+    DEVICE Place(int index, int row_tiles, int depth) {
+        tile = quotient(index, depth), k_block = index - tile * depth;
         token_tile = quotient(tile, row_tiles), row_tile = tile - token_tile * row_tiles;
     }
-    __device__ __forceinline__ void next(int row_tiles, int depth) {
-        if (++block < depth) return;
-        block = 0, tile++;
+    DEVICE void next(int row_tiles, int depth) {
+        if (++k_block < depth) return;
+        k_block = 0, tile++;
         if (++row_tile == row_tiles) row_tile = 0, token_tile++;
     }
 };
@@ -81,7 +81,7 @@ template <class C> struct Block {
     int warp, lane, row_warp, k_warp;
     uint32_t shared;
 
-    __device__ __forceinline__ void clear() {
+    DEVICE void clear() {
 #pragma unroll
         for (int u = 0; u < C::units; u++)
 #pragma unroll
@@ -90,17 +90,17 @@ template <class C> struct Block {
                 for (int i = 0; i < 4; i++) sums[u][n][i] = 0.0f;
     }
 
-    // Loads one step of the line: a row tile's weights and the activations at one block of columns.
-    __device__ __forceinline__ void fetch(const Params& p, int stage, int row_tile, int block, int first_token) const {
+    // Loads one place of the line: a row tile's weights and the activations at one k block.
+    DEVICE void fetch(const Params& p, int stage, int row_tile, int k_block, int first_token) const {
         const uint32_t to = shared + stage * T::stage_bytes;
-        const uint8_t* weights = p.tiles + (static_cast<size_t>(block) * p.row_tiles + row_tile * T::tiles) * (4 * T::unit_bytes);
+        const uint8_t* weights = p.tiles + (static_cast<size_t>(k_block) * p.row_tiles + row_tile * T::tiles) * (4 * T::unit_bytes);
         const int there = p.row_tiles - row_tile * T::tiles;  // the last row tile may have fewer
         const int bytes = (there < T::tiles ? there : T::tiles) * 4 * T::unit_bytes;
         for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += C::threads * 16)
             ptx::cp_async<16>(to + i, weights + i);
         constexpr int chunks = 128 * T::element / 16;
         for (int i = static_cast<int>(threadIdx.x); i < C::tile_m * chunks; i += C::threads) {
-            const int token = i / chunks, at = block * 128 * T::element + i % chunks * 16;
+            const int token = i / chunks, at = k_block * 128 * T::element + i % chunks * 16;
             const int left = p.k * T::element - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
             const bool inside = first_token + token < p.m && valid > 0;
             const uint8_t* from = p.x + (inside ? static_cast<size_t>(first_token + token) * p.x_stride * T::element + at : 0);
@@ -110,19 +110,19 @@ template <class C> struct Block {
 
     // B fragments: 32 columns of eight tokens; b[0], b[1] are the two k halves (16-bit: of each k16 step).
     template <int registers>
-    __device__ __forceinline__ void columns(uint32_t (&b)[registers], uint32_t x, int token_tile, int byte) const {
+    DEVICE void columns(uint32_t (&b)[registers], uint32_t x, int token_tile, int byte) const {
         const uint32_t from = x + (token_tile * 8 + (lane & 7)) * T::pitch + byte;
         if constexpr (registers == 2) ptx::ldmatrix_x2(b, from + ((lane >> 3) & 1) * 16);
         else ptx::ldmatrix_x4(b, from + (lane >> 3) * 16);
     }
 
-    __device__ __forceinline__ void multiply(const Params& p, int stage, int row_tile) {
+    DEVICE void multiply(const Params& p, int stage, int row_tile) {
         const uint32_t weights = shared + stage * T::stage_bytes, x = weights + T::weight_bytes;
         if constexpr (T::integer) multiply_integers(p, weights, x, row_tile);
         else multiply_floats(p, weights, x, row_tile);
     }
 
-    __device__ __forceinline__ void multiply_floats(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
+    DEVICE void multiply_floats(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
         packed::Dequantize16<C> dequantize[C::units];
         packed::Metadata<C> metadata[C::units];
 #pragma unroll
@@ -169,7 +169,7 @@ template <class C> struct Block {
 
     // Accumulates 64 columns: two k32 steps.
     template <int pair>
-    __device__ __forceinline__ void products(
+    DEVICE void products(
         int32_t (&part)[T::token_tiles][4], int32_t (&total)[T::token_tiles][4], const uint32_t (&words)[2 * C::bits],
         uint32_t x) const {
         constexpr uint32_t one = C::nibbles ? 0x11111111u : 0x01010101u;
@@ -211,7 +211,7 @@ template <class C> struct Block {
     // Accumulates 64 columns of 2:4 sparse weights, or only the 32 of group `only` of four. Codes are two's complement in
     // the top bits of their bytes; a row's zeros multiply the sum of the activations that it keeps.
     template <int pair, int only>
-    __device__ __forceinline__ void kept_products(
+    DEVICE void kept_products(
         int32_t (&part)[T::token_tiles][4], int32_t (&total)[T::token_tiles][4], const uint32_t (&words)[T::Codes::words],
         const packed::Metadata<C>& metadata, uint32_t x) const {
         uint32_t a[4], ones[4];
@@ -231,7 +231,7 @@ template <class C> struct Block {
     }
     // Accumulates 32 columns, for groups of 32.
     template <int wide>
-    __device__ __forceinline__ void half_products(
+    DEVICE void half_products(
         int32_t (&part)[T::token_tiles][4], int32_t (&total)[T::token_tiles][4], const uint32_t (&words)[2 * C::bits],
         uint32_t x) const {
         const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
@@ -249,7 +249,7 @@ template <class C> struct Block {
         }
     }
 
-    __device__ __forceinline__ void multiply_integers(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
+    DEVICE void multiply_integers(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
         static_assert(!C::nibbles || (C::bits <= 4 && T::parts < 4), "int4 tensor cores take up to 4 bits, and 64 columns");
 #pragma unroll
         for (int u = 0; u < C::units; u++) {
@@ -304,7 +304,7 @@ template <class C> struct Block {
     }
 
     // Reduces split-K warps' sums into the first one's.
-    __device__ __forceinline__ void meet() {
+    DEVICE void meet() {
         if constexpr (C::split_k_warps > 1) {
             const uint32_t exchange = shared + C::stages * T::stage_bytes;
             const auto place = [&](int k, int i) { return exchange + ((((k - 1) * C::row_warps + row_warp) * T::sums + i) * 32 + lane) * 4; };
@@ -324,7 +324,7 @@ template <class C> struct Block {
     }
 
     // Adds this CTA's sums of a row tile to those of the CTAs behind it (serial reduction). rank: counted from the end of K.
-    __device__ __forceinline__ void finish(const Params& p, int slot, int row_tile, int first_token, int rank, int last) {
+    DEVICE void finish(const Params& p, int slot, int row_tile, int first_token, int rank, int last) {
         meet();
         float* partial = p.partial + static_cast<size_t>(slot) * (T::rows * C::tile_m);
         const auto place = [&](int i) { return partial + (row_warp * T::sums + i) * 32 + lane; };
@@ -352,7 +352,7 @@ template <class C> struct Block {
         }
     }
 
-    __device__ __forceinline__ void write(const Params& p, int row_tile, int first_token) const {
+    DEVICE void write(const Params& p, int row_tile, int first_token) const {
 #pragma unroll
         for (int u = 0; u < C::units; u++)
 #pragma unroll
@@ -391,8 +391,8 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
     block.row_warp = block.warp % C::row_warps, block.k_warp = block.warp / C::row_warps;
     block.shared = ptx::shared_address(ptx::dynamic_shared());
 
-    // This CTA's stripe of the line (token tiles, then row tiles, then blocks of columns).
-    const int depth = p.column_blocks, row_tiles = (p.row_tiles + T::tiles - 1) / T::tiles;
+    // This CTA's stripe of the line (token tiles, then row tiles, then k blocks).
+    const int depth = p.k_blocks, row_tiles = (p.row_tiles + T::tiles - 1) / T::tiles;
     const int total = (p.m + C::tile_m - 1) / C::tile_m * row_tiles * depth;  // below 2^24: see why_not
     const int blocks = static_cast<int>(gridDim.x), stripe = sm80_packed::quotient(total + blocks - 1, blocks);
     const int begin = static_cast<int>(blockIdx.x) * stripe, end = begin + stripe < total ? begin + stripe : total;
@@ -402,7 +402,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
     int fetched = begin, fetch_stage = 0, stage = 0;
     const auto fetch = [&]() {
         if (fetched < end) {
-            block.fetch(p, fetch_stage, ahead.row_tile, ahead.block, ahead.token_tile * C::tile_m);
+            block.fetch(p, fetch_stage, ahead.row_tile, ahead.k_block, ahead.token_tile * C::tile_m);
             ahead.next(row_tiles, depth);
         }
         fetched++;
@@ -418,7 +418,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
         fetch();  // into the stage that was read before the barrier
         block.multiply(p, stage, here.row_tile);
         if (++stage == C::stages) stage = 0;
-        if (i + 1 == end || here.block == depth - 1) {
+        if (i + 1 == end || here.k_block == depth - 1) {
             const int top = sm80_packed::quotient(here.tile * depth, stripe);  // first and last CTA that share this row tile
             const int bottom = sm80_packed::quotient((here.tile + 1) * depth - 1, stripe);
             block.finish(p, here.tile, here.row_tile, here.token_tile * C::tile_m, bottom - static_cast<int>(blockIdx.x), bottom - top);

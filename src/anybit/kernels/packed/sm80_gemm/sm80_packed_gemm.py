@@ -23,8 +23,8 @@ _TOKENS = (8, 16, 32, 64)
 _MOST_TOKENS, _MOST_ROWS = _TOKENS[-1], 256
 _WARPS = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
 """(units, row_warps, split_k_warps) of the default, wide row tiles first."""
-_STEPS, _SUMS = 2**24 - 1024, 2**28
-"""Most tile steps (the kernel divides in float32) and partial sums (a slot per tile) of a launch."""
+_PLACES, _SUMS = 2**24 - 1024, 2**28
+"""Most places of the line (the kernel divides in float32) and partial sums (a slot per tile) of a launch."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class Params:
     n: Int32
     k: Int32
     x_stride: Int32
-    column_blocks: Int32
+    k_blocks: Int32
     row_tiles: Int32
 
 
 def at_once(problem: LinearProblem) -> LinearProblem:
-    """The problem with at most as many tokens as one launch takes: fewer than 2^24 steps, 1 GiB of partial sums."""
-    steps = max(1, problem.weight_tiles * problem.column_blocks)  # with the narrowest row tiles
+    """The problem with at most as many tokens as one launch takes: fewer than 2^24 places, 1 GiB of partial sums."""
+    places = max(1, problem.weight_tiles * problem.k_blocks)  # with the narrowest row tiles
     sums = max(1, packed_layout.round_up(problem.n, _MOST_ROWS)) * _MOST_TOKENS
-    tiles = min(_STEPS // steps, _SUMS // sums)
+    tiles = min(_PLACES // places, _SUMS // sums)
     return replace(problem, m=min(problem.m, max(1, tiles) * _MOST_TOKENS))
 
 
@@ -102,7 +102,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
             return f"{p.device.arch} emulates int4 tensor cores, forty times slower than int8"
     tokens, rows, columns = _line(p, c)
     if tokens * rows * columns >= 2**24:
-        return f"M = {p.m}, N = {p.n}, K = {p.k} need over 2^24 steps of {c.tile_m} x {c.rows} x 128: use larger tiles"
+        return f"M = {p.m}, N = {p.n}, K = {p.k} need over 2^24 tiles of {c.tile_m} x {c.rows} x 128: use larger tiles"
     return p.device.why_not_shared(shared_bytes(c))
 
 
@@ -123,13 +123,13 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def _line(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """Token tiles, row tiles and blocks of columns."""
+    """Token tiles, row tiles and k blocks."""
     rows = problem.weight_tiles * packed_layout.TILE_ROWS
-    return -(-problem.m // config.tile_m), -(-rows // config.rows), problem.column_blocks
+    return -(-problem.m // config.tile_m), -(-rows // config.rows), problem.k_blocks
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
-    """A block per SM, or per step if there are fewer. Blocks wait for each other, so all must be resident."""
+    """A block per SM, or per place of the line if these are fewer. Blocks wait for each other: all must be resident."""
     tokens, rows, columns = _line(problem, config)
     return min(problem.device.sms, tokens * rows * columns), 1, 1
 
@@ -182,7 +182,7 @@ def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Par
     o, p = operands, problem
     return Params(
         *o.weight[:3], o.x, o.x_scale, o.bias, o.y, *o.scratch,
-        p.m, p.n, p.k, o.x_stride, p.column_blocks, p.weight_tiles,
+        p.m, p.n, p.k, o.x_stride, p.k_blocks, p.weight_tiles,
     )  # fmt: skip
 
 

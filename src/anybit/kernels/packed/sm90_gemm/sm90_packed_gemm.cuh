@@ -2,7 +2,7 @@
 // tokens are N. Weights are dequantized in registers to 16-bit or 8-bit values, wgmma's register A operand.
 //
 // A CTA has row_warpgroups x split_k_warpgroups consumer warpgroups and one to four producer warps. A pipeline stage holds
-// `span` k-slices of 128 ("units"): a tile_m x 128 tile of X, swizzled by TMA, and the packed tiles of the CTA's rows, one
+// `span` k blocks of 128: a tile_m x 128 tile of X, swizzled by TMA, and the packed tiles of the CTA's rows, one
 // bulk copy. A cluster splits K (cluster_k, partial sums through DSMEM) and multicasts X along the rows (cluster_n). Weights
 // may bypass shared memory (direct). Dequantization hides behind wgmma from 128 tokens on; below, it and latency limit.
 #ifndef ANYBIT_SM90_PACKED_GEMM_CUH
@@ -16,7 +16,7 @@
 namespace packed {
 
 template <class Config>
-PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[4], uint64_t b,
+DEVICE void multiply(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[4], uint64_t b,
                   bool accumulate = true) {
     if constexpr (Config::operand == Operand::f16)
         ptx::wgmma_f16<Config::tile_m>(sum, a, b, accumulate);
@@ -30,9 +30,9 @@ PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], con
         ptx::wgmma_e4m3<Config::tile_m>(sum, a, b, accumulate);
 }
 
-// Issues the wgmmas of half a unit, then waits until the A registers to be written next are free.
+// Issues the wgmmas of half a k block, then waits until the A registers to be written next are free.
 template <class Config, int steps>
-PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
+DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
                        [[maybe_unused]] uint32_t metadata) {
     ptx::wgmma_fence();
     if constexpr (is_sparse<Config>())
@@ -44,11 +44,11 @@ PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2]
     ptx::wgmma_wait_group<Config::register_sets - 1>();
 }
 
-// Main loop over one tile's units. A unit's two halves use alternate A register sets, so that dequantizing one overlaps the
+// Main loop over one tile's rounds. A k block's two halves use alternate A register sets, so that dequantizing one overlaps the
 // wgmmas of the other. Returns the stage still to be released, or -1.
 template <class Config, class Release>
-PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
-                   uint32_t my_unit, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
+DEVICE int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
+                   uint32_t my_unit, const RingBarriers& barriers, int first, int rounds, RingCursor<Config::stages>& cursor,
                    const Release& release) {
     using Shape = PackedGemmShape<Config>;
     constexpr int steps = Shape::steps;
@@ -57,19 +57,19 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], De
     int previous = -1;
     const uint64_t first_b = ptx::wgmma_descriptor(ring, ptx::Swizzle::bytes_128, 1024);
     ptx::wgmma_touch(sum);
-    for (int unit = first; unit < units; unit += Config::split_k_warpgroups) {
+    for (int round = first; round < rounds; round += Config::split_k_warpgroups) {
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
 #pragma unroll
         for (int i = 0; i < Config::span; i++) {
             // Redundant wait: without a branch here ptxas serializes all wgmmas.
             if (i > 0) ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-            const uint32_t unit_at = ring + cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes + my_unit;
+            const uint32_t unit_at = ring + cursor.stage * Shape::stage_bytes + i * Shape::k_block_bytes + my_unit;
             dequantize.load(unit_at);
             metadata.template load<0>(unit_at);
             dequantize.template dequantize<0, steps * 4>(a0);
             if (i == 0) ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
             // Offset from the ring's first descriptor: building one anew costs half a dozen instructions more.
-            const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes);
+            const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes + i * Shape::k_block_bytes);
             const uint64_t b1 = ptx::wgmma_advance(b0, Shape::element_bytes == 2 ? Shape::box_bytes : 64);
             multiply_half<Config>(sum, a0, b0, metadata.half[0]);
             if (i == 0 && previous >= 0) release(previous);
@@ -97,10 +97,10 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], De
 }
 
 // The same for a CTA with a single tile, unrolled over the stages: stage addresses become constants, which saves an eighth
-// of a unit's instructions.
+// of a k block's instructions.
 template <class Config, class Release>
-PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
-                            uint32_t my_unit, const RingBarriers& barriers, int first, int units, const Release& release) {
+DEVICE int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
+                            uint32_t my_unit, const RingBarriers& barriers, int first, int rounds, const Release& release) {
     using Shape = PackedGemmShape<Config>;
     static_assert(Shape::reduces && Config::split_k_warpgroups < 4 && Config::register_sets == 2, "stages with code of their own");
     constexpr int steps = Shape::steps, kw = Config::split_k_warpgroups, slots = Config::stages / kw;
@@ -110,14 +110,14 @@ PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m
     const uint64_t first_b = ptx::wgmma_descriptor(mine, ptx::Swizzle::bytes_128, 1024);
     uint32_t parity = 0;
     ptx::wgmma_touch(sum);
-    for (int unit = first; unit < units; parity ^= 1) {
+    for (int round = first; round < rounds; parity ^= 1) {
 #pragma unroll
         for (int slot = 0; slot < slots; slot++) {
-            if (slot > 0 && unit >= units) break;
+            if (slot > 0 && round >= rounds) break;
             ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);
 #pragma unroll
             for (int i = 0; i < Config::span; i++) {
-                const int at = slot * kw * Shape::stage_bytes + i * Shape::unit_bytes;
+                const int at = slot * kw * Shape::stage_bytes + i * Shape::k_block_bytes;
                 if (i > 0) ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);  // see accumulate
                 dequantize.load(mine + at + my_unit);
                 metadata.template load<0>(mine + at + my_unit);
@@ -125,12 +125,12 @@ PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m
                 if (i == 0) ptx::mbarrier_wait_parity(full_x + 8 * slot * kw, parity);
                 const uint64_t b0 = ptx::wgmma_advance(first_b, at);
                 multiply_half<Config>(sum, a0, b0, metadata.half[0]);
-                if (i == 0 && (slot > 0 || unit > first)) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
+                if (i == 0 && (slot > 0 || round > first)) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
                 metadata.template load<1>(mine + at + my_unit);
                 dequantize.template dequantize<steps * 4, steps * 8>(a1);
                 multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, Shape::element_bytes == 2 ? Shape::box_bytes : 64), metadata.half[1]);
             }
-            unit += kw;
+            round += kw;
         }
     }
     ptx::wgmma_wait_group<0>();
@@ -140,8 +140,8 @@ PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m
 
 // Passes over stages that a warpgroup has no use for, and releases them.
 template <class Config, class Release>
-PTX void pass(const RingBarriers& barriers, int units, RingCursor<Config::stages>& cursor, const Release& release) {
-    for (; units > 0; units--, cursor.advance(1)) {
+DEVICE void pass(const RingBarriers& barriers, int rounds, RingCursor<Config::stages>& cursor, const Release& release) {
+    for (; rounds > 0; rounds--, cursor.advance(1)) {
         // full_w too: otherwise this warpgroup could lap the ring while an earlier phase's weights are in flight.
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
@@ -151,15 +151,15 @@ PTX void pass(const RingBarriers& barriers, int units, RingCursor<Config::stages
 
 // Main loop that promotes sums to float32 after every group: no overlap within a warpgroup, others keep the MMAs coming.
 template <class Config, class Release>
-PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring, uint32_t my_unit,
-                             const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
+DEVICE int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring, uint32_t my_unit,
+                             const RingBarriers& barriers, int first, int rounds, RingCursor<Config::stages>& cursor,
                              const Release& release) {
     using Shape = PackedGemmShape<Config>;
     constexpr int parts = Dequantize<Config>::parts, steps = 4 / parts;
     typename Sums<Config>::Product product[Config::tile_m / 2];
     uint32_t a[is_sparse<Config>() ? 2 : 4][4];
     Metadata<Config> metadata;
-    for (int unit = first; unit < units; unit += Config::split_k_warpgroups) {
+    for (int round = first; round < rounds; round += Config::split_k_warpgroups) {
         const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
         dequantize.load(stage + my_unit);
@@ -193,7 +193,7 @@ PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config
 }
 
 template <class Config, class P>
-PTX void packed_gemm(const P& p) {
+DEVICE void packed_gemm(const P& p) {
     using Shape = PackedGemmShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "sm90_packed_gemm.py and sm90_packed_gemm.cuh disagree on shared memory");
     static_assert(Config::threads == Shape::warpgroups * 128 + Shape::producer_threads, "and the producers");
@@ -202,7 +202,7 @@ PTX void packed_gemm(const P& p) {
     static_assert(Config::stages > Config::split_k_warpgroups, "a warpgroup gives a stage back once it is at work on its next");
     constexpr int cluster_size = Walk<Config>::cluster_size;
     static_assert(!Config::halves || (Config::cluster_k * Config::cluster_n * Config::split_k_warpgroups == 1 && Config::row_warpgroups > 1));
-    static_assert(Config::span == 1 || !Sums<Config>::promotes, "stages of two units");
+    static_assert(Config::span == 1 || !Sums<Config>::promotes, "stages of two k blocks");
     static_assert(Config::direct == 0 || !(Config::halves || Shape::bytes_of_x || Config::span > 1), "weights past shared memory");
     static_assert(Config::direct == 0 || (Config::prologue_stages == 0 && Config::register_sets == 2 && Config::split_k_warpgroups < 4), "weights past shared memory");
     const int warp = ptx::warp_id(), lane = ptx::lane_id();
@@ -281,7 +281,7 @@ PTX void packed_gemm(const P& p) {
             const uint32_t start = ptx::clock32();
             while (ptx::clock32() - start < static_cast<uint32_t>(row_part * Config::stagger)) {}
         }
-        [[maybe_unused]] int turn = 0, ahead = k_part;  // epilogue buffer; this warpgroup's first unit of a part
+        [[maybe_unused]] int turn = 0, ahead = k_part;  // epilogue buffer; this warpgroup's first round of a part
         Walk<Config> walk;
         for (Part part; walk.at(p, k_rank, part); walk.advance()) {
             const TilePlace place = place_of<Config>(p, part.tile);
@@ -304,8 +304,8 @@ PTX void packed_gemm(const P& p) {
             else if constexpr (Sums<Config>::promotes)
                 previous = accumulate_promoting<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, cursor, release);
             else if constexpr (Config::halves) {
-                const Half<Config> units(p, half);
-                const int begin = halved ? units.begin : 0, end = halved ? units.end : part.count;
+                const Half<Config> share(p, half);
+                const int begin = halved ? share.begin : 0, end = halved ? share.end : part.count;
                 pass<Config>(barriers, begin, cursor, release);
                 previous = accumulate<Config>(sum, dequantize, ring, my_unit, barriers, begin, end, cursor, release);
                 if (previous >= 0) release(previous);

@@ -58,7 +58,7 @@ _MOST_STAGES = 24
 _MANY = 64
 """Token count above which legal configs do not depend on it, except those with ``halves``."""
 _NARROW = 64
-"""Token tiles up to this width usually take two steps of inputs per stage."""
+"""Token tiles up to this width usually take two k blocks per stage."""
 _STAGGER = 250
 """Cycles between the warpgroups' starts in large token tiles; saves 1 to 2 %."""
 _MOST_WAVES = 4
@@ -83,7 +83,7 @@ class Params:
     y: Pointer
     tokens: Int32
     rows: Int32
-    units: Int32
+    k_blocks: Int32
     weight_tiles: Int32
     row_tiles: Int32
     token_tiles: Int32
@@ -136,11 +136,11 @@ def config_for(
     )  # fmt: skip
     shared = problem.device.shared_bytes if min_blocks_per_sm == 1 else MOST_BESIDE
 
-    def spanning(steps: int) -> Config:
-        most = 0 if stages else min(_MOST_STAGES, -(-problem.column_blocks // steps // cluster_k))
-        return _fitted(replace(config, span=steps), most, shared)
+    def spanning(span: int) -> Config:
+        most = 0 if stages else min(_MOST_STAGES, -(-problem.k_blocks // span // cluster_k))
+        return _fitted(replace(config, span=span), most, shared)
 
-    even = problem.column_blocks % 2 == 0 and not (config.promotes or direct or stages)
+    even = problem.k_blocks % 2 == 0 and not (config.promotes or direct or stages)
     usual_span = 2 if even and cluster_n == 1 and tile_m <= _NARROW else 1
     fitted = spanning(usual_span if span is None else span)
     if span is None and fitted.span > 1 and why_not(problem, fitted) is not None:
@@ -258,12 +258,12 @@ def default(problem: LinearProblem) -> Config:
 
 
 def estimate(problem: LinearProblem, config: Config) -> float:
-    """The relative time of a config, to rank a space by: waves of tiles, each as long as its steps and epilogue."""
+    """The relative time of a config, to rank a space by: waves of tiles, each as long as its k blocks and epilogue."""
     waves = -(
         -math.prod(tile_counts(problem, config)) * config.cluster // (problem.device.sms * config.min_blocks_per_sm)
     )
     step = max(config.row_warpgroups * (64 + config.tile_m), 256 / config.split_k_warpgroups)
-    return waves * step * (problem.column_blocks / config.cluster_k + 12) / (1 if config.span == 1 else 1.05)
+    return waves * step * (problem.k_blocks / config.cluster_k + 12) / (1 if config.span == 1 else 1.05)
 
 
 def kernel(config: Config, silu: bool = False) -> Kernel:
@@ -314,7 +314,7 @@ def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Par
         y=o.y,
         tokens=p.m,
         rows=p.n,
-        units=p.column_blocks,
+        k_blocks=p.k_blocks,
         weight_tiles=p.weight_tiles,
         row_tiles=row_tiles,
         token_tiles=token_tiles,

@@ -11,7 +11,7 @@
 namespace packed {
 
 template <class Config, int steps>
-PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
+DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
                        uint32_t metadata);
 
 // A unit in flight: a lane's words, and the scales and zeros (or minima) of its rows.
@@ -20,7 +20,7 @@ struct Coming {
     static constexpr int bits = Config::bits, parts = Dequantize<Config>::parts;
     uint32_t words[2 * bits], scales[parts], zeros[parts];
 
-    PTX void load(const uint8_t* unit, const uint8_t* of_scales) {
+    DEVICE void load(const uint8_t* unit, const uint8_t* of_scales) {
         const uint32_t lane = ptx::lane_id(), g = lane / 4;
         load_words<bits>(words, unit, lane);
         if (Config::group == 0) return;
@@ -39,32 +39,32 @@ struct Batches {
     static constexpr int kw = Config::split_k_warpgroups, count = Config::direct;
     Coming<Config> units[2][count];
     const uint8_t *next, *next_scales;
-    size_t step;  // bytes between consecutive units of this warpgroup
+    size_t pitch;  // bytes between this warpgroup's rounds
 
-    // Issues the first batch of a part, from unit `first` on.
-    PTX void begin(const Params& p, const Part& part, int tile, int first) {
+    // Issues the first batch of a part, from round `first` on.
+    DEVICE void begin(const Params& p, const Part& part, int tile, int first) {
         const size_t stride = static_cast<size_t>(p.weight_tiles) * Config::tile_bytes;
-        step = kw * stride;
+        pitch = kw * stride;
         // Rows past the end read the last tile: their sums are never stored.
         next = p.tiles + (part.first + first) * stride + static_cast<size_t>(min(tile, p.weight_tiles - 1)) * Config::tile_bytes +
                threadIdx.x / 32 % 4 * (Config::tile_bytes / 4);
         next_scales = next + 256 * Config::bits + ptx::lane_id() / 4 * 4;
         ask(units[0], first, part.count, true);
     }
-    PTX void ask(Coming<Config> (&batch)[count], int unit, int end, bool come) {
+    DEVICE void ask(Coming<Config> (&batch)[count], int round, int end, bool come) {
 #pragma unroll
         for (int j = 0; j < count; j++) {
-            if (come && unit + j * kw < end) batch[j].load(next, next_scales);
-            next += step;
-            next_scales += step;
+            if (come && round + j * kw < end) batch[j].load(next, next_scales);
+            next += pitch;
+            next_scales += pitch;
         }
     }
 };
 
-// Main loop over one tile's units, as `accumulate`; the first batch of weights is in flight already.
+// Main loop over one tile's rounds, as `accumulate`; the first batch of weights is in flight already.
 template <class Config, class Release>
-PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, Batches<Config>& batches,
-                          uint32_t ring, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
+DEVICE int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, Batches<Config>& batches,
+                          uint32_t ring, const RingBarriers& barriers, int first, int rounds, RingCursor<Config::stages>& cursor,
                           const Release& release) {
     using Shape = PackedGemmShape<Config>;
     constexpr int steps = Shape::steps, kw = Config::split_k_warpgroups, count = Config::direct;
@@ -77,20 +77,20 @@ PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m /
     const uint32_t full_x = barriers.full_x + fixed * 8 * first;
     uint32_t parity = 0;
     ptx::wgmma_touch(sum);
-    for (int unit = first; unit < units; parity ^= 1) {
+    for (int round = first; round < rounds; parity ^= 1) {
 #pragma unroll
         for (int slot = 0; slot < slots; slot++) {
-            if (slot > 0 && unit >= units) break;
+            if (slot > 0 && round >= rounds) break;
             const int set = slot / count % 2, j = slot % count, stage = fixed ? slot * kw : cursor.stage;
             dequantize.take(batches.units[set][j].words, batches.units[set][j].scales, batches.units[set][j].zeros);
             dequantize.template dequantize<0, steps * 4>(a0);
             // Dequantized weights are never this NaN: a fake dependence, so that ptxas cannot hoist the next loads.
-            if (j == 0) batches.ask(batches.units[1 - set], unit + count * kw, units, a0[steps - 1][3] != 0xffffffffu);
+            if (j == 0) batches.ask(batches.units[1 - set], round + count * kw, rounds, a0[steps - 1][3] != 0xffffffffu);
             ptx::mbarrier_wait_parity(full_x + 8 * stage, fixed ? parity : cursor.parity);
             const uint64_t b0 = ptx::wgmma_advance(first_b, stage * Shape::stage_bytes);
             multiply_half<Config>(sum, a0, b0, 0);
             if constexpr (fixed) {
-                if (slot > 0 || unit > first) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
+                if (slot > 0 || round > first) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
             } else if (previous >= 0)
                 release(previous);
             dequantize.template dequantize<steps * 4, steps * 8>(a1);
@@ -99,7 +99,7 @@ PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m /
                 previous = stage;
                 cursor.advance(kw);
             }
-            unit += kw;
+            round += kw;
         }
     }
     ptx::wgmma_wait_group<0>();

@@ -14,13 +14,13 @@ template <class Config> constexpr bool ends_with_silu = false;
 template <class Config> constexpr bool ends_with_silu<EndingWithSilu<Config>> = true;
 
 template <class Config>
-PTX float bias_of(uint16_t bits) {
+DEVICE float bias_of(uint16_t bits) {
     return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
 }
 
 // Subtracts the zero-point term from a sum of unsigned codes: exact in int32, doubled for bipolar codes.
 template <class Config, class Sum>
-PTX float centered(Sum sum, int twice_zero, int token_sum) {
+DEVICE float centered(Sum sum, int twice_zero, int token_sum) {
     if constexpr (!Sums<Config>::raw)
         return static_cast<float>(sum);
     else if constexpr (Config::code == Code::bipolar)
@@ -30,7 +30,7 @@ PTX float centered(Sum sum, int twice_zero, int token_sum) {
 }
 // Twice the zero of a row's codes; 0 where the weights were centered already.
 template <class Config>
-PTX int twice_zero_of(const Params& p, int row) {
+DEVICE int twice_zero_of(const Params& p, int row) {
     if (!Sums<Config>::raw) return 0;
     return Config::code == Code::asym ? 2 * p.row_zero[row] : twice_fixed_zero<Config>();
 }
@@ -44,7 +44,7 @@ struct TileTerms {
     float scale[2], bias[2], token_scale[scaled ? dealt : 1];
     int twice_zero[2], token_sum[raw ? dealt : 1];
 
-    PTX void load(const Params& p, int first_row, int first_token) {
+    DEVICE void load(const Params& p, int first_row, int first_token) {
         const int lane = ptx::lane_id();
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -63,16 +63,16 @@ struct TileTerms {
             }
         }
     }
-    PTX float of_token(int group_of_8, int within) {
+    DEVICE float of_token(int group_of_8, int within) {
         return scaled ? ptx::shfl(token_scale[group_of_8 / 4], group_of_8 % 4 * 8 + within) : 1.f;
     }
-    PTX int sum_of_token(int group_of_8, int within) {
+    DEVICE int sum_of_token(int group_of_8, int within) {
         return raw ? static_cast<int>(ptx::shfl(token_sum[raw ? group_of_8 / 4 : 0], group_of_8 % 4 * 8 + within)) : 0;
     }
 };
 
 // Stores eight rows of one token to Y.
-PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
+DEVICE void store_rows(const Params& p, int row, int token, const uint4& v) {
     if (token >= p.tokens || row >= p.rows) return;
     uint16_t* target = p.y + static_cast<size_t>(token) * p.rows + row;
     if (p.rows % 8 == 0) {
@@ -86,15 +86,15 @@ PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
 }
 
 // The same with silu: eight channels of one token, each from two rows.
-PTX void store_channels(const Params& p, int channel, int token, const uint4& v) {
+DEVICE void store_channels(const Params& p, int channel, int token, const uint4& v) {
     if (token < p.tokens && channel < p.rows / 2) *reinterpret_cast<uint4*>(p.y + static_cast<size_t>(token) * (p.rows / 2) + channel) = v;
 }
 // Swizzled staging offset, with silu: a warpgroup's 32 channels of a token are 64 bytes, in 16-byte chunks.
-PTX uint32_t channels_at(int token, int chunk) { return token * 64 + ((chunk ^ (token / 2 & 3)) * 16); }
+DEVICE uint32_t channels_at(int token, int chunk) { return token * 64 + ((chunk ^ (token / 2 & 3)) * 16); }
 
 // Converts the sums of 16 tokens, from 8j on, to outputs: rows 0-7 and 8-15 of the first eight tokens, then of the next.
 template <class Config>
-PTX void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
+DEVICE void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
     constexpr int groups = Config::tile_m / 8;
     const int lane = ptx::lane_id();
 #pragma unroll
@@ -117,7 +117,7 @@ PTX void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&
 // a token's 64 rows are 128 bytes there (16-byte chunks swizzled by token % 8), so that global stores are whole 128-byte
 // lines.
 template <class Config>
-PTX void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+DEVICE void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                             uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
     constexpr int groups = Config::tile_m / 8, staged = Config::epilogue_tile;
@@ -151,7 +151,7 @@ PTX void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config:
 
 // The same with silu: twice as many tokens at a time, 64 bytes each.
 template <class Config>
-PTX void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+DEVICE void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                          uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
     constexpr int groups = Config::tile_m / 8, staged = 2 * Config::epilogue_tile;
@@ -186,7 +186,7 @@ PTX void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)[Co
 
 // The same for a whole tile by one TMA store, which overlaps the next tile's main loop and clips what is outside of Y.
 template <class Config>
-PTX void store_tile_by_map(const StoreParams& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+DEVICE void store_tile_by_map(const StoreParams& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                                 uint32_t staging, int warpgroup, int first_row, int first_token) {
     static_assert(Config::tile_m % 16 == 0, "a store of 16 tokens at a time");
     if (first_row >= p.rows) return;
@@ -209,22 +209,22 @@ PTX void store_tile_by_map(const StoreParams& p, typename Sums<Config>::Total (&
     }
 }
 
-PTX uint32_t bits_of(float v) { return __float_as_uint(v); }
-PTX uint32_t bits_of(int32_t v) { return static_cast<uint32_t>(v); }
-PTX void add_bits(float& sum, uint32_t bits) { sum += __uint_as_float(bits); }
-PTX void add_bits(int32_t& sum, uint32_t bits) { sum += static_cast<int32_t>(bits); }
+DEVICE uint32_t bits_of(float v) { return __float_as_uint(v); }
+DEVICE uint32_t bits_of(int32_t v) { return static_cast<uint32_t>(v); }
+DEVICE void add_bits(float& sum, uint32_t bits) { sum += __uint_as_float(bits); }
+DEVICE void add_bits(int32_t& sum, uint32_t bits) { sum += static_cast<int32_t>(bits); }
 
 // ---- Split-K reduction over warpgroups and CTAs -------------------------------------------------------------------------
 // Partial sums move in register order, four per thread at a time, a warpgroup's 128 threads side by side.
 
 template <class Sum, int count>
-PTX uint4 four_of(const Sum (&sum)[count], int i) {
+DEVICE uint4 four_of(const Sum (&sum)[count], int i) {
     uint4 v;
     v.x = bits_of(sum[4 * i]), v.y = bits_of(sum[4 * i + 1]), v.z = bits_of(sum[4 * i + 2]), v.w = bits_of(sum[4 * i + 3]);
     return v;
 }
 template <class Sum, int count>
-PTX void add_four(Sum (&sum)[count], int i, uint4 v) {
+DEVICE void add_four(Sum (&sum)[count], int i, uint4 v) {
     add_bits(sum[4 * i], v.x);
     add_bits(sum[4 * i + 1], v.y);
     add_bits(sum[4 * i + 2], v.z);
@@ -235,7 +235,7 @@ PTX void add_four(Sum (&sum)[count], int i, uint4 v) {
 // adjacent rows swap a token, so that each word holds two rows of one token. Layout as in store_tile: 128 bytes per token,
 // swizzled. i: the group of eight tokens, counted from the first that terms were loaded for.
 template <class Config>
-PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
+DEVICE void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
     const int lane = ptx::lane_id();
     float value[4];
 #pragma unroll
@@ -268,7 +268,7 @@ PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total
 
 // Stores the staged outputs to Y as whole lines: in 16-byte pieces qkv at 256 tokens took a microsecond longer.
 template <class Config, int most, int threads>
-PTX void store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
+DEVICE void store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
     if constexpr (ends_with_silu<Config>) {
 #pragma unroll
         for (int first = 0; first < most; first += threads / 4)
@@ -288,7 +288,7 @@ PTX void store_lines(const Params& p, uint32_t staging, int thread, int first_ro
 // Split-K reduction over a cluster's CTAs and their warpgroups, in a fixed order. Each CTA finishes a share of the tokens;
 // the others st.async their partial sums of it straight from registers.
 template <class Config>
-PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2],
+DEVICE void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2],
                              TileTerms<Config>& terms, uint32_t ring, const RingBarriers& barriers, int warp, int rank,
                              int first_row, int first_token) {
     using Shape = PackedGemmShape<Config>;
@@ -370,7 +370,7 @@ PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[C
 
 // Reduces the row tile that two CTAs split along K: each finishes half of the tokens.
 template <class Config>
-PTX void finish_halved_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+DEVICE void finish_halved_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                              uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
     using Shape = PackedGemmShape<Config>;
     constexpr int fours = Config::tile_m / 16;

@@ -19,29 +19,29 @@ struct Producer {
     uint16_t sharers = 0;
     uint64_t policy;
 
-    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int half, int turn)
+    DEVICE Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int half, int turn)
         : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), turn(turn), half(half) {
         for (int i = 0; i < Config::cluster_n; i++) sharers |= 1u << (i * Config::cluster_k + k_rank);
         policy = ptx::createpolicy_evict_first();
     }
 
-    // A tile's packed weights: address of unit 0, bytes between units, bytes per unit.
+    // A tile's packed weights: address of k block 0, bytes between k blocks, bytes of one.
     struct Weights {
         const uint8_t* first;
         size_t stride;
         uint32_t bytes;
     };
-    PTX Weights weights_of(const TilePlace& place) const {
+    DEVICE Weights weights_of(const TilePlace& place) const {
         const int first = first_tile<Config>(place, row_rank, half);
         const int count = max(min(Config::row_warpgroups, end_of<Config>(p, place) - first), 0);
         return {p.tiles + static_cast<size_t>(first) * Config::tile_bytes, static_cast<size_t>(p.weight_tiles) * Config::tile_bytes,
                 static_cast<uint32_t>(count * Config::tile_bytes)};
     }
-    PTX void load_w(const Weights& weights, int unit, int stage) const {
+    DEVICE void load_w(const Weights& weights, int round, int stage) const {
         const uint32_t barrier = barriers.full_w + 8 * stage;
         uint32_t bytes = weights.bytes, skipped = 0;
         if constexpr (Config::halves) {  // the shared row tile is the last of the first CTA's, the first of the second's
-            if (!Half<Config>(p, half).has(unit)) {
+            if (!Half<Config>(p, half).has(round)) {
                 if (half == 0) bytes = min(bytes, static_cast<uint32_t>((Config::row_warpgroups - 1) * Config::tile_bytes));
                 else skipped = min(bytes, static_cast<uint32_t>(Config::tile_bytes)), bytes -= skipped;
             }
@@ -50,15 +50,15 @@ struct Producer {
         if (bytes == 0) return;
 #pragma unroll
         for (int i = 0; i < Config::span; i++) {
-            const uint8_t* source = weights.first + (unit * Config::span + i) * weights.stride + skipped;
-            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + Shape::x_bytes + skipped;
+            const uint8_t* source = weights.first + (round * Config::span + i) * weights.stride + skipped;
+            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::k_block_bytes + Shape::x_bytes + skipped;
             if (p.token_tiles == 1)
                 ptx::cp_async_bulk_load_hint(target, source, bytes, barrier, policy);
             else
                 ptx::cp_async_bulk_load(target, source, bytes, barrier);
         }
     }
-    PTX void load_x(const TilePlace& place, int unit, int stage) const {
+    DEVICE void load_x(const TilePlace& place, int round, int stage) const {
         constexpr int share = Config::tile_m / Config::cluster_n;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         if constexpr (Shape::tail_rows > 0) {
@@ -69,9 +69,9 @@ struct Producer {
                 ptx::mbarrier_arrive_expect_tx(barrier, Config::span * rows * 128 * Shape::element_bytes);
                 for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
                     const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
-                    const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + box * Shape::box_bytes;
+                    const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::k_block_bytes + box * Shape::box_bytes;
                     for (int row = 0; row < rows; row += Shape::tail_rows)
-                        ptx::cp_async_bulk_tensor_2d(target + row * 128, &p.x_tail, (unit * Config::span + i) * 128 + box * (128 / Shape::element_bytes),
+                        ptx::cp_async_bulk_tensor_2d(target + row * 128, &p.x_tail, (round * Config::span + i) * 128 + box * (128 / Shape::element_bytes),
                                                      first + row, barrier);
                 }
                 return;
@@ -81,8 +81,8 @@ struct Producer {
 #pragma unroll
         for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
             const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
-            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + box * Shape::box_bytes + row_rank * share * 128;
-            const int x = (unit * Config::span + i) * 128 + box * (128 / Shape::element_bytes);
+            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::k_block_bytes + box * Shape::box_bytes + row_rank * share * 128;
+            const int x = (round * Config::span + i) * 128 + box * (128 / Shape::element_bytes);
             const int y = place.token_tile * Config::tile_m + row_rank * share;
             if (Config::cluster_n > 1)
                 ptx::cp_async_bulk_tensor_2d_multicast(target, &p.x, x, y, barrier, sharers);
@@ -90,25 +90,25 @@ struct Producer {
                 ptx::cp_async_bulk_tensor_2d(target, &p.x, x, y, barrier);
         }
     }
-    // Loads the weights of the first prologue_stages units.
-    PTX void begin() const {
+    // Loads the weights of the first prologue_stages rounds.
+    DEVICE void begin() const {
         Part part;
         if (!Walk<Config>().at(p, k_rank, part)) return;
         const Weights weights = weights_of(place_of<Config>(p, part.tile));
         for (int i = turn; i < min(Config::prologue_stages, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
-    // X of the first two units of a full tile: four threads load a half each, so that these loads do not share the SM's
+    // X of the first two rounds of a full tile: four threads load a half each, so that these loads do not share the SM's
     // inbound bandwidth with later stages'.
     static constexpr bool halves_first = (Config::direct > 0 || (Config::unrolled && Config::prologue_stages > 1)) && Shape::producers == 4 &&
                                          Shape::reduces && Config::cluster_n == 1 && Config::span == 1 && Shape::element_bytes == 2;
-    PTX void load_first(const TilePlace& place, int unit) const {
+    DEVICE void load_first(const TilePlace& place, int round) const {
         const int stage = turn / 2, box = turn % 2;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         if (box == 0) ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
-        ptx::cp_async_bulk_tensor_2d(ring + stage * Shape::stage_bytes + box * Shape::box_bytes, &p.x, (unit + stage) * 128 + box * 64,
+        ptx::cp_async_bulk_tensor_2d(ring + stage * Shape::stage_bytes + box * Shape::box_bytes, &p.x, (round + stage) * 128 + box * 64,
                                      place.token_tile * Config::tile_m, barrier);
     }
-    PTX void run() const {
+    DEVICE void run() const {
         ptx::griddepcontrol_wait();
         RingCursor<Config::stages> cursor;
         Walk<Config> walk;
@@ -116,21 +116,21 @@ struct Producer {
         for (Part part; walk.at(p, k_rank, part); walk.advance(), early = 0) {
             const TilePlace place = place_of<Config>(p, part.tile);
             const Weights weights = weights_of(place);
-            int unit = 0;
+            int round = 0;
             if constexpr (halves_first)
                 if (part.count > 1 && (Shape::tail_rows == 0 || p.tokens - place.token_tile * Config::tile_m > Config::tile_m - Shape::tail_rows)) {
                     load_first(place, part.first);
-                    cursor.advance(unit = 2);
+                    cursor.advance(round = 2);
                 }
-            for (; unit < part.count; unit++, cursor.advance(1)) {
+            for (; round < part.count; round++, cursor.advance(1)) {
                 // A stage always has the same producer, which has thus seen every earlier phase complete.
                 if (cursor.stage % Shape::producers != turn) continue;
-                if (unit >= early) {
+                if (round >= early) {
                     // The first use doesn't block: a fresh mbarrier counts as having completed parity 1.
                     ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
-                    if constexpr (Config::direct == 0) load_w(weights, part.first + unit, cursor.stage);
+                    if constexpr (Config::direct == 0) load_w(weights, part.first + round, cursor.stage);
                 }
-                load_x(place, part.first + unit, cursor.stage);
+                load_x(place, part.first + round, cursor.stage);
             }
         }
         // An idle CTA holds its slot until the next launch's CTAs are placed: otherwise two of them would share this SM.

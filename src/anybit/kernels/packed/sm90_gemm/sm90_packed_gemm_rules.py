@@ -27,9 +27,9 @@ class Config:
     shared memory. register_sets: of dequantized weights; with 2 a warpgroup dequantizes while it multiplies, with 1 it
     relies on the others to overlap. reallocates: the producer is a warpgroup that gives up its registers (setmaxnreg).
     halves: pairs of blocks share one row tile, half of K each. min_blocks_per_sm: blocks that fit an SM, from this
-    launch and the next; with 2 the grid has at least one block per SM. span: steps of 128 inputs per stage, 1 or 2.
-    direct: steps of weights per direct load to registers, past shared memory, overlapped with the previous products; 0:
-    weights go through the pipeline. unrolled: the loop over stages is unrolled. sparse: the weights are 2:4 sparse;
+    launch and the next; with 2 the grid has at least one block per SM. span: k blocks (128 inputs) per stage, 1 or 2.
+    direct: k blocks of weights per direct load to registers, past shared memory, overlapped with the previous products;
+    0: weights go through the pipeline. unrolled: the loop over stages is unrolled. sparse: the weights are 2:4 sparse;
     only then: block_tiles: row tiles per block, row_warpgroups at a time (0: blocks are persistent over all tiles);
     tensor_store: y is stored by TMA, a warpgroup's tile at a time; stagger: cycles between the warpgroups' starts.
     """
@@ -161,15 +161,14 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return f"tile_m must be a multiple of {8 * config.cluster_n} (8 per block of cluster_n), not {config.tile_m}"
     if config.halves and (refusal := _why_not_halves(problem, config)):
         return refusal
-    if config.span not in (1, 2) or (config.span == 2 and (problem.column_blocks % 2 or config.promotes)):
-        return f"span must be 1, or 2 with an even number of steps and without promotion, not {config.span}"
+    if config.span not in (1, 2) or (config.span == 2 and (problem.k_blocks % 2 or config.promotes)):
+        return f"span must be 1, or 2 with an even number of k blocks and without promotion, not {config.span}"
     if refusal := _why_not_sparse(problem, config):
         return refusal
     if refusal := refusal_of_loop(config):
         return refusal
-    if config.cluster_k * config.span > problem.column_blocks:
-        steps = f"{problem.column_blocks} steps of inputs"
-        return f"{steps} do not divide among {config.cluster_k} blocks, {config.span} at a time"
+    if config.cluster_k * config.span > problem.k_blocks:
+        return f"{problem.k_blocks} k blocks do not divide among {config.cluster_k} blocks, {config.span} at a time"
     if config.min_blocks_per_sm not in _LEAST_SHARED:
         return f"min_blocks_per_sm must be 1 or 2, not {config.min_blocks_per_sm}"
     if config.min_blocks_per_sm > 1 and config.reallocates:
@@ -202,8 +201,8 @@ def _why_not_halves(problem: LinearProblem, config: Config) -> str | None:
         or config.cluster_k * config.cluster_n > 1
     ):
         return "halves needs 2 or more row_warpgroups, and excludes split_k_warpgroups, cluster_k and cluster_n"
-    if config.promotes or config.tile_m % 16 or problem.column_blocks < 2:
-        return "halves needs at least 2 steps of K, tile_m % 16 == 0, and products without promotion"
+    if config.promotes or config.tile_m % 16 or problem.k_blocks < 2:
+        return "halves needs at least 2 k blocks, tile_m % 16 == 0, and products without promotion"
     if math.prod(tile_counts(problem, config)) > problem.device.sms // 2:
         return "halves needs all tiles in one wave of pairs of blocks, and there are more tiles than pairs"
     return None
@@ -237,8 +236,8 @@ def _why_not_bytes(problem: LinearProblem) -> str | None:
 def passes_codes_through(config: Config) -> bool:
     """Whether codes go from shared memory to wgmma unchanged.
 
-    With two register sets the next unit would be loaded into registers that a wgmma in flight still reads, which ptxas
-    does not prevent: w8a8 was wrong from 128 tokens on, on an H200.
+    With two register sets the next k block would be loaded into registers that a wgmma in flight still reads, which
+    ptxas does not prevent: w8a8 was wrong from 128 tokens on, on an H200.
     """
     return config.operand is Operand.s8 and config.bits == 8 and config.group == 0 and not config.sparse
 

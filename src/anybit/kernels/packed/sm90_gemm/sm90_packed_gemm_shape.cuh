@@ -9,7 +9,7 @@
 struct Params {
     ptx::TensorMap x;         // [tokens, inputs], box: tile_m / cluster_n rows x 128 bytes
     ptx::TensorMap x_tail;    // the same, boxes of Shape::tail_rows rows, for token tiles far from full
-    const uint8_t* tiles;     // [units][weight_tiles][tile_bytes]
+    const uint8_t* tiles;     // [k_blocks][weight_tiles][tile_bytes]
     const float* row_scale;   // [rows padded to 64]
     const uint8_t* row_zero;  // asym with per-row scales: [rows padded to 64], else null
     const float* x_scale;     // 8-bit activations: [tokens], else null
@@ -17,7 +17,7 @@ struct Params {
     const uint16_t* bias;     // [rows] in y's type, or null
     uint16_t* y;              // [tokens, rows]
     int tokens, rows;         // the caller's M and N
-    int units;                // k-slices: ceil(inputs / 128)
+    int k_blocks;             // ceil(inputs / 128)
     int weight_tiles;         // ceil(rows / 64)
     int row_tiles;            // clusters along the rows: ceil(weight_tiles / (row_warpgroups * cluster_n))
     int token_tiles;
@@ -35,28 +35,28 @@ struct PackedGemmShape {
     static constexpr int warpgroups = Config::row_warpgroups * Config::split_k_warpgroups;
     // Producer warps. One takes some 360 cycles a stage, longer than a small tile's MMAs.
     static constexpr int most_producers = Config::row_warpgroups * Config::tile_m < 256 ? 4 : 1;
-    // Two-unit stages of four row tiles have MMAs enough for one producer: gate_up at 16 tokens 16.3 us for 16.7.
+    // Stages of two k blocks of four row tiles have MMAs enough for one producer: gate_up at 16 tokens 16.3 us for 16.7.
     static constexpr int at_once = Config::row_warpgroups == 4 && Config::span == 2 ? 1 : most_producers;
     static constexpr int producers = Config::stages < at_once ? Config::stages : at_once;
     static constexpr int producer_threads = Config::reallocates || most_producers > 1 ? 128 : 32;
     static constexpr bool bytes_of_x = Config::operand == Operand::s8 || Config::operand == Operand::e4m3;
     static constexpr int element_bytes = bytes_of_x ? 1 : 2;
-    // wgmmas per half unit: k is 32 bytes, 64 if sparse.
+    // wgmmas per half k block: k is 32 bytes, 64 if sparse.
     static constexpr int steps = is_sparse<Config>() ? element_bytes : 2 * element_bytes, step_bytes = 64 * element_bytes / steps;
     static constexpr int box_bytes = Config::tile_m * 128;
     static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs: one box of 8-bit, two of 16-bit values
     // Out-of-bounds rows cost TMA twice the time of others: tiles far from full are loaded in smaller boxes.
     static constexpr int tail_rows = Config::cluster_n > 1 || Config::tile_m < 48 ? 0 : Config::tile_m <= 64 ? 16 : 32;
     static constexpr int w_bytes = Config::direct > 0 ? 0 : Config::row_warpgroups * Config::tile_bytes;
-    static constexpr int unit_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
-    static constexpr int stage_bytes = Config::span * unit_bytes;
+    static constexpr int k_block_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
+    static constexpr int stage_bytes = Config::span * k_block_bytes;
     static constexpr int ring_bytes = Config::stages * stage_bytes;
     static constexpr bool reduces = Config::split_k_warpgroups * Config::cluster_k > 1;
     // Split-K reduction: each CTA finishes a share of the tokens. Its own warpgroups' partial sums reuse the drained ring;
     // those from other CTAs have a receive buffer.
     static constexpr int groups = Config::tile_m / 8, fours = (groups + Config::cluster_k - 1) / Config::cluster_k;
     static constexpr int share = fours * 8;  // the last CTA's may be smaller
-    static PTX int groups_of(int k_rank) { return max(min(groups - k_rank * fours, fours), 0); }
+    static DEVICE int groups_of(int k_rank) { return max(min(groups - k_rank * fours, fours), 0); }
     static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
     // Output staging for split-K warpgroups, behind these sums.
     static constexpr int output_bytes = reduces && Config::split_k_warpgroups > 1 ? Config::row_warpgroups * share * 128 : 0;
@@ -79,7 +79,7 @@ template <int stages>
 struct RingCursor {
     int stage = 0;
     uint32_t parity = 0;
-    PTX void advance(int steps) {
+    DEVICE void advance(int steps) {
         stage += steps;
         if (stage >= stages) {
             stage -= stages;
@@ -98,27 +98,27 @@ struct TilePlace {
 };
 
 // Rasterization: bands of `raster` row tiles, walked token tile by token tile, so that concurrent CTAs share X and W in L2.
-PTX TilePlace tile_place(const Params& p, int tile) {
+DEVICE TilePlace tile_place(const Params& p, int tile) {
     const int band = tile / (p.raster * p.token_tiles), within = tile - band * p.raster * p.token_tiles;
     const int first = band * p.raster, height = min(p.raster, p.row_tiles - first);
     return {first + within % height, within / height};
 }
 
 // The same with Config::block_tiles: each CTA owns a contiguous range of 64-row tiles, row_warpgroups at a time.
-template <class Config> PTX TilePlace place_of(const Params& p, int tile) {
+template <class Config> DEVICE TilePlace place_of(const Params& p, int tile) {
     if constexpr (Config::block_tiles == 0) return tile_place(p, tile);
     const int block = tile % gridDim.x, position = tile / gridDim.x;
     return {block % p.row_tiles * Config::block_tiles + position * Config::row_warpgroups, block / p.row_tiles};
 }
 // End of the 64-row tiles that this place may cover.
-template <class Config> PTX int end_of(const Params& p, const TilePlace& place) {
+template <class Config> DEVICE int end_of(const Params& p, const TilePlace& place) {
     if constexpr (Config::block_tiles == 0) return p.weight_tiles;
     return min((place.row_tile / Config::block_tiles + 1) * Config::block_tiles, p.weight_tiles);
 }
 
 // First 64-row tile of a CTA. Two CTAs that split a row tile cover 2 * row_warpgroups - 1 together.
 template <class Config>
-PTX int first_tile(const TilePlace& place, int row_rank, int half) {
+DEVICE int first_tile(const TilePlace& place, int row_rank, int half) {
     if (Config::block_tiles > 0) return place.row_tile;
     if (Config::halves) return place.row_tile * (2 * Config::row_warpgroups - 1) + half * (Config::row_warpgroups - 1);
     return (place.row_tile * Config::cluster_n + row_rank) * Config::row_warpgroups;
@@ -128,11 +128,11 @@ PTX int first_tile(const TilePlace& place, int row_rank, int half) {
 template <class Config>
 struct Half {
     int begin, end;
-    PTX Half(const Params& p, int half) : begin(half * (p.units / Config::span) / 2), end((half + 1) * (p.units / Config::span) / 2) {}
-    PTX bool has(int unit) const { return begin <= unit && unit < end; }
+    DEVICE Half(const Params& p, int half) : begin(half * (p.k_blocks / Config::span) / 2), end((half + 1) * (p.k_blocks / Config::span) / 2) {}
+    DEVICE bool has(int round) const { return begin <= round && round < end; }
 };
 
-// A CTA's work on one tile: `count` stages from stage `first` of K on.
+// A CTA's work on one tile: `count` rounds from round `first` of K on; a round is the `span` k blocks of a stage.
 struct Part {
     int tile, first, count;
 };
@@ -144,23 +144,23 @@ struct Walk {
     static constexpr int cluster_size = Config::cluster_k * Config::cluster_n * (Config::halves ? 2 : 1);
     int position = 0;
 
-    PTX static int clusters() { return gridDim.x / cluster_size; }
-    PTX bool at(const Params& p, int k_rank, Part& part) const {
+    DEVICE static int clusters() { return gridDim.x / cluster_size; }
+    DEVICE bool at(const Params& p, int k_rank, Part& part) const {
         part.tile = blockIdx.x / cluster_size + position * clusters();
-        const int steps = p.units / Config::span;
-        part.first = k_rank * steps / Config::cluster_k;
-        part.count = (k_rank + 1) * steps / Config::cluster_k - part.first;
+        const int rounds = p.k_blocks / Config::span;
+        part.first = k_rank * rounds / Config::cluster_k;
+        part.count = (k_rank + 1) * rounds / Config::cluster_k - part.first;
         if constexpr (Config::block_tiles > 0) {
             const int first = position * Config::row_warpgroups;
             return first < Config::block_tiles && blockIdx.x % p.row_tiles * Config::block_tiles + first < p.weight_tiles;
         }
         return part.tile < p.row_tiles * p.token_tiles;
     }
-    PTX void advance() { position++; }
+    DEVICE void advance() { position++; }
 };
 
 // Accumulator types. wgmma accumulates in int32 or float32. Where group scales apply, or to limit the error of e4m3's 14-bit
-// accumulation, sums are promoted: added to float totals after every group or unit.
+// accumulation, sums are promoted: added to float totals after every group or k block.
 template <class Config>
 struct Sums {
     static constexpr bool promotes =

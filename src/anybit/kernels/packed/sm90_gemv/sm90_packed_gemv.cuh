@@ -4,7 +4,7 @@
 // 16-bit one takes two, and codes need no shift: a byte with code u at bit a is the number u * 2^a, so the activation that
 // meets it is multiplied by 2^(top - a) instead, once.
 //
-// - Each 128-column block of a token becomes fixed point (14 bits and sign), pre-shifted for its code's bit position, and is
+// - Each k block of a token becomes fixed point (14 bits and sign), pre-shifted for its code's bit position, and is
 //   split into signed base-256 digits: two or four columns (N) of the MMA. Implied zero points enter as the initial
 //   accumulator of a token's first column.
 // - Tables of non-integer values are multiplied as 16-bit floats instead.
@@ -20,7 +20,7 @@ namespace packed {
 // RMSNorm of x + residual on activations in registers, rounded where the model rounds. Uses all warps' `slots` as scratch:
 // they are free before and after.
 template <class C>
-__device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages], const uint2 (&gamma)[C::x_stages],
+DEVICE void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages], const uint2 (&gamma)[C::x_stages],
                                           int rounds, int warp, uint32_t slots, uint32_t lane) {
     using S = DigitShape<C>;
     static_assert(C::x_resident && !C::gather, "a norm needs whole rows at hand");
@@ -90,9 +90,9 @@ template <class C, class P> struct Rotary {
     int sequence[turns], slot[turns];  // slot -1: nothing to do
 
     // Output row of pair i's first element.
-    static __device__ __forceinline__ int output(int i, int first) { return (first + i % half / 8) * 16 + i % 8; }
+    static DEVICE int output(int i, int first) { return (first + i % half / 8) * 16 + i % 8; }
 
-    __device__ __forceinline__ void load(const P& p, int first, int mine) {
+    DEVICE void load(const P& p, int first, int mine) {
 #pragma unroll
         for (int turn = 0; turn < turns; turn++) {
             const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
@@ -111,7 +111,7 @@ template <class C, class P> struct Rotary {
         }
     }
 
-    template <class Result> __device__ __forceinline__ void store(const P& p, int first, Result&& result) const {
+    template <class Result> DEVICE void store(const P& p, int first, Result&& result) const {
 #pragma unroll
         for (int turn = 0; turn < turns; turn++) {
             if (slot[turn] < 0) continue;
@@ -137,7 +137,7 @@ template <class C, class P> struct Rotary {
     }
 };
 
-template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinline__ void multiply_digits(const P& p) {
+template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_digits(const P& p) {
     using S = packed::DigitShape<C>;
     static_assert(C::threads == C::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
@@ -147,12 +147,12 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * S::ring_bytes;
     const uint32_t slots = shared + S::slots + warp * (C::x_stages * S::slot_bytes), barriers = shared + S::barriers + warp * (C::stages * 8);
 
-    // Units of 16 rows are split evenly over the CTAs; 128-column blocks go to the warps round-robin.
+    // Units of 16 rows are split evenly over the CTAs; k blocks go to the warps round-robin.
     const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4;
     const int first = static_cast<int>(blockIdx.x * row_units / gridDim.x);
     const int mine = static_cast<int>((blockIdx.x + 1) * row_units / gridDim.x) - first;
     const int chunks = (mine + C::stage_units - 1) / C::stage_units;
-    const int rounds = p.column_blocks > warp ? (p.column_blocks - warp + C::warps - 1) / C::warps : 0;
+    const int rounds = p.k_blocks > warp ? (p.k_blocks - warp + C::warps - 1) / C::warps : 0;
 
     if (lane == 0) {
 #pragma unroll
@@ -162,7 +162,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
     __syncwarp();
 
     const uint64_t policy = ptx::createpolicy_evict_first();
-    // Step i of a warp is chunk i % chunks of its column block warp + warps * (i / chunks).
+    // Step i of a warp is chunk i % chunks of its k block warp + warps * (i / chunks).
     const uint32_t last_bytes = static_cast<uint32_t>(mine - (chunks - 1) * C::stage_units) * S::unit_size;
     const size_t wrap = static_cast<size_t>(C::warps) * row_units * S::unit_size - static_cast<size_t>(chunks - 1) * S::stage_bytes;
     const uint8_t* ahead = p.tiles + (static_cast<size_t>(warp) * row_units + first) * S::unit_size;

@@ -116,7 +116,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return reason
     if config is None:
         return None
-    if config.x_resident != (config.x_stages * config.warps >= problem.column_blocks):
+    if config.x_resident != (config.x_stages * config.warps >= problem.k_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
     return why_not_config(problem, config, shared_bytes(config))
 
@@ -165,7 +165,7 @@ def fitted(
     """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
     mine = p.block_units
     stage_units = min(stage_units, mine)
-    blocks = -(-p.column_blocks // warps)
+    blocks = -(-p.k_blocks // warps)
     base = Config(
         **facts(p, Config), tile_m=1 << (p.m - 1).bit_length(), warps=warps, stage_units=stage_units,
         chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks,
@@ -180,7 +180,7 @@ def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
     kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
     sizes = (kibibytes, *(one for one in SIZES if one < kibibytes))
-    for at_hand, size in itertools.product((p.column_blocks, 2) if c.x_resident else (c.x_stages,), sizes):
+    for at_hand, size in itertools.product((p.k_blocks, 2) if c.x_resident else (c.x_stages,), sizes):
         yield fitted(p, c.warps, c.stage_units, size, at_hand, c.prologue_stages, trigger=c.trigger)
 
 
@@ -223,7 +223,7 @@ def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | 
 def norm_default(problem: LinearProblem, like: Config | None = None) -> Config:
     """A config like another, by default the usual one, with a fused norm. Raises KernelError if there is none."""
     for config in refit(problem, like) if like else (default(problem),):
-        resident = -(-problem.column_blocks // config.warps)
+        resident = -(-problem.k_blocks // config.warps)
         config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
         if (reason := norm_why_not(problem, config)) is None:
             return config

@@ -31,16 +31,16 @@ struct RotaryParams : NormParams {
     int32_t query_heads, key_heads, head_dim, new_tokens, ring_tokens;
 
     // Rotation of channel c in half h of a token's heads.
-    PTX uint16_t cosine_of(int token, int c, int h) const { return cosine[token * head_dim + c + h * head_dim / 2]; }
-    PTX uint16_t sine_of(int token, int c, int h) const { return sine[token * head_dim + c + h * head_dim / 2]; }
+    DEVICE uint16_t cosine_of(int token, int c, int h) const { return cosine[token * head_dim + c + h * head_dim / 2]; }
+    DEVICE uint16_t sine_of(int token, int c, int h) const { return sine[token * head_dim + c + h * head_dim / 2]; }
     // Destination of a token's k and v: slot of its sequence's ring, -1 for none.
-    PTX void place(int token, int& sequence, int& slot) const {
+    DEVICE void place(int token, int& sequence, int& slot) const {
         const int row = token / new_tokens;
         sequence = sequences != nullptr ? sequences[row] : row;
         const int position = lengths[sequence] - new_tokens + token % new_tokens;
         slot = position < 0 ? -1 : position % ring_tokens;
     }
-    PTX void store(int head, bool value, int sequence, int slot, const int (&c)[2], const uint16_t (&y)[2]) const {
+    DEVICE void store(int head, bool value, int sequence, int slot, const int (&c)[2], const uint16_t (&y)[2]) const {
         uint16_t* at = ring + ((static_cast<int64_t>(sequence) * key_heads + head) * 2 + value) * ring_tokens * head_dim;
         at[kv_ring::place(value, slot, c[0], head_dim)] = y[0];
         at[kv_ring::place(value, slot, c[1], head_dim)] = y[1];
@@ -57,14 +57,14 @@ struct RotaryPagesParams : NormParams {
     int64_t page_stride, token_stride, head_stride;
     int32_t query_heads, key_heads, head_dim, page_tokens, stored;
 
-    PTX uint16_t cosine_of(int token, int c, int) const { return table[positions[token] * head_dim + c]; }
-    PTX uint16_t sine_of(int token, int c, int) const { return table[positions[token] * head_dim + head_dim / 2 + c]; }
-    PTX void place(int token, int& page, int& slot) const {
+    DEVICE uint16_t cosine_of(int token, int c, int) const { return table[positions[token] * head_dim + c]; }
+    DEVICE uint16_t sine_of(int token, int c, int) const { return table[positions[token] * head_dim + head_dim / 2 + c]; }
+    DEVICE void place(int token, int& page, int& slot) const {
         const int found = token < stored ? static_cast<int>(slots[token]) : -1;
         page = found / page_tokens;
         slot = found < 0 ? -1 : found % page_tokens;
     }
-    PTX void store(int head, bool value, int page, int slot, const int (&c)[2], const uint16_t (&y)[2]) const {
+    DEVICE void store(int head, bool value, int page, int slot, const int (&c)[2], const uint16_t (&y)[2]) const {
         uint16_t* at = (value ? values : keys) + page * page_stride + slot * token_stride + head * head_stride;
         at[c[0]] = y[0], at[c[1]] = y[1];
     }
@@ -79,7 +79,7 @@ struct BytePair {
 };
 // Word i = 2 * (k32 step) + half. Any pairing works if activations are permuted alike and groups keep their steps.
 // Table codes become whole bytes.
-__device__ constexpr BytePair byte_pair(int bits, int group, bool table, int i) {
+constexpr BytePair byte_pair(int bits, int group, bool table, int i) {
     if (power_of_two(bits) && !table) return {4 * i, piece(bits, 16, 4 * i, 0).bit % 8, 4 * i + 2, piece(bits, 16, 4 * i + 2, 0).bit % 8};
     const bool free = group == 0 || group >= tile_columns;
     if (bits == 3 && free) {  // a field holds codes at bits 0, 3, 6, 9 and 12, and one spare bit
@@ -93,7 +93,7 @@ __device__ constexpr BytePair byte_pair(int bits, int group, bool table, int i) 
     }
     return {4 * i, 0, 4 * i + 2, 0};
 }
-__device__ constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1) & 1); }
+constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1) & 1); }
 
 // Compile-time shape of a Config.
 template <class C> struct DigitShape {
@@ -105,7 +105,7 @@ template <class C> struct DigitShape {
     using Codes = typename CodesOf<sparse, C::bits>::type;
     static constexpr int unit_size = unit_bytes_of<C>();
     static constexpr int stage_bytes = C::stage_units * unit_size, units = C::stage_units * C::chunks, rows = units * 16;
-    static __device__ constexpr int top() {
+    static constexpr int top() {
         if (sparse || floats) return 0;
         int most = C::code == Code::bipolar ? 1 : 0;  // makes the half-integer zero an integer
         for (int i = 0; i < 8; i++) {
@@ -115,7 +115,7 @@ template <class C> struct DigitShape {
         return most;
     }
     static constexpr int columns = floats ? 1 : top() == 0 ? 2 : 4;  // MMA columns (digits) per token
-    static constexpr int units_of_code = sparse ? 8 - C::bits : top();  // log2 of the codes' scale
+    static constexpr int log2_of_code = sparse ? 8 - C::bits : top();  // log2 of the codes' scale
     static constexpr int token_tiles = floats ? least(C::tile_m, 2) : (C::tile_m * columns + 7) / 8, pitch = (floats ? 256 : 128) + 16;
     static constexpr int facts = C::tile_m * columns * pitch;  // in a slot, behind the digits: scale, sum; floats: 16 zero bytes
     static constexpr int slot_bytes = (facts + (floats ? 16 : C::tile_m * flushes * 8) + 15) / 16 * 16;
@@ -123,30 +123,30 @@ template <class C> struct DigitShape {
     static constexpr int slots = C::warps * ring_bytes, factors = slots + C::warps * C::x_stages * slot_bytes;
     static constexpr int barriers = factors + rows * 8, bytes = barriers + C::warps * C::stages * 8;
     // Packs eight numbers below 256 into one constant; the i-th is for lanes 4i to 4i + 3.
-    template <class F> static __device__ constexpr uint64_t eight(F&& of) {
+    template <class F> static constexpr uint64_t eight(F&& of) {
         uint64_t all = 0;
         for (int i = 0; i < 8; i++) all |= static_cast<uint64_t>(of(byte_pair(C::bits, C::group, table, i))) << (8 * i);
         return all;
     }
 };
-struct LowColumn { __device__ constexpr int operator()(BytePair p) const { return column_of(p.low); } };
-struct HighColumn { __device__ constexpr int operator()(BytePair p) const { return column_of(p.high); } };
-template <int top> struct LowShift { __device__ constexpr int operator()(BytePair p) const { return top - p.low_at; } };
-template <int top> struct HighShift { __device__ constexpr int operator()(BytePair p) const { return top - p.high_at; } };
+struct LowColumn { constexpr int operator()(BytePair p) const { return column_of(p.low); } };
+struct HighColumn { constexpr int operator()(BytePair p) const { return column_of(p.high); } };
+template <int top> struct LowShift { constexpr int operator()(BytePair p) const { return top - p.low_at; } };
+template <int top> struct HighShift { constexpr int operator()(BytePair p) const { return top - p.high_at; } };
 
 // Twice the implied zero point.
-template <class C> __device__ constexpr int twice_zero() {
+template <class C> constexpr int twice_zero() {
     if constexpr (tabled_integers(C::code)) return 2 * ByteTable<C::code>::zero;
     return C::code == Code::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;
 }
 
-// A lane's part of a block of activations (four values per token), from global memory to a shared-memory slot.
+// A lane's part of a k block of activations (four values per token), from global memory to a shared-memory slot.
 template <class C> struct Incoming {
     using S = DigitShape<C>;
     uint32_t pairs[C::tile_m][2];
 
-    // The lane's two column pairs in a block: those that meet the `low` and `high` fields.
-    static __device__ __forceinline__ void columns(int (&found)[2], uint32_t lane) {
+    // The lane's two column pairs in a k block: those that meet the `low` and `high` fields.
+    static DEVICE void columns(int (&found)[2], uint32_t lane) {
         if constexpr (S::sparse || S::floats) {
             found[0] = static_cast<int>(lane) * 4, found[1] = found[0] + 2;
             return;
@@ -158,7 +158,7 @@ template <class C> struct Incoming {
     }
 
     // Loads four adjacent columns per lane (coalesced); `deal` then shuffles them to the lanes that need them.
-    __device__ __forceinline__ void load(const Params& p, int block, uint32_t lane) {
+    DEVICE void load(const Params& p, int k_block, uint32_t lane) {
         int at[2];
         columns(at, lane);
 #pragma unroll
@@ -169,12 +169,12 @@ template <class C> struct Incoming {
                 if constexpr (C::gather) {  // any order of columns, any alignment
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const int column = block * 128 + at[e >> 1] + (e & 1);
+                        const int column = k_block * 128 + at[e >> 1] + (e & 1);
                         const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
                         if (channel >= 0) pairs[token][e >> 1] |= static_cast<uint32_t>(x[channel]) << (16 * (e & 1));
                     }
                 } else {
-                    const int column = block * 128 + static_cast<int>(lane) * 4;
+                    const int column = k_block * 128 + static_cast<int>(lane) * 4;
                     if (!C::ragged || column + 4 <= p.k) {
                         const uint2 v = ptx::ld_global_cg_v2(x + column);
                         pairs[token][0] = v.x, pairs[token][1] = v.y;
@@ -188,7 +188,7 @@ template <class C> struct Incoming {
         }
     }
 
-    __device__ __forceinline__ void deal(uint32_t lane) {
+    DEVICE void deal(uint32_t lane) {
         if constexpr (!C::gather && !S::sparse) {
             int at[2];
             columns(at, lane);
@@ -207,7 +207,7 @@ template <class C> struct Incoming {
 
     // Converts to fixed point, x = scale * v (v: 14 bits and sign, scale: a power of two), and stores the digits of
     // v * 2^shift, the scale, and the zero-point term or the sum that minima multiply.
-    __device__ __forceinline__ void store(uint32_t slot, uint32_t lane) {
+    DEVICE void store(uint32_t slot, uint32_t lane) {
         if constexpr (S::floats) {
 #pragma unroll
             for (int token = 0; token < C::tile_m; token++)
@@ -260,7 +260,7 @@ template <class C> struct Incoming {
                 ptx::st_shared_u32(at + 2 * S::pitch, ptx::prmt(third, fourth, 0x5410));
                 ptx::st_shared_u32(at + 3 * S::pitch, 0);
             }
-            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - S::units_of_code) << 23) : __uint_as_float(0x7fc00000u);
+            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - S::log2_of_code) << 23) : __uint_as_float(0x7fc00000u);
             // Sums per group, whose columns lie in adjacent lanes. None for sparse weights: each row keeps other columns.
             constexpr int lanes = 32 / S::flushes;
             if constexpr (S::sparse) sum = 0;
@@ -270,9 +270,9 @@ template <class C> struct Incoming {
                 for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
             if (lane % lanes == 0) {
                 constexpr int zero2 = twice_zero<C>();
-                constexpr int unit = 1 << top, subtract = C::code == Code::asym ? unit : top > 0 ? unit / 2 * zero2 : zero2 / 2;
+                constexpr int one = 1 << top, subtract = C::code == Code::asym ? one : top > 0 ? one / 2 * zero2 : zero2 / 2;
                 uint32_t fact = static_cast<uint32_t>(-subtract * sum);
-                if constexpr (C::code == Code::min) fact = __float_as_uint(scale * unit * static_cast<float>(sum));
+                if constexpr (C::code == Code::min) fact = __float_as_uint(scale * one * static_cast<float>(sum));
                 ptx::st_shared_v2(slot + S::facts + (token * S::flushes + lane / lanes) * 8, {__float_as_uint(scale), fact});
             }
         }
@@ -281,7 +281,7 @@ template <class C> struct Incoming {
 
 // Operand word i of row g (0) or g + 8 (1), codes at their cheapest bits.
 template <class C, int i, int row, int words>
-__device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words], const ByteTable<C::code>& table) {
+DEVICE uint32_t byte_codes(const uint32_t (&w)[words], const ByteTable<C::code>& table) {
     constexpr BytePair pair = byte_pair(C::bits, C::group, tabled(C::code), i);
     if constexpr (tabled_integers(C::code)) {
         constexpr Piece at = piece(C::bits, 16, pair.low + row, 0);
@@ -290,14 +290,14 @@ __device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words], const
     return codes<C::bits, 16, pair.low + row, pair.low_at>(w) | codes<C::bits, 16, pair.high + row, 8 + pair.high_at>(w);
 }
 
-// A block of activations as B fragments, and the MMA of a unit with it.
+// A k block of activations as B fragments, and the MMA of a unit with it.
 template <class C> struct DigitProduct {
     using S = DigitShape<C>;
     uint32_t b[S::token_tiles][8];
     int32_t subtract[S::token_tiles][S::flushes];  // zero-point term: first column of each token, else 0; min: float bits
     float scale[S::token_tiles];
 
-    __device__ __forceinline__ void take(uint32_t slot, uint32_t lane) {
+    DEVICE void take(uint32_t slot, uint32_t lane) {
 #pragma unroll
         for (int n = 0; n < S::token_tiles; n++) {
             const uint32_t row = (n * 8 + (lane & 7)) % (C::tile_m * S::columns);
@@ -318,13 +318,13 @@ template <class C> struct DigitProduct {
         }
     }
 
-    __device__ __forceinline__ void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros,
+    DEVICE void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros,
                                         const ByteTable<C::code>& table) const {
         if constexpr (S::sparse) return add_kept(sums, unit, lane, row_zeros);
         else add_dense(sums, unit, lane, row_zeros, table);
     }
 
-    __device__ __forceinline__ void add_dense(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros,
+    DEVICE void add_dense(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros,
                                               const ByteTable<C::code>& table) const {
         uint32_t words[2 * C::bits];
         load_words_shared<C::bits>(words, unit, lane);
@@ -376,7 +376,7 @@ template <class C> struct DigitProduct {
     // 2:4 sparse weights, in tiles made for 16-bit MMA: an operand word's four kept columns are in two lanes there. Codes
     // become two's complement u - 2^(b-1) in the top bits of their bytes. Zero points take a second mma.sp with the row's
     // metadata, of the complement of z - 2^(b-1), which is one too small: codes are one larger in turn.
-    __device__ __forceinline__ void add_kept(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros) const {
+    DEVICE void add_kept(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros) const {
         static_assert(C::code != Code::bipolar && S::columns == 2, "codes of 2:4 sparse weights");
         constexpr bool asym = C::code == Code::asym;
         const uint32_t g = lane >> 2, t = lane & 3;
@@ -401,7 +401,7 @@ template <class C> struct DigitProduct {
                 pair = ptx::ld_shared_u32(unit + S::Codes::bytes + f * 32 + g * 4);
                 if constexpr (asym) zeros = ptx::ld_shared_u32(unit + S::Codes::bytes + S::groups * 32 + f * 16 + (g >> 1) * 4), mine = (g & 1) * 0x2222u;
             }
-            zeros = zeros << S::units_of_code ^ 0x7f7f7f7fu;
+            zeros = zeros << S::log2_of_code ^ 0x7f7f7f7fu;
             const uint32_t less[2] = {ptx::prmt(zeros, 0, mine), ptx::prmt(zeros, 0, mine + 0x1111)};
             int32_t part[S::token_tiles][4] = {};
             // k is 64: with groups of 32, each group's MMA has the other group's values zeroed.
@@ -430,7 +430,7 @@ template <class C> struct DigitProduct {
                 }
         });
     }
-    template <int j> static __device__ __forceinline__ uint32_t high_codes(const uint32_t (&words)[C::bits]) {
+    template <int j> static DEVICE uint32_t high_codes(const uint32_t (&words)[C::bits]) {
         return KeptCodes<C::bits>::template highest<j, C::code == Code::asym && C::bits < 8 ? 0x81818181u : 0x80808080u>(words);
     }
 };
@@ -443,7 +443,7 @@ template <class C> struct FloatProduct {
     static constexpr bool bf16 = C::operand == Operand::bf16;
     uint32_t b[8][2];
 
-    __device__ __forceinline__ void take(uint32_t slot, uint32_t lane) {
+    DEVICE void take(uint32_t slot, uint32_t lane) {
         const int token = static_cast<int>(lane & 7) % S::wide, part = static_cast<int>(lane & 7) / S::wide;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -455,7 +455,7 @@ template <class C> struct FloatProduct {
         }
     }
 
-    __device__ __forceinline__ void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t, const ByteTable<C::code>&) const {
+    DEVICE void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t, const ByteTable<C::code>&) const {
         uint32_t words[2 * C::bits];
         load_words_shared<C::bits>(words, unit, lane);
         unroll<0, S::flushes / S::spread>([&](auto which) {

@@ -4,7 +4,7 @@
 //   split K and reduce once, in shared memory, in a fixed order: no atomics, no second pass over memory.
 // - Each warp has its own ring of `stages` bulk copies, filled before griddepcontrol.wait, since weights don't depend on the
 //   previous kernel. No __syncthreads until the reduction.
-// - Columns are the outer loop and rows the inner one, so a warp holds one block of activations at a time.
+// - Columns are the outer loop and rows the inner one, so a warp holds one k block of activations at a time.
 // - Table codes become their values (packed_tables.cuh). Others stay integers: f16 subnormals (code * 2^-24), bf16 offset by
 //   128, or unsigned bytes; zero * (sum of activations), from an MMA with an A operand of ones, is subtracted.
 #ifndef ANYBIT_SM90_PACKED_SKINNY_CUH
@@ -13,7 +13,7 @@
 #include "common/values.cuh"
 #include "packed/sm90_skinny/sm90_packed_skinny_parts.cuh"
 
-// One warp's accumulators: units x token tiles, over its 128-column blocks.
+// One warp's accumulators: units x token tiles, over its k blocks.
 template <class C> struct Warp {
     using T = Traits<C>;
     static constexpr bool exact = T::integer && T::whole_rows && !T::split;  // int32 sums up to the epilogue
@@ -32,7 +32,7 @@ template <class C> struct Warp {
     static constexpr int zero2 = (C::code == Code::bipolar) ? (1 << C::bits) - 1 : 1 << C::bits;  // twice the fixed zero
 
     // Sums the accumulator sets, each scaled back by 2^-bit. Integers are multiples of 2^bit, so the shifts are exact.
-    static __device__ __forceinline__ Part gather_sets(const Part (&part)[T::slots()][4], int i) {
+    static DEVICE Part gather_sets(const Part (&part)[T::slots()][4], int i) {
         Part v = 0;
         unroll<0, T::sets()>([&](auto index) {
             constexpr int set = decltype(index)::value, bit = T::bit_of_set(set), first = T::first_slot(set);
@@ -53,7 +53,7 @@ template <class C> struct Warp {
     static constexpr int sum_sets = by_set ? T::sets() : T::integer ? 2 : 4;
 
     // Turns a group's sum of activations into its correction: the term to subtract, or what minima multiply.
-    template <int flush> __device__ __forceinline__ void keep_sums(Part (&part)[sum_sets][4], int n) {
+    template <int flush> DEVICE void keep_sums(Part (&part)[sum_sets][4], int n) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             Part total = part[0][i], extra = 0;
@@ -77,8 +77,8 @@ template <class C> struct Warp {
         }
     }
 
-    // Sums a block's activations per group by MMA with ones, and keeps them as corrections.
-    __device__ __forceinline__ void sum_activations(uint32_t slot, int tokens) {
+    // Sums a k block's activations per group by MMA with ones, and keeps them as corrections.
+    DEVICE void sum_activations(uint32_t slot, int tokens) {
         if constexpr (T::table) return;  // table values need no zero
         constexpr uint32_t one = T::integer ? 0x01010101u : Traits<C>::as_f16 ? 0x3c003c00u : 0x3f803f80u;
         const uint32_t ones[4] = {one, one, one, one};
@@ -101,7 +101,7 @@ template <class C> struct Warp {
     }
 
     // B fragments of one token tile for 32 columns: b[odd] are k16 steps (16-bit), b[0] the k32 step (8-bit).
-    __device__ __forceinline__ void columns(
+    DEVICE void columns(
         uint32_t (&b)[T::steps_a_wide][2], uint32_t slot, int token_tile, int wide, int tokens) const {
         const int row = static_cast<int>(lane & 7) + token_tile * 8;  // a token, or one of its planes
         const uint32_t from = slot + (row < tokens * T::planes ? row : 0) * T::pitch + wide * (32 * T::element);
@@ -116,8 +116,8 @@ template <class C> struct Warp {
         }
     }
 
-    // Multiplies one stage of weights by one block of activations and accumulates.
-    template <int chunk> __device__ __forceinline__ void add(const Stage<C>& stage, uint32_t slot, int tokens) {
+    // Multiplies one stage of weights by one k block of activations and accumulates.
+    template <int chunk> DEVICE void add(const Stage<C>& stage, uint32_t slot, int tokens) {
         Part part[C::row_units][T::token_tiles][T::slots()][4] = {};
         unroll<0, 4>([&](auto index) {
             constexpr int wide = decltype(index)::value;
@@ -141,7 +141,7 @@ template <class C> struct Warp {
     }
 
     template <int chunk, int group>
-    __device__ __forceinline__ void flush(
+    DEVICE void flush(
         Part (&part)[C::row_units][T::token_tiles][T::slots()][4], const Stage<C>& stage) {
 #pragma unroll
         for (int r = 0; r < C::row_units; r++) {
@@ -199,7 +199,7 @@ template <class C> struct Warp {
 };
 
 // silu: fused silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
-template <class C, bool silu> PTX void multiply_few(const Params& p) {
+template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
     using T = Traits<C>;
     using W = Warp<C>;
     static_assert(C::threads == C::warps * 32 && C::warps % C::split_k_warps == 0, "warps are k_warps times row warps");
@@ -220,7 +220,7 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
     const int first = block_first + row_warp * T::units;
     const int mine = block_end - first < T::units ? block_end - first : T::units;  // units of this warp; may be negative
     const int chunks = mine > 0 ? (mine + C::row_units - 1) / C::row_units : 0;
-    const int count = p.column_blocks > k_warp && mine > 0 ? (p.column_blocks - k_warp + C::split_k_warps - 1) / C::split_k_warps : 0;
+    const int count = p.k_blocks > k_warp && mine > 0 ? (p.k_blocks - k_warp + C::split_k_warps - 1) / C::split_k_warps : 0;
 
     if (lane == 0) {
 #pragma unroll
@@ -230,7 +230,7 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
     __syncwarp();
 
     const uint64_t policy = ptx::createpolicy_evict_first();
-    // Step i of a warp is chunk i % chunks of its column block k_warp + k_warps * (i / chunks).
+    // Step i of a warp is chunk i % chunks of its k block k_warp + k_warps * (i / chunks).
     const size_t stride = static_cast<size_t>(C::split_k_warps) * row_units * T::unit_bytes;
     const uint8_t* ahead = p.tiles + (static_cast<size_t>(k_warp) * row_units + first) * T::unit_bytes;
     int left = count * chunks, ahead_chunk = 0, ahead_slot = 0;
@@ -355,9 +355,9 @@ template <class C, bool silu> PTX void multiply_few(const Params& p) {
                 else sum += ptx::ld_shared_f32(from + k * T::ring_bytes);
             }
             constexpr float of_codes = T::table ? packed::scale_of_pair<C::code, T::as_bf16> : Traits<C>::as_f16 ? 0x1p24f : 1.0f;
-            constexpr float unit = of_codes * (T::integer && (C::code == Code::bipolar) ? 0.5f : 1.0f);
+            constexpr float of_sum = of_codes * (T::integer && (C::code == Code::bipolar) ? 0.5f : 1.0f);
             const uint2 factor = ptx::ld_shared_v2(factors + row * 8);
-            float v = static_cast<float>(sum) * unit;
+            float v = static_cast<float>(sum) * of_sum;
             if constexpr (C::operand == Operand::s8) v *= ptx::ld_shared_f32(token_scales + token * 4);
             return fmaf(v, __uint_as_float(factor.x), __uint_as_float(factor.y));  // rounded as the reference rounds
         };

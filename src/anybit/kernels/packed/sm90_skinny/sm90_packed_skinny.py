@@ -74,7 +74,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 def _why_not_split(p: LinearProblem, c: Config) -> str | None:
     if c.warps % c.split_k_warps:
         return f"{c.warps} warps are not a multiple of split_k_warps = {c.split_k_warps}"
-    if c.x_resident != (c.x_stages * c.split_k_warps >= p.column_blocks):
+    if c.x_resident != (c.x_stages * c.split_k_warps >= p.k_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
     if not c.split:
         return None
@@ -164,7 +164,7 @@ def fitted(
     mine = -(-p.block_units // row_warps)
     row_units = min(row_units, mine)
     k_warps = warps // row_warps
-    blocks = -(-p.column_blocks // k_warps)
+    blocks = -(-p.k_blocks // k_warps)
     base = Config(
         **facts(p, Config), split=split, tile_m=1 << (p.m - 1).bit_length(), warps=warps,
         split_k_warps=k_warps, row_units=row_units, row_chunks=-(-mine // row_units), stages=1, x_stages=blocks,

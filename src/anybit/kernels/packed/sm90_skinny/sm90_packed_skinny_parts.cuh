@@ -7,7 +7,7 @@
 #include "packed/packed_params.cuh"
 #include "packed/packed_tables.cuh"
 
-// split: 16-bit activations become two int8 planes (fixed point per block of columns), since an int8 MMA takes four codes
+// split: 16-bit activations become two int8 planes (fixed point per k block), since an int8 MMA takes four codes
 // per register where a 16-bit one takes two, and unpacking limits narrow weights.
 using packed::Index;
 using packed::unroll;
@@ -45,12 +45,12 @@ template <class C> struct Traits {
 
     // k32 steps per group. Groups of 16 (flushes == 8) end with a k16 step instead.
     static constexpr int wides_a_group = flushes == 8 ? 1 : 4 / flushes;
-    static __device__ constexpr int group_of(int wide) { return wide / wides_a_group; }
-    static __device__ constexpr bool ends_group(int wide) { return flushes < 8 && (wide + 1) % wides_a_group == 0; }
+    static constexpr int group_of(int wide) { return wide / wides_a_group; }
+    static constexpr bool ends_group(int wide) { return flushes < 8 && (wide + 1) % wides_a_group == 0; }
 
-    static __device__ constexpr int bit(int step) { return table ? 0 : packed::cheapest_bit(C::bits, field, limit, step); }
+    static constexpr int bit(int step) { return table ? 0 : packed::cheapest_bit(C::bits, field, limit, step); }
     // Codes extracted at different bits are scaled by different powers of two: each bit has its own accumulators, a set.
-    static __device__ constexpr int set(int step) {
+    static constexpr int set(int step) {
         int found = 0;
         for (int s = 0; s < steps; s++) {
             bool before = false;
@@ -60,29 +60,29 @@ template <class C> struct Traits {
         }
         return found;
     }
-    static __device__ constexpr int sets() {
+    static constexpr int sets() {
         int most = 0;
         for (int s = 0; s < steps; s++) most = set(s) > most ? set(s) : most;
         return most + 1;
     }
     // A set's steps rotate over accumulators (slots), so that at most `chain` MMAs depend on one another.
-    static __device__ constexpr int slots_of_set(int index) {
+    static constexpr int slots_of_set(int index) {
         int found = 0;
         for (int s = 0; s < steps; s++) found += set(s) == index;
         return (found / flushes + C::chain - 1) / C::chain > 1 ? (found / flushes + C::chain - 1) / C::chain : 1;
     }
-    static __device__ constexpr int first_slot(int index) {
+    static constexpr int first_slot(int index) {
         int before = 0;
         for (int i = 0; i < index; i++) before += slots_of_set(i);
         return before;
     }
-    static __device__ constexpr int slot(int step) {
+    static constexpr int slot(int step) {
         int before = 0;
         for (int s = 0; s < step; s++) before += set(s) == set(step);
         return first_slot(set(step)) + before % slots_of_set(set(step));
     }
-    static __device__ constexpr int slots() { return first_slot(sets()); }
-    static __device__ constexpr int bit_of_set(int index) {
+    static constexpr int slots() { return first_slot(sets()); }
+    static constexpr int bit_of_set(int index) {
         for (int s = 0; s < steps; s++)
             if (set(s) == index) return bit(s);
         return 0;
@@ -97,14 +97,14 @@ template <> struct Number<true> {
 };
 
 template <class C, class Num>
-__device__ __forceinline__ void multiply(Num (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+DEVICE void multiply(Num (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     if constexpr (Traits<C>::as_f16) ptx::mma_m16n8k16_f16(d, a, b);
     if constexpr (Traits<C>::as_bf16) ptx::mma_m16n8k16_bf16(d, a, b);
     if constexpr (Traits<C>::integer) ptx::mma_m16n8k32_u8s8(d, a, b);
 }
 
 // Register j of a unit as an MMA operand: its codes as numbers.
-template <class C, int j, int words> __device__ __forceinline__ uint32_t operand(const uint32_t (&w)[words]) {
+template <class C, int j, int words> DEVICE uint32_t operand(const uint32_t (&w)[words]) {
     using T = Traits<C>;
     if constexpr (T::table) return packed::table_pair<C::code, T::as_bf16, j>(w);
     constexpr int at = T::bit(j / 4);
@@ -118,7 +118,7 @@ template <class C, int j, int words> __device__ __forceinline__ uint32_t operand
     }
 }
 
-// One pipeline stage of a warp's weights in registers: `row_units` units of one block of columns.
+// One pipeline stage of a warp's weights in registers: `row_units` units of one k block.
 template <class C> struct Stage {
     using T = Traits<C>;
     uint32_t words[C::row_units][T::words];
@@ -126,7 +126,7 @@ template <class C> struct Stage {
     uint32_t zeros[C::row_units][T::flushes];  // or minima
 };
 
-template <class C> __device__ __forceinline__ void read_stage(Stage<C>& stage, uint32_t from, uint32_t lane) {
+template <class C> DEVICE void read_stage(Stage<C>& stage, uint32_t from, uint32_t lane) {
     using T = Traits<C>;
 #pragma unroll
     for (int r = 0; r < C::row_units; r++) {
@@ -142,14 +142,14 @@ template <class C> __device__ __forceinline__ void read_stage(Stage<C>& stage, u
     }
 }
 
-// Splits one block of columns into two planes: x = scale * (256 high + low), scale a power of two per token. Within each 16
+// Splits a k block into two planes: x = scale * (256 high + low), scale a power of two per token. Within each 16
 // columns byte 4t + e is column 2t + (e >> 1) + 8 (e & 1): the order in which 8-bit fields see the codes of 16-bit tiles.
 template <class C>
-__device__ __forceinline__ void split_activations(const Params& p, uint32_t slot, int block, uint32_t lane) {
+DEVICE void split_activations(const Params& p, uint32_t slot, int k_block, uint32_t lane) {
     using T = Traits<C>;
     const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
     uint32_t pairs[T::tokens][2];
-    const int column = block * 128 + static_cast<int>(lane >> 2) * 16 + static_cast<int>(lane & 3) * 2;
+    const int column = k_block * 128 + static_cast<int>(lane >> 2) * 16 + static_cast<int>(lane & 3) * 2;
 #pragma unroll
     for (int token = 0; token < T::tokens; token++)
 #pragma unroll
@@ -189,13 +189,13 @@ __device__ __forceinline__ void split_activations(const Params& p, uint32_t slot
     }
 }
 
-// Loads one block of columns of the activations into a shared-memory slot: [token][128 columns], padded.
+// Loads a k block of the activations into a shared-memory slot: [token][128 columns], padded.
 template <class C>
-__device__ __forceinline__ void fetch_activations(const Params& p, uint32_t slot, int block, uint32_t lane) {
+DEVICE void fetch_activations(const Params& p, uint32_t slot, int k_block, uint32_t lane) {
     using T = Traits<C>;
     static_assert(!T::split || !C::gather, "activations in another order are not split into planes");
     if constexpr (T::split) {
-        split_activations<C>(p, slot, block, lane);
+        split_activations<C>(p, slot, k_block, lane);
     } else if constexpr (C::gather) {  // any order of columns, any alignment
         for (int i = lane; i < T::tokens * (T::block_bytes / 4); i += 32) {
             const int token = i / (T::block_bytes / 4), word = i % (T::block_bytes / 4);
@@ -203,7 +203,7 @@ __device__ __forceinline__ void fetch_activations(const Params& p, uint32_t slot
             if (token < p.m) {
 #pragma unroll
                 for (int e = 0; e < 4 / T::element; e++) {
-                    const int column = block * 128 + word * (4 / T::element) + e;
+                    const int column = k_block * 128 + word * (4 / T::element) + e;
                     const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
                     if (channel >= 0) {
                         const size_t at = static_cast<size_t>(token) * p.x_stride + channel;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void fetch_activations(const Params& p, uint32_t slot
     } else {
         // Rows past the last token stay stale: each only affects its own column of the MMA.
         constexpr int chunks = T::block_bytes / 16, step = 32 / chunks;
-        const int first = static_cast<int>(lane) / chunks, at = block * T::block_bytes + static_cast<int>(lane) % chunks * 16;
+        const int first = static_cast<int>(lane) / chunks, at = k_block * T::block_bytes + static_cast<int>(lane) % chunks * 16;
         const int row_bytes = p.x_stride * T::element;
         const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
         const uint32_t to = slot + first * T::pitch + static_cast<int>(lane) % chunks * 16;

@@ -38,13 +38,13 @@ template <class C> struct MidShape {
     static constexpr int bytes = sum_barrier + 8;
 };
 
-template <class C> PTX void multiply16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+template <class C> DEVICE void multiply16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     if constexpr (C::operand == Operand::f16) ptx::mma_m16n8k16_f16(d, a, b);
     else ptx::mma_m16n8k16_bf16(d, a, b);
 }
 
-// One thread's part of loading a block of columns of the activations into `slot`; arrives on the mbarrier once landed.
-template <class C> PTX void bring_activations(const Params& p, uint32_t slot, uint32_t barrier, int block, int thread) {
+// One thread's part of loading a k block of the activations into `slot`; arrives on the mbarrier once landed.
+template <class C> DEVICE void bring_activations(const Params& p, uint32_t slot, uint32_t barrier, int k_block, int thread) {
     using S = MidShape<C>;
     if constexpr (C::gather) {  // any order of columns, any alignment
         const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
@@ -54,7 +54,7 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
             if (token < p.m) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const int column = block * 128 + word * 2 + e;
+                    const int column = k_block * 128 + word * 2 + e;
                     const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
                     if (channel >= 0)
                         v |= static_cast<uint32_t>(x[static_cast<size_t>(token) * p.x_stride + channel]) << (16 * e);
@@ -65,7 +65,7 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
         ptx::mbarrier_arrive(barrier);
     } else {
         // Rows past the last token stay stale: each only affects its own column of the MMA.
-        const int first = thread / 16, at = block * 256 + thread % 16 * 16;
+        const int first = thread / 16, at = k_block * 256 + thread % 16 * 16;
         const int row_bytes = p.x_stride * 2, left = p.k * 2 - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
         const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
         const uint32_t to = slot + first * S::pitch + thread % 16 * 16;
@@ -82,9 +82,9 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
     }
 }
 
-// Multiplies a stage of weights by a block of activations and accumulates.
+// Multiplies a stage of weights by a k block of activations and accumulates.
 template <class C, int chunk>
-PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4], Dequantize16<C> (&weights)[C::stage_units],
+DEVICE void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4], Dequantize16<C> (&weights)[C::stage_units],
                    uint32_t slot, uint32_t lane) {
     using S = MidShape<C>;
     unroll<0, 4>([&](auto index) {
@@ -131,10 +131,10 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     const int block_units = static_cast<int>((owner + 1) * row_units / owners) - block_first;
     const int first = row_warp * block_units / C::row_warps, mine = (row_warp + 1) * block_units / C::row_warps - first;
     const int chunks = (mine + C::stage_units - 1) / C::stage_units;
-    // 128-column blocks go round-robin to the K warps of all CTAs of the cluster.
+    // K blocks go round-robin to the K warps of all CTAs of the cluster.
     constexpr int dealt = C::cluster_k * C::split_k_warps;
     const int first_column = rank * C::split_k_warps + k_warp;
-    const int rounds = p.column_blocks > first_column ? (p.column_blocks - first_column + dealt - 1) / dealt : 0;
+    const int rounds = p.k_blocks > first_column ? (p.k_blocks - first_column + dealt - 1) / dealt : 0;
 
     if (lane == 0) {
 #pragma unroll

@@ -130,7 +130,7 @@ def fitted(
         stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=1, prologue_stages=1,
         cluster_k=cluster,
     )  # fmt: skip
-    rounds = -(-p.column_blocks // (k_warps * cluster))
+    rounds = -(-p.k_blocks // (k_warps * cluster))
     stage = base.warps * stage_units * base.unit_bytes
     stages, prologue = ring(kibibytes << 10, stage, rounds * base.chunks, prefetch or max(1, _AHEAD // stage))
     found = replace(base, stages=stages, prologue_stages=prologue, x_stages=max(1, min(x_stages, rounds)))
