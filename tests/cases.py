@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.reference import quantize_activations
+from anybit.kernels.bitplane import bitplane_layout
+from anybit.kernels.block.quantize_activations import Packed, Target
 from anybit.scheme import (
     CODES,
     GROUPS,
@@ -76,6 +78,34 @@ def random_weight(n: int, k: int, format: WeightFormat, seed: int = 0) -> Quanti
         mask = torch.rand(n, k // 4, 4, generator=generator(seed + 4)).argsort(-1) < 2
         return QuantizedWeight.from_sparse_codes(codes, mask.view(n, k), scale, zero, format)
     return QuantizedWeight.from_codes(codes, scale, zero, format, minimum=minimum)
+
+
+def assert_codes_equal(packed: Packed, x: torch.Tensor, format: ActivationFormat, mean: float = 1e-6) -> None:
+    """Codes are the reference's of x [m, k], bit for bit, where it is finite; columns past k are zeros.
+
+    mean: relative error of scales that are means, which sum in another order.
+    """
+    (m, k), expected, codes = x.shape, quantize_activations(x.cpu(), format), packed.codes.cpu()
+    known, scale = ~expected.scale.isnan(), packed.scale.cpu()  # rows that are finite
+    assert torch.equal(scale.isnan(), ~known)
+    mean *= format.bits == 1 and format.code == "bipolar"
+    torch.testing.assert_close(scale[known], expected.scale[known], rtol=mean, atol=0)
+    if packed.target is Target.planes:
+        whole = bitplane_layout.unpack(codes, m, bitplane_layout.chunks(k) * bitplane_layout.CHUNK)
+        offset = 0
+    else:
+        whole, offset = codes, 2 ** (format.bits - 1)
+    assert not whole[:, k:].view(torch.uint8).any()
+    got = whole[:, :k]
+    if format.code == "float":
+        assert torch.equal(got[known].view(torch.uint8), expected.codes[known].view(torch.uint8))
+        return
+    wanted = expected.codes.int() - offset
+    assert packed.sum is not None
+    assert torch.equal(got[known].int(), wanted[known])
+    assert torch.equal(packed.sum.cpu()[known], wanted[known].sum(1, dtype=torch.int32))
+    if packed.zero is not None:
+        assert torch.equal(packed.zero.cpu()[known], expected.zero[known].int() - offset)
 
 
 def assert_codes_near(

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import emulate
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.kernels import gemm_kernel
-from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
+from anybit.kernels.bitplane import bitplane, bitplane_layout, bitplane_problem
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
-from anybit.kernels.bitplane.bitplane_problem import Params, facts, wgmma_n
+from anybit.kernels.bitplane.bitplane_problem import Facts, Params, facts, wgmma_n
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
 from anybit.kernels.bitplane.sm90_skinny import sm90_bitplane_skinny
@@ -47,6 +48,45 @@ class Operands:
     exact: Tensor
     unit: Tensor
     """The scale of V, float64 [m, n]."""
+
+
+def assert_right(given: Operands, y: Tensor, bias: Tensor | None = None) -> None:
+    """y is the exact integer product, or that scaled in a handful of fp32 roundings, then rounded once."""
+    if y.dtype == torch.int32:
+        assert torch.equal(y.double(), given.exact), f"{int((y.double() != given.exact).sum())} values are wrong"
+        return
+    expected = given.exact * given.unit + (0 if bias is None else bias.double())
+    step = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0.0}[y.dtype] + 2**-21
+    bound = expected.abs() * step + 2**-24 * (y.dtype == torch.float16) + 1e-6 * (bias is not None)
+    assert bool(((y.double() - expected).abs() <= bound).all())
+
+
+def check_on_gpu(problem: LinearProblem, config: Facts | None = None, padding: int = 0, bias: bool = False) -> Tensor:
+    """Multiply into poisoned memory; nothing around y is written. Returns y."""
+    m, n = problem.m, problem.n
+    given = operands(m, n, problem.k, problem.weights, problem.activations, "cuda")
+    room = torch.full((m + 2, n + padding), 77, dtype=problem.output.dtype, device="cuda")
+    y = room[1 : m + 1, :n]
+    added = torch.linspace(-1, 1, n, device="cuda") if bias else None
+    bitplane.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
+    assert_right(given, y, added)
+    assert bool((room[0] == 77).all() and (room[m + 1] == 77).all() and (room[:, n:] == 77).all())
+    return y
+
+
+def check_emulated(problem: LinearProblem, config: Facts, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
+    """The same on the emulator."""
+    family = bitplane.family_of(config)
+    assert family.why_not(problem, config) is None
+    m, n = problem.m, problem.n
+    given = operands(m, n, problem.k, problem.weights, problem.activations, seed=seed)
+    room = torch.full((m, n + padding), 77, dtype=problem.output.dtype)
+    y, added = room[:, :n], torch.linspace(-1, 1, n) if bias else None
+    y_map = emulate.Box(y, 64, config.tma_rows) if config.tma_rows else bytes(128)
+    params = on_host(given, room, added, y_map)
+    emulate.run(family.kernel(config), params, family.grid(problem, config), seed=seed, dependent=DEPENDENT)
+    assert bool((room[:, n:] == 77).all())
+    assert_right(given, y, added)
 
 
 def emulated(scheme: str, m: int, n: int, k: int, output: Output) -> LinearProblem:

@@ -1,16 +1,19 @@
 """Random products of packed weights for tests of all their kernels: weights, activations, expected results."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import emulate
 from anybit.codes.packing import QuantizedWeight, table_of
 from anybit.device import Device
-from anybit.kernels.gemm_kernel import Operands
+from anybit.kernels.gemm_kernel import C, GemmKernel, Operands
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.kernels.packed import packed_tiles, sparse_layout
+from anybit.kernels.multiply import multiply
+from anybit.kernels.packed import packed_problem, packed_tiles, sparse_layout
 from anybit.kernels.packed.packed_layout import TILE_COLUMNS, PackedWeight, code_bytes, subgroups, tile_group
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import random_codes, random_weight
@@ -103,6 +106,34 @@ def product(
         b = b.to(device)
         expected = expected + b.double()
     return PackedCase(packed, x.to(device), None if scale is None else scale.to(device), b, expected)
+
+
+def check_emulated(
+    kernel: GemmKernel[C], case: PackedCase, make: Callable[[LinearProblem], C] | None = None, seed: int = 0,
+    **changes: Any,
+) -> None:  # fmt: skip
+    """A product of few tokens on the emulator, by the config of ``make`` (default: the kernel's own) with changes."""
+    dtype, size = case.x.dtype, case.x.element_size()
+    problem = packed_problem.problem_of(case.packed, len(case.x), dtype, case.output, replace(HOPPER, sms=2))
+    problem = replace(problem, aligned=case.x.shape[1] * size % 16 == 0)
+    config: Any = replace((make or kernel.default)(problem), **changes)  # type: ignore[type-var]
+    assert kernel.why_not(problem, config) is None
+    y = case.empty()
+    params = packed_problem.arguments(operands(case.packed, case.x, y, case.bias, case.x_scale), problem)
+    dependent = ("x", "y", "x_scale")
+    emulate.run(kernel.kernel(config), params, kernel.grid(problem, config), seed=seed, dependent=dependent)
+    assert case.error(y) < TOLERANCE[case.output], f"{problem} by {config}: error {case.error(y):.2e}"
+
+
+def check_on_gpu(kernel: GemmKernel[Any], case: PackedCase) -> None:
+    """A product by the built-in config is right, and the same from run to run."""
+    y = case.empty()
+    multiply(kernel, case.x, case.packed, y, case.bias, x_scale=case.x_scale)
+    assert case.error(y) < TOLERANCE[case.output], f"mean relative error {case.error(y):.2e}"
+    for _ in range(3):
+        again = case.empty()
+        multiply(kernel, case.x, case.packed, again, case.bias, x_scale=case.x_scale)
+        assert torch.equal(y, again), "results differ from run to run"
 
 
 def unpack(packed: PackedWeight) -> Tensor:

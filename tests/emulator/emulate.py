@@ -127,6 +127,11 @@ def run(
         runtime.emulate_free()
 
 
+def launched(one: jit.Launch, **how: Any) -> None:
+    """`run` a launch as host code makes it."""
+    run(one.kernel, one.params, one.grid, **how)
+
+
 def _tensor(value: Any) -> Any:
     return value.matrix if isinstance(value, Box) else value
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
+sys.path[:0] = [str(folder) for folder in (*Path(__file__).parents[:3], Path(__file__).parents[1] / "emulator")]
 
 from anybit import jit  # noqa: E402
 

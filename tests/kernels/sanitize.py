@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "kernels"), str(TESTS), str(TESTS / "emulator")]
 
 import torch  # noqa: E402
 
-from anybit.codes.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
-from anybit.kernels.bitplane import bitplane, bitplane_layout  # noqa: E402
+from anybit.kernels.bitplane import bitplane  # noqa: E402
 from anybit.kernels.bitplane.bitplane_problem import Facts  # noqa: E402
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm  # noqa: E402
 from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule  # noqa: E402
@@ -27,12 +27,12 @@ from anybit.kernels.block import quantize_activations as activation_kernel  # no
 from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
-from cases import random_weight  # noqa: E402
+from cases import assert_codes_equal  # noqa: E402
 from cases_bitplane import (  # noqa: E402
     H200,
     TOKENS_A,
+    check_on_gpu,
     gemm,
-    operands,
     resident,
     rings,
     skinny,
@@ -126,26 +126,15 @@ def kernels_used() -> list[Kernel]:
 
 def main() -> None:
     for m, n, k, scheme in problems():
-        weight = random_weight(n, k, scheme.weights)
+        for output in (Output.s32, Output.f16):
+            problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200)
+            for family in (sm80_bitplane_gemm, bitplane):
+                check_on_gpu(problem, family.default(problem))
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half()
-        doubled = (scheme.weights.code == "bipolar") + (scheme.activations.code == "bipolar")
-        expected = integer_product(quantize_activations(x, scheme.activations), weight) * 2**doubled
-        prepared = bitplane_layout.prepare(weight).to("cuda")
-        packed = activation_kernel.quantize(x.cuda(), scheme.activations)
-        scaled = expected / 2**doubled * packed.scale.cpu().double()[:, None] * weight.scale[:, 0].double()
-        for family in (sm80_bitplane_gemm, bitplane):
-            for output in (Output.s32, Output.f16):
-                config = family.default(LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200))
-                y = bitplane.multiply(packed, prepared, output, config=config)
-                torch.cuda.synchronize()
-                if output is Output.s32:
-                    assert torch.equal(y.cpu(), expected.int()), (family.__name__, m, n, k, scheme)
-                else:
-                    torch.testing.assert_close(y.cpu().double(), scaled, rtol=1e-3, atol=1e-5)
+        assert_codes_equal(activation_kernel.quantize(x.cuda(), scheme.activations), x, scheme.activations, mean=1e-5)
     for problem, config in ways():
-        given = operands(problem.m, problem.n, problem.k, problem.weights, problem.activations, "cuda")
-        y = bitplane.multiply(given.x, given.weight, Output.f16, config=config)
-        torch.testing.assert_close(y.double(), given.exact * given.unit, rtol=1e-3, atol=1e-5)
+        check_on_gpu(problem, config)
+    torch.cuda.synchronize()
     print(f"{len(CASES)} cases, both families, and {len(WAYS)} ways: ok")
 
 

@@ -10,7 +10,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "kernels"), str(TESTS), str(TESTS / "emulator")]
 
 import torch  # noqa: E402
 

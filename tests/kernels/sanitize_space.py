@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "kernels"), str(TESTS), str(TESTS / "emulator")]
 
 import torch  # noqa: E402
 

@@ -1,18 +1,16 @@
-"""Bit-plane products through mma.sync on a GPU: exact against the reference."""
+"""Bit-plane products through mma.sync on a GPU: exact."""
 
 import pytest
 import torch
 
-from anybit.codes.reference import integer_product, quantize_activations
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.bitplane import bitplane, bitplane_layout
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
-from anybit.kernels.block import quantize_activations as activation_kernel
 from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
-from cases import EXHAUSTIVE, PAIRS, random_weight
+from cases import EXHAUSTIVE, PAIRS
+from cases_bitplane import check_on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -48,13 +46,6 @@ def kernels_used() -> list[Kernel]:
     for m, n, k, p, q, codes, output in shapes:
         for each in {output, Output.s32}:
             found.add(sm80_bitplane_gemm.kernel(sm80_bitplane_gemm.default(problem_of(m, n, k, p, q, codes, each))))
-        found.add(
-            activation_kernel.kernel(
-                activation_kernel.default(
-                    activation_kernel.Problem(m, k, ActivationFormat(q, codes[1]), aligned=k % 8 == 0)
-                )
-            )
-        )
     for p, q in EVERY_CONFIG:
         problem = problem_of(70, 200, 3000, p, q, ("asym", "asym"), Output.s32)
         found |= {sm80_bitplane_gemm.kernel(config) for config in sampled(problem)}
@@ -64,28 +55,12 @@ def kernels_used() -> list[Kernel]:
 def run(
     m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], *outputs: Output, every_config: bool = False
 ) -> None:
-    weights, activations = WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])
-    weight = random_weight(n, k, weights, seed=m + n + k)
-    x = torch.randn(m, k, generator=torch.Generator().manual_seed(7)).half()
-    quantized = quantize_activations(x, activations)
-    doubled = (codes[0] == "bipolar") + (codes[1] == "bipolar")
-    expected = (integer_product(quantized, weight) * 2**doubled).int()
-    prepared = bitplane_layout.prepare(weight).to("cuda")
-    packed = activation_kernel.quantize(x.cuda(), activations)
-    chosen = [sm80_bitplane_gemm.default(problem_of(m, n, k, p, q, codes, Output.s32))]
-    if every_config:
-        chosen += sampled(problem_of(m, n, k, p, q, codes, Output.s32))
-    for config in chosen:
-        y = torch.full((m, n), -0x5A5A5A5A, dtype=torch.int32, device="cuda")
-        bitplane.multiply(packed, prepared, Output.s32, y=y, config=config)
-        assert torch.equal(y.cpu(), expected), config
-    bias = torch.randn(n)
-    exact = integer_product(quantized, weight) * packed.scale.cpu().double()[:, None] * weight.scale[:, 0].double()
+    integers = problem_of(m, n, k, p, q, codes, Output.s32)
+    for config in (sm80_bitplane_gemm.default(integers), *(sampled(integers) if every_config else ())):
+        check_on_gpu(integers, config)
     for output in outputs:
-        config = sm80_bitplane_gemm.default(problem_of(m, n, k, p, q, codes, output))
-        y = bitplane.multiply(packed, prepared, output, bias=bias.cuda(), config=config).cpu()
-        tolerance = {Output.f16: 1e-3, Output.bf16: 8e-3, Output.f32: 1e-6}[output]
-        torch.testing.assert_close(y.double(), exact + bias, rtol=tolerance, atol=1e-5)
+        problem = problem_of(m, n, k, p, q, codes, output)
+        check_on_gpu(problem, sm80_bitplane_gemm.default(problem), bias=True)
 
 
 @pytest.mark.parametrize(("p", "q"), WIDTHS)

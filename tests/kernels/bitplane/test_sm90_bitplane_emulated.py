@@ -4,11 +4,7 @@ Every 37th of the 192 pairs of widths and code families is tested, all with ANYB
 """
 
 import pytest
-import torch
 
-import emulate
-from anybit.kernels.bitplane import bitplane
-from anybit.kernels.bitplane.bitplane_problem import Facts
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule
 from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand
@@ -16,18 +12,7 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import EXHAUSTIVE, PAIRS
-from cases_bitplane import (
-    DEPENDENT,
-    TOKENS_A,
-    code_pairs,
-    emulated,
-    gemm,
-    on_host,
-    operands,
-    resident,
-    rings,
-    skinny,
-)
+from cases_bitplane import TOKENS_A, check_emulated, code_pairs, emulated, gemm, resident, rings, skinny
 
 pytestmark = pytest.mark.emulate
 
@@ -38,26 +23,6 @@ STATIONARY = {"tile_m": 64, "activation_stationary": True, "activation_chunks": 
 
 def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) -> LinearProblem:
     return emulated(scheme, m, n, k, output)
-
-
-def run(asked: LinearProblem, config: Facts, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
-    family = bitplane.family_of(config)
-    assert family.why_not(asked, config) is None
-    m, n, k = asked.m, asked.n, asked.k
-    given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
-    y = torch.full((m, n + padding), 77, dtype=asked.output.dtype)
-    added = torch.linspace(-1, 1, n) if bias else None
-    y_map = emulate.Box(y[:, :n], 64, config.tma_rows) if config.tma_rows else bytes(128)
-    params = on_host(given, y, added, y_map)
-    emulate.run(family.kernel(config), params, family.grid(asked, config), seed=seed, dependent=DEPENDENT)
-    assert bool((y[:, n:] == 77).all())
-    y = y[:, :n]
-    if asked.output is Output.s32:
-        assert torch.equal(y.double(), given.exact)
-    else:
-        expected = given.exact * given.unit + (0 if added is None else added.double())
-        step = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0.0}[y.dtype] + 2**-21
-        assert bool(((y.double() - expected).abs() <= expected.abs() * step + 1e-6).all())
 
 
 @pytest.mark.parametrize(
@@ -81,15 +46,15 @@ def run(asked: LinearProblem, config: Facts, seed: int = 0, padding: int = 0, bi
 def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
     for seed in range(2):
-        run(asked, skinny(asked, **change), seed)
+        check_emulated(asked, skinny(asked, **change), seed)
 
 
 @pytest.mark.parametrize(("p", "q", "codes"), EVERY)
 def test_every_pair_is_exact(p: int, q: int, codes: tuple[str, str]) -> None:
     scheme = str(Scheme(WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])))
     few, many = problem(scheme, 11, 70, 1100), problem(scheme, 70, 132, 1031)
-    run(few, skinny(few, 8))
-    run(many, gemm(many, 64))
+    check_emulated(few, skinny(few, 8))
+    check_emulated(many, gemm(many, 64))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +89,8 @@ def test_every_pair_is_exact(p: int, q: int, codes: tuple[str, str]) -> None:
 def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     for output in (Output.s32, Output.f16):
         asked = problem(scheme, m, n, k, output)
-        run(asked, resident(asked, **change), bias=output is Output.f16)
-    run(asked, resident(asked, **change), seed=1, padding=3)  # unaligned rows
+        check_emulated(asked, resident(asked, **change), bias=output is Output.f16)
+    check_emulated(asked, resident(asked, **change), seed=1, padding=3)  # unaligned rows
 
 
 @pytest.mark.parametrize(
@@ -146,25 +111,25 @@ def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, c
 def test_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
     for seed in range(2):
-        run(asked, gemm(asked, **change), seed)
+        check_emulated(asked, gemm(asked, **change), seed)
 
 
 @pytest.mark.parametrize(("m", "k"), [(100, 2100), (260, 1100)])  # pieces without tokens; tiles without
 def test_first_planes_in_pieces(m: int, k: int) -> None:
     asked = problem("w2a2", m, 136, k, Output.f16)
     how = {"weight_chunks": 2, "activation_chunks": 2, "schedule": Schedule.cooperative, "first_plane_pieces": 2}
-    run(asked, gemm(asked, tile_m=256, tma_store=True, **how), bias=True)
+    check_emulated(asked, gemm(asked, tile_m=256, tma_store=True, **how), bias=True)
 
 
 @pytest.mark.parametrize("output", [Output.f16, Output.bf16, Output.f32])
 def test_results_are_rounded_resident(output: Output) -> None:
     for n, padding in ((72, 0), (71, 2), (72, 8)):
         asked = problem("w2a3-xasym", 66, n, 1024, output)
-        run(asked, gemm(asked, tile_m=64), padding=padding, bias=True)
+        check_emulated(asked, gemm(asked, tile_m=64), padding=padding, bias=True)
         if output is not Output.f32 and n % 8 == 0:
             config = gemm(asked, tile_m=64, tma_store=True, epilogue_stages=2 + padding // 8)
-            run(asked, config, padding=padding, bias=True)
-        run(asked, skinny(asked, 16), padding=padding, bias=True)
+            check_emulated(asked, config, padding=padding, bias=True)
+        check_emulated(asked, skinny(asked, 16), padding=padding, bias=True)
 
 
 def test_tma_stores_want_whole_sixteens() -> None:

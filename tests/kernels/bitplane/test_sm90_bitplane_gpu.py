@@ -17,7 +17,6 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.kernels.bitplane import bitplane, bitplane_layout
-from anybit.kernels.bitplane.bitplane_problem import Facts
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule
 from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
@@ -26,7 +25,18 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS, random_weight
-from cases_bitplane import H200, TOKENS_A, code_pairs, gemm, operands, resident, rings, skinny
+from cases_bitplane import (
+    H200,
+    TOKENS_A,
+    assert_right,
+    check_on_gpu,
+    code_pairs,
+    gemm,
+    operands,
+    resident,
+    rings,
+    skinny,
+)
 
 
 def present() -> bool:
@@ -128,50 +138,29 @@ def kernels_used() -> list[Kernel]:
     return [bitplane.family_of(config).kernel(config) for config in configs]
 
 
-def check(problem: LinearProblem, config: Facts | None = None, *, padding: int = 0, bias: bool = False) -> torch.Tensor:
-    """Multiply into poisoned memory, compare with the exact integers; returns the output."""
-    m, n, k = problem.m, problem.n, problem.k
-    given = operands(m, n, k, problem.weights, problem.activations, "cuda")
-    dtype = problem.output.dtype
-    room = torch.full((m + 2, n + padding), 77, dtype=dtype, device="cuda")
-    y = room[1 : m + 1, :n]
-    added = torch.linspace(-1, 1, n, device="cuda") if bias else None
-    bitplane.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
-    if problem.output is Output.s32:
-        assert torch.equal(y.double(), given.exact), f"{int((y.double() != given.exact).sum())} of {m * n} are wrong"
-    else:
-        expected = given.exact * given.unit + (0 if added is None else added.double())
-        # fp32 arithmetic of a handful of roundings, then one to the output type.
-        step = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0.0}[dtype] + 2**-21
-        bound = expected.abs() * step + 2**-24 * (dtype is torch.float16) + 1e-6 * bias
-        assert bool(((y.double() - expected).abs() <= bound).all())
-    assert bool((room[0] == 77).all() and (room[m + 1] == 77).all() and (room[:, n:] == 77).all())
-    return y
-
-
 @pytest.mark.parametrize(("p", "q", "w", "x"), EXACT)
 def test_every_pair_is_exact(p: int, q: int, w: str, x: str) -> None:
     for problem in exact_problems(p, q, w, x):
-        check(problem)
+        check_on_gpu(problem)
 
 
 @pytest.mark.parametrize("m", TOKENS)
 def test_any_number_of_tokens(m: int) -> None:
-    check(asked(m, 136, 2048, "w2a2"), padding=3)
+    check_on_gpu(asked(m, 136, 2048, "w2a2"), padding=3)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), EDGES)
 def test_ragged_weights_and_k(m: int, n: int, k: int) -> None:
-    check(asked(m, n, k, "w3a2asym-xbipolar"))
+    check_on_gpu(asked(m, n, k, "w3a2asym-xbipolar"))
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("m", [20, 300])
 def test_results_are_rounded_once(m: int, output: Output) -> None:
     problem = asked(m, 264, 1500, "w2a3-xasym", output)
-    check(problem, bias=True)
-    check(problem, padding=1)  # rows not aligned to 16 bytes
-    check(asked(m, 263, 1500, "w2a3-xasym", output))
+    check_on_gpu(problem, bias=True)
+    check_on_gpu(problem, padding=1)  # rows not aligned to 16 bytes
+    check_on_gpu(asked(m, 263, 1500, "w2a3-xasym", output))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), IN_PIECES)
@@ -179,13 +168,13 @@ def test_first_planes_in_pieces(m: int, n: int, k: int) -> None:
     problem = asked(m, n, k, "w2a2", Output.f16)
     config = gemm(problem, **PIECES)
     assert sm90_bitplane_gemm.why_not(problem, config) is None
-    check(problem, config, bias=True)
+    check_on_gpu(problem, config, bias=True)
 
 
 @pytest.mark.parametrize("change", CUTS, ids=str)
 def test_tiles_after_whole_waves_are_cut(change: dict[str, Any]) -> None:
     problem = asked(1000, 6000, 2100, "w1a1", Output.f16)
-    check(problem, gemm(problem, tma_store=True, **change))
+    check_on_gpu(problem, gemm(problem, tma_store=True, **change))
 
 
 @pytest.mark.parametrize(("make", "change"), VARIANTS, ids=str)
@@ -193,7 +182,7 @@ def test_every_kind_of_config(make: Callable[..., Any], change: dict[str, Any]) 
     problem = asked(300, 328, 2100, "w2a3asym")
     config = make(problem, **change)
     assert bitplane.family_of(config).why_not(problem, config) is None
-    check(problem, config)
+    check_on_gpu(problem, config)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -202,10 +191,10 @@ def test_tma_stores(m: int, n: int, rows: int, stages: int) -> None:
     problem = asked(m, n, 2100, "w2a3asym", Output.f16)
     config = gemm(problem, 128, tma_store=True, epilogue_tile=rows, epilogue_stages=stages)
     assert sm90_bitplane_gemm.why_not(problem, config) is None
-    check(problem, config, padding=8, bias=True)
+    check_on_gpu(problem, config, padding=8, bias=True)
     with pytest.raises(KernelError, match="rows that start on 16 bytes"):
-        check(problem, config, padding=3)
-    check(problem, replace(config, tma_store=False), padding=3)
+        check_on_gpu(problem, config, padding=3)
+    check_on_gpu(problem, replace(config, tma_store=False), padding=3)
 
 
 @pytest.mark.parametrize("m", [64, 4096])
@@ -213,8 +202,7 @@ def test_large_layer_and_repeats(m: int) -> None:
     problem = asked(m, 28672, 4096, "w1a1", Output.f16)
     given = operands(m, 28672, 4096, problem.weights, problem.activations, "cuda")
     first = bitplane.multiply(given.x, given.weight, Output.f16)
-    expected = given.exact * given.unit
-    assert bool(((first.double() - expected).abs() <= expected.abs() * 2**-10.9 + 2**-24).all())
+    assert_right(given, first)
     for _ in range(20):
         assert torch.equal(first, bitplane.multiply(given.x, given.weight, Output.f16))
 
@@ -227,8 +215,7 @@ def test_chains_of_products_that_overlap(change: dict[str, Any]) -> None:
     assert sm90_bitplane_resident.why_not(problem, config) is None
     given = operands(64, 4096, 4096, problem.weights, problem.activations, "cuda")
     results = [bitplane.multiply(given.x, given.weight, Output.f16, config=config) for _ in range(24)]
-    expected = given.exact * given.unit
-    assert bool(((results[0].double() - expected).abs() <= expected.abs() * 2**-10.9 + 2**-24).all())
+    assert_right(given, results[0])
     assert all(torch.equal(results[0], result) for result in results)
 
 

@@ -14,7 +14,7 @@ from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Config, S
 from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from cases_bitplane import H200, code_pairs, operands, stacked
+from cases_bitplane import H200, check_on_gpu, code_pairs, operands, stacked
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1024, 4096, 4096), (65, 8, 77), (1000, 4104, 3000), (4097, 136, 1024), (300, 30000, 1024)]
@@ -47,22 +47,10 @@ def kernels_used() -> list[Kernel]:
 
 
 def check(problem: LinearProblem, config: Config | None = None, *, padding: int = 0, bias: bool = False) -> None:
-    """Multiply into poisoned memory; compare with the exact integers, and bit for bit with sm90_bitplane_gemm.py."""
-    m, n = problem.m, problem.n
-    given = operands(m, n, problem.k, problem.weights, problem.activations, "cuda")
-    config = config or sm90_bitplane_stacked.default(problem)
-    room = torch.full((m + 2, n + padding), 77, dtype=problem.output.dtype, device="cuda")
-    y = room[1 : m + 1, :n]
-    added = torch.linspace(-1, 1, n, device="cuda") if bias else None
-    bitplane.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
-    expected = given.exact * given.unit + (0 if added is None else added.double())
-    step = {torch.float16: 2**-11, torch.bfloat16: 2**-8}[y.dtype] + 2**-21
-    bound = expected.abs() * step + 2**-24 * (y.dtype is torch.float16) + 1e-6 * bias
-    assert bool(((y.double() - expected).abs() <= bound).all())
-    assert bool((room[0] == 77).all() and (room[m + 1] == 77).all() and (room[:, n:] == 77).all())
-    other_config = sm90_bitplane_gemm.default(problem)
-    other = bitplane.multiply(given.x, given.weight, problem.output, bias=added, config=other_config)
-    assert torch.equal(y.contiguous().view(torch.int16), other.view(torch.int16))
+    """``check_on_gpu``, and compare bit for bit with sm90_bitplane_gemm."""
+    y = check_on_gpu(problem, config or sm90_bitplane_stacked.default(problem), padding, bias)
+    other = check_on_gpu(problem, sm90_bitplane_gemm.default(problem), bias=bias)
+    assert torch.equal(y.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
 
 
 @pytest.mark.parametrize("scheme", ["w1a2", "w2a2"])

@@ -23,12 +23,9 @@ def test_add_rms_norm(dtype, k, residual):
     x, other = torch.randn(2, 2, k).to(dtype)
     gamma = torch.randn(k).to(dtype)
     y, total = torch.zeros(2, 2, k, dtype=dtype)
-    problem = norm_act.Problem(2, k, dtype, k % 8 == 0)
-    config = norm_act.norm_config(problem)
-    add = other if residual else None
-    params = norm_act.Params(x, add, total if residual else None, gamma, y, k, k if residual else 0, k, 1e-5)
-    dependent = ("x", "residual") if residual else ("x",)
-    emulate.run(norm_act.kernel("add_rms_norm", config), params, (2, 1, 1), seed=k, dependent=dependent)
+    problem, add = norm_act.Problem(2, k, dtype, k % 8 == 0), (other, total) if residual else (None, None)
+    one = norm_act.add_rms_norm(problem, x, k, add[0], gamma, 1e-5, y, add[1])
+    emulate.launched(one, seed=k, dependent=("x", "residual") if residual else ("x",))
     close(y, ops._rms_norm_cpu(x + other if residual else x, gamma, 1e-5), dtype)
     if residual:
         assert torch.equal(total, x + other)
@@ -39,10 +36,8 @@ def test_add_rms_norm(dtype, k, residual):
 )
 def test_silu_mul(dtype, k, paired):
     x, y = torch.randn(2, 2 * k).to(dtype), torch.zeros(2, k, dtype=dtype)
-    config = norm_act.silu_config(norm_act.Problem(2, k, dtype, k % 8 == 0), paired)
-    params = norm_act.Params(x, None, None, None, y, 2 * k, 0, k, 0.0)
-    grid = (2, -(-k // (8 * config.threads)), 1)
-    emulate.run(norm_act.kernel("silu_mul", config), params, grid, seed=k, dependent=("x",))
+    problem = norm_act.Problem(2, k, dtype, k % 8 == 0)
+    emulate.launched(norm_act.silu_mul(problem, x, 2 * k, y, paired), seed=k, dependent=("x",))
     close(y, ops._silu_mul_cpu(x, paired), dtype)
     if paired:  # rows of a projection in paired order give the same
         inverse = torch.empty(2 * k, dtype=torch.long).scatter_(0, norm_act.paired_rows(k), torch.arange(2 * k))
@@ -56,9 +51,8 @@ def test_silu_of_extremes(dtype):
     few = [0.0, 6e-8, 5, 17, 86, 90, 128, 3e4, large, float("inf")]
     gate = torch.tensor([*few, *(-x for x in few), float("nan")] * 8).to(dtype)  # 168 values
     x, y = torch.stack((gate, torch.ones_like(gate))).reshape(1, -1), torch.zeros(1, gate.numel(), dtype=dtype)
-    config = norm_act.silu_config(norm_act.Problem(1, gate.numel(), dtype, True))
-    params = norm_act.Params(x, None, None, None, y, x.shape[1], 0, gate.numel(), 0.0)
-    emulate.run(norm_act.kernel("silu_mul", config), params, (1, 1, 1), seed=1, dependent=("x",))
+    problem = norm_act.Problem(1, gate.numel(), dtype, True)
+    emulate.launched(norm_act.silu_mul(problem, x, x.shape[1], y), seed=1, dependent=("x",))
     wanted = torch.nn.functional.silu(gate.float()).to(dtype)
     torch.testing.assert_close(y[0].float(), wanted.float(), rtol=TOLERANCE[dtype], atol=1e-30, equal_nan=True)
 
@@ -93,22 +87,9 @@ def check_rotary_embedding(dtype, dim, norms, stores=False, paired=False):
     problem = rope.Problem(rows, heads, kv_heads, dim, dtype, paired, stores)
     config = rope.default(problem)
     params = rope.Params(
-        given,
-        cosine,
-        sine,
-        *gammas,
-        q,
-        k,
-        residual,
-        lengths,
-        sequences,
-        qkv.stride(0),
-        heads,
-        kv_heads,
-        tokens,
-        ring,
-        1e-6,
-    )
+        given, cosine, sine, *gammas, q, k, residual, lengths, sequences,
+        qkv.stride(0), heads, kv_heads, tokens, ring, 1e-6,
+    )  # fmt: skip
     emulate.run(rope.kernel(config), params, rope.grid(problem, config), seed=dim, dependent=("qkv",))
     wide = [x if x is None else x.float() for x in (qkv, cosine, sine, *gammas)]
     expected_q, expected_k = ops._rotate_cpu(*wide[:3], heads, kv_heads, *wide[3:], 1e-6, False)

@@ -56,11 +56,7 @@ def same(found: quantize_activations.Packed, wanted: quantize_activations.Packed
     # A 1-bit scale is a mean, summed in an order that depends on the config.
     if not torch.allclose(found.scale, wanted.scale, rtol=1e-6 * (wanted.format.bits == 1), atol=0):
         return False
-    parts = [
-        (codes(found), codes(wanted)),
-        (found.sum, wanted.sum),
-        (found.zero, wanted.zero),
-    ]
+    parts = [(codes(found), codes(wanted)), (found.sum, wanted.sum), (found.zero, wanted.zero)]
     return all(a is b is None or torch.equal(a, b) for a, b in parts)
 
 

@@ -71,18 +71,8 @@ def test_sparse_weights(bits: int, code: str, group: int | None) -> None:
 def test_stripes(sms: int) -> None:
     """Stripes shorter than a row tile, and longer; several token tiles; an incomplete last row tile."""
     for seed in range(2):
-        run(
-            WeightFormat(4, "sym", 128),
-            9,
-            320,
-            640,
-            sms=sms,
-            seed=seed,
-            tile_m=8,
-            units=1,
-            row_warps=8,
-            split_k_warps=1,
-        )
+        shape = {"tile_m": 8, "units": 1, "row_warps": 8, "split_k_warps": 1}
+        run(WeightFormat(4, "sym", 128), 9, 320, 640, sms=sms, seed=seed, **shape)
 
 
 def test_ragged_and_ordered() -> None:
@@ -104,7 +94,7 @@ def test_more_tokens_than_a_launch_takes(dtype: torch.dtype, monkeypatch: pytest
 
     monkeypatch.setattr(jit, "launch", launch)
     monkeypatch.setattr(Device, "of", staticmethod(lambda _: replace(Device.named("sm_80"), sms=2)))
-    monkeypatch.setattr(sm80_packed_gemm, "_STEPS", 3)
+    monkeypatch.setattr(sm80_packed_gemm, "_PLACES", 3)
     case = product(WeightFormat(4, "sym", 128), 70, 64, 256, dtype, bias=True)
     y = case.empty()
     multiply(sm80_packed_gemm, case.x, case.packed, y, case.bias, x_scale=case.x_scale)

@@ -3,24 +3,15 @@
 import pytest
 import torch
 
-from anybit.kernels.multiply import multiply
 from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
+from cases_packed import FOREIGN, check_on_gpu, product, scheme_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def check(format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    it = product(format, m, n, k, dtype, seed=m, device="cuda")
-    y = it.empty()
-    multiply(sm80_packed_gemm, it.x, it.packed, y, x_scale=it.x_scale)
-    error = it.error(y)
-    assert error < TOLERANCE[it.output], f"{format} m={m} {dtype}: error {error:.2e}"
-    for _ in range(3):
-        again = it.empty()
-        multiply(sm80_packed_gemm, it.x, it.packed, again, x_scale=it.x_scale)
-        assert torch.equal(y, again)
+    check_on_gpu(sm80_packed_gemm, product(format, m, n, k, dtype, seed=m, device="cuda"))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024])

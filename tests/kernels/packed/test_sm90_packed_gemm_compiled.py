@@ -1,21 +1,20 @@
 """sm90_packed_gemm compiles without a GPU: the intended instruction, no spills, no calls."""
 
-import shutil
-import subprocess
-import sysconfig
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from anybit import jit
+import machine_code
 from anybit.choose.choose import Map
 from anybit.choose.policy import SHIPPED, read
+from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_packed_gemm import A16, FP8, INT8
+from machine_code import count
 
 INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.{}8.S8 ",
                "e4m3": "QGMMA.64x{}x32.F32.E4M3.E4M3 "}  # fmt: skip
@@ -46,55 +45,40 @@ CASES = [
 
 
 @pytest.mark.parametrize(("weights", "activations", "dtype", "cut"), CASES, ids=str)
-def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
-    check(LinearProblem(cut[0], 28672, 4096, weights, activations, dtype), cut, tmp_path)
+def test_machine_code(weights, activations, dtype, cut) -> None:
+    check(LinearProblem(cut[0], 28672, 4096, weights, activations, dtype), cut)
 
 
 @pytest.mark.parametrize(("text", "cut"), [
     ("w4a8", (128, 4)), ("w4a8", (128, 3)), ("w4a8", (192, 2)), ("w4a8", (64, 4)), ("w4a16g128", (256, 2)),
 ])  # fmt: skip
-def test_ends_with_silu(text: str, cut: tuple[int, int], tmp_path: Path) -> None:
+def test_ends_with_silu(text: str, cut: tuple[int, int]) -> None:
     scheme = Scheme.parse(text)
-    check(LinearProblem(cut[0], 28672, 4096, scheme.weights, scheme.activations), cut, tmp_path, silu=True)
+    check(LinearProblem(cut[0], 28672, 4096, scheme.weights, scheme.activations), cut, silu=True)
 
 
-def check(problem: LinearProblem, cut: tuple[int, ...], tmp_path: Path, silu: bool = False) -> None:
+def check(problem: LinearProblem, cut: tuple[int, ...], silu: bool = False) -> None:
     weights, config = problem.weights, sm90_packed_gemm.config_for(problem, *cut)
     assert sm90_packed_gemm.why_not(problem, config) is None
-    compiled = jit.compile(sm90_packed_gemm.kernel(config, silu), "sm_90a")
-    assert compiled.spill_bytes == 0
-    code = disassembly(compiled.cubin, tmp_path)
     instruction = INSTRUCTION[problem.operand.name].format(
         config.tile_m, "S" if weights.group or weights.sparse else "U"
     )
     if weights.sparse:
         instruction = instruction.replace("GMMA.", "GMMA.SP.").replace("x32.", "x64.").replace("x16.", "x32.")
-    assert instruction in code
-    assert "CALL" not in code, "an instruction is emulated"
+    compiled = machine_code.check(sm90_packed_gemm.kernel(config, silu), "sm_90a", has=re.escape(instruction))
     if config.register_sets == 2 and not config.promotes:
-        assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1, "the assembler serializes MMAs"
-
-
-def disassembly(cubin: bytes, folder: Path) -> str:
-    """The SASS of a cubin; skips if no disassembler is installed."""
-    places = [Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin", Path("/usr/local/cuda/bin")]
-    tool = shutil.which("nvdisasm") or next((str(p / "nvdisasm") for p in places if (p / "nvdisasm").exists()), None)
-    if tool is None:
-        pytest.skip("nvdisasm is not installed")
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
+        waits = count(compiled.cubin, "WARPGROUP.DEPBAR.LE gsb0, 0x0")
+        assert waits == 1, "the assembler serializes MMAs"
 
 
 @pytest.mark.parametrize("m", [16, 64, 128, 256, 4096])
-def test_bytes_that_are_not_widened_have_one_register_set(m: int, tmp_path: Path) -> None:
+def test_bytes_that_are_not_widened_have_one_register_set(m: int) -> None:
     """Loaded directly as operands: with two register sets, the next load would overwrite operands of MMAs in flight."""
     problem = LinearProblem(m, 4096, 4096, WeightFormat(8), ActivationFormat(8, "sym"), torch.float16)
     config = sm90_packed_gemm.default(problem)
     assert config.register_sets == 1
     assert "1 register set" in (sm90_packed_gemm.why_not(problem, replace(config, register_sets=2)) or "")
-    code = disassembly(jit.compile(sm90_packed_gemm.kernel(config), "sm_90a").cubin, tmp_path)
-    assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" not in code
+    machine_code.check(sm90_packed_gemm.kernel(config), "sm_90a", lacks="WARPGROUP.DEPBAR.LE gsb0, 0x1")
 
 
 @pytest.mark.parametrize("text", ["w4a16g128", "w4a8", "w8a8", "w4a8fp", "w4a16g128s24"])
@@ -149,12 +133,5 @@ def test_refusals_are_sentences() -> None:
     assert "min_blocks_per_sm=1" in str(sm90_packed_gemm.why_not(problem, hangs))
     assert hangs not in sm90_packed_gemm.refit(problem, hangs)
     assert "span must be 1, or 2" in str(sm90_packed_gemm.why_not(replace(problem, k=128 * 111), config))
-    assert "sm_80" in str(
-        sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80")))
-    )
-
-
-def packed_device(arch: str):
-    from anybit.device import Device
-
-    return Device.named(arch)
+    older = LinearProblem(16, 64, 128, WeightFormat(4), device=Device.named("sm_80"))
+    assert "sm_80" in str(sm90_packed_gemm.why_not(older))

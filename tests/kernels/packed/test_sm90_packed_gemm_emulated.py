@@ -84,9 +84,8 @@ def test_ends_with_silu(case: Case) -> None:
     plain, exact = made(case, config, 1)
     assert float((plain.double() - exact).abs().mean() / exact.abs().mean()) < 8e-3
     wanted = torch.empty(p.m, p.n // 2, dtype=p.dtype)
-    how = norm_act.silu_config(norm_act.Problem(p.m, p.n // 2, p.dtype, True), True)
-    given = norm_act.Params(plain, None, None, None, wanted, p.n, 0, p.n // 2, 0.0)
-    emulate.run(norm_act.kernel("silu_mul", how), given, (p.m, -(-p.n // (16 * how.threads)), 1), dependent=("x",))
+    rows = norm_act.Problem(p.m, p.n // 2, p.dtype)
+    emulate.launched(norm_act.silu_mul(rows, plain, p.n, wanted, paired=True), dependent=("x",))
     for seed in range(2):
         assert torch.equal(made(case, config, seed, silu=True)[0], wanted)
 

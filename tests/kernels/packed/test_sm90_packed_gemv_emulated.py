@@ -20,7 +20,7 @@ from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
-from cases_packed import FOREIGN, TOLERANCE, operands, product, scheme_of, unpack
+from cases_packed import FOREIGN, TOLERANCE, check_emulated, operands, product, scheme_of, unpack
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -33,16 +33,9 @@ def run(
     ordered: bool = False, bias: bool = False, seed: int = 0,
     make: Callable[[LinearProblem], Any] | None = None, **changes: Any,
 ) -> None:  # fmt: skip
-    case = product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=seed)
-    problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
-    problem = replace(problem, aligned=k % 8 == 0)
-    config = replace(module.default(problem) if make is None else make(problem), **changes)
-    assert module.why_not(problem, config) is None
-    y = case.empty()
-    params = packed_problem.arguments(operands(case.packed, case.x, y, case.bias), problem)
-    emulate.run(module.kernel(config), params, module.grid(problem, config), seed=seed, dependent=("x", "y"))
-    error = case.error(y)
-    assert error < TOLERANCE[dtype], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+    check_emulated(
+        module, product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=seed), make, seed, **changes
+    )
 
 
 @BOTH
@@ -129,6 +122,40 @@ def test_numbers_that_are_not_finite() -> None:
     assert not y[:2].isfinite().any() and not y[2].any()
 
 
+class Fused:
+    """A product whose activations are normed, RMSNorm(x + residual), on the emulator."""
+
+    def __init__(
+        self, format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype, warps: int, residual: bool = True
+    ) -> None:
+        self.case = case = product(format, m, n, k, dtype, bias=True, seed=k + n)
+        self.gamma = (torch.rand(k) + 0.5).to(dtype)
+        self.other = torch.randn(m, k).to(dtype) if residual else None
+        self.total = torch.zeros(m, k, dtype=dtype) if residual else None
+        self.problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
+        self.config = sm90_packed_gemv.fitted(self.problem, warps, 2, 20, -(-k // 128 // warps))
+        assert sm90_packed_gemv.norm_why_not(self.problem, self.config) is None
+
+    def run(self, y: torch.Tensor, step: RopeStoreArgs | RopePagesArgs | None = None, silu: bool = False) -> None:
+        """Launch it, by RoPE's epilogue if there is a step."""
+        given = operands(self.case.packed, self.case.x, y, self.case.bias)
+        norm = sm90_packed_gemv.norm_arguments(given, self.problem, self.gamma, 1e-5, self.other, self.total)
+        params = norm if step is None else sm90_packed_gemv.rotary_arguments(norm, step)
+        dependent = {"x", "y", "residual", "residual_sum", "ring", "keys", "values"} & set(vars(params))
+        if self.other is None:
+            dependent -= {"residual", "residual_sum"}
+        one = sm90_packed_gemv.norm_launch(self.problem, self.config, params, silu)
+        emulate.launched(one, seed=len(self.gamma), dependent=dependent)
+
+    @property
+    def expected(self) -> torch.Tensor:
+        """The product in float64."""
+        x = self.case.x if self.other is None else self.case.x + self.other
+        assert self.total is None or torch.equal(self.total, x)
+        assert self.case.bias is not None
+        return _rms_norm_cpu(x, self.gamma, 1e-5).double() @ unpack(self.case.packed).T + self.case.bias.double()
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("residual", [True, False])
 def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
@@ -141,45 +168,21 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
         (2, 64, 328, 2, WeightFormat(4, "sym", 128)),
         (2, 64, 328, 2, WeightFormat(4, "e2m1", 32)),
     ):
-        case = product(format, m, n, k, dtype, bias=True, seed=k)
-        other, gamma = torch.randn(m, k).to(dtype) if residual else None, (torch.rand(k) + 0.5).to(dtype)
-        problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
-        config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
-        assert sm90_packed_gemv.norm_why_not(problem, config) is None
-        y, total = case.empty(), torch.zeros(m, k, dtype=dtype) if residual else None
-        params = sm90_packed_gemv.norm_arguments(
-            operands(case.packed, case.x, y, case.bias), problem, gamma, 1e-5, other, total
-        )
-        dependent = ("x", "y", "residual", "residual_sum") if residual else ("x", "y")
-        emulate.run(
-            sm90_packed_gemv.norm_kernel(config), params, sm90_packed_gemv.grid(problem, config), dependent=dependent
-        )
-        x = case.x if other is None else case.x + other
-        assert total is None or torch.equal(total, x)
-        assert case.bias is not None
-        expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ unpack(case.packed).T + case.bias.double()
-        error = replace(case, expected=expected).error(y)
-        assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+        fused = Fused(format, m, n, k, dtype, warps, residual)
+        y = fused.case.empty()
+        fused.run(y)
+        error = replace(fused.case, expected=fused.expected).error(y)
+        assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {fused.config}: error {error:.2e}"
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_ends_with_silu(dtype: torch.dtype) -> None:
     """silu(gate) * up with rows interleaved in eights, and an incomplete last tile."""
     for m, n, k, warps, bits in ((1, 208, 512, 3, 4), (2, 64, 256, 4, 3)):
-        case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
-        gamma = (torch.rand(k) + 0.5).to(dtype)
-        problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
-        config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
+        fused = Fused(WeightFormat(bits, "sym", 128), m, n, k, dtype, warps, residual=False)
         y = torch.full((m, n // 2), torch.nan, dtype=dtype)
-        params = sm90_packed_gemv.norm_arguments(
-            operands(case.packed, case.x, y, case.bias), problem, gamma, 1e-5, None, None
-        )
-        kernel = sm90_packed_gemv.norm_kernel(config, silu=True)
-        emulate.run(kernel, params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
-        x = _rms_norm_cpu(case.x, gamma, 1e-5)
-        assert case.bias is not None
-        whole = x.double() @ unpack(case.packed).T + case.bias.double()
-        expected = _silu_mul_cpu(whole.to(dtype), paired=True)
+        fused.run(y, silu=True)
+        expected = _silu_mul_cpu(fused.expected.to(dtype), paired=True)
         torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
@@ -190,26 +193,15 @@ def test_ends_with_silu(dtype: torch.dtype) -> None:
 def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, warps: int) -> None:
     """Queries are rotated, keys and values stored in the ring, for sequences in any order."""
     heads, kv_heads, k, slots = 3, 2, 256, 32
-    n = (heads + 2 * kv_heads) * dim
-    case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)
-    other, gamma = torch.randn(m, k).to(dtype), (torch.rand(k) + 0.5).to(dtype)
-    problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
-    config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
-    q, total = torch.full((m, heads * dim), torch.nan, dtype=dtype), torch.zeros(m, k, dtype=dtype)
+    fused = Fused(WeightFormat(4, "sym", 128), m, (heads + 2 * kv_heads) * dim, k, dtype, warps)
+    q = torch.full((m, heads * dim), torch.nan, dtype=dtype)
     ring, wanted = torch.zeros(2, 3, kv_heads, 2, slots * dim, dtype=dtype)
     angles = torch.rand(m, dim // 2).repeat(1, 2) * 6
     lengths, order = torch.tensor([40, 7, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     cosine, sine, sequences = angles.cos().to(dtype), angles.sin().to(dtype), order[: m // tokens]
     step = RopeStoreArgs(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
-    norm = sm90_packed_gemv.norm_arguments(
-        operands(case.packed, case.x, q, case.bias), problem, gamma, 1e-5, other, total
-    )
-    params = sm90_packed_gemv.rotary_arguments(norm, step)
-    kernel, grid = sm90_packed_gemv.rotary_kernel(config), sm90_packed_gemv.grid(problem, config)
-    emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "ring"))
-    assert case.bias is not None
-    x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
-    qkv = (x @ unpack(case.packed).T + case.bias.double()).to(dtype).float()
+    fused.run(q, step)
+    qkv = fused.expected.to(dtype).float()
     expected = _rotate_store_cpu(
         qkv, cosine.float(), sine.float(), wanted, lengths, sequences, heads, kv_heads, tokens, None, None, 0.0, True
     )
@@ -222,12 +214,8 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
 def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None:
     """Keys and values go to the pages of their slots; a token without a slot only has its queries rotated."""
     heads, kv_heads, k, page = 3, 2, 256, 16
-    n = (heads + 2 * kv_heads) * dim
-    case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)
-    other, gamma = torch.randn(m, k).to(dtype), (torch.rand(k) + 0.5).to(dtype)
-    problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
-    config = sm90_packed_gemv.fitted(problem, 1, 2, 20, 2)
-    q, total = torch.full((m, heads * dim), torch.nan, dtype=dtype), torch.zeros(m, k, dtype=dtype)
+    fused = Fused(WeightFormat(4, "sym", 128), m, (heads + 2 * kv_heads) * dim, k, dtype, 1)
+    q = torch.full((m, heads * dim), torch.nan, dtype=dtype)
     got, wanted = torch.zeros(2, 3, kv_heads, page, 2 * dim, dtype=dtype)
     angles = torch.rand(40, dim // 2) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
@@ -237,15 +225,8 @@ def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None
         keys, values = cache.transpose(1, 2).split(dim, dim=-1)
         return RopePagesArgs(table, positions, keys, values, slots, heads, kv_heads)
 
-    norm = sm90_packed_gemv.norm_arguments(
-        operands(case.packed, case.x, q, case.bias), problem, gamma, 1e-5, other, total
-    )
-    params = sm90_packed_gemv.rotary_arguments(norm, step(got))
-    kernel, grid = sm90_packed_gemv.rotary_kernel(config, pages=True), sm90_packed_gemv.grid(problem, config)
-    emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "keys", "values"))
-    assert case.bias is not None
-    x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
-    qkv = (x @ unpack(case.packed).T + case.bias.double()).to(dtype)
+    fused.run(q, step(got))
+    qkv = fused.expected.to(dtype)
     expected = pages._rotate_cpu(step(wanted), qkv, None, None, 0.0, True)
     atol = 0.02 * float(qkv.abs().max())
     torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)

@@ -18,7 +18,7 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, TOLERANCE, product, unpack
+from cases_packed import FOREIGN, check_on_gpu, product, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -88,15 +88,7 @@ def kernels_used() -> list[Kernel]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(case: Case) -> None:
     module, m, n, k, format, dtype, act_order, bias = case
-    it = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=n + m, device="cuda")
-    y = it.empty()
-    multiply(module, it.x, it.packed, y, bias=it.bias)
-    error = it.error(y)
-    assert error < TOLERANCE[dtype], f"{case}: mean relative error {error:.2e}"
-    again = it.empty()
-    for _ in range(3):
-        multiply(module, it.x, it.packed, again, bias=it.bias)
-        assert torch.equal(y, again), f"{case}: results differ from run to run"
+    check_on_gpu(module, product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=n + m, device="cuda"))
 
 
 def chain(module: GemmKernel[Any], packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:

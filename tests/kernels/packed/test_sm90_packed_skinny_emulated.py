@@ -13,7 +13,7 @@ from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.ops.elementwise import _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
-from cases_packed import FOREIGN, TOLERANCE, operands, product, scheme_of
+from cases_packed import FOREIGN, check_emulated, operands, product, scheme_of
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -24,24 +24,8 @@ def run(
     bias: bool = False, split: bool = False, seed: int = 0, **changes: int,
 ) -> None:  # fmt: skip
     case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
-    problem = packed_problem.problem_of(case.packed, m, dtype, case.output, HOPPER)
-    problem = replace(problem, aligned=k * case.x.element_size() % 16 == 0)
-    config = sm90_packed_skinny.default(problem)
-    if split:
-        config = sm90_packed_skinny.fitted(problem, 8, 1, 2, 32, 1, True)
-    config = replace(config, **changes)
-    assert sm90_packed_skinny.why_not(problem, config) is None
-    y = case.empty()
-    params = packed_problem.arguments(operands(case.packed, case.x, y, case.bias, case.x_scale), problem)
-    emulate.run(
-        sm90_packed_skinny.kernel(config),
-        params,
-        sm90_packed_skinny.grid(problem, config),
-        seed=seed,
-        dependent=("x", "y", "x_scale"),
-    )
-    error = case.error(y)
-    assert error < TOLERANCE[case.output], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+    make = (lambda p: sm90_packed_skinny.fitted(p, 8, 1, 2, 32, 1, True)) if split else None
+    check_emulated(sm90_packed_skinny, case, make, seed, **changes)
 
 
 @pytest.mark.parametrize(
@@ -112,19 +96,8 @@ def test_ragged(m: int, n: int, k: int) -> None:
 def test_small_rings(seed: int) -> None:
     """Pipelines that wrap around many times, activations loaded again, warps that share rows."""
     format = WeightFormat(4, "sym", 128)
-    run(
-        format,
-        4,
-        192,
-        1024,
-        seed=seed,
-        stages=2,
-        prologue_stages=1,
-        x_stages=1,
-        x_resident=False,
-        warps=4,
-        split_k_warps=2,
-    )
+    again = {"x_stages": 1, "x_resident": False, "warps": 4, "split_k_warps": 2}
+    run(format, 4, 192, 1024, seed=seed, stages=2, prologue_stages=1, **again)
     run(format, 1, 192, 1024, seed=seed, stages=3, prologue_stages=2, warps=4, split_k_warps=4, x_stages=2, trigger=1)
     paced = {
         "stages": 3,

@@ -12,46 +12,11 @@ from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
-from cases import random_weight
-from cases_packed import FOREIGN, TOLERANCE, act_order, problem
+from cases_packed import FOREIGN, PackedCase, check_on_gpu, problem, product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 DTYPES = [torch.float16, torch.bfloat16, torch.int8]
-
-
-def cuda(weight: QuantizedWeight, ordered: bool = False) -> QuantizedWeight:
-    weight = act_order(weight, torch.Generator().manual_seed(weight.shape[1])) if ordered else weight
-    return weight.to("cuda")
-
-
-def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    if dtype == torch.int8:
-        x = torch.randint(-127, 128, (m, k), generator=generator, device="cuda", dtype=torch.int8)
-        return x, torch.rand(m, generator=generator, device="cuda") / 100 + 0.001
-    return torch.randn(m, k, generator=generator, device="cuda").to(dtype), None
-
-
-def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = False) -> None:
-    n, k = weight.shape
-    packed = packed_tiles.prepare(weight, "a8" if dtype == torch.int8 else "a16")
-    x, scale = activations(m, k, dtype, n + m)
-    output = torch.float16 if dtype == torch.int8 else dtype
-    b = torch.randn(n, device="cuda").to(output) if bias else None
-    expected = x.double() @ weight.dequantize(torch.float64).T
-    if scale is not None:
-        expected *= scale.double()[:, None]
-    if b is not None:
-        expected += b.double()
-    y = torch.full((m, n), torch.nan, device="cuda", dtype=output)
-    multiply(sm90_packed_skinny, x, packed, y, b, x_scale=scale)
-    error = (y.double() - expected).abs().mean() / expected.abs().mean()
-    assert error < TOLERANCE[output], f"{weight.format} m={m} n={n} k={k} {dtype}: mean relative error {error:.2e}"
-    again = torch.full_like(y, torch.nan)
-    for _ in range(3):
-        multiply(sm90_packed_skinny, x, packed, again, b, x_scale=scale)
-        assert torch.equal(y, again), f"{weight.format} m={m}: results differ from run to run"
 
 
 def kernels_used() -> list[Kernel]:
@@ -107,7 +72,9 @@ CASES = [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS, *MACHETE]
 @pytest.mark.parametrize("case", [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS], ids=str)
 def test_cases(case: Case) -> None:
     m, n, k, format, dtype, ordered, bias = case
-    check(cuda(random_weight(n, k, format, n + m), ordered), m, dtype, bias)
+    check_on_gpu(
+        sm90_packed_skinny, product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=n + m, device="cuda")
+    )
 
 
 @pytest.mark.parametrize("case", MACHETE, ids=str)
@@ -117,17 +84,20 @@ def test_machete_cases(case: Case) -> None:
     words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator, device="cuda").to(torch.int32)
     scale = torch.rand(n, k // 128, generator=generator, device="cuda") + 0.5
     zero = torch.randint(0, 16, (n, k // 128), generator=generator, device="cuda").to(torch.uint8)
-    check(QuantizedWeight(words, scale, zero, (n, k), format), m, dtype)
+    weight = QuantizedWeight(words, scale, zero, (n, k), format)
+    x, x_scale = torch.randn(m, k, generator=generator, device="cuda"), None
+    if dtype == torch.int8:
+        x, x_scale = (x * 30).clamp(-127, 127), torch.rand(m, generator=generator, device="cuda") / 100 + 0.001
+    x = x.to(dtype)
+    expected = x.double() @ weight.dequantize(torch.float64).T * (1 if x_scale is None else x_scale.double()[:, None])
+    packed = packed_tiles.prepare(weight, "a16" if x_scale is None else "a8")
+    check_on_gpu(sm90_packed_skinny, PackedCase(packed, x, x_scale, None, expected))
 
 
 def test_every_config_agrees() -> None:
-    weight = cuda(random_weight(1024, 2048, WeightFormat(2, "sym", 128)))
-    packed = packed_tiles.prepare(weight)
-    x, _ = activations(2, 2048, torch.float16)
-    expected = x.double() @ weight.dequantize(torch.float64).T
-    problem = packed_problem.problem_of(packed, 2, torch.float16, torch.float16, Device.of(x))
+    it = product(WeightFormat(2, "sym", 128), 2, 1024, 2048, device="cuda")
+    problem = packed_problem.problem_of(it.packed, 2, torch.float16, torch.float16, Device.of(it.x))
     for config in itertools.islice(sm90_packed_skinny.configs(problem), 0, None, 60):
-        y = torch.full((2, 1024), torch.nan, device="cuda", dtype=torch.float16)
-        multiply(sm90_packed_skinny, x, packed, y, config=config)
-        error = (y.double() - expected).abs().mean() / expected.abs().mean()
-        assert error < 1e-3, f"{config}: {error:.2e}"
+        y = it.empty()
+        multiply(sm90_packed_skinny, it.x, it.packed, y, config=config)
+        assert it.error(y) < 1e-3, f"{config}: {it.error(y):.2e}"
