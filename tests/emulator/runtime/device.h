@@ -24,6 +24,7 @@
 #define __cluster_dims__(...)
 #define __shared__ static_assert(false, "kernels keep everything in ptx::dynamic_shared()")
 #define DEVICE inline
+#define UNROLL
 #define CHECKED inline
 #define NEEDS(minimum, what)
 #define ANYBIT_ARCH 900

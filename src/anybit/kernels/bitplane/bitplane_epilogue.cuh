@@ -43,8 +43,7 @@ template <class Config> struct Epilogue {
         const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
         row_load[0] = T::load_row(p, at);
         row_load[1] = T::load_row(p, at + 8);
-#pragma unroll
-        for (int i = 0; i < fetched; i++) column_load[i] = T::load_column(p, m + thread + 128 * i);
+        UNROLL for (int i = 0; i < fetched; i++) column_load[i] = T::load_column(p, m + thread + 128 * i);
     }
 
     struct Pair {  // a thread's two tokens of eight
@@ -66,8 +65,7 @@ template <class Config> struct Epilogue {
     // read the constants of the tile before that.
     DEVICE void stage_columns() {
         columns = 2 * (shared.shared + S::columns) + S::column_bytes - columns;
-#pragma unroll
-        for (int i = 0; i < fetched; i++) {
+        UNROLL for (int i = 0; i < fetched; i++) {
             const int at = thread + 128 * i;
             if (at >= tokens) break;
             const typename T::Column c = T::column(column_load[i]);
@@ -92,21 +90,17 @@ template <class Config> struct Epilogue {
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
         const uint32_t stage = shared.shared + stage_token * S::pitch + stage_piece * 16;
         Pair c[eights];
-#pragma unroll
-        for (int i = 0; i < eights; i++) c[i] = pair(i);
-#pragma unroll
-        for (int first = 0; first < width; first += epilogue_tile) {
+        UNROLL for (int i = 0; i < eights; i++) c[i] = pair(i);
+        UNROLL for (int first = 0; first < width; first += epilogue_tile) {
             uint32_t packed[eights / 2][4];
-#pragma unroll
-            for (int i = 0; i < eights; i++) {
+            UNROLL for (int i = 0; i < eights; i++) {
                 const int r = (first / 8 + i) * 4;
                 const typename T::Column c0 = column(c[i], 0), c1 = column(c[i], 1);
                 packed[i / 2][2 * (i % 2)] = T::pack(T::result(acc[r], row[0], c0), T::result(acc[r + 1], row[0], c1));
                 packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(acc[r + 2], row[1], c0), T::result(acc[r + 3], row[1], c1));
             }
             if constexpr (Config::tma_store) ptx::mbarrier_wait_parity(shared.read(buffer), parity);
-#pragma unroll
-            for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + buffer * S::buffer_bytes + i * 16 * S::pitch, packed[i]);
+            UNROLL for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + buffer * S::buffer_bytes + i * 16 * S::pitch, packed[i]);
             if constexpr (Config::tma_store) {
                 ptx::fence_proxy_async();
                 __syncwarp();
@@ -114,8 +108,7 @@ template <class Config> struct Epilogue {
                 if (++buffer == S::buffers) buffer = 0, parity ^= 1;
             }
             if (first + epilogue_tile < width) {
-#pragma unroll
-                for (int i = 0; i < eights; i++) c[i] = pair((first + epilogue_tile) / 8 + i);  // issued after the fence, which would wait for them
+                UNROLL for (int i = 0; i < eights; i++) c[i] = pair((first + epilogue_tile) / 8 + i);  // issued after the fence, which would wait for them
             }
             if constexpr (!Config::tma_store) {
                 ptx::bar_sync(barrier, 128);
@@ -139,20 +132,17 @@ template <class Config> struct Epilogue {
                 continue;
             }
             const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int i = 0; i < 8; i++)
+            UNROLL for (int i = 0; i < 8; i++)
                 if (column + i < p.n) y[i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
         }
     }
 
     template <int width> DEVICE void write_32bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
-#pragma unroll
-        for (int i = 0; i < width / 8; i++) {
+        UNROLL for (int i = 0; i < width / 8; i++) {
             const Pair c = pair(i);
             const int token = m + 8 * i + 2 * (thread % 4);
-#pragma unroll
-            for (int e = 0; e < 4; e++) T::store(p, token + e % 2, at + 8 * (e / 2), acc[4 * i + e], row[e / 2], column(c, e % 2));
+            UNROLL for (int e = 0; e < 4; e++) T::store(p, token + e % 2, at + 8 * (e / 2), acc[4 * i + e], row[e / 2], column(c, e % 2));
         }
     }
 };

@@ -135,8 +135,7 @@ template <class Config> struct Terms {
 };
 
 template <int count> DEVICE void rotate(int32_t (&acc)[count], int left) {
-#pragma unroll
-    for (int i = 0; i < count; i++)
+    UNROLL for (int i = 0; i < count; i++)
         acc[i] = static_cast<int32_t>(__funnelshift_l(static_cast<uint32_t>(acc[i]), static_cast<uint32_t>(acc[i]), left));
 }
 

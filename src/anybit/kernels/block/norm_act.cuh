@@ -27,33 +27,28 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) add_r
 
     ptx::griddepcontrol_launch_dependents();
     uint4 gamma[vectors];
-#pragma unroll
-    for (int v = 0; v < vectors; ++v) gamma[v] = load8<aligned>(p.gamma, 8 * (v * threads + thread), p.k);
+    UNROLL for (int v = 0; v < vectors; ++v) gamma[v] = load8<aligned>(p.gamma, 8 * (v * threads + thread), p.k);
     ptx::griddepcontrol_wait();
 
     uint4 value[vectors], other[vectors];
-#pragma unroll
-    for (int v = 0; v < vectors; ++v) {
+    UNROLL for (int v = 0; v < vectors; ++v) {
         const int k = static_cast<int>(8 * (v * threads + thread));
         value[v] = load8<aligned>(p.x + row * p.x_stride, k, p.k);
         if (p.residual) other[v] = load8<aligned>(p.residual + row * p.residual_stride, k, p.k);
     }
     float squares = 0.f;
-#pragma unroll
-    for (int v = 0; v < vectors; ++v) {
+    UNROLL for (int v = 0; v < vectors; ++v) {
         if (p.residual)
             value[v] = make_uint4(add_pair<bf16>(value[v].x, other[v].x), add_pair<bf16>(value[v].y, other[v].y),
                                   add_pair<bf16>(value[v].z, other[v].z), add_pair<bf16>(value[v].w, other[v].w));
         const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
             const float low = low_float<bf16>(word[i]), high = high_float<bf16>(word[i]);
             squares += low * low + high * high;
         }
     }
     const float factor = rsqrtf(over_block<Sum, threads / 32, 0>(squares) / static_cast<float>(p.k) + p.epsilon);
-#pragma unroll
-    for (int v = 0; v < vectors; ++v) {
+    UNROLL for (int v = 0; v < vectors; ++v) {
         const int k = static_cast<int>(8 * (v * threads + thread));
         const uint4 y = make_uint4(
             normalize_pair<bf16>(value[v].x, gamma[v].x, factor), normalize_pair<bf16>(value[v].y, gamma[v].y, factor),

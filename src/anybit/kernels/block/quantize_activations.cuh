@@ -101,8 +101,7 @@ template <Code code, int bits, int offset> DEVICE uint32_t encode(float v, const
 
 template <bool is_bf16> DEVICE void floats_of(uint4 values, float (&eight)[8]) {
     const uint32_t word[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
         eight[2 * i] = low_float<is_bf16>(word[i]);
         eight[2 * i + 1] = high_float<is_bf16>(word[i]);
     }
@@ -185,19 +184,16 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     constexpr bool normed = Config::source == Source::rms_norm, ahead = normed && vectors <= 4;
     [[maybe_unused]] uint4 gamma[ahead ? vectors : 1], other[ahead ? vectors : 1];
     if constexpr (ahead) {
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) gamma[v] = load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
+        UNROLL for (int v = 0; v < vectors; ++v) gamma[v] = load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
     }
     ptx::griddepcontrol_wait();
 
     const uint16_t* x = p.x + row * p.x_stride;
     uint4 value[vectors];
-#pragma unroll
-    for (int v = 0; v < vectors; ++v) value[v] = load8<Config::aligned>(x, 8 * (v * threads + thread), p.k);
+    UNROLL for (int v = 0; v < vectors; ++v) value[v] = load8<Config::aligned>(x, 8 * (v * threads + thread), p.k);
 
     if constexpr (Config::source == Source::silu_mul) {
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) {
+        UNROLL for (int v = 0; v < vectors; ++v) {
             const uint4 up = load8<Config::aligned>(x + p.k, 8 * (v * threads + thread), p.k);
             value[v] = make_uint4(silu_mul_pair<bf16>(value[v].x, up.x), silu_mul_pair<bf16>(value[v].y, up.y),
                                   silu_mul_pair<bf16>(value[v].z, up.z), silu_mul_pair<bf16>(value[v].w, up.w));
@@ -206,12 +202,10 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     if constexpr (normed) {
         const uint16_t* residual = p.residual + row * p.residual_stride;
         if (ahead && p.residual) {
-#pragma unroll
-            for (int v = 0; v < vectors; ++v) other[ahead ? v : 0] = load8<Config::aligned>(residual, 8 * (v * threads + thread), p.k);
+            UNROLL for (int v = 0; v < vectors; ++v) other[ahead ? v : 0] = load8<Config::aligned>(residual, 8 * (v * threads + thread), p.k);
         }
         float squares = 0.f;
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) {
+        UNROLL for (int v = 0; v < vectors; ++v) {
             const int k = static_cast<int>(8 * (v * threads + thread));
             if (p.residual) {
                 const uint4 add = ahead ? other[ahead ? v : 0] : load8<Config::aligned>(residual, k, p.k);
@@ -220,15 +214,13 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
                 store8<Config::aligned>(p.residual_sum + row * p.residual_stride, k, p.k, value[v]);
             }
             const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLL for (int i = 0; i < 4; ++i) {
                 const float low = low_float<bf16>(word[i]), high = high_float<bf16>(word[i]);
                 squares += low * low + high * high;
             }
         }
         const float factor = rsqrtf(over_block<Sum, warps, 0>(squares) / static_cast<float>(p.k) + p.epsilon);
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) {
+        UNROLL for (int v = 0; v < vectors; ++v) {
             const uint4 by = ahead ? gamma[ahead ? v : 0] : load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
             value[v] = make_uint4(
                 normalize_pair<bf16>(value[v].x, by.x, factor), normalize_pair<bf16>(value[v].y, by.y, factor),
@@ -237,8 +229,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     }
 
     if constexpr (order > 0) {
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) {
+        UNROLL for (int v = 0; v < vectors; ++v) {
             const int i = static_cast<int>(8 * (v * threads + thread));
             if (i >= rotated_k) continue;
             float eight[8];
@@ -251,8 +242,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         __syncthreads();
         rotation::sylvester<threads, power, rotated_k, 8>(rotated);
         rotation::paley<threads, order, power>(rotated, rotated + rotation::room(rotated_k));
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) {
+        UNROLL for (int v = 0; v < vectors; ++v) {
             const int i = static_cast<int>(8 * (v * threads + thread));
             if (i >= rotated_k) continue;
             const uint4* from = reinterpret_cast<const uint4*>(rotated + rotation::place(i));
@@ -266,11 +256,9 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
 
     uint32_t high = 0, low = 0;  // packed pairs: largest magnitudes; asym: maxima and minima
     float magnitude = 0.f;
-#pragma unroll
-    for (int v = 0; v < vectors; ++v) {
+    UNROLL for (int v = 0; v < vectors; ++v) {
         const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
             if constexpr (code == Code::asym) {
                 high = max_pair<bf16>(high, word[i]);
                 low = min_pair<bf16>(low, word[i]);
@@ -302,23 +290,19 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         const int64_t plane_bytes = static_cast<int64_t>(p.padded_rows) * planes::row_bytes, chunk_bytes = bits * plane_bytes;
         uint8_t* base = p.codes + planes::piece_offset(start / 128, plane, bits, p.padded_rows, row, thread % 128 / 16) + thread / 4 % 4 * 4;
         uint32_t ones = 0, more_ones = 0;
-#pragma unroll
-        for (int v = 0; v < vectors; v += together) {
+        UNROLL for (int v = 0; v < vectors; v += together) {
             uint32_t top[4] = {0, 0, 0, 0}, more_top[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int i = 0; i < together; ++i) {
+            UNROLL for (int i = 0; i < together; ++i) {
                 const int k = static_cast<int>(8 * ((v + i) * threads + thread));
                 uint32_t codes_low = encode4<code, bits, 1 << (bits - 1), bf16>(value[v + i].x, value[v + i].y, scale);
                 uint32_t codes_high = encode4<code, bits, 1 << (bits - 1), bf16>(value[v + i].z, value[v + i].w, scale);
                 keep<Config::aligned>(codes_low, codes_high, p.k - k);
                 const uint32_t nibbles = bits > 4 ? (codes_low & 0x0f0f0f0fu) | (codes_high & 0x0f0f0f0fu) << 4
                                                   : codes_low | codes_high << 4;
-#pragma unroll
-                for (int j = 0; j < first; ++j) top[(i * first + j) % 4] = plane_in_top_byte(nibbles, j);
+                UNROLL for (int j = 0; j < first; ++j) top[(i * first + j) % 4] = plane_in_top_byte(nibbles, j);
                 if constexpr (bits > 4) {
                     const uint32_t upper = (codes_low >> 4 & 0x0f0f0f0fu) | (codes_high & 0xf0f0f0f0u);
-#pragma unroll
-                    for (int j = 0; j < bits - 4; ++j) more_top[j] = plane_in_top_byte(upper, j);
+                    UNROLL for (int j = 0; j < bits - 4; ++j) more_top[j] = plane_in_top_byte(upper, j);
                 }
             }
             const bool inside = writes && static_cast<int>(8 * (v * threads + start)) < p.padded_k;
@@ -340,8 +324,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     } else {
         int32_t codes_sum = 0;
         constexpr int offset = 0;  // signed bytes: code - 2^(bits-1)
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) {
+        UNROLL for (int v = 0; v < vectors; ++v) {
             const int k = static_cast<int>(8 * (v * threads + thread));
             uint2 byte = make_uint2(encode4<code, bits, offset, bf16>(value[v].x, value[v].y, scale),
                                     encode4<code, bits, offset, bf16>(value[v].z, value[v].w, scale));

@@ -67,8 +67,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
     }
     const auto place = [&](int c) { return to_ring ? kv_ring::place(is_value, slot, c, Config::head_dim) : c; };
     if (is_value) {
-#pragma unroll
-        for (int i = 0; i < (Config::head_dim + 31) / 32; ++i) {
+        UNROLL for (int i = 0; i < (Config::head_dim + 31) / 32; ++i) {
             const int at = lane + 32 * i;
             if (Config::head_dim % 32 && at >= Config::head_dim) break;
             y[place(at)] = x[at];
@@ -77,8 +76,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
     }
 
     float low[pairs], high[pairs], squares = 0.f;
-#pragma unroll
-    for (int i = 0; i < pairs; ++i) {
+    UNROLL for (int i = 0; i < pairs; ++i) {
         const int at = lane + 32 * i;
         if (half % 32 && at >= half) break;
         low[i] = to_float<bf16>(x[Config::paired ? at / 8 * 16 + at % 8 : at]);
@@ -86,18 +84,15 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
         squares += low[i] * low[i] + high[i] * high[i];
     }
     if (gamma) {
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) squares += ptx::shfl_xor(squares, step);
+        UNROLL for (int step = 16; step > 0; step /= 2) squares += ptx::shfl_xor(squares, step);
         const float factor = rsqrtf(squares / static_cast<float>(Config::head_dim) + p.epsilon);
-#pragma unroll
-        for (int i = 0; i < pairs; ++i) {
+        UNROLL for (int i = 0; i < pairs; ++i) {
             if (half % 32 && lane + 32 * i >= half) break;
             low[i] *= factor * to_float<bf16>(gamma[lane + 32 * i]);
             high[i] *= factor * to_float<bf16>(gamma[lane + 32 * i + half]);
         }
     }
-#pragma unroll
-    for (int i = 0; i < pairs; ++i) {
+    UNROLL for (int i = 0; i < pairs; ++i) {
         const int at = lane + 32 * i;
         if (half % 32 && at >= half) break;
         y[place(at)] = from_float<bf16>(low[i] * to_float<bf16>(cosine[at]) - high[i] * to_float<bf16>(sine[at]));

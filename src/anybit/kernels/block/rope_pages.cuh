@@ -65,22 +65,18 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
     const uint16_t* gamma = is_query ? p.q_gamma : p.k_gamma;
     if (gamma) {  // uniform over the grid (all heads or none): shuffles see full warps
         float squares = 0.f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
             const float a = low_float<bf16>(low[i]), b = high_float<bf16>(low[i]), c = low_float<bf16>(high[i]), d = high_float<bf16>(high[i]);
             squares += a * a + b * b + c * c + d * d;
         }
-#pragma unroll
-        for (int step = lanes / 2; step > 0; step /= 2) squares += ptx::shfl_xor(squares, step);
+        UNROLL for (int step = lanes / 2; step > 0; step /= 2) squares += ptx::shfl_xor(squares, step);
         const float factor = rsqrtf(squares / static_cast<float>(dim) + p.epsilon);
         if (wanted && !is_value) {
             uint32_t weight[4];
             load(weight, gamma + 8 * lane);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) low[i] = normalize_pair<bf16>(low[i], weight[i], factor);
+            UNROLL for (int i = 0; i < 4; ++i) low[i] = normalize_pair<bf16>(low[i], weight[i], factor);
             load(weight, gamma + dim / 2 + 8 * lane);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) high[i] = normalize_pair<bf16>(high[i], weight[i], factor);
+            UNROLL for (int i = 0; i < 4; ++i) high[i] = normalize_pair<bf16>(high[i], weight[i], factor);
         }
     }
     if (!wanted) return;
@@ -88,8 +84,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
         store(16 * lane, 16 * lane + 8);
         return;
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
         const float a = low_float<bf16>(low[i]), b = high_float<bf16>(low[i]), c = low_float<bf16>(high[i]), d = high_float<bf16>(high[i]);
         const float cos_a = low_float<bf16>(cosine[i]), cos_b = high_float<bf16>(cosine[i]);
         const float sin_a = low_float<bf16>(sine[i]), sin_b = high_float<bf16>(sine[i]);

@@ -14,10 +14,8 @@ constexpr int room(int k) { return k + k / 64 * 8; }
 
 // radix-point butterfly on registers: log2(radix) steps of S on values that lie `step` apart.
 template <int radix> DEVICE void butterflies(float (&v)[radix]) {
-#pragma unroll
-    for (int half = 1; half < radix; half *= 2) {
-#pragma unroll
-        for (int j = 0; j < radix; ++j) {
+    UNROLL for (int half = 1; half < radix; half *= 2) {
+        UNROLL for (int j = 0; j < radix; ++j) {
             if (j & half) continue;
             const float low = v[j], high = v[j + half];
             v[j] = low + high;
@@ -30,11 +28,9 @@ template <int radix, int step, int threads, int k> DEVICE void pass(float* value
     for (int item = static_cast<int>(threadIdx.x); item < k / radix; item += threads) {
         const int first = item / step * (step * radix) + item % step;
         float v[radix];
-#pragma unroll
-        for (int j = 0; j < radix; ++j) v[j] = value[place(first + j * step)];
+        UNROLL for (int j = 0; j < radix; ++j) v[j] = value[place(first + j * step)];
         butterflies(v);
-#pragma unroll
-        for (int j = 0; j < radix; ++j) value[place(first + j * step)] = v[j];
+        UNROLL for (int j = 0; j < radix; ++j) value[place(first + j * step)] = v[j];
     }
     __syncthreads();
 }
@@ -71,8 +67,7 @@ template <int threads, int order> DEVICE void spread_signs(float* signs, const u
         for (int item = static_cast<int>(threadIdx.x); item < order * parts; item += threads) {
             const uint32_t word = bits[item];
             uint4* to = reinterpret_cast<uint4*>(signs + item * padded);
-#pragma unroll
-            for (int r = 0; r < padded; r += 4)  // 1.0f with the sign bit
+            UNROLL for (int r = 0; r < padded; r += 4)  // 1.0f with the sign bit
                 to[r / 4] = make_uint4(0x3f800000u | word >> r << 31, 0x3f800000u | word >> (r + 1) << 31,
                                        0x3f800000u | word >> (r + 2) << 31, 0x3f800000u | word >> (r + 3) << 31);
         }
@@ -90,15 +85,13 @@ template <int threads, int order, int power> DEVICE void paley(float* value, con
             const int column = first + static_cast<int>(threadIdx.x) % abreast;
             const bool works = part < parts && column < power;
             float sum[padded];
-#pragma unroll
-            for (int r = 0; r < padded; ++r) sum[r] = 0.0f;
+            UNROLL for (int r = 0; r < padded; ++r) sum[r] = 0.0f;
             if (works) {
                 const float* sign = signs + part * padded;
 #pragma unroll 4
                 for (int b = 0; b < order; ++b) {
                     const float v = value[place(b * power + column)];
-#pragma unroll
-                    for (int r = 0; r < padded; r += 4) {
+                    UNROLL for (int r = 0; r < padded; r += 4) {
                         const uint4 four = *reinterpret_cast<const uint4*>(sign + b * parts * padded + r);
                         // Exact products with +-1: each FMA is an addition or a subtraction.
                         sum[r] = __fmaf_rn(v, __uint_as_float(four.x), sum[r]);
@@ -110,8 +103,7 @@ template <int threads, int order, int power> DEVICE void paley(float* value, con
             }
             __syncthreads();
             if (works) {
-#pragma unroll
-                for (int r = 0; r < rows; ++r) value[place((part * rows + r) * power + column)] = sum[r];
+                UNROLL for (int r = 0; r < rows; ++r) value[place((part * rows + r) * power + column)] = sum[r];
             }
         }
         __syncthreads();

@@ -32,12 +32,10 @@ struct State {
 // Merges one state per lane (State{} where there is none); returns this lane's weight in the merged state.
 DEVICE float merge_lanes(State& state) {
     float most = state.reference;
-#pragma unroll
-    for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+    UNROLL for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
     const float weight = State::weight(state.reference, most);
     float sum = weight * state.sum;
-#pragma unroll
-    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    UNROLL for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     state.reference = most;
     state.sum = sum;
     return weight;

@@ -51,8 +51,7 @@ struct Larger {
 struct Sum {
     static DEVICE uint32_t over_warp(uint32_t v) { return ptx::redux_add(v); }
     static DEVICE float over_warp(float v) {
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) v += ptx::shfl_xor(v, step);
+        UNROLL for (int step = 16; step > 0; step /= 2) v += ptx::shfl_xor(v, step);
         return v;
     }
 };
@@ -78,8 +77,7 @@ template <bool aligned> DEVICE uint4 load8(const uint16_t* row, int k, int end) 
         return k < end ? ptx::ld_global_cg_v4(row + k) : make_uint4(0, 0, 0, 0);
     } else {
         uint32_t word[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
             const uint32_t low = k + 2 * i < end ? row[k + 2 * i] : 0;
             const uint32_t high = k + 2 * i + 1 < end ? row[k + 2 * i + 1] : 0;
             word[i] = low | high << 16;
@@ -92,8 +90,7 @@ template <bool aligned> DEVICE void store8(uint16_t* row, int k, int end, uint4 
         if (k < end) *reinterpret_cast<uint4*>(row + k) = v;
     } else {
         const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
+        UNROLL for (int i = 0; i < 8; ++i)
             if (k + i < end) row[k + i] = static_cast<uint16_t>(word[i / 2] >> (16 * (i % 2)));
     }
 }

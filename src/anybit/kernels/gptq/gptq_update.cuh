@@ -36,26 +36,20 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sweep
     if (column >= p.columns) return;
 
     float value[most];
-#pragma unroll
-    for (int i = 0; i < most; ++i) value[i] = i < p.channels ? p.values[i * p.value_stride + column] : 0.0f;
+    UNROLL for (int i = 0; i < most; ++i) value[i] = i < p.channels ? p.values[i * p.value_stride + column] : 0.0f;
     const float scale = p.scale[column], zero = p.zero[column];
     bool kept[4] = {true, true, true, true};
-#pragma unroll
-    for (int j = 0; j < most; ++j) {
+    UNROLL for (int j = 0; j < most; ++j) {
         if (j < p.channels) {
             const int64_t at = static_cast<int64_t>(j) * p.columns + column;
             if constexpr (Config::choosing) {
                 if (j % 4 == 0) {
                     float cost[4];
                     int beaten[4] = {};
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) cost[i] = value[j + i] / p.diagonal[j + i], cost[i] *= cost[i];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-#pragma unroll
-                        for (int k = i + 1; k < 4; ++k) cost[i] >= cost[k] ? ++beaten[k] : ++beaten[i];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) kept[i] = beaten[i] < 2;
+                    UNROLL for (int i = 0; i < 4; ++i) cost[i] = value[j + i] / p.diagonal[j + i], cost[i] *= cost[i];
+                    UNROLL for (int i = 0; i < 4; ++i)
+                        UNROLL for (int k = i + 1; k < 4; ++k) cost[i] >= cost[k] ? ++beaten[k] : ++beaten[i];
+                    UNROLL for (int i = 0; i < 4; ++i) kept[i] = beaten[i] < 2;
                 }
                 p.mask[at] = kept[j % 4];
             } else if constexpr (Config::masked) {
@@ -66,8 +60,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sweep
             const float error = from - (code - zero) * scale;
             p.codes[at] = code;
             p.errors[at] = error;
-#pragma unroll
-            for (int i = j + 1; i < most; ++i) value[i] -= coupling[j * most + i] * error;
+            UNROLL for (int i = j + 1; i < most; ++i) value[i] -= coupling[j * most + i] * error;
         }
     }
 }

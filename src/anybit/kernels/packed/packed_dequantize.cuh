@@ -54,8 +54,7 @@ struct Dequantize16 {
         Codes::load(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
-#pragma unroll
-        for (int i = 0; i < parts; i++) {
+        UNROLL for (int i = 0; i < parts; i++) {
             scales[i] = ptx::ld_shared_u32(unit + Codes::bytes + i * 32 + g * 4);
             if (Config::code == Code::asym) {
                 const uint32_t at = unit + Codes::bytes + 32 * parts + i * 16 + g * 2;
@@ -67,11 +66,9 @@ struct Dequantize16 {
     }
     // The same from registers (loaded from global memory); the zeros' words also hold two other rows'.
     DEVICE void take(const uint32_t (&from_words)[Codes::words], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
-#pragma unroll
-        for (int i = 0; i < Codes::words; i++) words[i] = from_words[i];
+        UNROLL for (int i = 0; i < Codes::words; i++) words[i] = from_words[i];
         if (Config::group == 0) return;
-#pragma unroll
-        for (int i = 0; i < parts; i++) {
+        UNROLL for (int i = 0; i < parts; i++) {
             scales[i] = from_scales[i];
             if (Config::code == Code::asym) zeros[i] = from_zeros[i] >> (ptx::lane_id() & 4) * 4 & 0xffff;
             if (Config::code == Code::min) zeros[i] = from_zeros[i];
@@ -81,8 +78,7 @@ struct Dequantize16 {
 
     DEVICE void prepare(int part) {
         const uint32_t pair[2] = {ptx::prmt(scales[part], 0, 0x1010), ptx::prmt(scales[part], 0, 0x3232)};
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        UNROLL for (int h = 0; h < 2; h++) {
             if constexpr (table) {
                 multiplier[h][0] = pair[h];
                 if constexpr (bfloat) {
@@ -103,8 +99,7 @@ struct Dequantize16 {
                     addend[h] = bits == 8 ? __float_as_uint(least) : ptx::cvt_bf16x2_f32(least, least);
                 }
             } else {
-#pragma unroll
-                for (int i = 0; i < places; i++)  // 2^(7 - place), as fp16
+                UNROLL for (int i = 0; i < places; i++)  // 2^(7 - place), as fp16
                     multiplier[h][i] = ptx::mul_f16x2(pair[h], (0x5800u - (i * bits << 10)) * both);
                 if (Config::code == Code::asym)
                     addend[h] = ptx::mul_f16x2(multiplier[h][0] ^ 0x80008000u, zero);
@@ -217,8 +212,7 @@ struct Dequantize8 {
         Codes::load(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
-#pragma unroll
-        for (int i = 0; i < parts; i++) {
+        UNROLL for (int i = 0; i < parts; i++) {
             scales[i] = ptx::ld_shared_u32(unit + Codes::bytes + i * 32 + g * 4);
             if (asym) {
                 const uint32_t at = unit + Codes::bytes + 32 * parts + i * 16 + g * 2;
@@ -227,8 +221,7 @@ struct Dequantize8 {
         }
     }
     DEVICE void prepare(uint32_t pair) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        UNROLL for (int h = 0; h < 2; h++) {
             const uint32_t one = pair >> 8 * h & 0xff;
             zero[h] = integer ? one * 0x01010101u : ptx::mul_f16x2(one * 0x00010001u, 0xf800f800u);  // zero * -2^-9
         }

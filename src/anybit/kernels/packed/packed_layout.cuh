@@ -99,8 +99,7 @@ DEVICE uint32_t codes(const uint32_t (&w)[words]) {
 DEVICE uint32_t float_order(uint32_t codes) {
     constexpr int moves[8][3] = {{11, 14, 9}, {7, 12, 9}, {15, 11, 18}, {14, 10, 11}, {12, 8, 9}, {13, 15, 15}, {10, 9, 13}, {8, 13, 10}};
     uint32_t word = (codes & 0x00070007u) << 3 | (codes & 0x00080008u) << 6 | (codes >> 4 & 0x00070007u) | (codes >> 1 & 0x00400040u);
-#pragma unroll
-    for (int i = 0; i < 8; i++) word |= ((codes >> moves[i][1] ^ word >> moves[i][2]) & 0x00010001u) << moves[i][0];
+    UNROLL for (int i = 0; i < 8; i++) word |= ((codes >> moves[i][1] ^ word >> moves[i][2]) & 0x00010001u) << moves[i][0];
     return word;
 }
 // Extracts the two codes at `place` of such a word's halves: sign at bit 15, exponent and mantissa at bits 9-11, else zero.
@@ -116,8 +115,7 @@ template <int place> DEVICE uint32_t floats_at(uint32_t word) {
 template <int bits, int words>
 DEVICE void load_words(uint32_t (&w)[words], const uint8_t* unit, uint32_t lane) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
-#pragma unroll
-    for (int i = 0; i < words / 4; i++) {
+    UNROLL for (int i = 0; i < words / 4; i++) {
         const uint4 v = ptx::ld_global_nc_v4(unit + i * 512 + lane * 16);
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
     }
@@ -130,8 +128,7 @@ DEVICE void load_words(uint32_t (&w)[words], const uint8_t* unit, uint32_t lane)
 template <int bits, int words>
 DEVICE void load_words_shared(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
-#pragma unroll
-    for (int i = 0; i < words / 4; i++) {
+    UNROLL for (int i = 0; i < words / 4; i++) {
         const uint4 v = ptx::ld_shared_v4(unit + i * 512 + lane * 16);
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
     }

@@ -80,8 +80,7 @@ DEVICE uint32_t table_pair(const uint32_t (&w)[words]) {
         uint32_t found[2][2];  // [field: column 2t, 2t + 1][lower, upper byte] of four entries
         unroll<0, 2>([&](auto which) {
             constexpr int byte = decltype(which)::value;
-#pragma unroll
-            for (int h = 0; h < 2; h++)
+            UNROLL for (int h = 0; h < 2; h++)
                 found[h][byte] = look_up<bytes_of<code, bfloat>(0, byte), bytes_of<code, bfloat>(4, byte), bytes_of<code, bfloat>(8, byte),
                                          bytes_of<code, bfloat>(12, byte)>(low >> 16 * h, half >> 16 * h);
         });
@@ -108,8 +107,7 @@ template <Code code> struct ByteTable<code, true> {
     }
     // Keeps the table in registers: known constants would be rematerialized at every lookup, so they come by shuffle.
     DEVICE void load() {
-#pragma unroll
-        for (int i = 0; i < 4; i++) entries[i] = ptx::shfl(bytes(4 * i) + ptx::lane_id(), 0);
+        UNROLL for (int i = 0; i < 4; i++) entries[i] = ptx::shfl(bytes(4 * i) + ptx::lane_id(), 0);
     }
     // Looks up four codes, the nibbles of the low half word.
     DEVICE uint32_t four(uint32_t nibbles) const {

@@ -58,8 +58,7 @@ template <int bits> struct KeptCodes {
     }
     static DEVICE void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
         constexpr int fours = words / 4, pair = words & 2, one = words & 1;
-#pragma unroll
-        for (int i = 0; i < fours; i++) {
+        UNROLL for (int i = 0; i < fours; i++) {
             const uint4 v = ptx::ld_shared_v4(unit + i * 512 + lane * 16);
             w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
         }

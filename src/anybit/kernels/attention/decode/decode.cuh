@@ -141,8 +141,7 @@ template <class Config> struct Pipeline {
             if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier + 8 * filled, there * S::element_bytes);
             if (lane < there) ptx::cp_async_bulk_load_hint(shared + lane * S::row_bytes, mine, S::element_bytes, barrier + 8 * filled, policy);
         } else {
-#pragma unroll
-            for (int i = 0; i < tokens * lanes / 32; ++i) {
+            UNROLL for (int i = 0; i < tokens * lanes / 32; ++i) {
                 const int token = (32 * i + lane) / lanes, part = (32 * i + lane) % lanes;
                 const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(mine), token));
                 if (token < there) ptx::cp_async<16>(shared + token * S::row_bytes + 16 * part, from + 16 * part);
@@ -202,8 +201,7 @@ template <class Config> struct Queries {
     // Row r of a query chunk is query token r / group, head r % group. raw: load as stored, unscaled.
     DEVICE void load(const Params& p, const Cursor<Config>& at, bool raw) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int n = 0; n < columns; ++n) {
+        UNROLL for (int n = 0; n < columns; ++n) {
             const int column = 4 * width * n + g * width / 2;  // paired: two columns hold the same query
             const int row = at.head % Config::query_chunks * Config::rows + column;
             const int token = row / Config::group, head = at.head / Config::query_chunks * Config::group + row % Config::group;
@@ -211,8 +209,7 @@ template <class Config> struct Queries {
             const int from = parts<Config> > 1 ? at.extent.start : at.row;
             const uint16_t* source = p.q + from * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride
                                    + static_cast<int64_t>(head) * p.q_head_stride + (Config::plain ? 2 : 4) * t;
-#pragma unroll
-            for (int j = 0; j < depth; ++j) {
+            UNROLL for (int j = 0; j < depth; ++j) {
                 uint2 v = make_uint2(0, 0);
                 if (there) {
                     if constexpr (Config::plain) {
@@ -255,10 +252,8 @@ DEVICE void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Q
 template <class Config>
 DEVICE void load_columns(const Params& p, const Cursor<Config>& at, Column (&column)[Config::query_tiles][Shape<Config>::width]) {
     const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int n = 0; n < Config::query_tiles; ++n)
-#pragma unroll
-        for (int x = 0; x < Shape<Config>::width; ++x) {
+    UNROLL for (int n = 0; n < Config::query_tiles; ++n)
+        UNROLL for (int x = 0; x < Shape<Config>::width; ++x) {
             const int row = at.head % Config::query_chunks * Config::rows + (4 * n + t) * Shape<Config>::width + x;
             const int head = at.head / Config::query_chunks * Config::group + row % Config::group;
             Column& c = column[n][x];

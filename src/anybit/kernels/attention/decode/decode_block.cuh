@@ -53,14 +53,10 @@ template <class Config, class Part> struct Block {
     DEVICE void float_scores(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits) {
         float sums[columns][tiles][4];
         float_products(keys, q, logits, sums);
-#pragma unroll
-        for (int n = 0; n < columns; ++n)
-#pragma unroll
-            for (int i = 0; i < tiles; ++i)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int x = 0; x < width; ++x) score[n][i][h * width + x] = sums[n][i][2 * h + x];
+        UNROLL for (int n = 0; n < columns; ++n)
+            UNROLL for (int i = 0; i < tiles; ++i)
+                UNROLL for (int h = 0; h < 2; ++h)
+                    UNROLL for (int x = 0; x < width; ++x) score[n][i][h * width + x] = sums[n][i][2 * h + x];
     }
     DEVICE void float_products(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits, float (&score)[columns][tiles][4]) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -68,21 +64,16 @@ template <class Config, class Part> struct Block {
         kv_page::Words words{keys + 16 * lane, {}};
         float zeros[columns][key_groups > chunks ? key_groups : chunks][4] = {};
         float partial[key_groups > 1 ? columns : 1][key_groups > 1 ? tiles : 1][4] = {};
-#pragma unroll
-        for (int n = 0; n < columns; ++n)
-#pragma unroll
-            for (int i = 0; i < tiles; ++i) score[n][i][0] = score[n][i][1] = score[n][i][2] = score[n][i][3] = 0.0f;
+        UNROLL for (int n = 0; n < columns; ++n)
+            UNROLL for (int i = 0; i < tiles; ++i) score[n][i][0] = score[n][i][1] = score[n][i][2] = score[n][i][3] = 0.0f;
         int index = 0;
-#pragma unroll
-        for (int c = 0; c < chunks; ++c)
-#pragma unroll
-            for (int j = 0; j < depth; ++j) {
+        UNROLL for (int c = 0; c < chunks; ++c)
+            UNROLL for (int j = 0; j < depth; ++j) {
                 uint32_t b[columns][2], rest[split ? columns : 1][2];
                 if constexpr (Part::key_bits != 16 && Part::by_channel) {
                     const uint4 p = ptx::ld_shared_v4(keys + S::key_codes + ((c * depth + j) * 4 + t) * 16);
                     const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, result unused
-#pragma unroll
-                    for (int n = 0; n < columns; ++n) {
+                    UNROLL for (int n = 0; n < columns; ++n) {
                         b[n][0] = ptx::mul_f16x2(q[n][j][0], p.y);
                         b[n][1] = ptx::mul_f16x2(q[n][j][1], p.w);
                         if constexpr (split) {
@@ -93,58 +84,46 @@ template <class Config, class Part> struct Block {
                     }
                 } else {
                     const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-#pragma unroll
-                    for (int n = 0; n < columns; ++n) {
+                    UNROLL for (int n = 0; n < columns; ++n) {
                         b[n][0] = q[n][j][0];
                         b[n][1] = q[n][j][1];
                         if constexpr (Part::key_bits != 16) mma<false>(zeros[n][j * key_groups / depth], ones, q[n][j]);
                     }
                 }
-#pragma unroll
-                for (int u = 0; u < chunk_tiles / U::tiles; ++u, index += U::words) {
+                UNROLL for (int u = 0; u < chunk_tiles / U::tiles; ++u, index += U::words) {
                     const uint32_t* w = Config::plain ? nullptr : words.at(index);
-#pragma unroll
-                    for (int x = 0; x < U::tiles; ++x) {
+                    UNROLL for (int x = 0; x < U::tiles; ++x) {
                         uint32_t a[4];
                         const int i = c * chunk_tiles + u * U::tiles + x;
                         if constexpr (Config::plain)
                             ptx::ldmatrix_x4(a, keys + (16 * i + lane % 16) * S::row_bytes + (2 * j + lane / 16) * 16);
                         else kv_page::fragment<Part::key_bits>(a, w, x);
-#pragma unroll
-                        for (int n = 0; n < columns; ++n)
+                        UNROLL for (int n = 0; n < columns; ++n)
                             if constexpr (key_groups > 1) mma<key_bf16>(partial[n][i], a, b[n]);
                             else mma<key_bf16>(score[n][i], a, b[n]);
                         if constexpr (split)
-#pragma unroll
-                            for (int n = 0; n < columns; ++n) mma<false>(score[n][i], a, rest[n]);
+                            UNROLL for (int n = 0; n < columns; ++n) mma<false>(score[n][i], a, rest[n]);
                     }
                 }
                 if constexpr (key_groups > 1)
                     if ((j + 1) * key_groups % depth == 0) {
                         const int group = j * key_groups / depth;
-#pragma unroll
-                        for (int n = 0; n < columns; ++n) {
+                        UNROLL for (int n = 0; n < columns; ++n) {
                             by_token(keys, group, g, score[n], partial[n], zeros[n][group]);
-#pragma unroll
-                            for (int i = 0; i < tiles; ++i)
+                            UNROLL for (int i = 0; i < tiles; ++i)
                                 partial[n][i][0] = partial[n][i][1] = partial[n][i][2] = partial[n][i][3] = 0.0f;
                         }
                     }
             }
-#pragma unroll
-        for (int n = 0; n < columns; ++n) {
+        UNROLL for (int n = 0; n < columns; ++n) {
             if constexpr (key_groups == 1 && Part::key_bits != 16 && !Part::by_channel)
                 by_token(keys, 0, g, score[n], score[n], zeros[n][0]);
             if constexpr (folded) {
-#pragma unroll
-                for (int c = 0; c < chunks; ++c)
-#pragma unroll
-                    for (int x = 0; x < width; ++x) base[n][c][x] = zeros[n][c][x];
+                UNROLL for (int c = 0; c < chunks; ++c)
+                    UNROLL for (int x = 0; x < width; ++x) base[n][c][x] = zeros[n][c][x];
             } else if constexpr (Part::key_bits == 16 || Part::by_channel) {
-#pragma unroll
-                for (int i = 0; i < tiles; ++i)
-#pragma unroll
-                    for (int x = 0; x < 4; ++x) {
+                UNROLL for (int i = 0; i < tiles; ++i)
+                    UNROLL for (int x = 0; x < 4; ++x) {
                         if constexpr (Part::key_bits != 16) score[n][i][x] = fmaf(score[n][i][x], kv_page::unscale<Part::key_bits>(i, x / 2),
                                                    zeros[n][i / chunk_tiles][x % 2]);
                         else if constexpr (S::raw_queries || Config::bf16) score[n][i][x] *= logits.scale;
@@ -158,65 +137,49 @@ template <class Config, class Part> struct Block {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         kv_page::Words words{keys + 16 * lane, {}};
         int index = 0;
-#pragma unroll
-        for (int c = 0; c < chunks; ++c) {
+        UNROLL for (int c = 0; c < chunks; ++c) {
             float zeros[columns][key_groups][4] = {};
             Bytes<Config> bytes[columns];
             if constexpr (Part::by_channel) {
                 uint32_t scaled[columns][depth][2];
-#pragma unroll
-                for (int j = 0; j < depth; ++j) {
+                UNROLL for (int j = 0; j < depth; ++j) {
                     const uint4 p = ptx::ld_shared_v4(keys + S::key_codes + ((c * depth + j) * 4 + t) * 16);
                     const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, result unused
-#pragma unroll
-                    for (int n = 0; n < columns; ++n) {
+                    UNROLL for (int n = 0; n < columns; ++n) {
                         scaled[n][j][0] = ptx::mul_f16x2(queries.q[n][j][0], p.y);
                         scaled[n][j][1] = ptx::mul_f16x2(queries.q[n][j][1], p.w);
                         mma<false>(zeros[n][0], z, queries.q[n][j]);
                     }
                 }
-#pragma unroll
-                for (int n = 0; n < columns; ++n) {
+                UNROLL for (int n = 0; n < columns; ++n) {
                     bytes[n].make(scaled[n]);
                     factor[n][c] = bytes[n].inverse;
                     base[n][c][0] = zeros[n][0][0];
                 }
             } else {
                 const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-#pragma unroll
-                for (int n = 0; n < columns; ++n) {
+                UNROLL for (int n = 0; n < columns; ++n) {
                     bytes[n] = queries.bytes[n];
                     factor[n][c] = bytes[n].inverse;
-#pragma unroll
-                    for (int j = 0; j < depth; ++j) mma<false>(zeros[n][j * key_groups / depth], ones, queries.q[n][j]);
+                    UNROLL for (int j = 0; j < depth; ++j) mma<false>(zeros[n][j * key_groups / depth], ones, queries.q[n][j]);
                 }
             }
-#pragma unroll
-            for (int v = 0; v < key_groups; ++v) {
+            UNROLL for (int v = 0; v < key_groups; ++v) {
                 int32_t sums[columns][chunk_tiles][4];
-#pragma unroll
-                for (int n = 0; n < columns; ++n)
-#pragma unroll
-                    for (int i = 0; i < chunk_tiles; ++i) sums[n][i][0] = sums[n][i][1] = sums[n][i][2] = sums[n][i][3] = magic_bits;
-#pragma unroll
-                for (int j = v * steps; j < (v + 1) * steps; ++j) {
+                UNROLL for (int n = 0; n < columns; ++n)
+                    UNROLL for (int i = 0; i < chunk_tiles; ++i) sums[n][i][0] = sums[n][i][1] = sums[n][i][2] = sums[n][i][3] = magic_bits;
+                UNROLL for (int j = v * steps; j < (v + 1) * steps; ++j) {
                     uint32_t w[2][bundles];
-#pragma unroll
-                    for (int k = 0; k < 2 * bundles; ++k, ++index) w[k / bundles][k % bundles] = *words.at(index);
-#pragma unroll
-                    for (int i = 0; i < chunk_tiles; ++i) {
+                    UNROLL for (int k = 0; k < 2 * bundles; ++k, ++index) w[k / bundles][k % bundles] = *words.at(index);
+                    UNROLL for (int i = 0; i < chunk_tiles; ++i) {
                         uint32_t a[4];
                         kv_page::byte_fragment<Part::key_bits>(a, w[0], w[1], i);
-#pragma unroll
-                        for (int n = 0; n < columns; ++n) ptx::mma_m16n8k32_u8s8(sums[n][i], a, bytes[n].b[j]);
+                        UNROLL for (int n = 0; n < columns; ++n) ptx::mma_m16n8k32_u8s8(sums[n][i], a, bytes[n].b[j]);
                     }
                 }
-#pragma unroll
-                for (int n = 0; n < columns; ++n) {
-#pragma unroll
-                    for (int i = 0; i < chunk_tiles; ++i)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
+                UNROLL for (int n = 0; n < columns; ++n) {
+                    UNROLL for (int i = 0; i < chunk_tiles; ++i)
+                        UNROLL for (int h = 0; h < 2; ++h) {
                             const float high = __int_as_float(sums[n][i][2 * h]), low = __int_as_float(sums[n][i][2 * h + 1]);
                             const float both = fmaf(high, Bytes<Config>::low_unit, -(Bytes<Config>::low_unit + 1.0f) * magic) + low;
                             if constexpr (Part::by_channel) {
@@ -239,17 +202,14 @@ template <class Config, class Part> struct Block {
     // Adds one channel group: scores times the tokens' scales, plus their zeros times the query's sum over the group.
     DEVICE void by_token(uint32_t keys, int group, int g, float (&to)[tiles][4], float (&from)[tiles][4], float (&ones)[4]) {
         const bool first = key_groups == 1 || group == 0;
-#pragma unroll
-        for (int pair = 0; pair < tiles / 2; ++pair) {
+        UNROLL for (int pair = 0; pair < tiles / 2; ++pair) {
             const uint4 p = ptx::ld_shared_v4(keys + S::key_codes + ((group * (tiles / 2) + pair) * 8 + g) * 16);
             const uint32_t rows[4] = {p.x, p.y, p.z, p.w};
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
+            UNROLL for (int r = 0; r < 4; ++r) {
                 const int i = 2 * pair + r / 2;
                 const float scale = kv_page::low_f16(rows[r]) * kv_page::unscale<Part::key_bits>(i, r % 2);
                 const float zero = kv_page::high_f16(rows[r]);
-#pragma unroll
-                for (int x = 0; x < 2; ++x) {
+                UNROLL for (int x = 0; x < 2; ++x) {
                     const float more = first ? zero * ones[x] : fmaf(zero, ones[x], to[i][r % 2 * 2 + x]);
                     to[i][r % 2 * 2 + x] = fmaf(from[i][r % 2 * 2 + x], scale, more);
                 }
@@ -261,12 +221,9 @@ template <class Config, class Part> struct Block {
     DEVICE void mask(int position, const Logits& logits, const Column (&column)[columns][width]) {
         if constexpr (Part::general) {
             const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-            for (int n = 0; n < columns; ++n)
-#pragma unroll
-                for (int i = 0; i < tiles; ++i)
-#pragma unroll
-                    for (int x = 0; x < 2 * width; ++x) {
+            UNROLL for (int n = 0; n < columns; ++n)
+                UNROLL for (int i = 0; i < tiles; ++i)
+                    UNROLL for (int x = 0; x < 2 * width; ++x) {
                         const Column& c = column[n][x % width];
                         const int key = position + 16 * i + g + x / width * 8;
                         float& s = score[n][i][x];
@@ -282,28 +239,21 @@ template <class Config, class Part> struct Block {
     // ---- P = exp2(S - reference); sums stay in lane_sum and lane_zero, since a raised reference redoes them
     DEVICE void exponentials(uint32_t values, const State<Config>& state) {
         const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int n = 0; n < columns; ++n) {
-#pragma unroll
-            for (int x = 0; x < width; ++x) {
+        UNROLL for (int n = 0; n < columns; ++n) {
+            UNROLL for (int x = 0; x < width; ++x) {
                 lane_sum[n][x] = 0.0f;
-#pragma unroll
-                for (int v = 0; v < value_groups; ++v) lane_zero[n][v][x] = 0.0f;
+                UNROLL for (int v = 0; v < value_groups; ++v) lane_zero[n][v][x] = 0.0f;
             }
-#pragma unroll
-            for (int pair = 0; pair < (tiles + 1) / 2; ++pair) {
+            UNROLL for (int pair = 0; pair < (tiles + 1) / 2; ++pair) {
                 uint32_t rows[4] = {};
                 if constexpr (Part::value_bits != 16 && value_groups == 1) {
                     const uint4 p = ptx::ld_shared_v4(values + S::value_codes + (pair * 8 + g) * 16);
                     rows[0] = p.x; rows[1] = p.y; rows[2] = p.z; rows[3] = p.w;
                 }
-#pragma unroll
-                for (int i = 2 * pair; i < 2 * pair + 2 && i < tiles; ++i) {
+                UNROLL for (int i = 2 * pair; i < 2 * pair + 2 && i < tiles; ++i) {
                     float e[2][width];
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-#pragma unroll
-                        for (int x = 0; x < width; ++x) {
+                    UNROLL for (int h = 0; h < 2; ++h)
+                        UNROLL for (int x = 0; x < width; ++x) {
                             const float s = score[n][i][h * width + x];
                             if constexpr (folded)
                                 e[h][x] = ptx::ex2_approx(fmaf(s, score_scale(n, i, h), base[n][i / chunk_tiles][x] - state.reference[n][x]));
@@ -311,14 +261,12 @@ template <class Config, class Part> struct Block {
                                 e[h][x] = ptx::ex2_approx(s - state.reference[n][x]);
                             lane_sum[n][x] += e[h][x];
                             if constexpr (Part::value_bits != 16)
-#pragma unroll
-                                for (int v = 0; v < value_groups; ++v) {
+                                UNROLL for (int v = 0; v < value_groups; ++v) {
                                     const uint32_t w = value_groups == 1 ? rows[i % 2 * 2 + h] : token_word(values + S::value_codes, v, i, h, g);
                                     lane_zero[n][v][x] = fmaf(e[h][x], kv_page::high_f16(w), lane_zero[n][v][x]);
                                 }
                         }
-#pragma unroll
-                    for (int k = 0; k < width; ++k) {
+                    UNROLL for (int k = 0; k < width; ++k) {
                         const float first = e[k][0], second = Config::paired ? e[1][0] : e[k][width - 1];
                         uint32_t& p = probability[n][i][k];
                         p = value_bf16 ? ptx::cvt_bf16x2_f32(first, second) : ptx::cvt_f16x2_f32(first, second);
@@ -344,39 +292,29 @@ template <class Config, class Part> struct Block {
         // of 8-bit values would be float16 subnormals (2.1e-3 instead of 1e-3 on a real model's layers).
         const float room = 0.5f * ptx::lg2_approx(fmaxf(limit, 1.0f));
         if (state.fresh) {  // nothing to rescale
-#pragma unroll
-            for (int n = 0; n < columns; ++n)
-#pragma unroll
-                for (int x = 0; x < width; ++x) state.reference[n][x] = highest(n, x) - room;
+            UNROLL for (int n = 0; n < columns; ++n)
+                UNROLL for (int x = 0; x < width; ++x) state.reference[n][x] = highest(n, x) - room;
         }
         exponentials(values, state);
         bool high = false;
-#pragma unroll
-        for (int n = 0; n < columns; ++n) high = high || !(lane_sum[n][0] < limit) || !(lane_sum[n][width - 1] < limit);
+        UNROLL for (int n = 0; n < columns; ++n) high = high || !(lane_sum[n][0] < limit) || !(lane_sum[n][width - 1] < limit);
         state.fresh = false;
         if (__any_sync(0xffffffffu, high)) {
-#pragma unroll
-            for (int n = 0; n < columns; ++n)
-#pragma unroll
-                for (int x = 0; x < width; ++x) raise(n, x, state, room);
+            UNROLL for (int n = 0; n < columns; ++n)
+                UNROLL for (int x = 0; x < width; ++x) raise(n, x, state, room);
             exponentials(values, state);
         }
-#pragma unroll
-        for (int n = 0; n < columns; ++n)
-#pragma unroll
-            for (int x = 0; x < width; ++x) {
+        UNROLL for (int n = 0; n < columns; ++n)
+            UNROLL for (int x = 0; x < width; ++x) {
                 state.sum[n][x] += lane_sum[n][x];
                 if constexpr (Part::value_bits != 16)
-#pragma unroll
-                    for (int v = 0; v < value_groups; ++v) state.zero[n][v][x] += lane_zero[n][v][x];
+                    UNROLL for (int v = 0; v < value_groups; ++v) state.zero[n][v][x] += lane_zero[n][v][x];
             }
     }
     DEVICE float highest(int n, int x) const {
         float most = softmax::lowest;
-#pragma unroll
-        for (int i = 0; i < tiles; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+        UNROLL for (int i = 0; i < tiles; ++i)
+            UNROLL for (int h = 0; h < 2; ++h) {
                 float s = score[n][i][h * width + x];
                 if constexpr (folded) s = fmaf(s, score_scale(n, i, h), base[n][i / chunk_tiles][x]);
                 most = fmaxf(most, s);
@@ -389,12 +327,9 @@ template <class Config, class Part> struct Block {
         const float weight = softmax::State::weight(state.reference[n][x], most);
         state.reference[n][x] = most;
         state.sum[n][x] *= weight;
-#pragma unroll
-        for (int v = 0; v < S::value_groups; ++v) state.zero[n][v][x] *= weight;
-#pragma unroll
-        for (int c = 0; c < depth; ++c) {
-#pragma unroll
-            for (int i = x; i < 4; i += width) state.out[n][c][i] *= weight;
+        UNROLL for (int v = 0; v < S::value_groups; ++v) state.zero[n][v][x] *= weight;
+        UNROLL for (int c = 0; c < depth; ++c) {
+            UNROLL for (int i = x; i < 4; i += width) state.out[n][c][i] *= weight;
         }
     }
 
@@ -404,15 +339,11 @@ template <class Config, class Part> struct Block {
         using U = kv_page::Bundle<Part::value_bits>;
         kv_page::Words words{values + 16 * lane, {}};
         int index = 0;
-#pragma unroll
-        for (int i = 0; i < tiles; ++i) {
+        UNROLL for (int i = 0; i < tiles; ++i) {
             uint32_t b[columns][value_groups][2];
-#pragma unroll
-            for (int n = 0; n < columns; ++n)
-#pragma unroll
-                for (int v = 0; v < value_groups; ++v)
-#pragma unroll
-                    for (int h = 0; h < width; ++h) {
+            UNROLL for (int n = 0; n < columns; ++n)
+                UNROLL for (int v = 0; v < value_groups; ++v)
+                    UNROLL for (int h = 0; h < width; ++h) {
                         uint32_t p = probability[n][i][h];
                         if constexpr (value_groups > 1) {
                             const uint32_t first = token_word(values + S::value_codes, v, i, h, g);
@@ -427,18 +358,15 @@ template <class Config, class Part> struct Block {
                             b[n][v][h] = p;
                         }
                     }
-#pragma unroll
-            for (int u = 0; u < depth / U::tiles; ++u, index += U::words) {
+            UNROLL for (int u = 0; u < depth / U::tiles; ++u, index += U::words) {
                 const uint32_t* w = Config::plain ? nullptr : words.at(index);
-#pragma unroll
-                for (int x = 0; x < U::tiles; ++x) {
+                UNROLL for (int x = 0; x < U::tiles; ++x) {
                     uint32_t a[4];
                     if constexpr (Config::plain)
                         ptx::ldmatrix_x4_trans(a, values + (16 * i + lane % 8 + lane / 16 * 8) * S::row_bytes + (2 * (u * U::tiles + x) + lane / 8 % 2) * 16);
                     else kv_page::fragment<Part::value_bits>(a, w, x);
                     if constexpr (Part::residual) {  // an unwritten slot may hold NaN, and 0 * NaN is NaN
-#pragma unroll
-                        for (int k = 0; k < 2; ++k) {
+                        UNROLL for (int k = 0; k < 2; ++k) {
                             const int left = end - (16 * i + 8 * k + 2 * t);
                             const uint32_t keep = left >= 2 ? 0xffffffffu : left == 1 ? 0x0000ffffu : 0u;
                             a[2 * k] &= keep;
@@ -446,8 +374,7 @@ template <class Config, class Part> struct Block {
                         }
                     }
                     const int c = u * U::tiles + x;
-#pragma unroll
-                    for (int n = 0; n < columns; ++n)
+                    UNROLL for (int n = 0; n < columns; ++n)
                         mma<value_bf16>(state.out[n][c], a, b[n][c * value_groups / depth]);
                 }
             }

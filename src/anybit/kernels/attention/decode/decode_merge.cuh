@@ -78,16 +78,12 @@ template <class Config> struct Row {
 template <class Config> DEVICE void write_whole(const Params& p, int pair, const State<Config>& state) {
     constexpr int width = Shape<Config>::width;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < Config::query_tiles; ++n)
-#pragma unroll
-        for (int x = 0; x < width; ++x) {
+    UNROLL for (int n = 0; n < Config::query_tiles; ++n)
+        UNROLL for (int x = 0; x < width; ++x) {
             const Row<Config> row(p, pair, (4 * n + t) * width + x, {state.reference[n][x], state.sum[n][x]}, g == 0);
             if (row.there)
-#pragma unroll
-                for (int c = 0; c < Shape<Config>::depth; ++c)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
+                UNROLL for (int c = 0; c < Shape<Config>::depth; ++c)
+                    UNROLL for (int h = 0; h < 2; ++h)
                         row.out[16 * c + 8 * h + g] = narrow<Config::bf16>(state.output(n, c, h, x) * row.normalizer);
         }
 }
@@ -96,16 +92,12 @@ template <class Config> DEVICE void write_whole(const Params& p, int pair, const
 template <class Config> DEVICE void write_part(float* part, float* part_state, const State<Config>& state) {
     constexpr int width = Shape<Config>::width;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < Config::query_tiles; ++n)
-#pragma unroll
-        for (int x = 0; x < width; ++x) {
+    UNROLL for (int n = 0; n < Config::query_tiles; ++n)
+        UNROLL for (int x = 0; x < width; ++x) {
             const int row = (4 * n + t) * width + x;
             if (row < Config::rows) {
-#pragma unroll
-                for (int c = 0; c < Shape<Config>::depth; ++c)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) part[row * Config::head_dim + 16 * c + 8 * h + g] = state.output(n, c, h, x);
+                UNROLL for (int c = 0; c < Shape<Config>::depth; ++c)
+                    UNROLL for (int h = 0; h < 2; ++h) part[row * Config::head_dim + 16 * c + 8 * h + g] = state.output(n, c, h, x);
                 if (g == 0) {
                     part_state[2 * row] = state.reference[n][x];
                     part_state[2 * row + 1] = state.sum[n][x];
@@ -115,10 +107,8 @@ template <class Config> DEVICE void write_part(float* part, float* part_state, c
 }
 
 template <class Config> DEVICE void sum_lanes(State<Config>& state) {
-#pragma unroll
-    for (int n = 0; n < Config::query_tiles; ++n)
-#pragma unroll
-        for (int x = 0; x < Shape<Config>::width; ++x) State<Config>::sum_rows(state.sum[n][x]);
+    UNROLL for (int n = 0; n < Config::query_tiles; ++n)
+        UNROLL for (int x = 0; x < Shape<Config>::width; ++x) State<Config>::sum_rows(state.sum[n][x]);
 }
 
 // A pair or this warp's range ends here: writes the output, or keeps the segment for the merge.
@@ -139,18 +129,15 @@ template <class Config> struct RowSum {
     int first;  // channel
     float v[width];
     DEVICE explicit RowSum(int piece) : first(width * (32 * piece + static_cast<int>(threadIdx.x % 32))) {
-#pragma unroll
-        for (int k = 0; k < width; ++k) v[k] = 0.0f;
+        UNROLL for (int k = 0; k < width; ++k) v[k] = 0.0f;
     }
     DEVICE void add(float weight, const float (&row)[width]) {
-#pragma unroll
-        for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[k], v[k]);
+        UNROLL for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[k], v[k]);
     }
     // This lane's channels of a row in shared memory, or in global memory (other CTAs': ld.cg).
     DEVICE void from_shared(float (&row)[width], const float* at) const {
         const uint32_t shared = ptx::shared_address(at + first);
-#pragma unroll
-        for (int k = 0; k < width; k += vector) {
+        UNROLL for (int k = 0; k < width; k += vector) {
             if constexpr (vector == 4) {
                 const uint4 w = ptx::ld_shared_v4(shared + 4 * k);
                 row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
@@ -161,8 +148,7 @@ template <class Config> struct RowSum {
         }
     }
     DEVICE static void from_global(float (&row)[width], const float* at) {
-#pragma unroll
-        for (int k = 0; k < width; k += vector) {
+        UNROLL for (int k = 0; k < width; k += vector) {
             if constexpr (vector == 4) {
                 const uint4 w = ptx::ld_global_cg_v4(at + k);
                 row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
@@ -174,8 +160,7 @@ template <class Config> struct RowSum {
     }
     DEVICE void leave(float* to) const {
         to += first;
-#pragma unroll
-        for (int k = 0; k < width; k += vector) {
+        UNROLL for (int k = 0; k < width; k += vector) {
             if constexpr (vector == 4) *reinterpret_cast<uint4*>(to + k) = make_uint4(__float_as_uint(v[k]), __float_as_uint(v[k + 1]), __float_as_uint(v[k + 2]), __float_as_uint(v[k + 3]));
             else if constexpr (vector == 2) *reinterpret_cast<uint2*>(to + k) = make_uint2(__float_as_uint(v[k]), __float_as_uint(v[k + 1]));
             else to[k] = v[k];
@@ -186,12 +171,10 @@ template <class Config> struct RowSum {
         if (!place.there) return;
         uint16_t* to = place.out + first;
         if constexpr (width % 2 == 0) {
-#pragma unroll
-            for (int k = 0; k < width; k += 2)
+            UNROLL for (int k = 0; k < width; k += 2)
                 *reinterpret_cast<uint32_t*>(to + k) = narrow<Config::bf16>(v[k] * place.normalizer) | static_cast<uint32_t>(narrow<Config::bf16>(v[k + 1] * place.normalizer)) << 16;
         } else {
-#pragma unroll
-            for (int k = 0; k < width; ++k) to[k] = narrow<Config::bf16>(v[k] * place.normalizer);
+            UNROLL for (int k = 0; k < width; ++k) to[k] = narrow<Config::bf16>(v[k] * place.normalizer);
         }
     }
     static constexpr int vector = width % 4 == 0 ? 4 : width % 2 == 0 ? 2 : 1;
@@ -218,11 +201,9 @@ DEVICE void load_parts(float (&rows)[batches][batch][width], const float* parts,
     constexpr int pitch = Config::split ? 1 : 2, stride = pitch * Config::rows * Config::head_dim;
     const float* from = parts + static_cast<int64_t>(base + at) * stride;
     const float* first = from + (base + at == 0 ? offset * (stride / pitch) : 0);
-#pragma unroll
-    for (int b = 0; b < batches; ++b)
+    UNROLL for (int b = 0; b < batches; ++b)
         if (base + at + b * batch < count)
-#pragma unroll
-            for (int i = 0; i < batch; ++i)
+            UNROLL for (int i = 0; i < batch; ++i)
                 if (base + at + b * batch + i < count) RowSum<Config>::from_global(rows[b][i], b + i ? from + (b * batch + i) * stride : first);
 }
 
@@ -262,25 +243,20 @@ template <class Config> DEVICE void merge_parts(const Params& p, int pair, int r
         }
         // The running total merges as one more part.
         float most = fmaxf(fmaxf(total.reference, state.reference), extra.reference);
-#pragma unroll
-        for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+        UNROLL for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
         const float old = softmax::State::weight(total.reference, most);
         const float weight = softmax::State::weight(state.reference, most), weight_extra = softmax::State::weight(extra.reference, most);
         float found = weight * state.sum + weight_extra * extra.sum;
-#pragma unroll
-        for (int i = 16; i; i >>= 1) found += __shfl_xor_sync(0xffffffffu, found, i);
-#pragma unroll
-        for (int k = 0; k < Sum::width; ++k) sum.v[k] *= old;
+        UNROLL for (int i = 16; i; i >>= 1) found += __shfl_xor_sync(0xffffffffu, found, i);
+        UNROLL for (int k = 0; k < Sum::width; ++k) sum.v[k] *= old;
         total.sum = total.sum * old + found;
         total.reference = most;
 #pragma unroll 1
         for (int at = 0; at < here + more; at += together) {
             if (at) load_parts<Config>(rows, parts, base, at, count, offset);
-#pragma unroll
-            for (int b = 0; b < batches; ++b)
+            UNROLL for (int b = 0; b < batches; ++b)
                 if (at + b * batch < here + more)
-#pragma unroll
-                    for (int i = 0; i < batch; ++i) {
+                    UNROLL for (int i = 0; i < batch; ++i) {
                         const int part = at + b * batch + i;
                         const float w = __shfl_sync(0xffffffffu, part < 32 ? weight : weight_extra, part % 32);
                         if (part < here + more) sum.add(w, rows[b][i]);

@@ -181,8 +181,7 @@ template <class Config> struct Line {
         return extent_of<Config>(p, row, length).template pieces<Config>() * p.kv_heads * pairs;
     }
     DEVICE static int sum_below(int v) {
-#pragma unroll
-        for (int i = 1; i < 32; i <<= 1) {
+        UNROLL for (int i = 1; i < 32; i <<= 1) {
             const int other = __shfl_up_sync(0xffffffffu, v, i);
             if (static_cast<int>(threadIdx.x % 32) >= i) v += other;
         }

@@ -58,17 +58,13 @@ template <class Config> struct State {
     bool fresh;  // no block seen: no reference yet
 
     DEVICE void clear() {
-#pragma unroll
-        for (int n = 0; n < columns; ++n) {
-#pragma unroll
-            for (int c = 0; c < Shape<Config>::depth; ++c)
+        UNROLL for (int n = 0; n < columns; ++n) {
+            UNROLL for (int c = 0; c < Shape<Config>::depth; ++c)
                 out[n][c][0] = out[n][c][1] = out[n][c][2] = out[n][c][3] = 0.0f;
-#pragma unroll
-            for (int x = 0; x < width; ++x) {
+            UNROLL for (int x = 0; x < width; ++x) {
                 reference[n][x] = softmax::lowest;
                 sum[n][x] = 0.0f;
-#pragma unroll
-                for (int v = 0; v < Shape<Config>::value_groups; ++v) zero[n][v][x] = 0.0f;
+                UNROLL for (int v = 0; v < Shape<Config>::value_groups; ++v) zero[n][v][x] = 0.0f;
             }
         }
         settled = false;
@@ -82,13 +78,10 @@ template <class Config> struct State {
     // truncate every accumulation: left alone, long sums would lose the small difference.
     DEVICE void fold() {
         if constexpr (Config::value_bits != 16 && !Config::fp4) {
-#pragma unroll
-            for (int n = 0; n < columns; ++n) {
+            UNROLL for (int n = 0; n < columns; ++n) {
                 sum_zeros(n);
-#pragma unroll
-                for (int c = 0; c < Shape<Config>::depth; ++c)
-#pragma unroll
-                    for (int i = 0; i < 4; i += 3 - width)
+                UNROLL for (int c = 0; c < Shape<Config>::depth; ++c)
+                    UNROLL for (int i = 0; i < 4; i += 3 - width)
                         out[n][c][i] = fmaf(zero[n][group_of(c)][i % width], 1.0f / kv_page::unscale<Config::value_bits>(c, i / 2), out[n][c][i]);
                 clear_zeros(n);
             }
@@ -99,13 +92,10 @@ template <class Config> struct State {
         if (settled) return;
         settled = true;
         if constexpr (Config::value_bits != 16) {
-#pragma unroll
-            for (int n = 0; n < columns; ++n) {
+            UNROLL for (int n = 0; n < columns; ++n) {
                 sum_zeros(n);
-#pragma unroll
-                for (int c = 0; c < Shape<Config>::depth; ++c)
-#pragma unroll
-                    for (int i = 0; i < 4; i += 3 - width) {
+                UNROLL for (int c = 0; c < Shape<Config>::depth; ++c)
+                    UNROLL for (int i = 0; i < 4; i += 3 - width) {
                         if constexpr (Config::paired) {
                             out[n][c][i] += out[n][c][i + 1];
                             out[n][c][i + 1] = 0.0f;
@@ -119,24 +109,18 @@ template <class Config> struct State {
     }
     DEVICE static constexpr int group_of(int c) { return c * 16 / Config::channel_group % Shape<Config>::value_groups; }
     DEVICE void sum_zeros(int n) {
-#pragma unroll
-        for (int v = 0; v < Shape<Config>::value_groups; ++v)
-#pragma unroll
-            for (int x = 0; x < width; ++x) sum_rows(zero[n][v][x]);
+        UNROLL for (int v = 0; v < Shape<Config>::value_groups; ++v)
+            UNROLL for (int x = 0; x < width; ++x) sum_rows(zero[n][v][x]);
     }
     DEVICE void clear_zeros(int n) {
-#pragma unroll
-        for (int v = 0; v < Shape<Config>::value_groups; ++v)
-#pragma unroll
-            for (int x = 0; x < width; ++x) zero[n][v][x] = 0.0f;
+        UNROLL for (int v = 0; v < Shape<Config>::value_groups; ++v)
+            UNROLL for (int x = 0; x < width; ++x) zero[n][v][x] = 0.0f;
     }
     DEVICE static void sum_rows(float& v) {
-#pragma unroll
-        for (int i = 4; i < 32; i <<= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
+        UNROLL for (int i = 4; i < 32; i <<= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
     }
     DEVICE static void most_of_rows(float& v) {
-#pragma unroll
-        for (int i = 4; i < 32; i <<= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
+        UNROLL for (int i = 4; i < 32; i <<= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
     }
 };
 
@@ -153,8 +137,7 @@ template <class Config> struct Bytes {
     DEVICE void make(const uint32_t (&v)[depth][2]) {
         const bool low = threadIdx.x / 4 % 2;
         uint32_t most = ptx::abs_f16x2(v[0][0]);
-#pragma unroll
-        for (int i = 1; i < 2 * depth; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(v[i / 2][i % 2]));
+        UNROLL for (int i = 1; i < 2 * depth; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(v[i / 2][i % 2]));
         most = ptx::max_f16x2(most, most >> 16 | most << 16);
         most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 2));
@@ -165,11 +148,9 @@ template <class Config> struct Bytes {
         // 1536 + x rounds x to an integer in float16 (ulp 1), and the low byte of the encoding is that integer's.
         const uint32_t magic = 0x66006600u, sign = low ? 0xbc00bc00u : 0x3c003c00u, back = low ? 0x66006600u : 0xe600e600u;
         const uint32_t ulp = low ? 0x5bf05bf0u : 0x3c003c00u;
-#pragma unroll
-        for (int j = 0; j < depth; ++j) {
+        UNROLL for (int j = 0; j < depth; ++j) {
             uint32_t f[2];
-#pragma unroll
-            for (int p = 0; p < 2; ++p) {
+            UNROLL for (int p = 0; p < 2; ++p) {
                 const uint32_t high = ptx::fma_f16x2(v[j][p], times, magic);
                 const uint32_t whole = ptx::fma_f16x2(high, sign, back);        // low columns: minus the integer
                 const uint32_t rest = ptx::fma_f16x2(v[j][p], times_low, whole);  // low columns: the remainder

@@ -14,22 +14,17 @@ namespace decode {
 template <class Config> DEVICE void fp4_operand(uint32_t (&b)[2], uint32_t& scales, const uint32_t (&x)[2][4]) {
     const bool low = threadIdx.x / 4 % 2;
     uint32_t own = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL for (int half = 0; half < 2; ++half) {
         float v[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = i % 2 ? kv_page::high_f16(x[half][i / 2]) : kv_page::low_f16(x[half][i / 2]);
-#pragma unroll
-        for (int pass = 0; pass < 2; ++pass) {
+        UNROLL for (int i = 0; i < 8; ++i) v[i] = i % 2 ? kv_page::high_f16(x[half][i / 2]) : kv_page::low_f16(x[half][i / 2]);
+        UNROLL for (int pass = 0; pass < 2; ++pass) {
             float most = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(v[i]));
+            UNROLL for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(v[i]));
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));  // two lanes share a scale
             const uint16_t code = ptx::cvt_e4m3x2_f32(most * (1.0f / 6.0f), 0.0f) & 0xff;
             const float scale = kv_page::low_f16(ptx::cvt_f16x2_e4m3x2(code)), inverse = scale > 0.0f ? ptx::rcp_approx(scale) : 0.0f;
             uint32_t word = 0;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLL for (int i = 0; i < 4; ++i) {
                 const uint32_t pair = ptx::cvt_e2m1x2_f32(v[2 * i] * inverse, v[2 * i + 1] * inverse);
                 const uint32_t back = ptx::cvt_f16x2_e2m1x2(pair);
                 v[2 * i] = fmaf(-scale, kv_page::low_f16(back), v[2 * i]);
@@ -53,19 +48,16 @@ template <class Config> struct Fp4Query {
 
     DEVICE void make(const uint32_t (&q)[Config::head_dim / 16][2]) {
         uint32_t most = ptx::abs_f16x2(q[0][0]);
-#pragma unroll
-        for (int i = 1; i < Config::head_dim / 8; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(q[i / 2][i % 2]));
+        UNROLL for (int i = 1; i < Config::head_dim / 8; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(q[i / 2][i % 2]));
         most = ptx::max_f16x2(most, most >> 16 | most << 16);
         most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 2));
         const uint16_t factor = ptx::cvt_f16_f32(fminf(1024.0f * ptx::rcp_approx(kv_page::low_f16(most)), 32768.0f));
         inverse = ptx::rcp_approx(ptx::cvt_f32_f16(static_cast<uint16_t>(__shfl_sync(0xffffffffu, static_cast<uint32_t>(factor), threadIdx.x % 4 * 8))));
         const uint32_t times = factor | static_cast<uint32_t>(factor) << 16;
-#pragma unroll
-        for (int s = 0; s < steps; ++s) {
+        UNROLL for (int s = 0; s < steps; ++s) {
             uint32_t x[2][4];
-#pragma unroll
-            for (int k = 0; k < 8; ++k) x[k / 4][k % 4] = ptx::mul_f16x2(q[4 * s + k / 2][k % 2], times);
+            UNROLL for (int k = 0; k < 8; ++k) x[k / 4][k % 4] = ptx::mul_f16x2(q[4 * s + k / 2][k % 2], times);
             fp4_operand<Config>(b[s], scales[s], x);
         }
     }
@@ -85,11 +77,9 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
         scales = ptx::ld_shared_u32(parameters + (index * 16 + t % 2 * 8 + g) * 4);
     }
     DEVICE void scores(uint32_t keys, const Queries<Config>& queries, const Logits&) {
-#pragma unroll
-        for (int i = 0; i < tiles; ++i) {
+        UNROLL for (int i = 0; i < tiles; ++i) {
             float sums[4] = {};
-#pragma unroll
-            for (int s = 0; s < Config::head_dim / 64; ++s) {
+            UNROLL for (int s = 0; s < Config::head_dim / 64; ++s) {
                 uint32_t a[4], scales;
                 tile(a, scales, keys, keys + S::key_codes, s * tiles + i);
                 ptx::mma_m16n8k64_nvf4(sums, a, queries.fp4.b[s], scales, queries.fp4.scales[s]);
@@ -100,11 +90,9 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
     }
     DEVICE void exponentials(const State<Config>& state) {
         this->lane_sum[0][0] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < tiles; ++i) {
+        UNROLL for (int i = 0; i < tiles; ++i) {
             float e[2];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            UNROLL for (int h = 0; h < 2; ++h) {
                 e[h] = ptx::ex2_approx(this->score[0][i][h] - state.reference[0][0]);
                 this->lane_sum[0][0] += e[h];
             }
@@ -120,17 +108,14 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
         state.sum[0][0] += this->lane_sum[0][0];
     }
     DEVICE void weigh(uint32_t values, State<Config>& state, int) {
-#pragma unroll
-        for (int s = 0; s < tiles / 4; ++s) {
+        UNROLL for (int s = 0; s < tiles / 4; ++s) {
             uint32_t x[2][4], b[2], scales;
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {  // tile k / 2 of the step, tokens 0-7 or 8-15, to both columns of their query
+            UNROLL for (int k = 0; k < 8; ++k) {  // tile k / 2 of the step, tokens 0-7 or 8-15, to both columns of their query
                 const uint32_t p = this->probability[0][4 * s + k / 2][0];
                 x[k / 4][k % 4] = ptx::movmatrix_trans(ptx::prmt(p, p, k % 2 ? 0x3232u : 0x1010u));
             }
             fp4_operand<Config>(b, scales, x);
-#pragma unroll
-            for (int c = 0; c < depth; ++c) {
+            UNROLL for (int c = 0; c < depth; ++c) {
                 uint32_t a[4], of_values;
                 tile(a, of_values, values, values + S::value_codes, s * depth + c);
                 ptx::mma_m16n8k64_nvf4(state.out[0][c], a, b, of_values, scales);

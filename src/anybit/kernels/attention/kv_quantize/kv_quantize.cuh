@@ -109,16 +109,13 @@ template <class Config> struct Packer : Loader<Config> {
     template <int count> DEVICE static void store(uint8_t* to, int index, const uint32_t* w) {
         const int lane = threadIdx.x % 32;
         if constexpr (count % 4 == 0) {
-#pragma unroll
-            for (int i = 0; i < count; i += 4)
+            UNROLL for (int i = 0; i < count; i += 4)
                 *reinterpret_cast<uint4*>(to + ((index + i) / 4 * 32 + lane) * 16) = make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
         } else if constexpr (count % 2 == 0) {
-#pragma unroll
-            for (int i = 0; i < count; i += 2)
+            UNROLL for (int i = 0; i < count; i += 2)
                 *reinterpret_cast<uint2*>(to + ((index + i) / 4 * 32 + lane) * 16 + (index + i) % 4 * 4) = make_uint2(w[i], w[i + 1]);
         } else {
-#pragma unroll
-            for (int i = 0; i < count; ++i)
+            UNROLL for (int i = 0; i < count; ++i)
                 *reinterpret_cast<uint32_t*>(to + ((index + i) / 4 * 32 + lane) * 16 + (index + i) % 4 * 4) = w[i];
         }
     }
@@ -134,16 +131,13 @@ template <class Config> struct Packer : Loader<Config> {
             if (from.page < 0 || from.stale()) return;
             Run runs[2][2];
             uint32_t ends[2][2];
-#pragma unroll
-            for (int p = 0; p < 2; ++p) {
+            UNROLL for (int p = 0; p < 2; ++p) {
                 uint32_t low = x[0][0][p], high = low;
-#pragma unroll
-                for (int i = 0; i < 2 * tiles; ++i) {
+                UNROLL for (int i = 0; i < 2 * tiles; ++i) {
                     low = least(low, x[i / 2][i % 2][p]);
                     high = most(high, x[i / 2][i % 2][p]);
                 }
-#pragma unroll
-                for (int i = 4; i < 32; i <<= 1) {
+                UNROLL for (int i = 4; i < 32; i <<= 1) {
                     low = least(low, __shfl_xor_sync(0xffffffffu, low, i));
                     high = most(high, __shfl_xor_sync(0xffffffffu, high, i));
                 }
@@ -152,8 +146,7 @@ template <class Config> struct Packer : Loader<Config> {
             }
             // Four channels whose ranges all eight lanes of a column hold: each lane computes one channel's run.
             const Run own = settle<bits>(widen((g & 2 ? ends[1][0] : ends[0][0]) >> 16 * (g & 1)), widen((g & 2 ? ends[1][1] : ends[0][1]) >> 16 * (g & 1)));
-#pragma unroll
-            for (int k = 0; k < 4; ++k) runs[k / 2][k % 2] = of_lane(own, 4 * k + t);
+            UNROLL for (int k = 0; k < 4; ++k) runs[k / 2][k % 2] = of_lane(own, 4 * k + t);
             if (g == 0) {
                 const uint32_t a = runs[0][0].stored, b = runs[0][1].stored, d = runs[1][0].stored, e = runs[1][1].stored;
                 *reinterpret_cast<uint4*>(to + S::key_codes + (task * 4 + t) * 16) =
@@ -169,12 +162,10 @@ template <class Config> struct Packer : Loader<Config> {
         constexpr int count = tiles / U::tiles * U::words;
         const Pair pairs[2] = {pair_of(runs[0][0], runs[0][1]), pair_of(runs[1][0], runs[1][1])};
         uint32_t w[count];
-#pragma unroll
-        for (int k = 0; k < count; ++k) {
+        UNROLL for (int k = 0; k < count; ++k) {
             const int i = k / U::words * U::tiles, part = k % U::words;
             uint32_t sum = 0;
-#pragma unroll
-            for (int f = 0; f < 16 / bits; ++f) {
+            UNROLL for (int f = 0; f < 16 / bits; ++f) {
                 const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
                 sum += two_codes<bits, plain>(x[i + sub][h][p], runs[p][0], runs[p][1], pairs[p], shift<bits>(sub, h, p));
             }
@@ -196,11 +187,9 @@ template <class Config> struct Packer : Loader<Config> {
             uint32_t x[deep][2][2], ends[2][2];
             load_tokens(x, from, 16 * d, v * deep);
             if (from.page < 0 || from.stale()) return;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            UNROLL for (int h = 0; h < 2; ++h) {
                 uint32_t low = x[0][h][0], high = low;
-#pragma unroll
-                for (int j = 0; j < 2 * deep; ++j) {
+                UNROLL for (int j = 0; j < 2 * deep; ++j) {
                     low = least(low, x[j / 2][h][j % 2]);
                     high = most(high, x[j / 2][h][j % 2]);
                 }
@@ -221,8 +210,7 @@ template <class Config> struct Packer : Loader<Config> {
         __syncthreads();
         for (int i = threadIdx.x; i < count / 4 * 32; i += Config::threads) {
             uint32_t w[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
+            UNROLL for (int k = 0; k < 4; ++k) {
                 const int place = (i / 32 * 4 + k) * 32 + i % 32;
                 w[k] = words[place];
                 if constexpr (U::tiles == 2) w[k] |= words[count * 32 + place];
@@ -236,14 +224,11 @@ template <class Config> struct Packer : Loader<Config> {
         using U = kv_page::Bundle<bits>;
         constexpr int bundles = Config::block / 16 / U::tiles;
         const Pair pairs[2] = {pair_of(runs[0], runs[0]), pair_of(runs[1], runs[1])};
-#pragma unroll
-        for (int j = 0; j < deep; ++j)
-#pragma unroll
-            for (int part = 0; part < U::words; ++part) {
+        UNROLL for (int j = 0; j < deep; ++j)
+            UNROLL for (int part = 0; part < U::words; ++part) {
                 constexpr int fields = 4 / U::words;  // pairs of elements
                 uint32_t sum = 0, rounding = 0;
-#pragma unroll
-                for (int f = 0; f < fields; ++f) {
+                UNROLL for (int f = 0; f < fields; ++f) {
                     const int h = f % 2, p = bits == 8 ? part : f / 2, places = shift<bits>(0, h, p);
                     sum += two_codes<bits, plain>(x[j][h][p], runs[h], runs[h], pairs[h], places);
                     rounding += plain && halves ? 0x64006400u << places : (0x4b400000u << places) + (0x4b400000u << (16 + places));
@@ -279,20 +264,16 @@ template <class Config> struct Packer : Loader<Config> {
             if (from.page < 0 || from.stale()) return;
             if constexpr (bits == 16) {
                 uint32_t w[span / 4];
-#pragma unroll
-                for (int k = 0; k < span / 4; ++k) w[k] = ptx::movmatrix_trans(x[k % 4 / 2][k / 4 * 2 + k % 2]);
+                UNROLL for (int k = 0; k < span / 4; ++k) w[k] = ptx::movmatrix_trans(x[k % 4 / 2][k / 4 * 2 + k % 2]);
                 store<span / 4>(to, task * (span / 4), w);
             } else {
                 Run runs[2][groups];
                 bool plain = true;
-#pragma unroll
-                for (int v = 0; v < groups; ++v) {
+                UNROLL for (int v = 0; v < groups; ++v) {
                     uint32_t ends[2][2];
-#pragma unroll
-                    for (int p = 0; p < 2; ++p) {
+                    UNROLL for (int p = 0; p < 2; ++p) {
                         uint32_t low = x[p][v * group / 8], high = low;
-#pragma unroll
-                        for (int m = v * group / 8; m < (v + 1) * group / 8; ++m) {
+                        UNROLL for (int m = v * group / 8; m < (v + 1) * group / 8; ++m) {
                             low = least(low, x[p][m]);
                             high = most(high, x[p][m]);
                         }
@@ -321,15 +302,12 @@ template <class Config> struct Packer : Loader<Config> {
         using U = kv_page::Bundle<bits>;
         constexpr int count = span / 16 / U::tiles * U::words;
         Pair pairs[2][groups];
-#pragma unroll
-        for (int k = 0; k < 2 * groups; ++k) pairs[k / groups][k % groups] = pair_of(runs[k / groups][k % groups], runs[k / groups][k % groups]);
+        UNROLL for (int k = 0; k < 2 * groups; ++k) pairs[k / groups][k % groups] = pair_of(runs[k / groups][k % groups], runs[k / groups][k % groups]);
         uint32_t w[count];
-#pragma unroll
-        for (int k = 0; k < count; ++k) {
+        UNROLL for (int k = 0; k < count; ++k) {
             const int i = k / U::words * U::tiles, part = k % U::words;
             uint32_t sum = 0;
-#pragma unroll
-            for (int f = 0; f < 16 / bits; ++f) {
+            UNROLL for (int f = 0; f < 16 / bits; ++f) {
                 const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
                 const int v = (i + sub) * groups / (span / 16);
                 sum += two_codes<bits, plain>(x[p][2 * (i + sub) + h], runs[p][v], runs[p][v], pairs[p][v], shift<bits>(sub, h, p));
@@ -340,8 +318,7 @@ template <class Config> struct Packer : Loader<Config> {
     }
     DEVICE static void limit(float largest, uint8_t* to) {
         float* all = reinterpret_cast<float*>(ptx::dynamic_shared() + warps * 16 * pitch);
-#pragma unroll
-        for (int i = 4; i < 32; i <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
+        UNROLL for (int i = 4; i < 32; i <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
         if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = largest;
         __syncthreads();
         if (threadIdx.x >= 8) return;

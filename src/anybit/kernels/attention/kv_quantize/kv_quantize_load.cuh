@@ -36,8 +36,7 @@ template <class Config> struct Loader {
         if constexpr (Config::single) {
             // Tiles are contiguous and wrap at the ring's end.
             if constexpr (Config::front > 0) {
-#pragma unroll
-                for (int i = 0; i < tiles; ++i) {
+                UNROLL for (int i = 0; i < tiles; ++i) {
                     uint32_t w[4];
                     ring_tile(w, from, token + 16 * i, j);
                     x[i][0][0] = w[0]; x[i][1][0] = w[1]; x[i][0][1] = w[2]; x[i][1][1] = w[3];
@@ -47,8 +46,7 @@ template <class Config> struct Loader {
                 const uint16_t* at = from.ring + (from.slot + token) * Config::head_dim + (j * 32 + lane) * 8;
                 const uint16_t* again = at - from.ring_tokens * Config::head_dim;
                 const int left = from.ring_tokens - from.slot - token;
-#pragma unroll
-                for (int i = 0; i < tiles; ++i) {
+                UNROLL for (int i = 0; i < tiles; ++i) {
                     const uint4 v = ptx::ld_global_cg_v4((16 * i < left ? at : again) + i * step);
                     x[i][0][0] = v.x; x[i][1][0] = v.y; x[i][0][1] = v.z; x[i][1][1] = v.w;
                 }
@@ -62,27 +60,23 @@ template <class Config> struct Loader {
         if (from.old <= from.begin + token) {  // all new (prefill)
             const uint16_t* at = row(from, token + g) + 16 * j + 4 * t;
             const int64_t step = static_cast<int64_t>(8) * from.token_stride;
-#pragma unroll
-            for (int i = 0; i < 2 * tiles; ++i) {
+            UNROLL for (int i = 0; i < 2 * tiles; ++i) {
                 const uint2 v = *reinterpret_cast<const uint2*>(at + i * step);
                 x[i / 2][i % 2][0] = v.x; x[i / 2][i % 2][1] = v.y;
             }
             return;
         }
         // All ring loads issue before anything waits; tiles that are partly new get their new rows afterwards.
-#pragma unroll
-        for (int i = 0; i < tiles; ++i)
+        UNROLL for (int i = 0; i < tiles; ++i)
             if (from.old - from.begin - token - 16 * i > 0) {
                 uint32_t w[4];
                 ring_tile(w, from, token + 16 * i, j);
                 x[i][0][0] = w[0]; x[i][1][0] = w[1]; x[i][0][1] = w[2]; x[i][1][1] = w[3];
             }
-#pragma unroll
-        for (int i = 0; i < tiles; ++i) {
+        UNROLL for (int i = 0; i < tiles; ++i) {
             const int held = from.old - from.begin - token - 16 * i;
             if (held < 16)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
+                UNROLL for (int h = 0; h < 2; ++h)
                     if (g + 8 * h >= held) {
                         const uint2 v = *reinterpret_cast<const uint2*>(row(from, token + 16 * i + g + 8 * h) + 16 * j + 4 * t);
                         x[i][h][0] = v.x; x[i][h][1] = v.y;
@@ -93,28 +87,24 @@ template <class Config> struct Loader {
     template <int deep> DEVICE static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, held = from.old - from.begin - token;
         if (Config::single || held > 0)
-#pragma unroll
-            for (int j = 0; j < deep; ++j) {
+            UNROLL for (int j = 0; j < deep; ++j) {
                 uint32_t w[4];
                 ring_tile(w, from, token, first + j);
                 x[j][0][0] = w[0]; x[j][1][0] = w[1]; x[j][0][1] = w[2]; x[j][1][1] = w[3];
             }
         if constexpr (Config::single) {
             if (newest_here(from, token + 16) && g == 7)
-#pragma unroll
-                for (int j = 0; j < deep; ++j) {
+                UNROLL for (int j = 0; j < deep; ++j) {
                     const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * (first + j) + 4 * t);
                     x[j][1][0] = v.x; x[j][1][1] = v.y;
                 }
             return;
         }
         if (held < 16)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
+            UNROLL for (int h = 0; h < 2; ++h)
                 if (g + 8 * h >= held) {
                     const uint16_t* at = row(from, token + g + 8 * h) + 16 * first + 4 * t;
-#pragma unroll
-                    for (int j = 0; j < deep; ++j) {
+                    UNROLL for (int j = 0; j < deep; ++j) {
                         const uint2 v = *reinterpret_cast<const uint2*>(at + 16 * j);
                         x[j][h][0] = v.x; x[j][h][1] = v.y;
                     }
@@ -126,15 +116,11 @@ template <class Config> struct Loader {
         const uint32_t stage = ptx::shared_address(ptx::dynamic_shared()) + threadIdx.x / 32 * (16 * pitch);
         if constexpr (Config::single) {
             uint32_t w[span / 16][4];
-#pragma unroll
-            for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
-#pragma unroll
-            for (int j = 0; j < span / 16; ++j)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+            UNROLL for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
+            UNROLL for (int j = 0; j < span / 16; ++j)
+                UNROLL for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
             if (newest_here(from, token + 16) && g == 7)
-#pragma unroll
-                for (int m = 0; m < span / 8; ++m) x[1][m] = *reinterpret_cast<const uint32_t*>(from.fresh + first + 8 * m + 2 * (lane % 4));
+                UNROLL for (int m = 0; m < span / 8; ++m) x[1][m] = *reinterpret_cast<const uint32_t*>(from.fresh + first + 8 * m + 2 * (lane % 4));
             return;
         }
         if (held < 16) {
@@ -143,8 +129,7 @@ template <class Config> struct Loader {
             if (held <= 0 && 32 % pieces == 0) {  // all new (prefill)
                 const uint16_t* at = row(from, token + lane / pieces) + first + lane % pieces * 8;
                 const int64_t step = static_cast<int64_t>(32 / pieces) * from.token_stride;
-#pragma unroll
-                for (int i = 0; i < 16 * pieces / 32; ++i)
+                UNROLL for (int i = 0; i < 16 * pieces / 32; ++i)
                     ptx::cp_async<16>(stage + (lane / pieces + i * (32 / pieces)) * pitch + lane % pieces * 16, at + i * step);
             } else {
                 for (int i = lane; i < 16 * pieces; i += 32)
@@ -154,28 +139,22 @@ template <class Config> struct Loader {
         }
         if (held > 0) {
             uint32_t w[span / 16][4];
-#pragma unroll
-            for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
-#pragma unroll
-            for (int j = 0; j < span / 16; ++j)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+            UNROLL for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
+            UNROLL for (int j = 0; j < span / 16; ++j)
+                UNROLL for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
         }
         if (held < 16) {
             ptx::cp_async_wait_all();
             __syncwarp();
-#pragma unroll
-            for (int p = 0; p < 2; ++p) {
+            UNROLL for (int p = 0; p < 2; ++p) {
                 const bool take = g + 8 * p >= held;
                 if (8 * p + 8 <= held) continue;
-#pragma unroll
-                for (int m = 0; m < span / 8; m += 4) {
+                UNROLL for (int m = 0; m < span / 8; m += 4) {
                     // Rows held by the ring were not copied: clamp ldmatrix addresses to rows that were.
                     const int r = max(8 * p + lane % 8, min(held, 15));
                     uint32_t w[4];
                     ptx::ldmatrix_x4(w, stage + r * pitch + 16 * (m + lane / 8));
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
+                    UNROLL for (int k = 0; k < 4; ++k)
                         if (take) x[p][m + k] = w[k];
                 }
             }

@@ -114,8 +114,7 @@ template <class Config> DEVICE void prefetch(const Params& p, const Tokens<Confi
     constexpr int token = Config::head_dim * 2, line = 128;  // bytes
     if (!tokens.packs || tokens.begin >= (p.table_width - Config::front) * Config::page) return;
     const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;
-#pragma unroll
-    for (int i = 0; i < Config::block * token; i += line * Config::threads) {
+    UNROLL for (int i = 0; i < Config::block * token; i += line * Config::threads) {
         const int at = i + line * threadIdx.x, place = tokens.slot * token + at;
         if constexpr (Config::front > 0) {
             constexpr int tile = 16 * token;

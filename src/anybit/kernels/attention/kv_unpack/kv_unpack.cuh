@@ -36,10 +36,8 @@ template <class Config> struct Half {
 
     // Unpacks a tile's words to pairs of 16-bit elements x[h][p], lane = 4 * g + t; see kv_page.py.
     template <int bits> DEVICE static void pairs(uint32_t (&x)[2][2], const uint32_t (&w)[4], int tile) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int p = 0; p < 2; ++p) {
+        UNROLL for (int h = 0; h < 2; ++h)
+            UNROLL for (int p = 0; p < 2; ++p) {
                 if constexpr (bits == 16) x[h][p] = w[2 * p + h];
                 else if constexpr (bits == 8) x[h][p] = w[2 * tile + p] >> 8 * h & 0x00ff00ffu;
                 else if constexpr (bits == 4) x[h][p] = w[tile] >> 4 * (2 * p + h) & 0x000f000fu;
@@ -62,22 +60,19 @@ template <class Config> struct Half {
         for (int vector = threadIdx.x / 32; vector < S::key_codes / 512; vector += warps) {
             const uint4 v = *reinterpret_cast<const uint4*>(from + (vector * 32 + lane) * 16);
             const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int n = 0; n < tiles; ++n) {
+            UNROLL for (int n = 0; n < tiles; ++n) {
                 const int at = vector * tiles + n, i = at / (chunk_tiles * depth) * chunk_tiles + at % chunk_tiles, j = at / chunk_tiles % depth;
                 uint32_t x[2][2];
                 pairs<bits>(x, w, n);
                 if constexpr (bits != 16 && Config::by_channel) {
                     const uint4 p = *reinterpret_cast<const uint4*>(from + S::key_codes + ((i / chunk_tiles * depth + j) * 4 + t) * 16);
                     const uint32_t zero[2] = {p.x, p.z}, scale[2] = {p.y, p.w};
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
+                    UNROLL for (int k = 0; k < 4; ++k)
                         x[k / 2][k % 2] = values_of(x[k / 2][k % 2], kv_page::low_f16(scale[k % 2]), kv_page::low_f16(zero[k % 2]),
                                                     kv_page::high_f16(scale[k % 2]), kv_page::high_f16(zero[k % 2]));
                 } else if constexpr (bits != 16) {
                     const int group = 16 * j / Config::channel_group;
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
+                    UNROLL for (int h = 0; h < 2; ++h) {
                         const uint32_t p = *reinterpret_cast<const uint32_t*>(from + S::key_codes + ((group * (row_tiles / 2) + i / 2) * 8 + g) * 16 + (i % 2 * 2 + h) * 4);
                         const float scale = kv_page::low_f16(p), zero = kv_page::high_f16(p);
                         x[h][0] = values_of(x[h][0], scale, zero, scale, zero);
@@ -91,8 +86,7 @@ template <class Config> struct Half {
     // Stores the first `held` tokens of row tile i, channel tile j.
     DEVICE static void put_keys(const uint32_t (&x)[2][2], uint16_t* to, int i, int j, int held) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
+        UNROLL for (int h = 0; h < 2; ++h)
             if (g + 8 * h < held)
                 *reinterpret_cast<uint2*>(to + (16 * i + 8 * h + g) * Config::head_dim + 16 * j + 4 * t) = make_uint2(x[h][0], x[h][1]);
     }
@@ -104,23 +98,20 @@ template <class Config> struct Half {
         for (int vector = threadIdx.x / 32; vector < S::value_codes / 512; vector += warps) {
             const uint4 v = *reinterpret_cast<const uint4*>(from + (vector * 32 + lane) * 16);
             const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int n = 0; n < tiles; ++n) {
+            UNROLL for (int n = 0; n < tiles; ++n) {
                 const int at = vector * tiles + n, i = at / depth, c = at % depth;
                 uint32_t x[2][2];
                 pairs<bits>(x, w, n);
                 float scale[2] = {1.0f, 1.0f}, zero[2] = {};
                 if constexpr (bits != 16) {
                     const int group = 16 * c / Config::channel_group;
-#pragma unroll
-                    for (int p = 0; p < 2; ++p) {
+                    UNROLL for (int p = 0; p < 2; ++p) {
                         const uint32_t found = *reinterpret_cast<const uint32_t*>(from + S::value_codes + ((group * (row_tiles / 2) + i / 2) * 8 + g) * 16 + (i % 2 * 2 + p) * 4);
                         scale[p] = kv_page::low_f16(found);
                         zero[p] = kv_page::high_f16(found);
                     }
                 }
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
+                UNROLL for (int k = 0; k < 4; ++k) {
                     uint32_t& e = x[k / 2][k % 2];
                     e = ptx::movmatrix_trans(e);
                     if constexpr (bits != 16) e = values_of(e, scale[k % 2], zero[k % 2], scale[k % 2], zero[k % 2]);
@@ -131,11 +122,9 @@ template <class Config> struct Half {
     }
     DEVICE static void put_values(const uint32_t (&x)[2][2], uint16_t* to, int i, int c, int held) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-        for (int p = 0; p < 2; ++p)
+        UNROLL for (int p = 0; p < 2; ++p)
             if (g + 8 * p < held)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
+                UNROLL for (int h = 0; h < 2; ++h)
                     *reinterpret_cast<uint32_t*>(to + (16 * i + 8 * p + g) * Config::head_dim + 16 * c + 8 * h + 2 * t) = x[h][p];
     }
 };
@@ -154,8 +143,7 @@ template <class Config> DEVICE void exact(const Params& p, const int32_t* row, i
         const uint4 v = *reinterpret_cast<const uint4*>(tile + (j * 32 + lane) * 8);
         uint32_t x[2][2] = {{v.x, v.z}, {v.y, v.w}};
         if (values) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) x[k / 2][k % 2] = ptx::movmatrix_trans(x[k / 2][k % 2]);
+            UNROLL for (int k = 0; k < 4; ++k) x[k / 2][k % 2] = ptx::movmatrix_trans(x[k / 2][k % 2]);
             H::put_values(x, to, i, j, old - 16 * i);
         } else {
             H::put_keys(x, to, i, j, old - 16 * i);

@@ -30,10 +30,8 @@ DEVICE void copy_stage(uint32_t shared, const uint8_t* planes, int rows, int fir
     const int64_t plane_bytes = static_cast<int64_t>(rows) * planes::row_bytes;
     const uint8_t* from = planes + planes::piece_offset(chunk, 0, bits, rows, first + row, offset + piece);
     const uint32_t to = shared + place<row_bytes>(row, piece);
-#pragma unroll
-    for (int plane = 0; plane < bits; ++plane) {
-#pragma unroll
-        for (int j = 0; j < tile; j += lap) {
+    UNROLL for (int plane = 0; plane < bits; ++plane) {
+        UNROLL for (int j = 0; j < tile; j += lap) {
             if (tile % lap != 0 && row + j >= tile) continue;
             ptx::cp_async<16>(to + (plane * tile + j) * row_bytes, from + j * planes::row_bytes, first + row + j < rows ? 16 : 0);
         }
@@ -71,14 +69,11 @@ DEVICE void multiply(int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4
         for (int plane = low; plane <= high; ++plane) {
             const uint32_t w = weights + plane * Config::tile_n * T::row_bytes;
             const uint32_t x = tokens + (diagonal - plane) * Config::tile_m * T::row_bytes;
-#pragma unroll
-            for (int step = 0; step < T::steps; ++step) {
+            UNROLL for (int step = 0; step < T::steps; ++step) {
                 uint32_t a[T::rows][4], b[T::columns][2];
-#pragma unroll
-                for (int r = 0; r < T::rows; ++r)
+                UNROLL for (int r = 0; r < T::rows; ++r)
                     ptx::ldmatrix_x4(a[r], w + place<T::row_bytes>(weight_row + 16 * r, 2 * (step0 + step) + (lane >> 4)));
-#pragma unroll
-                for (int c = 0; c + 1 < T::columns; c += 2) {
+                UNROLL for (int c = 0; c + 1 < T::columns; c += 2) {
                     uint32_t pair[4];
                     const int row = token_row + 8 * c + (lane >> 4) * 8;
                     ptx::ldmatrix_x4(pair, x + place<T::row_bytes>(row, 2 * (step0 + step) + (lane >> 3 & 1)));
@@ -90,19 +85,14 @@ DEVICE void multiply(int32_t (&sum)[Tile<Config>::rows][Tile<Config>::columns][4
                 if constexpr (T::columns % 2 == 1)
                     ptx::ldmatrix_x2(b[T::columns - 1], x + place<T::row_bytes>(token_row + 8 * (T::columns - 1),
                                                                                 2 * (step0 + step) + (lane >> 3 & 1)));
-#pragma unroll
-                for (int r = 0; r < T::rows; ++r)
-#pragma unroll
-                    for (int c = 0; c < T::columns; ++c) ptx::mma_m16n8k256_b1(sum[r][c], a[r], b[c]);
+                UNROLL for (int r = 0; r < T::rows; ++r)
+                    UNROLL for (int c = 0; c < T::columns; ++c) ptx::mma_m16n8k256_b1(sum[r][c], a[r], b[c]);
             }
         }
         if (walked < last) {
-#pragma unroll
-            for (int r = 0; r < T::rows; ++r)
-#pragma unroll
-                for (int c = 0; c < T::columns; ++c)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
+            UNROLL for (int r = 0; r < T::rows; ++r)
+                UNROLL for (int c = 0; c < T::columns; ++c)
+                    UNROLL for (int e = 0; e < 4; ++e) {
                         const uint32_t v = sum[r][c][e];
                         sum[r][c][e] = __funnelshift_l(v, v, turn);
                     }
@@ -123,12 +113,9 @@ DEVICE void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::co
     for (int k = 0; k < Config::warps_k; ++k) {
         __syncthreads();
         if (part != k) continue;
-#pragma unroll
-        for (int r = 0; r < T::rows; ++r)
-#pragma unroll
-            for (int c = 0; c < T::columns; ++c)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
+        UNROLL for (int r = 0; r < T::rows; ++r)
+            UNROLL for (int c = 0; c < T::columns; ++c)
+                UNROLL for (int e = 0; e < 4; ++e) {
                     uint32_t* to = staged + (m + 8 * c + (e & 1)) * T::pitch + n + 16 * r + 8 * (e >> 1);
                     const uint32_t v = __funnelshift_l(static_cast<uint32_t>(sum[r][c][e]), static_cast<uint32_t>(sum[r][c][e]), turn);
                     *to = k == 0 ? v : *to + v;
@@ -199,14 +186,12 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
     const uint32_t* staged = reinterpret_cast<const uint32_t*>(ptx::dynamic_shared()) + threadIdx.x % across * vector;
     using Term = Terms<Config>;
     typename Term::Row row[vector];
-#pragma unroll
-    for (int i = 0; i < vector; ++i) row[i] = Term::row(p, n + i);
+    UNROLL for (int i = 0; i < vector; ++i) row[i] = Term::row(p, n + i);
     for (int token = threadIdx.x / across; token < Config::tile_m && m0 + token < p.m; token += down) {
         const int m = m0 + token;
         const typename Term::Column column = Term::column(p, m);
         uint32_t word[vector];
-#pragma unroll
-        for (int i = 0; i < vector; ++i) {
+        UNROLL for (int i = 0; i < vector; ++i) {
             const int32_t sum_of_codes = staged[token * T::pitch + i];
             if constexpr (Config::output == Output::s32) word[i] = static_cast<uint32_t>(Term::value(sum_of_codes, row[i], column));
             else word[i] = rounded<Config::output>(Term::result(sum_of_codes, row[i], column));
@@ -216,8 +201,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
             if (Config::aligned && n < p.n) {
                 ptx::st_global_cs_v4(y, make_uint4(word[0] | word[1] << 16, word[2] | word[3] << 16, word[4] | word[5] << 16, word[6] | word[7] << 16));
             } else {
-#pragma unroll
-                for (int i = 0; i < vector; ++i)
+                UNROLL for (int i = 0; i < vector; ++i)
                     if (n + i < p.n) y[i] = static_cast<uint16_t>(word[i]);
             }
         } else {
@@ -225,8 +209,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
             if (Config::aligned && n < p.n) {
                 ptx::st_global_cs_v4(y, make_uint4(word[0], word[1], word[2], word[3]));
             } else {
-#pragma unroll
-                for (int i = 0; i < vector; ++i)
+                UNROLL for (int i = 0; i < vector; ++i)
                     if (n + i < p.n) y[i] = word[i];
             }
         }

@@ -226,12 +226,10 @@ template <class Config> struct GemmConsumer {
     // MMAs of the first plane pair, piece by piece as its tokens land.
     template <int tokens> DEVICE void start(int32_t (&acc)[tokens / 2], uint64_t a, uint64_t b) const {
         constexpr int part = tokens / S::first_pieces;
-#pragma unroll
-        for (int piece = 0; piece < S::first_pieces; piece++) {
+        UNROLL for (int piece = 0; piece < S::first_pieces; piece++) {
             ptx::mbarrier_wait_parity(S::first_full(shared, piece), 0);
             int32_t (&some)[part / 2] = *reinterpret_cast<int32_t (*)[part / 2]>(&acc[piece * part / 2]);
-#pragma unroll
-            for (int step = 0; step < planes::steps; step++)
+            UNROLL for (int step = 0; step < planes::steps; step++)
                 ptx::wgmma_b1<part>(some, at(a, step * planes::step_bytes),
                                     at(b, piece * part * planes::row_bytes + step * planes::step_bytes), step > 0);
         }
@@ -246,8 +244,7 @@ template <class Config> struct GemmConsumer {
             const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // walking down: rotate left by 1; up: right by 1 = left by 31
             const uint64_t a = planes::descriptor(shared + (weight_ring.at * P * S::rows + warpgroup * 64) * planes::row_bytes);
             const uint64_t b = planes::descriptor(shared + S::activations + activation_ring.at * Q * S::activation_slot);
-#pragma unroll
-            for (int diagonal = 0; diagonal < diagonals; diagonal++) {
+            UNROLL for (int diagonal = 0; diagonal < diagonals; diagonal++) {
                 // Planes are numbered in walking order, so that in either direction those with i + j = diagonal meet.
                 if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.at * P + diagonal), weight_ring.parity);
                 if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.at * Q + diagonal), activation_ring.parity);
@@ -257,12 +254,10 @@ template <class Config> struct GemmConsumer {
                     begun = true;
                     start<tokens>(acc, a, b);
                 } else {
-#pragma unroll
-                    for (int i = 0; i < P; i++) {
+                    UNROLL for (int i = 0; i < P; i++) {
                         const int j = diagonal - i;
                         if (j < 0 || j >= Q) continue;
-#pragma unroll
-                        for (int step = 0; step < planes::steps; step++)
+                        UNROLL for (int step = 0; step < planes::steps; step++)
                             ptx::wgmma_b1<tokens>(acc, at(a, i * S::weight_slot + step * planes::step_bytes),
                                                           at(b, j * S::activation_slot + step * planes::step_bytes),
                                                           diagonal > 0 || step > 0 || chunk > 0);

@@ -69,8 +69,7 @@ template <class Config> struct Resident {
         const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row, warp = threadIdx.x / 32;
         const uint8_t* const from = (a == S::a_is_weights ? p.weights : p.activations) + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
         const int bytes = min(tile, stored - first) * planes::row_bytes;
-#pragma unroll
-        for (int bit = 0; bit < bits; bit++) {
+        UNROLL for (int bit = 0; bit < bits; bit++) {
             if (turn == warp) ptx::cp_async_bulk_load(shared.template plane<a>(chunk, bit), from + static_cast<int64_t>(bit) * stored * planes::row_bytes, bytes, shared.full(chunk));
             turn = turn == S::warps - 1 ? 0 : turn + 1;
         }
@@ -83,10 +82,8 @@ template <class Config> struct Resident {
         const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row;
         const uint8_t* const from = p.activations + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
         const int bytes = min(tile, stored - first) * planes::row_bytes;
-#pragma unroll
-        for (int bit = 0; bit < bits; bit++)
-#pragma unroll
-            for (int i = 0; i < tile * planes::row_bytes / (16 * Config::threads); i++) {
+        UNROLL for (int bit = 0; bit < bits; bit++)
+            UNROLL for (int i = 0; i < tile * planes::row_bytes / (16 * Config::threads); i++) {
                 const int at = (i * Config::threads + static_cast<int>(threadIdx.x)) * 16;
                 if (at < bytes) ptx::cp_async<16>(shared.template plane<a>(chunk, bit) + at, from + static_cast<int64_t>(bit) * stored * planes::row_bytes + at);
             }
@@ -101,8 +98,7 @@ template <class Config> struct Resident {
     DEVICE void load_rest() const {
         int turn = 0;
         if constexpr (Config::cp_async_activations) {
-#pragma unroll
-            for (int chunk = 0; chunk < Config::k_chunks; chunk++) {
+            UNROLL for (int chunk = 0; chunk < Config::k_chunks; chunk++) {
                 copy_tokens(chunk);
                 if (chunk + Config::prologue_stages < p.chunks && ptx::lane_id() == 0) load<S::a_is_weights>(chunk + Config::prologue_stages, turn);
             }
@@ -118,8 +114,7 @@ template <class Config> struct Resident {
     // MMAs of one chunk of an A plane, which has landed.
     DEVICE void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int chunk, int plane, bool add) const {
         const uint64_t a = planes::descriptor(shared.template plane<true>(chunk, plane)), b = planes::descriptor(shared.template plane<false>(chunk, 0));
-#pragma unroll
-        for (int step = 0; step < planes::steps; step++)
+        UNROLL for (int step = 0; step < planes::steps; step++)
             ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), add || step > 0);
     }
 
@@ -127,13 +122,11 @@ template <class Config> struct Resident {
     // one set is rotated, another's wgmmas run.
     DEVICE void walk(int32_t (&acc)[Config::accumulator_sets][Config::wgmma_n / 2]) const {
         constexpr int sets = Config::accumulator_sets, chunks = Config::k_chunks;
-#pragma unroll
-        for (int chunk = 0; chunk < chunks; chunk++) {
+        UNROLL for (int chunk = 0; chunk < chunks; chunk++) {
             const bool down = (chunks - chunk) & 1;
             ptx::mbarrier_wait_parity(shared.full(chunk), 0);
             if constexpr (Config::cp_async_activations) ptx::fence_proxy_async();  // cp.async writes are generic-proxy writes
-#pragma unroll
-            for (int order = 0; order < P; order++) {
+            UNROLL for (int order = 0; order < P; order++) {
                 const int plane = down ? P - 1 - order : order, set = plane % sets;
                 if (order >= sets) {
                     ptx::wgmma_wait_group<sets - 1>();
@@ -146,21 +139,17 @@ template <class Config> struct Resident {
             }
         }
         ptx::wgmma_wait_group<0>();
-#pragma unroll
-        for (int set = 0; set < sets; set++) ptx::wgmma_touch(acc[set]);
+        UNROLL for (int set = 0; set < sets; set++) ptx::wgmma_touch(acc[set]);
     }
 
     // The sums, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
     DEVICE void multiply(int32_t (&sums)[S::values]) const {
         int32_t acc[Config::accumulator_sets][Config::wgmma_n / 2];
         walk(acc);
-#pragma unroll
-        for (int v = 0; v < S::values; v++) {
+        UNROLL for (int v = 0; v < S::values; v++) {
             uint32_t sum = 0;
-#pragma unroll
-            for (int set = 0; set < Config::accumulator_sets; set++)
-#pragma unroll
-                for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[set][j * S::values + v]) << (j + set);
+            UNROLL for (int set = 0; set < Config::accumulator_sets; set++)
+                UNROLL for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[set][j * S::values + v]) << (j + set);
             sums[v] = static_cast<int32_t>(sum);
         }
     }
@@ -190,8 +179,7 @@ template <class Config> struct Resident {
                 }
             }
         }
-#pragma unroll
-        for (int v = 0; v < S::values; v++) {
+        UNROLL for (int v = 0; v < S::values; v++) {
             const int h = v % 4 / 2, e = v % 2, i = 2 * (v / 4), at_row = row + 8 * h, at_column = pair + 8 * (v / 4) + e;
             if constexpr (S::a_is_weights)
                 T::store(p, at_column, at_row, sums[v], terms.weights[h], terms.tokens[i + e]);
@@ -205,11 +193,9 @@ template <class Config> struct Resident {
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const uint32_t staging = shared.shared + S::staging;
         const uint32_t stage = staging + (8 * (lane / 16) + lane % 8) * 128 + (((2 * warp + (lane / 8) % 2) ^ (lane % 8)) * 16);
-#pragma unroll
-        for (int i = 0; i < S::eights; i += 2) {
+        UNROLL for (int i = 0; i < S::eights; i += 2) {
             uint32_t packed[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {  // rows and rows + 8 of two octets
+            UNROLL for (int j = 0; j < 4; j++) {  // rows and rows + 8 of two octets
                 const int eight = i + j / 2, h = j % 2;
                 packed[j] = T::pack(T::result(sums[4 * eight + 2 * h], weights[h], tokens[2 * eight]),
                                     T::result(sums[4 * eight + 2 * h + 1], weights[h], tokens[2 * eight + 1]));
@@ -218,8 +204,7 @@ template <class Config> struct Resident {
         }
         __syncthreads();
         uint16_t* const y = static_cast<uint16_t*>(p.y) + a_row + thread % 8 * 8;
-#pragma unroll
-        for (int at = 0; at < S::columns; at += 16) {
+        UNROLL for (int at = 0; at < S::columns; at += 16) {
             const int local = at + thread / 8, token = b_row + local;
             const uint4 piece = ptx::ld_shared_v4(staging + local * 128 + ((thread % 8 ^ local % 8) * 16));
             if (token < p.m) *reinterpret_cast<uint4*>(y + token * p.y_stride) = piece;
@@ -230,17 +215,14 @@ template <class Config> struct Resident {
     DEVICE void write_rows(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2 * S::eights], const typename T::Column (&tokens)[2], int row) const {
         constexpr int eights = S::eights;
         const int q = threadIdx.x % 4;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        UNROLL for (int h = 0; h < 2; h++) {
             uint32_t w[eights];
-#pragma unroll
-            for (int i = 0; i < eights; i++)
+            UNROLL for (int i = 0; i < eights; i++)
                 w[i] = T::pack(T::result(sums[4 * i + 2 * h], weights[2 * i], tokens[h]), T::result(sums[4 * i + 2 * h + 1], weights[2 * i + 1], tokens[h]));
             uint16_t* const y = static_cast<uint16_t*>(p.y) + (row + 8 * h) * p.y_stride + b_row;
             const bool there = row + 8 * h < p.m;
             if constexpr (eights % 4 == 0) {
-#pragma unroll
-                for (int i = 0; i < eights; i += 4) {
+                UNROLL for (int i = 0; i < eights; i += 4) {
                     // 4 x 4 transpose within the quad (lane q gets word q of all four), in two shuffle rounds.
                     const bool odd = q & 1, high = q & 2;
                     const uint32_t a = ptx::shfl_xor(odd ? w[i] : w[i + 1], 1), b = ptx::shfl_xor(odd ? w[i + 2] : w[i + 3], 1);
@@ -249,8 +231,7 @@ template <class Config> struct Resident {
                     if (there) *reinterpret_cast<uint4*>(y + 8 * (i + q)) = high ? make_uint4(c, d, high0, high1) : make_uint4(low0, low1, c, d);
                 }
             } else {
-#pragma unroll
-                for (int i = 0; i < eights; i++)
+                UNROLL for (int i = 0; i < eights; i++)
                     if (there) *reinterpret_cast<uint32_t*>(y + 8 * i + 2 * q) = w[i];
             }
         }

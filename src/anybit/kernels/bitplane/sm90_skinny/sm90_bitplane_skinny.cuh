@@ -146,16 +146,14 @@ template <class Config> struct Skinny {
         const uint64_t a = planes::descriptor(shared.a_slot(slot));
         const uint64_t b = planes::descriptor(shared.b_slot(stage) + (S::b_parts > 1 ? group * S::part_bytes : 0));
         ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < planes::steps; step++)
+        UNROLL for (int step = 0; step < planes::steps; step++)
             ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), true);
         ptx::wgmma_commit_group();
     }
 
     // A single pass, walked down, with a stage per plane.
     DEVICE void walk_without_reuse(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
-#pragma unroll
-        for (int order = 0; order < P; order++) {
+        UNROLL for (int order = 0; order < P; order++) {
 #pragma unroll 1
             for (int chunk = S::k_groups > 1 ? group : 0; chunk < count; chunk += S::k_groups) {
                 const int slot = order * count + chunk;
@@ -208,15 +206,12 @@ template <class Config> struct Skinny {
     // Sums over this warpgroup's chunks, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
     DEVICE void multiply(int32_t (&sums)[S::values], int group) const {
         int32_t acc[Config::wgmma_n / 2];
-#pragma unroll
-        for (int i = 0; i < Config::wgmma_n / 2; i++) acc[i] = 0;
+        UNROLL for (int i = 0; i < Config::wgmma_n / 2; i++) acc[i] = 0;
         if constexpr (S::no_reuse) walk_without_reuse(acc, group);
         else walk(acc, group);
-#pragma unroll
-        for (int v = 0; v < S::values; v++) {
+        UNROLL for (int v = 0; v < S::values; v++) {
             uint32_t sum = 0;
-#pragma unroll
-            for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[j * S::values + v]) << j;
+            UNROLL for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[j * S::values + v]) << j;
             sums[v] = static_cast<int32_t>(sum);
         }
     }
@@ -224,24 +219,19 @@ template <class Config> struct Skinny {
     // Cluster split-K reduction: sends the other CTAs their shares of the sums, and adds theirs to this CTA's share.
     DEVICE void gather(const int32_t (&sums)[S::values], int32_t (&own)[S::share]) const {
         const int thread = threadIdx.x;
-#pragma unroll
-        for (int to = 0; to < S::split; to++) {
+        UNROLL for (int to = 0; to < S::split; to++) {
             if (to == rank) {
-#pragma unroll
-                for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
+                UNROLL for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
                 continue;
             }
             const uint32_t target = ptx::mapa(shared.partial(rank), to), barrier = ptx::mapa(shared.gathered(), to);
-#pragma unroll
-            for (int v = 0; v < S::share; v++)
+            UNROLL for (int v = 0; v < S::share; v++)
                 ptx::st_async_u32(target + (v * 128 + thread) * 4, static_cast<uint32_t>(sums[to * S::share + v]), barrier);
         }
         ptx::mbarrier_wait_parity_acquire_cluster(shared.gathered(), 0);
-#pragma unroll
-        for (int from = 0; from < S::split; from++) {
+        UNROLL for (int from = 0; from < S::split; from++) {
             if (from == rank) continue;
-#pragma unroll
-            for (int v = 0; v < S::share; v++) own[v] += ptx::ld_shared_u32(shared.partial(from) + (v * 128 + thread) * 4);
+            UNROLL for (int v = 0; v < S::share; v++) own[v] += ptx::ld_shared_u32(shared.partial(from) + (v * 128 + thread) * 4);
         }
     }
 
@@ -250,15 +240,12 @@ template <class Config> struct Skinny {
         constexpr int barrier = 1, wide = S::share % 4 == 0 ? 4 : 1;
         const int thread = threadIdx.x % 128;
         ptx::bar_sync(barrier, 128 * S::groups);  // all wgmmas are complete: the stages are free
-#pragma unroll
-        for (int to = 0; to < S::groups; to++) {
+        UNROLL for (int to = 0; to < S::groups; to++) {
             if (to == group) {
-#pragma unroll
-                for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
+                UNROLL for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
                 continue;
             }
-#pragma unroll
-            for (int v = 0; v < S::share; v += wide) {
+            UNROLL for (int v = 0; v < S::share; v += wide) {
                 const int32_t* const from = &sums[to * S::share + v];
                 const uint32_t at = shared.partial(group, to) + (v * 128 + thread * wide) * 4;
                 if constexpr (wide == 4)
@@ -268,11 +255,9 @@ template <class Config> struct Skinny {
             }
         }
         ptx::bar_sync(barrier, 128 * S::groups);
-#pragma unroll
-        for (int other = 1; other < S::groups; other++) {
+        UNROLL for (int other = 1; other < S::groups; other++) {
             const int from = (group + other) % S::groups;
-#pragma unroll
-            for (int v = 0; v < S::share; v += wide) {
+            UNROLL for (int v = 0; v < S::share; v += wide) {
                 const uint32_t at = shared.partial(from, group) + (v * 128 + thread * wide) * 4;
                 if constexpr (wide == 4) {
                     const uint4 sum = ptx::ld_shared_v4(at);
@@ -305,16 +290,13 @@ template <class Config> struct Skinny {
             ptx::barrier_cluster_wait();  // the other CTAs' mbarriers are initialized
             gather(sums, own);
         } else {
-#pragma unroll
-            for (int v = 0; v < S::share; v++) own[v] = sums[v];
+            UNROLL for (int v = 0; v < S::share; v++) own[v] = sums[v];
         }
         if constexpr (!S::a_is_weights && T::is_16bit && S::share % 4 == 0) {
             if (p.y_stride % 2 == 0 && reinterpret_cast<uint64_t>(p.y) % 4 == 0) {  // one word: two weights of a token
                 uint16_t* const y = static_cast<uint16_t*>(p.y) + row * p.y_stride + pair + 8 * first;
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-#pragma unroll
-                    for (int i = 0; i < eights; i++) {
+                UNROLL for (int h = 0; h < 2; h++)
+                    UNROLL for (int i = 0; i < eights; i++) {
                         const uint32_t both = T::pack(T::result(own[4 * i + 2 * h], weights[2 * i], tokens[h]),
                                                       T::result(own[4 * i + 2 * h + 1], weights[2 * i + 1], tokens[h]));
                         uint16_t* const at = y + 8 * h * p.y_stride + 8 * i;
@@ -325,8 +307,7 @@ template <class Config> struct Skinny {
                 return;
             }
         }
-#pragma unroll
-        for (int v = 0; v < S::share; v++) {
+        UNROLL for (int v = 0; v < S::share; v++) {
             // Value 4 * octet + 2 * h + e; with a share below four, which one is known at run time only.
             const int within = S::share % 4 == 0 ? v % 4 : (part * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
             const int at_row = row + 8 * h, at_column = pair + 8 * (first + v / 4) + e;

@@ -31,20 +31,16 @@ template <class Config, int eights> struct SkinnyTerms {
     typename T::Column tokens[token_count];
 
     DEVICE void load_weights(const Params& p, int row, int pair) {
-#pragma unroll
-        for (int i = 0; i < weight_count; i++) weight_loads[i] = T::load_row(p, a_is_weights ? row + 8 * i : pair + 8 * (i / 2) + i % 2);
+        UNROLL for (int i = 0; i < weight_count; i++) weight_loads[i] = T::load_row(p, a_is_weights ? row + 8 * i : pair + 8 * (i / 2) + i % 2);
     }
     // After griddepcontrol_wait.
     DEVICE void load_tokens(const Params& p, int row, int pair) {
-#pragma unroll
-        for (int i = 0; i < token_count; i++) token_loads[i] = T::load_column(p, a_is_weights ? pair + 8 * (i / 2) + i % 2 : row + 8 * i);
+        UNROLL for (int i = 0; i < token_count; i++) token_loads[i] = T::load_column(p, a_is_weights ? pair + 8 * (i / 2) + i % 2 : row + 8 * i);
     }
     // After the main loop: the loads have landed by then.
     DEVICE void finish() {
-#pragma unroll
-        for (int i = 0; i < weight_count; i++) weights[i] = T::row(weight_loads[i]);
-#pragma unroll
-        for (int i = 0; i < token_count; i++) tokens[i] = T::column(token_loads[i]);
+        UNROLL for (int i = 0; i < weight_count; i++) weights[i] = T::row(weight_loads[i]);
+        UNROLL for (int i = 0; i < token_count; i++) tokens[i] = T::column(token_loads[i]);
     }
 };
 

@@ -96,8 +96,7 @@ template <class Config> DEVICE void stacked_load(const Params& p, uint32_t share
                 const uint32_t full = S::stage_full(shared, stages.at);
                 ptx::mbarrier_wait_parity(S::stage_empty(shared, stages.at), stages.parity ^ 1);
                 ptx::mbarrier_arrive_expect_tx(full, Q * bytes);
-    #pragma unroll
-                for (int j = 0; j < Q; j++)
+                UNROLL for (int j = 0; j < Q; j++)
                     ptx::cp_async_bulk_load(shared + S::stages + stages.at * S::stage + j * S::plane_bytes,
                                             p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes, bytes, full);
                 stages.advance();
@@ -146,8 +145,7 @@ template <class Config> struct StackedConsumer {
         using W = EpilogueShared<Config>;
         const uint32_t stage = epilogue.shared.shared + stage_token * W::pitch + stage_piece * 16;
         uint32_t packed[eights / 2][4];
-#pragma unroll
-        for (int i = 0; i < eights; i++) {
+        UNROLL for (int i = 0; i < eights; i++) {
             const int r = (part * eights + i) * 4;
             const typename Epilogue<Config>::Pair c = epilogue.pair(part * eights + i);
             const typename T::Column c0 = Epilogue<Config>::column(c, 0), c1 = Epilogue<Config>::column(c, 1);
@@ -155,8 +153,7 @@ template <class Config> struct StackedConsumer {
             packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(value[r + 2], row[1], c0), T::result(value[r + 3], row[1], c1));
         }
         ptx::mbarrier_wait_parity(epilogue.shared.read(epilogue.buffer), epilogue.parity);
-#pragma unroll
-        for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + epilogue.buffer * W::buffer_bytes + i * 16 * W::pitch, packed[i]);
+        UNROLL for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + epilogue.buffer * W::buffer_bytes + i * 16 * W::pitch, packed[i]);
         ptx::fence_proxy_async();
         __syncwarp();
         if (leader) ptx::mbarrier_arrive(epilogue.shared.filled(epilogue.buffer));
@@ -180,8 +177,7 @@ template <class Config> struct StackedConsumer {
         int32_t value[sums];
         typename T::Row row[2];
         bool pending = false, started = Config::warpgroup_lag == 0;
-#pragma unroll
-        for (int i = 0; i < sums; i++) value[i] = 0;
+        UNROLL for (int i = 0; i < sums; i++) value[i] = 0;
         row[0] = row[1] = {};
 #pragma unroll 1
         for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
@@ -193,14 +189,12 @@ template <class Config> struct StackedConsumer {
             for (int chunk = 0; chunk < p.chunks; chunk++) {
                 const int left = (p.chunks - chunk) & 1 ? 1 : 31;
                 const uint64_t b = planes::descriptor(shared + S::stages + stages.at * S::stage);
-#pragma unroll
-                for (int order = 0; order < P; order++) {
+                UNROLL for (int order = 0; order < P; order++) {
                     const uint64_t a = planes::descriptor(shared + weights.at * S::weight_slot + warpgroup * 64 * planes::row_bytes);
                     ptx::mbarrier_wait_parity(S::weight_full(shared, weights.at), weights.parity);
                     if (order == 0) ptx::mbarrier_wait_parity(S::stage_full(shared, stages.at), stages.parity);
                     ptx::wgmma_fence();
-#pragma unroll
-                    for (int step = 0; step < planes::steps; step++)
+                    UNROLL for (int step = 0; step < planes::steps; step++)
                         ptx::wgmma_b1<S::columns>(acc, at(a, step * planes::step_bytes), at(b, step * planes::step_bytes), order > 0 || step > 0 || chunk > 0);
                     ptx::wgmma_commit_group();
                     if (order == 0) {
@@ -230,11 +224,9 @@ template <class Config> struct StackedConsumer {
             release_stage(stages.previous(), final_tokens);
             if (!final) weights.parity ^= 1;  // stationary: same phase again
             if (!final_tokens) stages.parity ^= 1;
-#pragma unroll
-            for (int i = 0; i < sums; i++) {
+            UNROLL for (int i = 0; i < sums; i++) {
                 uint32_t v = static_cast<uint32_t>(acc[i]);
-#pragma unroll
-                for (int j = 1; j < Q; j++) v += static_cast<uint32_t>(acc[j * sums + i]) << j;
+                UNROLL for (int j = 1; j < Q; j++) v += static_cast<uint32_t>(acc[j * sums + i]) << j;
                 value[i] = static_cast<int32_t>(v);
             }
             pending = true;

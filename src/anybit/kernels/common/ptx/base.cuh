@@ -43,6 +43,7 @@ using size_t = decltype(sizeof(0));
 #endif
 
 #define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")  // the loop that follows, whose trip count is a constant
 // For instructions that not every architecture has: a template, so that NEEDS is checked only where a kernel calls it.
 #define CHECKED template <int arch = ANYBIT_ARCH> DEVICE
 #define NEEDS(minimum, what) static_assert(arch >= minimum, what)

@@ -40,12 +40,10 @@ template <int groups, int arch = ANYBIT_WGMMA_ARCH> DEVICE void wgmma_wait_group
 }
 // Keeps the compiler from moving reads of the accumulators above a wait, or writes below a fence. No instruction.
 template <int count> DEVICE void wgmma_touch(float (&d)[count]) {
-#pragma unroll
-    for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+    UNROLL for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 template <int count, class Int> DEVICE void wgmma_touch(Int (&d)[count]) {
-#pragma unroll
-    for (int i = 0; i < count; i++) asm volatile("" : "+r"(d[i]) :: "memory");
+    UNROLL for (int i = 0; i < count; i++) asm volatile("" : "+r"(d[i]) :: "memory");
 }
 
 // ---- Instructions ---------------------------------------------------------------------------------------------------

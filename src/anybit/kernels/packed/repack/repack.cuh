@@ -100,8 +100,7 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
         uint32_t bytes = 0;
         if (row < p.n) {
             const uint32_t* words = p.words + static_cast<size_t>(row) * p.row_words;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
+            UNROLL for (int e = 0; e < 4; e++) {
                 const int channel = p.permutation != nullptr ? p.permutation[first + e] : first + e;
                 if (channel >= 0 && channel < p.k) {
                     const int at = channel * bits, word = at >> 5, shift = at & 31;
@@ -140,13 +139,11 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
         });
     });
     if constexpr (C::float_order) {
-#pragma unroll
-        for (int i = 0; i < 2 * bits; i++) words[i] = packed::float_order(words[i]);
+        UNROLL for (int i = 0; i < 2 * bits; i++) words[i] = packed::float_order(words[i]);
     }
     uint8_t* tile = p.tiles + (static_cast<size_t>(k_block) * p.row_tiles + row_tile) * 4 * p.unit_bytes;
     uint8_t* unit = tile + warp * p.unit_bytes;
-#pragma unroll
-    for (int i = 0; i < 2 * bits; i++) {
+    UNROLL for (int i = 0; i < 2 * bits; i++) {
         const int quad = i / 4 * 512, within = 2 * bits - i / 4 * 4 >= 4 ? 16 : 8;
         *reinterpret_cast<uint32_t*>(unit + quad + lane * within + i % 4 * 4) = words[i];
     }

@@ -70,11 +70,9 @@ template <class C> __global__ void __launch_bounds__(C::threads) packed_rows(con
     } else if constexpr (C::code == Code::asym) {
         zero = static_cast<float>(p.row_zero[row]);
     }
-#pragma unroll
-    for (int high = 0; high < 2; high++) {
+    UNROLL for (int high = 0; high < 2; high++) {
         const uint32_t pair = packed::codes_of<C>(unit, 4 * g + t, 4 * step + 2 * high + half);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        UNROLL for (int h = 0; h < 2; h++) {
             const int column = k_block * 128 + 16 * step + 8 * high + 2 * t + h;
             const int channel = p.permutation != nullptr ? p.permutation[column] : column;
             if (channel < 0 || channel >= p.k) continue;

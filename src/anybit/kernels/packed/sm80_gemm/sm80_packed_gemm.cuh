@@ -82,12 +82,9 @@ template <class C> struct Block {
     uint32_t shared;
 
     DEVICE void clear() {
-#pragma unroll
-        for (int u = 0; u < C::units; u++)
-#pragma unroll
-            for (int n = 0; n < T::token_tiles; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) sums[u][n][i] = 0.0f;
+        UNROLL for (int u = 0; u < C::units; u++)
+            UNROLL for (int n = 0; n < T::token_tiles; n++)
+                UNROLL for (int i = 0; i < 4; i++) sums[u][n][i] = 0.0f;
     }
 
     // Loads one place of the line: a row tile's weights and the activations at one k block.
@@ -125,8 +122,7 @@ template <class C> struct Block {
     DEVICE void multiply_floats(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
         packed::Dequantize16<C> dequantize[C::units];
         packed::Metadata<C> metadata[C::units];
-#pragma unroll
-        for (int u = 0; u < C::units; u++) {
+        UNROLL for (int u = 0; u < C::units; u++) {
             const int unit = row_warp * C::units + u;
             metadata[u].template load<0>(weights + unit * T::unit_bytes);
             metadata[u].template load<1>(weights + unit * T::unit_bytes);
@@ -138,25 +134,20 @@ template <class C> struct Block {
             constexpr int wide = decltype(index)::value;
             uint32_t b[T::token_tiles][4];
             if (C::split_k_warps == 1 || wide / (4 / C::split_k_warps) == k_warp) {
-#pragma unroll
-                for (int n = 0; n < T::token_tiles; n++) columns(b[n], x, n, wide * 64);
-#pragma unroll
-                for (int u = 0; u < C::units; u++) {
+                UNROLL for (int n = 0; n < T::token_tiles; n++) columns(b[n], x, n, wide * 64);
+                UNROLL for (int u = 0; u < C::units; u++) {
                     if constexpr (T::sparse) {
                         uint32_t a[1][4];
                         dequantize[u].template dequantize<wide * 4, wide * 4 + 4>(a);
-#pragma unroll
-                        for (int n = 0; n < T::token_tiles; n++) {
+                        UNROLL for (int n = 0; n < T::token_tiles; n++) {
                             if constexpr (C::operand == Operand::f16) ptx::mma_sp_m16n8k32_f16<wide % 2>(sums[u][n], a[0], b[n], metadata[u].half[wide / 2]);
                             else ptx::mma_sp_m16n8k32_bf16<wide % 2>(sums[u][n], a[0], b[n], metadata[u].half[wide / 2]);
                         }
                     } else {
                         uint32_t a[2][4];
                         dequantize[u].template dequantize<wide * 8, wide * 8 + 8>(a);
-#pragma unroll
-                        for (int n = 0; n < T::token_tiles; n++)
-#pragma unroll
-                            for (int odd = 0; odd < 2; odd++) {
+                        UNROLL for (int n = 0; n < T::token_tiles; n++)
+                            UNROLL for (int odd = 0; odd < 2; odd++) {
                                 const uint32_t pair[2] = {b[n][2 * odd], b[n][2 * odd + 1]};
                                 if constexpr (C::operand == Operand::f16) ptx::mma_m16n8k16_f16(sums[u][n], a[odd], pair);
                                 else ptx::mma_m16n8k16_bf16(sums[u][n], a[odd], pair);
@@ -181,15 +172,13 @@ template <class C> struct Block {
             high_codes[r] = packed::codes<C::bits, 8, 8 * pair + 4 + r, C::nibbles ? 4 : 0>(words);
             if constexpr (C::nibbles) low_codes[r] |= high_codes[r];  // low nibbles: 32 columns; high nibbles: the next 32
         });
-#pragma unroll
-        for (int n = 0; n < T::token_tiles; n++) {
+        UNROLL for (int n = 0; n < T::token_tiles; n++) {
             uint32_t b[4];
             columns(b, x, n, pair * 64);
             const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
             if constexpr (C::nibbles) {
                 uint32_t high[2], low[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
+                UNROLL for (int i = 0; i < 2; i++) {
                     high[i] = ((first[i] >> 4) & 0x0f0f0f0fu) | (second[i] & 0xf0f0f0f0u);
                     low[i] = (first[i] & 0x0f0f0f0fu) | ((second[i] << 4) & 0xf0f0f0f0u);
                 }
@@ -198,8 +187,7 @@ template <class C> struct Block {
                 ptx::mma_m16n8k64_u4s4(upper_total, ones, high);
                 ptx::mma_m16n8k64_u4(part[n], low_codes, low);
                 ptx::mma_m16n8k64_u4(total[n], ones, low);
-#pragma unroll
-                for (int i = 0; i < 4; i++) part[n][i] += upper[i] * 16, total[n][i] += upper_total[i] * 16;
+                UNROLL for (int i = 0; i < 4; i++) part[n][i] += upper[i] * 16, total[n][i] += upper_total[i] * 16;
             } else {
                 ptx::mma_m16n8k32_u8s8(part[n], low_codes, first);
                 ptx::mma_m16n8k32_u8s8(part[n], high_codes, second);
@@ -221,8 +209,7 @@ template <class C> struct Block {
             a[r] = mine ? packed::KeptCodes<C::bits>::template highest<4 * pair + r, 0x80808080u>(words) : 0;
             ones[r] = mine ? 0x01010101u : 0;
         });
-#pragma unroll
-        for (int n = 0; n < T::token_tiles; n++) {
+        UNROLL for (int n = 0; n < T::token_tiles; n++) {
             uint32_t b[4];
             columns(b, x, n, pair * 64);
             ptx::mma_sp_m16n8k64_s8(part[n], a, b, metadata.half[pair]);
@@ -240,8 +227,7 @@ template <class C> struct Block {
             constexpr int r = decltype(index)::value;
             a[r] = packed::codes<C::bits, 8, 4 * wide + r, 0>(words);
         });
-#pragma unroll
-        for (int n = 0; n < T::token_tiles; n++) {
+        UNROLL for (int n = 0; n < T::token_tiles; n++) {
             uint32_t b[2];
             columns(b, x, n, wide * 32);
             ptx::mma_m16n8k32_u8s8(part[n], a, b);
@@ -251,8 +237,7 @@ template <class C> struct Block {
 
     DEVICE void multiply_integers(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
         static_assert(!C::nibbles || (C::bits <= 4 && T::parts < 4), "int4 tensor cores take up to 4 bits, and 64 columns");
-#pragma unroll
-        for (int u = 0; u < C::units; u++) {
+        UNROLL for (int u = 0; u < C::units; u++) {
             const int unit = row_warp * C::units + u;
             const uint32_t at = weights + unit * T::unit_bytes, scales = at + T::Codes::bytes, zeros = scales + 32 * T::parts;
             uint32_t words[T::Codes::words];
@@ -291,10 +276,8 @@ template <class C> struct Block {
                     const int row = row_tile * T::rows + unit * 16 + (lane >> 2);
                     if (row < p.row_tiles * 64) zero[0] = p.row_zero[row], zero[1] = p.row_zero[row + 8];
                 }
-#pragma unroll
-                for (int n = 0; n < T::token_tiles; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
+                UNROLL for (int n = 0; n < T::token_tiles; n++)
+                    UNROLL for (int i = 0; i < 4; i++) {
                         const int from_middle = (zero[i >> 1] << (8 - C::bits)) - 128;  // sparse: offset of the zero; 0 for sym
                         const int v = T::sparse ? part[n][i] - from_middle * total[n][i] : T::bipolar ? 2 * part[n][i] - T::twice_zero * total[n][i] : part[n][i] - zero[i >> 1] * total[n][i];
                         sums[u][n][i] = fmaf(scale[i >> 1], static_cast<float>(v), sums[u][n][i]);
@@ -310,15 +293,12 @@ template <class C> struct Block {
             const auto place = [&](int k, int i) { return exchange + ((((k - 1) * C::row_warps + row_warp) * T::sums + i) * 32 + lane) * 4; };
             __syncthreads();  // the previous exchange has been read
             if (k_warp > 0)
-#pragma unroll
-                for (int i = 0; i < T::sums; i++)
+                UNROLL for (int i = 0; i < T::sums; i++)
                     ptx::st_shared_f32(place(k_warp, i), sums[i / 4 / T::token_tiles][i / 4 % T::token_tiles][i % 4]);
             __syncthreads();
             if (k_warp == 0)
-#pragma unroll
-                for (int k = 1; k < C::split_k_warps; k++)
-#pragma unroll
-                    for (int i = 0; i < T::sums; i++)
+                UNROLL for (int k = 1; k < C::split_k_warps; k++)
+                    UNROLL for (int i = 0; i < T::sums; i++)
                         sums[i / 4 / T::token_tiles][i / 4 % T::token_tiles][i % 4] += ptx::ld_shared_f32(place(k, i));
         }
     }
@@ -335,12 +315,10 @@ template <class C> struct Block {
         }
         if (k_warp == 0) {
             if (rank > 0)
-#pragma unroll
-                for (int i = 0; i < T::sums; i++)
+                UNROLL for (int i = 0; i < T::sums; i++)
                     sums[i / 4 / T::token_tiles][i / 4 % T::token_tiles][i % 4] += __uint_as_float(ptx::ld_global_cg_u32(place(i)));
             if (rank < last) {
-#pragma unroll
-                for (int i = 0; i < T::sums; i++) *place(i) = sums[i / 4 / T::token_tiles][i / 4 % T::token_tiles][i % 4];
+                UNROLL for (int i = 0; i < T::sums; i++) *place(i) = sums[i / 4 / T::token_tiles][i / 4 % T::token_tiles][i % 4];
             } else {
                 write(p, row_tile, first_token);
             }
@@ -353,19 +331,15 @@ template <class C> struct Block {
     }
 
     DEVICE void write(const Params& p, int row_tile, int first_token) const {
-#pragma unroll
-        for (int u = 0; u < C::units; u++)
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
+        UNROLL for (int u = 0; u < C::units; u++)
+            UNROLL for (int i = 0; i < 4; i += 2) {
                 const int row = row_tile * T::rows + (row_warp * C::units + u) * 16 + (lane >> 2) + i * 4;
                 if (row >= p.n) continue;
                 const float scale = p.row_scale[row] * T::unscale;
                 float bias = 0.0f;
                 if (p.bias != nullptr) bias = C::output == Output::f16 ? ptx::cvt_f32_f16(p.bias[row]) : ptx::cvt_f32_bf16(p.bias[row]);
-#pragma unroll
-                for (int n = 0; n < T::token_tiles; n++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
+                UNROLL for (int n = 0; n < T::token_tiles; n++)
+                    UNROLL for (int e = 0; e < 2; e++) {
                         const int token = first_token + n * 8 + (lane & 3) * 2 + e;
                         if (token >= p.m) continue;
                         float v = sums[u][n][i + e] * scale;
@@ -409,8 +383,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
         if (++fetch_stage == C::stages) fetch_stage = 0;
         ptx::cp_async_commit_group();
     };
-#pragma unroll
-    for (int i = 0; i < C::stages - 1; i++) fetch();
+    UNROLL for (int i = 0; i < C::stages - 1; i++) fetch();
     block.clear();
     for (int i = begin; i < end; i++) {
         ptx::cp_async_wait_group<C::stages - 2>();

@@ -38,8 +38,7 @@ DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m /
     if constexpr (is_sparse<Config>())
         multiply_kept<Config>(sum, a, b, metadata);
     else
-#pragma unroll
-        for (int i = 0; i < steps; i++) multiply<Config>(sum, a[i], ptx::wgmma_advance(b, 32 * i));
+        UNROLL for (int i = 0; i < steps; i++) multiply<Config>(sum, a[i], ptx::wgmma_advance(b, 32 * i));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<Config::register_sets - 1>();
 }
@@ -59,8 +58,7 @@ DEVICE int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2],
     ptx::wgmma_touch(sum);
     for (int round = first; round < rounds; round += Config::split_k_warpgroups) {
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-#pragma unroll
-        for (int i = 0; i < Config::span; i++) {
+        UNROLL for (int i = 0; i < Config::span; i++) {
             // Redundant wait: without a branch here ptxas serializes all wgmmas.
             if (i > 0) ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
             const uint32_t unit_at = ring + cursor.stage * Shape::stage_bytes + i * Shape::k_block_bytes + my_unit;
@@ -111,12 +109,10 @@ DEVICE int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::til
     uint32_t parity = 0;
     ptx::wgmma_touch(sum);
     for (int round = first; round < rounds; parity ^= 1) {
-#pragma unroll
-        for (int slot = 0; slot < slots; slot++) {
+        UNROLL for (int slot = 0; slot < slots; slot++) {
             if (slot > 0 && round >= rounds) break;
             ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);
-#pragma unroll
-            for (int i = 0; i < Config::span; i++) {
+            UNROLL for (int i = 0; i < Config::span; i++) {
                 const int at = slot * kw * Shape::stage_bytes + i * Shape::k_block_bytes;
                 if (i > 0) ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);  // see accumulate
                 dequantize.load(mine + at + my_unit);
@@ -168,14 +164,12 @@ DEVICE int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Con
         dequantize.template dequantize<0, is_sparse<Config>() ? 8 : 16>(a);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
         const uint64_t b = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
-#pragma unroll
-        for (int part = 0; part < parts; part++) {
+        UNROLL for (int part = 0; part < parts; part++) {
             ptx::wgmma_fence();
             if constexpr (is_sparse<Config>())
                 multiply_kept_part<Config, parts>(product, a, b, metadata, part);
             else
-#pragma unroll
-                for (int i = part * steps; i < (part + 1) * steps; i++)
+                UNROLL for (int i = part * steps; i < (part + 1) * steps; i++)
                     multiply<Config>(product, a[i], ptx::wgmma_advance(b, 32 * i), i > part * steps);
             ptx::wgmma_commit_group();
             ptx::wgmma_wait_group<0>();
@@ -183,8 +177,7 @@ DEVICE int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Con
             if (part == parts - 1) release(cursor.stage);
             const float low = Config::group == 0 ? 1.f : dequantize.scale(part, 0);
             const float high = Config::group == 0 ? 1.f : dequantize.scale(part, 1);
-#pragma unroll
-            for (int i = 0; i < Config::tile_m / 2; i++)
+            UNROLL for (int i = 0; i < Config::tile_m / 2; i++)
                 sum[i] = fmaf(static_cast<float>(product[i]), i & 2 ? high : low, sum[i]);
         }
         cursor.advance(Config::split_k_warpgroups);
@@ -297,8 +290,7 @@ DEVICE void packed_gemm(const P& p) {
             terms.load(p, row + warp % 4 * 16, first_token);
             Dequantize<Config> dequantize;
             dequantize.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
-#pragma unroll
-            for (int i = 0; i < Config::tile_m / 2; i++) sum[i] = 0;
+            UNROLL for (int i = 0; i < Config::tile_m / 2; i++) sum[i] = 0;
             if (is_sparse<Config>() && row >= p.weight_tiles * 64)  // stale metadata would be invalid
                 pass_own<Config>(barriers, ahead, part.count, cursor, release);
             else if constexpr (Sums<Config>::promotes)

@@ -24,8 +24,7 @@ struct Coming {
         const uint32_t lane = ptx::lane_id(), g = lane / 4;
         load_words<bits>(words, unit, lane);
         if (Config::group == 0) return;
-#pragma unroll
-        for (int i = 0; i < parts; i++) {
+        UNROLL for (int i = 0; i < parts; i++) {
             scales[i] = ptx::ld_global_nc_u32(of_scales + i * 32);
             if (Config::code == Code::asym) zeros[i] = ptx::ld_global_nc_u32(unit + 256 * bits + 32 * parts + i * 16 + (g & ~1u) * 2);
             if (Config::code == Code::min) zeros[i] = ptx::ld_global_nc_u32(of_scales + (parts + i) * 32);
@@ -52,8 +51,7 @@ struct Batches {
         ask(units[0], first, part.count, true);
     }
     DEVICE void ask(Coming<Config> (&batch)[count], int round, int end, bool come) {
-#pragma unroll
-        for (int j = 0; j < count; j++) {
+        UNROLL for (int j = 0; j < count; j++) {
             if (come && round + j * kw < end) batch[j].load(next, next_scales);
             next += pitch;
             next_scales += pitch;
@@ -78,8 +76,7 @@ DEVICE int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_
     uint32_t parity = 0;
     ptx::wgmma_touch(sum);
     for (int round = first; round < rounds; parity ^= 1) {
-#pragma unroll
-        for (int slot = 0; slot < slots; slot++) {
+        UNROLL for (int slot = 0; slot < slots; slot++) {
             if (slot > 0 && round >= rounds) break;
             const int set = slot / count % 2, j = slot % count, stage = fixed ? slot * kw : cursor.stage;
             dequantize.take(batches.units[set][j].words, batches.units[set][j].scales, batches.units[set][j].zeros);

@@ -46,8 +46,7 @@ struct TileTerms {
 
     DEVICE void load(const Params& p, int first_row, int first_token) {
         const int lane = ptx::lane_id();
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        UNROLL for (int h = 0; h < 2; h++) {
             const int row = first_row + lane / 4 + 8 * h;
             scale[h] = row < p.rows ? p.row_scale[row] * Dequantize<Config>::unscale() : 0.f;
             bias[h] = p.bias != nullptr && row < p.rows ? bias_of<Config>(p.bias[row]) : 0.f;
@@ -55,8 +54,7 @@ struct TileTerms {
         }
         if constexpr (scaled) {
             ptx::griddepcontrol_wait();  // may be the previous kernel's output
-#pragma unroll
-            for (int i = 0; i < dealt; i++) {
+            UNROLL for (int i = 0; i < dealt; i++) {
                 const int token = first_token + i * 32 + lane;
                 token_scale[i] = token < p.tokens ? p.x_scale[token] : 0.f;
                 if (raw) token_sum[i] = token < p.tokens ? p.x_sum[token] : 0;
@@ -80,8 +78,7 @@ DEVICE void store_rows(const Params& p, int row, int token, const uint4& v) {
         return;
     }
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int e = 0; e < 8; e++)
+    UNROLL for (int e = 0; e < 8; e++)
         if (row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
 }
 
@@ -97,14 +94,12 @@ template <class Config>
 DEVICE void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
     constexpr int groups = Config::tile_m / 8;
     const int lane = ptx::lane_id();
-#pragma unroll
-    for (int group = j; group < j + 2 && group < groups; group++) {
+    UNROLL for (int group = j; group < j + 2 && group < groups; group++) {
         const float low_scale = terms.of_token(group, lane % 4 * 2);
         const float high_scale = terms.of_token(group, lane % 4 * 2 + 1);
         const int low_sum = terms.sum_of_token(group, lane % 4 * 2);
         const int high_sum = terms.sum_of_token(group, lane % 4 * 2 + 1);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        UNROLL for (int h = 0; h < 2; h++) {
             const float low = centered<Config>(sum[group * 4 + h * 2], terms.twice_zero[h], low_sum) * low_scale;
             const float high = centered<Config>(sum[group * 4 + h * 2 + 1], terms.twice_zero[h], high_sum) * high_scale;
             const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
@@ -127,23 +122,20 @@ DEVICE void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Conf
     const uint32_t write = my_token * 128 + ((my_chunk ^ (my_token & 7)) * 16);
     const int token = thread / 8, chunk = thread % 8;
     const uint32_t read = token * 128 + ((chunk ^ (token & 7)) * 16);
-#pragma unroll
-    for (int first = 0; first < Config::tile_m; first += staged) {
+    UNROLL for (int first = 0; first < Config::tile_m; first += staged) {
         const uint32_t place = staging + turn * (staged * 128);
         if (Config::epilogue_stages == 2)
             turn ^= 1;
         else
             ptx::bar_sync(2 + warpgroup, 128);  // the buffer has been read
-#pragma unroll
-        for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 2) {
+        UNROLL for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 2) {
             uint32_t out[4] = {0, 0, 0, 0};
             outputs_of_16<Config>(out, sum, terms, j);
             ptx::stmatrix_x4_trans(place + (j * 8 - first) * 128 + write, out);
         }
         // This buffer is written, and thus the other one has been read.
         ptx::bar_sync(2 + warpgroup, 128);
-#pragma unroll
-        for (int i = 0; i < staged && first + i < Config::tile_m; i += 16)
+        UNROLL for (int i = 0; i < staged && first + i < Config::tile_m; i += 16)
             if (first + i + token < Config::tile_m)
                 store_rows(p, first_row + chunk * 8, first_token + first + i + token, ptx::ld_shared_v4(place + i * 128 + read));
     }
@@ -157,18 +149,15 @@ DEVICE void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)
     constexpr int groups = Config::tile_m / 8, staged = 2 * Config::epilogue_tile;
     const int warp = threadIdx.x / 32 % 4, token = threadIdx.x % 128 / 4, chunk = threadIdx.x % 4;
     const uint32_t write = channels_at(ptx::lane_id(), warp);  // stmatrix: lane i addresses token i of four 8 x 8 matrices
-#pragma unroll
-    for (int first = 0; first < Config::tile_m; first += staged) {
+    UNROLL for (int first = 0; first < Config::tile_m; first += staged) {
         const uint32_t place = staging + turn * (staged * 64);
         if (Config::epilogue_stages == 2)
             turn ^= 1;
         else
             ptx::bar_sync(2 + warpgroup, 128);
-#pragma unroll
-        for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 4) {
+        UNROLL for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 4) {
             uint32_t out[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int i = 0; i < 4 && j + i < groups; i += 2) {
+            UNROLL for (int i = 0; i < 4 && j + i < groups; i += 2) {
                 uint32_t rows[4] = {0, 0, 0, 0};
                 outputs_of_16<Config>(rows, sum, terms, j + i);
                 out[i] = values::silu_mul_pair<Config::bfloat_out>(rows[0], rows[1]);
@@ -177,8 +166,7 @@ DEVICE void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)
             ptx::stmatrix_x4_trans(place + (j * 8 - first) * 64 + write, out);
         }
         ptx::bar_sync(2 + warpgroup, 128);
-#pragma unroll
-        for (int i = 0; i < staged && first + i < Config::tile_m; i += 32)
+        UNROLL for (int i = 0; i < staged && first + i < Config::tile_m; i += 32)
             if (first + i + token < Config::tile_m)
                 store_channels(p, first_row / 2 + chunk * 8, first_token + first + i + token, ptx::ld_shared_v4(place + channels_at(i + token, chunk)));
     }
@@ -195,8 +183,7 @@ DEVICE void store_tile_by_map(const StoreParams& p, typename Sums<Config>::Total
     ptx::bar_sync(2 + warpgroup, 128);  // the previous TMA store has read the buffer
     const int my_token = lane / 16 * 8 + lane % 8, my_chunk = 2 * warp + lane / 8 % 2;
     const uint32_t write = my_token * 128 + ((my_chunk ^ (my_token & 7)) * 16);
-#pragma unroll
-    for (int j = 0; j < Config::tile_m / 8; j += 2) {
+    UNROLL for (int j = 0; j < Config::tile_m / 8; j += 2) {
         uint32_t out[4];
         outputs_of_16<Config>(out, sum, terms, j);
         ptx::stmatrix_x4_trans(staging + j * 8 * 128 + write, out);
@@ -238,12 +225,10 @@ template <class Config>
 DEVICE void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
     const int lane = ptx::lane_id();
     float value[4];
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
+    UNROLL for (int e = 0; e < 2; e++) {
         const float token_scale = terms.of_token(i, lane % 4 * 2 + e);
         const int token_sum = terms.sum_of_token(i, lane % 4 * 2 + e);
-#pragma unroll
-        for (int h = 0; h < 2; h++)
+        UNROLL for (int h = 0; h < 2; h++)
             value[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
                                     terms.scale[h], terms.bias[h]);
     }
@@ -259,8 +244,7 @@ DEVICE void stage_four(uint32_t staging, const typename Sums<Config>::Total (&to
     const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
     const uint32_t theirs = ptx::shfl_xor(odd ? first : second, 4), mine = odd ? second : first;
     const uint32_t low = odd ? theirs : mine, high = odd ? mine : theirs;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
+    UNROLL for (int h = 0; h < 2; h++) {
         const int chunk = 2 * (threadIdx.x / 32 % 4) + h;
         ptx::st_shared_u32(staging + token * 128 + ((chunk ^ (token & 7)) * 16) + (g & ~1) * 2, ptx::prmt(low, high, h == 0 ? 0x5410 : 0x7632));
     }
@@ -270,15 +254,13 @@ DEVICE void stage_four(uint32_t staging, const typename Sums<Config>::Total (&to
 template <class Config, int most, int threads>
 DEVICE void store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
     if constexpr (ends_with_silu<Config>) {
-#pragma unroll
-        for (int first = 0; first < most; first += threads / 4)
+        UNROLL for (int first = 0; first < most; first += threads / 4)
             if (const int token = first + thread / 4; token < tokens)
                 store_channels(p, first_row / 2 + thread % 4 * 8, first_token + token, ptx::ld_shared_v4(staging + channels_at(token, thread % 4)));
         return;
     }
     const int chunk = thread % 8;
-#pragma unroll
-    for (int first = 0; first < most; first += threads / 8) {
+    UNROLL for (int first = 0; first < most; first += threads / 8) {
         const int token = first + thread / 8;
         if (token < tokens)
             store_rows(p, first_row + chunk * 8, first_token + token, ptx::ld_shared_v4(staging + token * 128 + ((chunk ^ (token & 7)) * 16)));
@@ -301,19 +283,16 @@ DEVICE void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum
         ptx::barrier_cluster_wait();
     }
     typename Sums<Config>::Total mine[4 * fours] = {};
-#pragma unroll
-    for (int owner = 0; owner < k_blocks; owner++) {
+    UNROLL for (int owner = 0; owner < k_blocks; owner++) {
         if (owner == k_rank) {
-#pragma unroll
-            for (int i = 0; i < 4 * fours; i++)
+            UNROLL for (int i = 0; i < 4 * fours; i++)
                 if (owner * fours * 4 + i < Config::tile_m / 2) mine[i] = sum[owner * 4 * fours + i];
             continue;
         }
         const int slot = k_rank - (k_rank > owner), to = row_rank * k_blocks + owner;
         const uint32_t there = ptx::mapa(received + (slot * Shape::warpgroups + warpgroup) * fours * 2048, to);
         const uint32_t barrier = ptx::mapa(barriers.received, to);
-#pragma unroll
-        for (int i = 0; i < fours; i++)
+        UNROLL for (int i = 0; i < fours; i++)
             if (owner * fours + i < Shape::groups) ptx::st_async_v4(there + i * 2048, four_of(sum, owner * fours + i), barrier);
     }
     // Within the CTA each split-K warpgroup finishes some groups; the others put theirs in the drained ring.
@@ -321,8 +300,7 @@ DEVICE void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum
     constexpr uint32_t next = Config::row_warpgroups * fours * 2048;
     if constexpr (k_warpgroups > 1) {
         ptx::bar_sync(1, Shape::warpgroups * 128);
-#pragma unroll
-        for (int i = 0; i < fours; i++)
+        UNROLL for (int i = 0; i < fours; i++)
             if (i % k_warpgroups != k_part) ptx::st_shared_v4(local + k_part * next + i * 2048, four_of(mine, i));
         ptx::bar_sync(1, Shape::warpgroups * 128);
     }
@@ -337,14 +315,11 @@ DEVICE void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum
     // Staging: with split-K warpgroups, the drained ring; else the warpgroup's receive buffer, once it has been read.
     const uint32_t staging = k_warpgroups > 1 ? ring + Shape::share_bytes + row_part * Shape::share * 128
                                               : ring + Shape::receive_offset + warpgroup * fours * 2048;
-#pragma unroll
-    for (int i = 0; i < fours; i++) {
+    UNROLL for (int i = 0; i < fours; i++) {
         if (i % k_warpgroups != k_part || i >= groups) continue;
         typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int source = 0; source < k_blocks; source++)
-#pragma unroll
-            for (int k = 0; k < k_warpgroups; k++) {
+        UNROLL for (int source = 0; source < k_blocks; source++)
+            UNROLL for (int k = 0; k < k_warpgroups; k++) {
                 const int slot = source - (source > k_rank), other = k * Config::row_warpgroups + row_part;
                 const uint32_t from = source == k_rank ? local + k * next + i * 2048
                                                        : received + ((slot * Shape::warpgroups + other) * fours + i) * 2048;
@@ -353,13 +328,11 @@ DEVICE void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum
         if constexpr (k_warpgroups > 1)
             stage_four<Config>(staging, total, terms, i);
         else
-#pragma unroll
-            for (int e = 0; e < 4; e++) mine[4 * i + e] = total[e];
+            UNROLL for (int e = 0; e < 4; e++) mine[4 * i + e] = total[e];
     }
     if constexpr (k_warpgroups == 1) {
         ptx::bar_sync(2 + warpgroup, 128);
-#pragma unroll
-        for (int i = 0; i < fours; i++) {
+        UNROLL for (int i = 0; i < fours; i++) {
             const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
             if (i < groups) stage_four<Config>(staging, total, terms, i);
         }
@@ -379,19 +352,15 @@ DEVICE void finish_halved_tile(const Params& p, typename Sums<Config>::Total (&s
     ptx::barrier_cluster_wait();  // the other CTA's mbarrier is initialized
     const uint32_t there = ptx::mapa(received, 1 - rank), barrier = ptx::mapa(barriers.received, 1 - rank);
     typename Sums<Config>::Total mine[4 * fours];
-#pragma unroll
-    for (int i = 0; i < fours; i++) {
+    UNROLL for (int i = 0; i < fours; i++) {
         ptx::st_async_v4(there + i * 2048, rank == 0 ? four_of(sum, fours + i) : four_of(sum, i), barrier);
-#pragma unroll
-        for (int e = 0; e < 4; e++) mine[4 * i + e] = rank == 0 ? sum[4 * i + e] : sum[4 * (fours + i) + e];
+        UNROLL for (int e = 0; e < 4; e++) mine[4 * i + e] = rank == 0 ? sum[4 * i + e] : sum[4 * (fours + i) + e];
     }
     ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
-#pragma unroll
-    for (int i = 0; i < fours; i++) add_four(mine, i, ptx::ld_shared_v4(received + i * 2048));  // two summands: any order
+    UNROLL for (int i = 0; i < fours; i++) add_four(mine, i, ptx::ld_shared_v4(received + i * 2048));  // two summands: any order
     ptx::bar_sync(2 + threadIdx.x / 128, 128);  // the receive buffer has been read
     const uint32_t staging = ring + Shape::receive_offset;
-#pragma unroll
-    for (int i = 0; i < fours; i++) {
+    UNROLL for (int i = 0; i < fours; i++) {
         const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
         stage_four<Config>(staging, total, terms, i);
     }

@@ -48,8 +48,7 @@ struct Producer {
         }
         ptx::mbarrier_arrive_expect_tx(barrier, Config::span * bytes);
         if (bytes == 0) return;
-#pragma unroll
-        for (int i = 0; i < Config::span; i++) {
+        UNROLL for (int i = 0; i < Config::span; i++) {
             const uint8_t* source = weights.first + (round * Config::span + i) * weights.stride + skipped;
             const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::k_block_bytes + Shape::x_bytes + skipped;
             if (p.token_tiles == 1)
@@ -78,8 +77,7 @@ struct Producer {
             }
         }
         ptx::mbarrier_arrive_expect_tx(barrier, Config::span * Shape::x_bytes);
-#pragma unroll
-        for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
+        UNROLL for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
             const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
             const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::k_block_bytes + box * Shape::box_bytes + row_rank * share * 128;
             const int x = (round * Config::span + i) * 128 + box * (128 / Shape::element_bytes);

@@ -29,16 +29,12 @@ DEVICE void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages],
     const auto there = [&](int i) { return i < rounds && (!C::ragged || column(i) < p.k); };
     if (p.residual != nullptr) {
         uint2 other[C::x_stages][C::tile_m];
-#pragma unroll
-        for (int i = 0; i < C::x_stages; i++)
-#pragma unroll
-            for (int token = 0; token < C::tile_m; token++)
+        UNROLL for (int i = 0; i < C::x_stages; i++)
+            UNROLL for (int token = 0; token < C::tile_m; token++)
                 other[i][token] = there(i) && token < p.m
                     ? ptx::ld_global_cg_v2(p.residual + static_cast<size_t>(token) * p.residual_stride + column(i)) : make_uint2(0, 0);
-#pragma unroll
-        for (int i = 0; i < C::x_stages; i++)
-#pragma unroll
-            for (int token = 0; token < C::tile_m; token++) {
+        UNROLL for (int i = 0; i < C::x_stages; i++)
+            UNROLL for (int token = 0; token < C::tile_m; token++) {
                 if (!there(i) || token >= p.m) continue;
                 uint32_t (&pair)[2] = incoming[i].pairs[token];
                 pair[0] = values::add_pair<bf16>(pair[0], other[i][token].x), pair[1] = values::add_pair<bf16>(pair[1], other[i][token].y);
@@ -46,13 +42,10 @@ DEVICE void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages],
                     *reinterpret_cast<uint2*>(p.residual_sum + static_cast<size_t>(token) * p.k + column(i)) = make_uint2(pair[0], pair[1]);
             }
     }
-#pragma unroll
-    for (int token = 0; token < C::tile_m; token++) {
+    UNROLL for (int token = 0; token < C::tile_m; token++) {
         float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < C::x_stages; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+        UNROLL for (int i = 0; i < C::x_stages; i++)
+            UNROLL for (int h = 0; h < 2; h++) {
                 if (i >= rounds) continue;
                 const float low = values::low_float<bf16>(incoming[i].pairs[token][h]), high = values::high_float<bf16>(incoming[i].pairs[token][h]);
                 squares = fmaf(low, low, fmaf(high, high, squares));
@@ -62,16 +55,13 @@ DEVICE void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages],
     }
     __syncthreads();
     float factor[C::tile_m];
-#pragma unroll
-    for (int token = 0; token < C::tile_m; token++) {
+    UNROLL for (int token = 0; token < C::tile_m; token++) {
         const float mine = lane < C::warps ? ptx::ld_shared_f32(slots + lane * (C::x_stages * S::slot_bytes) + token * 4) : 0.0f;
         factor[token] = rsqrtf(fmaf(values::Sum::over_warp(mine), p.part, p.epsilon));
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < C::x_stages; i++)
-#pragma unroll
-        for (int token = 0; token < C::tile_m; token++) {
+    UNROLL for (int i = 0; i < C::x_stages; i++)
+        UNROLL for (int token = 0; token < C::tile_m; token++) {
             uint32_t (&pair)[2] = incoming[i].pairs[token];
             pair[0] = values::normalize_pair<bf16>(pair[0], gamma[i].x, factor[token]);
             pair[1] = values::normalize_pair<bf16>(pair[1], gamma[i].y, factor[token]);
@@ -93,15 +83,13 @@ template <class C, class P> struct Rotary {
     static DEVICE int output(int i, int first) { return (first + i % half / 8) * 16 + i % 8; }
 
     DEVICE void load(const P& p, int first, int mine) {
-#pragma unroll
-        for (int turn = 0; turn < turns; turn++) {
+        UNROLL for (int turn = 0; turn < turns; turn++) {
             const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
             const int head = n / p.head_dim, c = n % p.head_dim / 16 * 8 + n % 8;
             sequence[turn] = slot[turn] = -1;
             if (token >= C::tile_m || token >= p.m || i % half / 8 >= mine || n + 8 >= p.n) continue;
             if (head < p.query_heads + p.key_heads) {
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+                UNROLL for (int h = 0; h < 2; h++) {
                     cosine[turn][h] = values::low_float<bf16>(p.cosine_of(token, c, h));
                     sine[turn][h] = values::low_float<bf16>(p.sine_of(token, c, h));
                 }
@@ -112,8 +100,7 @@ template <class C, class P> struct Rotary {
     }
 
     template <class Result> DEVICE void store(const P& p, int first, Result&& result) const {
-#pragma unroll
-        for (int turn = 0; turn < turns; turn++) {
+        UNROLL for (int turn = 0; turn < turns; turn++) {
             if (slot[turn] < 0) continue;
             const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
             const int row = i % half / 8 * 16 + i % 8, head = n / p.head_dim;
@@ -124,8 +111,7 @@ template <class C, class P> struct Rotary {
                 const float low = values::low_float<bf16>(y[0]), high = values::low_float<bf16>(y[1]);
                 const float turned[2] = {low * cosine[turn][0] - high * sine[turn][0], high * cosine[turn][1] + low * sine[turn][1]};
                 c[0] = c[0] / 16 * 8 + n % 8, c[1] = c[0] + p.head_dim / 2;
-#pragma unroll
-                for (int h = 0; h < 2; h++) y[h] = bf16 ? ptx::cvt_bf16_f32(turned[h]) : ptx::cvt_f16_f32(turned[h]);
+                UNROLL for (int h = 0; h < 2; h++) y[h] = bf16 ? ptx::cvt_bf16_f32(turned[h]) : ptx::cvt_f16_f32(turned[h]);
             }
             if (query) {
                 uint16_t* at = p.y + (static_cast<size_t>(token) * p.query_heads + head) * p.head_dim;
@@ -155,8 +141,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     const int rounds = p.k_blocks > warp ? (p.k_blocks - warp + C::warps - 1) / C::warps : 0;
 
     if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
+        UNROLL for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
         ptx::fence_mbarrier_init();
     }
     __syncwarp();
@@ -193,8 +178,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     }
     uint2 gamma[C::x_stages];
     if constexpr (norm) {
-#pragma unroll
-        for (int i = 0; i < C::x_stages; i++) {
+        UNROLL for (int i = 0; i < C::x_stages; i++) {
             const int column = (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4;
             gamma[i] = i < rounds && (!C::ragged || column < p.k) ? ptx::ld_global_cg_v2(p.gamma + column) : make_uint2(0, 0);
         }
@@ -205,12 +189,10 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
 
     {
         packed::Incoming<C> incoming[C::x_stages];  // issue all loads before the first conversion
-#pragma unroll
-        for (int i = 0; i < C::x_stages; i++)
+        UNROLL for (int i = 0; i < C::x_stages; i++)
             if (i < rounds) incoming[i].load(p, warp + i * C::warps, lane);
         if constexpr (norm) normalize<C>(p, incoming, gamma, rounds, warp, shared + S::slots, lane);
-#pragma unroll
-        for (int i = 0; i < C::x_stages; i++)
+        UNROLL for (int i = 0; i < C::x_stages; i++)
             if (i < rounds) incoming[i].store(slots + i * S::slot_bytes, lane);
     }
     __syncwarp();
@@ -218,10 +200,8 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     packed::ByteTable<C::code> table;
     table.load();
     float sums[S::units][S::token_tiles][2];
-#pragma unroll
-    for (int u = 0; u < S::units; u++)
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++) sums[u][n][0] = sums[u][n][1] = 0;
+    UNROLL for (int u = 0; u < S::units; u++)
+        UNROLL for (int n = 0; n < S::token_tiles; n++) sums[u][n][0] = sums[u][n][1] = 0;
 
     uint32_t x_slot = 0, stage = 0, phase = 0;
     for (int i = 0; i < rounds; i++) {
@@ -235,8 +215,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
             if (C::chunks == 1 || chunk < chunks) {
                 ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
                 const uint32_t from = ring + stage * S::stage_bytes;
-#pragma unroll
-                for (int u = 0; u < C::stage_units; u++) {  // stale past the last row: never stored
+                UNROLL for (int u = 0; u < C::stage_units; u++) {  // stale past the last row: never stored
                     uint32_t zeros = 0;
                     if constexpr (C::code == Code::asym && S::whole_rows) {
                         const int row = (first + chunk * C::stage_units + u) * 16 + static_cast<int>(lane >> 2);
@@ -262,16 +241,12 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
 
     // Combines a token's digits, then the warps' sums: [token][row] in shared memory, over each warp's drained ring.
     const float place = S::columns > 2 && (lane & 1) ? 65536.0f : 1.0f;
-#pragma unroll
-    for (int u = 0; u < S::units; u++)
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
+    UNROLL for (int u = 0; u < S::units; u++)
+        UNROLL for (int n = 0; n < S::token_tiles; n++)
+            UNROLL for (int r = 0; r < 2; r++) {
                 float v = sums[u][n][r] * place;
                 if constexpr (S::floats) {
-#pragma unroll
-                    for (int step = S::wide / 2; step < S::wide / 2 * S::spread; step *= 2) v += ptx::shfl_xor(v, step);
+                    UNROLL for (int step = S::wide / 2; step < S::wide / 2 * S::spread; step *= 2) v += ptx::shfl_xor(v, step);
                 } else if constexpr (S::columns > 2) {
                     v += ptx::shfl_xor(v, 1);
                 }
@@ -282,8 +257,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     __syncthreads();
     const auto result = [&](int token, int row) {
         float sum = 0;
-#pragma unroll
-        for (int w = 0; w < C::warps; w++) sum += ptx::ld_shared_f32(shared + w * S::ring_bytes + (token * S::rows + row) * 4);
+        UNROLL for (int w = 0; w < C::warps; w++) sum += ptx::ld_shared_f32(shared + w * S::ring_bytes + (token * S::rows + row) * 4);
         const uint2 factor = ptx::ld_shared_v2(shared + S::factors + row * 8);
         const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
         return C::operand == Operand::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
@@ -292,8 +266,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
         rotary.store(p, first, result);
     } else if constexpr (epilogue == Epilogue::silu) {  // a unit's rows: eight of gate, eight of up
         constexpr int half = S::rows / 2;
-#pragma unroll
-        for (int from = 0; from < half * C::tile_m; from += C::threads) {
+        UNROLL for (int from = 0; from < half * C::tile_m; from += C::threads) {
             const int i = from + static_cast<int>(threadIdx.x), token = i / half, place = i % half, row = place / 8 * 16 + place % 8;
             if (token < p.m && token < C::tile_m && row < mine * 16 && first * 16 + row + 8 < p.n) {
                 const uint32_t y = values::silu_mul_pair<C::operand == Operand::bf16>(result(token, row), result(token, row + 8));
@@ -301,8 +274,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
             }
         }
     } else {
-#pragma unroll
-        for (int from = 0; from < S::rows * C::tile_m; from += C::threads) {
+        UNROLL for (int from = 0; from < S::rows * C::tile_m; from += C::threads) {
             const int i = from + static_cast<int>(threadIdx.x), token = i / S::rows, row = i % S::rows, n = first * 16 + row;
             if (token < p.m && token < C::tile_m && row < mine * 16 && n < p.n) p.y[static_cast<size_t>(token) * p.n + n] = result(token, row);
         }

@@ -161,14 +161,12 @@ template <class C> struct Incoming {
     DEVICE void load(const Params& p, int k_block, uint32_t lane) {
         int at[2];
         columns(at, lane);
-#pragma unroll
-        for (int token = 0; token < C::tile_m; token++) {
+        UNROLL for (int token = 0; token < C::tile_m; token++) {
             const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x) + static_cast<size_t>(token) * p.x_stride;
             pairs[token][0] = pairs[token][1] = 0;
             if (token < p.m) {
                 if constexpr (C::gather) {  // any order of columns, any alignment
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
+                    UNROLL for (int e = 0; e < 4; e++) {
                         const int column = k_block * 128 + at[e >> 1] + (e & 1);
                         const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
                         if (channel >= 0) pairs[token][e >> 1] |= static_cast<uint32_t>(x[channel]) << (16 * (e & 1));
@@ -179,8 +177,7 @@ template <class C> struct Incoming {
                         const uint2 v = ptx::ld_global_cg_v2(x + column);
                         pairs[token][0] = v.x, pairs[token][1] = v.y;
                     } else {
-#pragma unroll
-                        for (int e = 0; e < 4; e++)
+                        UNROLL for (int e = 0; e < 4; e++)
                             if (column + e < p.k) pairs[token][e >> 1] |= static_cast<uint32_t>(x[column + e]) << (16 * (e & 1));
                     }
                 }
@@ -192,11 +189,9 @@ template <class C> struct Incoming {
         if constexpr (!C::gather && !S::sparse) {
             int at[2];
             columns(at, lane);
-#pragma unroll
-            for (int token = 0; token < C::tile_m; token++) {
+            UNROLL for (int token = 0; token < C::tile_m; token++) {
                 uint32_t mine[2];
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+                UNROLL for (int h = 0; h < 2; h++) {
                     const uint32_t even = ptx::shfl(pairs[token][0], at[h] / 4), odd = ptx::shfl(pairs[token][1], at[h] / 4);
                     mine[h] = at[h] & 2 ? odd : even;
                 }
@@ -209,8 +204,7 @@ template <class C> struct Incoming {
     // v * 2^shift, the scale, and the zero-point term or the sum that minima multiply.
     DEVICE void store(uint32_t slot, uint32_t lane) {
         if constexpr (S::floats) {
-#pragma unroll
-            for (int token = 0; token < C::tile_m; token++)
+            UNROLL for (int token = 0; token < C::tile_m; token++)
                 ptx::st_shared_v2(slot + token * S::pitch + lane * 8, {pairs[token][0], pairs[token][1]});
             if (lane < 4) ptx::st_shared_u32(slot + S::facts + lane * 4, 0);
             return;
@@ -222,26 +216,22 @@ template <class C> struct Incoming {
         const uint32_t i = lane >> 2, shifts[2] = {S::sparse ? 0 : static_cast<uint32_t>(low >> (8 * i) & 255),
                                                    S::sparse ? 0 : static_cast<uint32_t>(high >> (8 * i) & 255)};
         uint32_t largest[C::tile_m];
-#pragma unroll
-        for (int token = 0; token < C::tile_m; token++) {
+        UNROLL for (int token = 0; token < C::tile_m; token++) {
             largest[token] = 0;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
+            UNROLL for (int e = 0; e < 4; e++) {
                 const uint32_t magnitude = (pairs[token][e >> 1] >> (16 * (e & 1))) & 0x7fffu;
                 largest[token] = magnitude > largest[token] ? magnitude : largest[token];
             }
             largest[token] = ptx::redux_max(largest[token]);
         }
-#pragma unroll
-        for (int token = 0; token < C::tile_m; token++) {
+        UNROLL for (int token = 0; token < C::tile_m; token++) {
             int exponent = static_cast<int>(largest[token] >> mantissa) - bias;  // |x| < 2^(exponent + 1)
             const bool finite = exponent <= bias;
             exponent = exponent < -100 ? -100 : exponent;
             const float up = __uint_as_float(static_cast<uint32_t>(127 + 13 - exponent) << 23);
             uint32_t digits[4];
             int sum = 0;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
+            UNROLL for (int e = 0; e < 4; e++) {
                 const uint16_t bits = static_cast<uint16_t>(pairs[token][e >> 1] >> (16 * (e & 1)));
                 // Adding 1.5 * 2^23 rounds to an integer in the low bits, without the slow F2I.
                 const float rounded = fmaf(C::operand == Operand::bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits), up, 12582912.0f);
@@ -266,8 +256,7 @@ template <class C> struct Incoming {
             if constexpr (S::sparse) sum = 0;
             else if constexpr (S::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
             else
-#pragma unroll
-                for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
+                UNROLL for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
             if (lane % lanes == 0) {
                 constexpr int zero2 = twice_zero<C>();
                 constexpr int one = 1 << top, subtract = C::code == Code::asym ? one : top > 0 ? one / 2 * zero2 : zero2 / 2;
@@ -298,19 +287,15 @@ template <class C> struct DigitProduct {
     float scale[S::token_tiles];
 
     DEVICE void take(uint32_t slot, uint32_t lane) {
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++) {
+        UNROLL for (int n = 0; n < S::token_tiles; n++) {
             const uint32_t row = (n * 8 + (lane & 7)) % (C::tile_m * S::columns);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
+            UNROLL for (int half = 0; half < 2; half++) {
                 uint32_t r[4];
                 ptx::ldmatrix_x4(r, slot + row * S::pitch + half * 64 + (lane >> 3) * 16);
-#pragma unroll
-                for (int i = 0; i < 4; i++) b[n][half * 4 + i] = r[i];
+                UNROLL for (int i = 0; i < 4; i++) b[n][half * 4 + i] = r[i];
             }
             const uint32_t column = n * 8 + (lane & 3) * 2, token = column / S::columns % C::tile_m;
-#pragma unroll
-            for (int f = 0; f < S::flushes; f++) {
+            UNROLL for (int f = 0; f < S::flushes; f++) {
                 const uint2 fact = ptx::ld_shared_v2(slot + S::facts + (token * S::flushes + f) * 8);
                 scale[n] = __uint_as_float(fact.x);
                 subtract[n][f] = column % S::columns == 0 ? static_cast<int32_t>(fact.y) : 0;
@@ -338,29 +323,24 @@ template <class C> struct DigitProduct {
                 if constexpr (C::code == Code::min) zeros = ptx::ld_shared_u32(unit + 256 * C::bits + (S::groups + f) * 32 + (lane >> 2) * 4);
             }
             int32_t part[S::token_tiles][4];
-#pragma unroll
-            for (int n = 0; n < S::token_tiles; n++) {
+            UNROLL for (int n = 0; n < S::token_tiles; n++) {
                 const int32_t start = C::code == Code::asym || C::code == Code::min ? 0 : subtract[n][f];
                 part[n][0] = part[n][2] = start, part[n][1] = part[n][3] = 0;
             }
             if constexpr (S::flushes == 8) {  // groups of 16: one word per row, k16
                 const uint32_t a[2] = {byte_codes<C, f, 0>(words, table), byte_codes<C, f, 1>(words, table)};
-#pragma unroll
-                for (int n = 0; n < S::token_tiles; n++) ptx::mma_m16n8k16_u8s8(part[n], a, b[n][f]);
+                UNROLL for (int n = 0; n < S::token_tiles; n++) ptx::mma_m16n8k16_u8s8(part[n], a, b[n][f]);
             } else unroll<f * 4 / S::flushes, (f + 1) * 4 / S::flushes>([&](auto index) {
                 constexpr int step = decltype(index)::value;
                 const uint32_t a[4] = {byte_codes<C, 2 * step, 0>(words, table), byte_codes<C, 2 * step, 1>(words, table),
                                        byte_codes<C, 2 * step + 1, 0>(words, table), byte_codes<C, 2 * step + 1, 1>(words, table)};
-#pragma unroll
-                for (int n = 0; n < S::token_tiles; n++) {
+                UNROLL for (int n = 0; n < S::token_tiles; n++) {
                     const uint32_t digits[2] = {b[n][2 * step], b[n][2 * step + 1]};
                     ptx::mma_m16n8k32_u8s8(part[n], a, digits);
                 }
             });
-#pragma unroll
-            for (int n = 0; n < S::token_tiles; n++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
+            UNROLL for (int n = 0; n < S::token_tiles; n++)
+                UNROLL for (int r = 0; r < 2; r++) {
                     int32_t v = part[n][2 * r] + part[n][2 * r + 1] * 256;
                     if constexpr (C::code == Code::asym) v += static_cast<int32_t>(zeros >> (8 * r) & 255) * subtract[n][f];
                     const float w = S::whole_rows ? 1.0f : ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
@@ -385,12 +365,10 @@ template <class C> struct DigitProduct {
             uint32_t low[C::bits], high[C::bits];
             S::Codes::load(low, unit, g * 4 + (t & 1) * 2);
             S::Codes::load(high, unit, g * 4 + (t & 1) * 2 + 1);
-#pragma unroll
-            for (int i = 0; i < C::bits; i++) words[i] = ptx::prmt(low[i], high[i], t & 2 ? 0x7531 : 0x6420);
+            UNROLL for (int i = 0; i < C::bits; i++) words[i] = ptx::prmt(low[i], high[i], t & 2 ? 0x7531 : 0x6420);
         }
         uint32_t metadata[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        UNROLL for (int half = 0; half < 2; half++) {
             const uint2 both = ptx::ld_shared_v2(unit + 128 * C::bits + half * 128 + g * 16 + (t >> 1) * 8);
             metadata[half] = ptx::prmt(both.x, both.y, t & 1 ? 0x7632 : 0x5410);
         }
@@ -410,8 +388,7 @@ template <class C> struct DigitProduct {
                 constexpr bool low = S::flushes < 4 || f % 2 == 0, high = S::flushes < 4 || f % 2 == 1;
                 const auto add = [&](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
                     const uint32_t bytes[4] = {low ? a : 0, low ? b : 0, high ? c : 0, high ? d : 0};
-#pragma unroll
-                    for (int n = 0; n < S::token_tiles; n++) {
+                    UNROLL for (int n = 0; n < S::token_tiles; n++) {
                         const uint32_t digits[4] = {this->b[n][4 * half], this->b[n][4 * half + 1], this->b[n][4 * half + 2], this->b[n][4 * half + 3]};
                         ptx::mma_sp_m16n8k64_s8(part[n], bytes, digits, metadata[half]);
                     }
@@ -420,10 +397,8 @@ template <class C> struct DigitProduct {
                 if constexpr (asym) add(less[0], less[1], less[0], less[1]);
                 if constexpr (asym && C::bits == 8) add(0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u);
             });
-#pragma unroll
-            for (int n = 0; n < S::token_tiles; n++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
+            UNROLL for (int n = 0; n < S::token_tiles; n++)
+                UNROLL for (int r = 0; r < 2; r++) {
                     const int32_t v = part[n][2 * r] + part[n][2 * r + 1] * 256;
                     const float w = S::whole_rows ? 1.0f : ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
                     sums[n][r] = fmaf(w * scale[n], static_cast<float>(v), sums[n][r]);
@@ -445,8 +420,7 @@ template <class C> struct FloatProduct {
 
     DEVICE void take(uint32_t slot, uint32_t lane) {
         const int token = static_cast<int>(lane & 7) % S::wide, part = static_cast<int>(lane & 7) / S::wide;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLL for (int i = 0; i < 4; i++) {
             const int step = 2 * i + static_cast<int>(lane >> 4), group = step * S::flushes / 8;
             const bool mine = token < C::tile_m && group % S::spread == part;
             uint32_t r[4];
@@ -471,11 +445,9 @@ template <class C> struct FloatProduct {
             uint32_t pair = 0x3c003c00u;
             if constexpr (!S::whole_rows)
                 pair = ptx::ld_shared_u32(unit + S::Codes::bytes + (flush * S::spread + (lane & 3) * 2 / S::wide % S::spread) * 32 + (lane >> 2) * 4);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
+            UNROLL for (int r = 0; r < 2; r++) {
                 const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
-#pragma unroll
-                for (int e = 0; e < S::token_tiles; e++) sums[e][r] = fmaf(scale, sum[0][2 * r + e] + sum[1][2 * r + e], sums[e][r]);
+                UNROLL for (int e = 0; e < S::token_tiles; e++) sums[e][r] = fmaf(scale, sum[0][2 * r + e] + sum[1][2 * r + e], sums[e][r]);
             }
         });
     }

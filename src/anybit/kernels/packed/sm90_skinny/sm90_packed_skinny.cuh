@@ -37,8 +37,7 @@ template <class C> struct Warp {
         unroll<0, T::sets()>([&](auto index) {
             constexpr int set = decltype(index)::value, bit = T::bit_of_set(set), first = T::first_slot(set);
             Part whole = part[first][i];
-#pragma unroll
-            for (int s = 1; s < T::slots_of_set(set); s++) whole += part[first + s][i];
+            UNROLL for (int s = 1; s < T::slots_of_set(set); s++) whole += part[first + s][i];
             if constexpr (T::integer)
                 v += static_cast<int32_t>(whole) >> bit;
             else if constexpr (set == 0)
@@ -54,11 +53,9 @@ template <class C> struct Warp {
 
     // Turns a group's sum of activations into its correction: the term to subtract, or what minima multiply.
     template <int flush> DEVICE void keep_sums(Part (&part)[sum_sets][4], int n) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLL for (int i = 0; i < 2; i++) {
             Part total = part[0][i], extra = 0;
-#pragma unroll
-            for (int s = 1; s < sum_sets; s++) total += part[s][i];
+            UNROLL for (int s = 1; s < sum_sets; s++) total += part[s][i];
             if constexpr (by_set && !T::exact_bf16)
                 unroll<0, sum_sets>([&](auto at) {
                     extra += part[decltype(at)::value][i] * (128.0f / (1 << T::bit_of_set(decltype(at)::value)));
@@ -72,8 +69,7 @@ template <class C> struct Warp {
             } else {
                 correction[n][flush][i] = fmaf(total, 0.5f * zero2, extra);
             }
-#pragma unroll
-            for (int s = 0; s < sum_sets; s++) part[s][i] = part[s][i + 2] = 0;
+            UNROLL for (int s = 0; s < sum_sets; s++) part[s][i] = part[s][i + 2] = 0;
         }
     }
 
@@ -82,8 +78,7 @@ template <class C> struct Warp {
         if constexpr (T::table) return;  // table values need no zero
         constexpr uint32_t one = T::integer ? 0x01010101u : Traits<C>::as_f16 ? 0x3c003c00u : 0x3f803f80u;
         const uint32_t ones[4] = {one, one, one, one};
-#pragma unroll
-        for (int n = 0; n < T::token_tiles; n++) {
+        UNROLL for (int n = 0; n < T::token_tiles; n++) {
             Part part[sum_sets][4] = {};
             unroll<0, 4>([&](auto index) {
                 constexpr int wide = decltype(index)::value;
@@ -122,17 +117,14 @@ template <class C> struct Warp {
         unroll<0, 4>([&](auto index) {
             constexpr int wide = decltype(index)::value;
             uint32_t b[T::token_tiles][T::steps_a_wide][2];
-#pragma unroll
-            for (int n = 0; n < T::token_tiles; n++) columns(b[n], slot, n, wide, tokens);
+            UNROLL for (int n = 0; n < T::token_tiles; n++) columns(b[n], slot, n, wide, tokens);
             unroll<0, T::steps_a_wide>([&](auto which) {
                 constexpr int odd = decltype(which)::value, step = wide * T::steps_a_wide + odd;
-#pragma unroll
-                for (int r = 0; r < C::row_units; r++) {
+                UNROLL for (int r = 0; r < C::row_units; r++) {
                     const uint32_t a[4] = {
                         operand<C, 4 * step>(stage.words[r]), operand<C, 4 * step + 1>(stage.words[r]),
                         operand<C, 4 * step + 2>(stage.words[r]), operand<C, 4 * step + 3>(stage.words[r])};
-#pragma unroll
-                    for (int n = 0; n < T::token_tiles; n++) multiply<C>(part[r][n][T::slot(step)], a, b[n][odd]);
+                    UNROLL for (int n = 0; n < T::token_tiles; n++) multiply<C>(part[r][n][T::slot(step)], a, b[n][odd]);
                 }
                 if constexpr (T::flushes == 8) flush<chunk, step>(part, stage);
             });
@@ -143,8 +135,7 @@ template <class C> struct Warp {
     template <int chunk, int group>
     DEVICE void flush(
         Part (&part)[C::row_units][T::token_tiles][T::slots()][4], const Stage<C>& stage) {
-#pragma unroll
-        for (int r = 0; r < C::row_units; r++) {
+        UNROLL for (int r = 0; r < C::row_units; r++) {
             float scale[2] = {1.0f, 1.0f}, minimum[2];
             if constexpr (!T::whole_rows) {
                 const uint32_t pair = stage.scales[r][group];
@@ -154,11 +145,9 @@ template <class C> struct Warp {
                 const uint32_t pair = stage.zeros[r][group];
                 minimum[0] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair)), minimum[1] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
             }
-#pragma unroll
-            for (int n = 0; n < T::token_tiles; n++) {
+            UNROLL for (int n = 0; n < T::token_tiles; n++) {
                 Part centered[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
+                UNROLL for (int i = 0; i < 4; i++) {
                     Part v = gather_sets(part[r][n], i);
                     if constexpr (T::integer && (C::code == Code::bipolar)) v *= 2;
                     if constexpr (C::code == Code::asym) {
@@ -174,25 +163,21 @@ template <class C> struct Warp {
                 }
                 Sum(&sum)[sums_a_tile] = sums[chunk * C::row_units + r][n];
                 if constexpr (T::split) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
+                    UNROLL for (int i = 0; i < 2; i++)
                         sum[i] = fmaf(scale[i] * token_scale[n], static_cast<float>(centered[2 * i] * 256 + centered[2 * i + 1]), sum[i]);
                     if constexpr (C::code == Code::min) {
                         const float all = token_scale[n] * static_cast<float>(correction[n][group][0] * 256 + correction[n][group][1]);
                         sum[0] = fmaf(minimum[0], all, sum[0]), sum[1] = fmaf(minimum[1], all, sum[1]);
                     }
                 } else {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
+                    UNROLL for (int i = 0; i < 4; i++) {
                         if constexpr (T::whole_rows) sum[i] += static_cast<Sum>(centered[i]);
                         else sum[i] = fmaf(scale[i >> 1], static_cast<float>(centered[i]), sum[i]);
                         if constexpr (C::code == Code::min) sum[i] = fmaf(minimum[i >> 1], correction[n][group][i & 1], sum[i]);
                     }
                 }
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int s = 0; s < T::slots(); s++) part[r][n][s][i] = 0;
+                UNROLL for (int i = 0; i < 4; i++)
+                    UNROLL for (int s = 0; s < T::slots(); s++) part[r][n][s][i] = 0;
             }
         }
     }
@@ -223,8 +208,7 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
     const int count = p.k_blocks > k_warp && mine > 0 ? (p.k_blocks - k_warp + C::split_k_warps - 1) / C::split_k_warps : 0;
 
     if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
+        UNROLL for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
         ptx::fence_mbarrier_init();
     }
     __syncwarp();
@@ -261,20 +245,16 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
             ptx::st_shared_f32(token_scales + threadIdx.x * 4, p.x_scale[threadIdx.x]);
     }
 
-#pragma unroll
-    for (int i = 0; i < C::x_stages; i++) {
+    UNROLL for (int i = 0; i < C::x_stages; i++) {
         if (i < count) fetch_activations<C>(p, slots + i * T::slot_bytes, k_warp + i * C::split_k_warps, lane);
         else if constexpr (!C::x_resident) ptx::cp_async_commit_group();
     }
 
     W work;
     work.lane = lane;
-#pragma unroll
-    for (int r = 0; r < T::units; r++)
-#pragma unroll
-        for (int n = 0; n < T::token_tiles; n++)
-#pragma unroll
-            for (int i = 0; i < W::sums_a_tile; i++) work.sums[r][n][i] = 0;
+    UNROLL for (int r = 0; r < T::units; r++)
+        UNROLL for (int n = 0; n < T::token_tiles; n++)
+            UNROLL for (int i = 0; i < W::sums_a_tile; i++) work.sums[r][n][i] = 0;
 
     if constexpr (C::x_resident) {
         ptx::cp_async_wait_all();
@@ -290,8 +270,7 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
         const uint32_t x = slots + slot * T::slot_bytes;
         work.sum_activations(x, p.m);
         if constexpr (T::split) {
-#pragma unroll
-            for (int n = 0; n < T::token_tiles; n++) {
+            UNROLL for (int n = 0; n < T::token_tiles; n++) {
                 const int token = n * 4 + static_cast<int>(lane & 3);
                 work.token_scale[n] = ptx::ld_shared_f32(x + T::tokens * 2 * T::pitch + (token < p.m && token < T::tokens ? token : 0) * 4);
             }
@@ -303,8 +282,7 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
                 Stage<C> stage;
                 read_stage<C>(stage, ring + stage_slot * T::stage_bytes, lane);  // stale past the last row: never stored
                 if constexpr ((C::code == Code::asym) && T::whole_rows) {
-#pragma unroll
-                    for (int r = 0; r < C::row_units; r++) {
+                    UNROLL for (int r = 0; r < C::row_units; r++) {
                         const int row = (first + chunk * C::row_units + r) * 16 + static_cast<int>(lane >> 2);
                         stage.zeros[r][0] = chunk * C::row_units + r < mine ? p.row_zero[row] | p.row_zero[row + 8] << 8 : 0;
                     }
@@ -326,12 +304,9 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
     // Reduction over the K warps.
     constexpr int rows = T::rows;
     // [token][row], over the warp's ring: all its copies have landed and been consumed.
-#pragma unroll
-    for (int r = 0; r < T::units; r++)
-#pragma unroll
-        for (int n = 0; n < T::token_tiles; n++)
-#pragma unroll
-            for (int i = 0; i < W::sums_a_tile; i++) {
+    UNROLL for (int r = 0; r < T::units; r++)
+        UNROLL for (int n = 0; n < T::token_tiles; n++)
+            UNROLL for (int i = 0; i < W::sums_a_tile; i++) {
                 const int t = static_cast<int>(lane & 3), token = T::split ? n * 4 + t : n * 8 + t * 2 + (i & 1);
                 const int row = r * 16 + static_cast<int>(lane >> 2) + (T::split ? i : i >> 1) * 8;
                 if (token < T::tokens) {
@@ -342,15 +317,13 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
     __syncthreads();
     const int block_rows = (block_end - block_first) * 16;
     constexpr int outputs = T::block_rows / (1 + silu);
-#pragma unroll
-    for (int from_row = 0; from_row < outputs * T::tokens; from_row += C::threads) {
+    UNROLL for (int from_row = 0; from_row < outputs * T::tokens; from_row += C::threads) {
         const int i = from_row + static_cast<int>(threadIdx.x), token = i / outputs, place = i % outputs;
         const auto result = [&](int row) {
             const int owner = row / rows;
             const uint32_t from = shared + owner * C::split_k_warps * T::ring_bytes + (token * rows + row % rows) * 4;
             typename W::Sum sum = 0;
-#pragma unroll
-            for (int k = 0; k < C::split_k_warps; k++) {
+            UNROLL for (int k = 0; k < C::split_k_warps; k++) {
                 if constexpr (W::exact) sum += static_cast<int32_t>(ptx::ld_shared_u32(from + k * T::ring_bytes));
                 else sum += ptx::ld_shared_f32(from + k * T::ring_bytes);
             }

@@ -128,12 +128,10 @@ template <class C> struct Stage {
 
 template <class C> DEVICE void read_stage(Stage<C>& stage, uint32_t from, uint32_t lane) {
     using T = Traits<C>;
-#pragma unroll
-    for (int r = 0; r < C::row_units; r++) {
+    UNROLL for (int r = 0; r < C::row_units; r++) {
         const uint32_t unit = from + r * T::unit_bytes, scales = unit + 256 * C::bits, zeros = scales + T::subgroups * 32;
         packed::load_words_shared<C::bits>(stage.words[r], unit, lane);
-#pragma unroll
-        for (int i = 0; i < T::subgroups; i++) {
+        UNROLL for (int i = 0; i < T::subgroups; i++) {
             stage.scales[r][i] = ptx::ld_shared_u32(scales + i * 32 + (lane >> 2) * 4);
             if constexpr (C::code == Code::asym)  // a word has four zeros, two of them this lane's: rows g and g + 8
                 stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
@@ -150,18 +148,14 @@ DEVICE void split_activations(const Params& p, uint32_t slot, int k_block, uint3
     const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
     uint32_t pairs[T::tokens][2];
     const int column = k_block * 128 + static_cast<int>(lane >> 2) * 16 + static_cast<int>(lane & 3) * 2;
-#pragma unroll
-    for (int token = 0; token < T::tokens; token++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+    UNROLL for (int token = 0; token < T::tokens; token++)
+        UNROLL for (int i = 0; i < 2; i++) {
             const bool inside = token < p.m && column + 8 * i < p.k;  // k is even
             pairs[token][i] = inside ? ptx::ld_global_cg_u32(x + static_cast<size_t>(token) * p.x_stride + column + 8 * i) : 0;
         }
-#pragma unroll
-    for (int token = 0; token < T::tokens; token++) {
+    UNROLL for (int token = 0; token < T::tokens; token++) {
         uint32_t largest = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLL for (int i = 0; i < 4; i++) {
             const uint32_t magnitude = (pairs[token][i / 2] >> (16 * (i % 2))) & 0x7fffu;
             largest = magnitude > largest ? magnitude : largest;
         }
@@ -172,8 +166,7 @@ DEVICE void split_activations(const Params& p, uint32_t slot, int k_block, uint3
         exponent = exponent < -100 ? -100 : exponent;
         const float up = __uint_as_float(static_cast<uint32_t>(127 + 13 - exponent) << 23);
         int v[4], high[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLL for (int i = 0; i < 4; i++) {
             const uint16_t bits = static_cast<uint16_t>(pairs[token][i / 2] >> (16 * (i % 2)));
             v[i] = static_cast<int>(rintf((T::source_bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits)) * up));
             high[i] = (v[i] + 128) >> 8;
@@ -201,8 +194,7 @@ DEVICE void fetch_activations(const Params& p, uint32_t slot, int k_block, uint3
             const int token = i / (T::block_bytes / 4), word = i % (T::block_bytes / 4);
             uint32_t v = 0;
             if (token < p.m) {
-#pragma unroll
-                for (int e = 0; e < 4 / T::element; e++) {
+                UNROLL for (int e = 0; e < 4 / T::element; e++) {
                     const int column = k_block * 128 + word * (4 / T::element) + e;
                     const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
                     if (channel >= 0) {
@@ -223,8 +215,7 @@ DEVICE void fetch_activations(const Params& p, uint32_t slot, int k_block, uint3
         const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
         const uint32_t to = slot + first * T::pitch + static_cast<int>(lane) % chunks * 16;
         const int left = p.k * T::element - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
-#pragma unroll
-        for (int i = 0; i < (T::tokens + step - 1) / step; i++)
+        UNROLL for (int i = 0; i < (T::tokens + step - 1) / step; i++)
             if (first + i * step < T::tokens && first + i * step < p.m) {
                 if constexpr (C::ragged)
                     ptx::cp_async<16>(to + i * step * T::pitch, valid > 0 ? from + static_cast<size_t>(i * step) * row_bytes : p.x, valid);

@@ -52,8 +52,7 @@ template <class C> DEVICE void bring_activations(const Params& p, uint32_t slot,
             const int token = i / 64, word = i % 64;
             uint32_t v = 0;
             if (token < p.m) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
+                UNROLL for (int e = 0; e < 2; e++) {
                     const int column = k_block * 128 + word * 2 + e;
                     const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
                     if (channel >= 0)
@@ -70,8 +69,7 @@ template <class C> DEVICE void bring_activations(const Params& p, uint32_t slot,
         const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
         const uint32_t to = slot + first * S::pitch + thread % 16 * 16;
         constexpr int step = S::group_threads / 16;
-#pragma unroll
-        for (int i = 0; i < (C::tile_m + step - 1) / step; i++)
+        UNROLL for (int i = 0; i < (C::tile_m + step - 1) / step; i++)
             if (first + i * step < C::tile_m && first + i * step < p.m) {
                 if constexpr (C::ragged)
                     ptx::cp_async<16>(to + i * step * S::pitch, valid > 0 ? from + static_cast<size_t>(i * step) * row_bytes : p.x, valid);
@@ -90,15 +88,12 @@ DEVICE void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles
     unroll<0, 4>([&](auto index) {
         constexpr int wide = decltype(index)::value;
         uint32_t b[S::token_tiles][4];
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++)
+        UNROLL for (int n = 0; n < S::token_tiles; n++)
             ptx::ldmatrix_x4(b[n], slot + (n * 8 + (lane & 7)) * S::pitch + wide * 64 + (lane >> 3) * 16);
-#pragma unroll
-        for (int r = 0; r < C::stage_units; r++) {
+        UNROLL for (int r = 0; r < C::stage_units; r++) {
             uint32_t a[2][4];
             weights[r].template dequantize<8 * wide, 8 * wide + 8>(a);
-#pragma unroll
-            for (int n = 0; n < S::token_tiles; n++) {
+            UNROLL for (int n = 0; n < S::token_tiles; n++) {
                 const uint32_t low[2] = {b[n][0], b[n][1]}, high[2] = {b[n][2], b[n][3]};
                 multiply16<C>(sums[chunk * C::stage_units + r][n], a[0], low);
                 multiply16<C>(sums[chunk * C::stage_units + r][n], a[1], high);
@@ -137,11 +132,9 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     const int rounds = p.k_blocks > first_column ? (p.k_blocks - first_column + dealt - 1) / dealt : 0;
 
     if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
+        UNROLL for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
         if (row_warp == 0) {
-#pragma unroll
-            for (int i = 0; i < C::x_stages; i++) ptx::mbarrier_init(x_barriers + i * 8, S::group_threads);
+            UNROLL for (int i = 0; i < C::x_stages; i++) ptx::mbarrier_init(x_barriers + i * 8, S::group_threads);
         }
         if (C::cluster_k > 1 && warp == 0) {
             ptx::mbarrier_init(sum_barrier, 1);
@@ -182,18 +175,14 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     ptx::griddepcontrol_wait();
 
     const int thread = row_warp * 32 + static_cast<int>(lane);
-#pragma unroll
-    for (int i = 0; i < C::x_stages; i++)
+    UNROLL for (int i = 0; i < C::x_stages; i++)
         if (i < rounds)
             packed::bring_activations<C>(p, slots + i * S::slot_bytes, x_barriers + i * 8, first_column + i * dealt, thread);
 
     float sums[S::units][S::token_tiles][4];
-#pragma unroll
-    for (int r = 0; r < S::units; r++)
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[r][n][i] = 0;
+    UNROLL for (int r = 0; r < S::units; r++)
+        UNROLL for (int n = 0; n < S::token_tiles; n++)
+            UNROLL for (int i = 0; i < 4; i++) sums[r][n][i] = 0;
 
     int x_slot = 0, stage = 0;
     uint32_t x_phase = 0, phase = 0;
@@ -205,8 +194,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
             if (chunk < chunks) {
                 ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
                 Dequantize16<C> weights[C::stage_units];
-#pragma unroll
-                for (int r = 0; r < C::stage_units; r++) {  // stale past the last row: never stored
+                UNROLL for (int r = 0; r < C::stage_units; r++) {  // stale past the last row: never stored
                     weights[r].begin(p.row_zero, (block_first + first + chunk * C::stage_units + r) * 16, p.row_tiles * 64);
                     weights[r].load(ring + stage * S::stage_bytes + r * S::unit_size);
                 }
@@ -228,21 +216,17 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     // Reduction over the K warps: [k_warp][token][row], over the rings and activation slots.
     __syncthreads();
     const uint32_t lane_at = ((lane & 3) * 2 * S::sum_pitch + (lane >> 2)) * 4;
-#pragma unroll
-    for (int r = 0; r < S::units; r++)
+    UNROLL for (int r = 0; r < S::units; r++)
         if (r < mine)
-#pragma unroll
-            for (int n = 0; n < S::token_tiles; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
+            UNROLL for (int n = 0; n < S::token_tiles; n++)
+                UNROLL for (int i = 0; i < 4; i++) {
                     const int at = (k_warp * C::tile_m + n * 8 + (i & 1)) * S::sum_pitch + (first + r) * 16 + (i >> 1) * 8;
                     ptx::st_shared_f32(shared + lane_at + at * 4, sums[r][n][i]);
                 }
     __syncthreads();
     const int quads = block_units * 4, items = S::share * quads;
     const auto sum_of = [&](int token, int quad, float (&sum)[4]) {
-#pragma unroll
-        for (int k = 0; k < C::split_k_warps; k++) {
+        UNROLL for (int k = 0; k < C::split_k_warps; k++) {
             const uint4 v = ptx::ld_shared_v4(shared + ((k * C::tile_m + token) * S::sum_pitch + quad * 4) * 4);
             sum[0] = (k == 0 ? 0.0f : sum[0]) + __uint_as_float(v.x), sum[1] = (k == 0 ? 0.0f : sum[1]) + __uint_as_float(v.y);
             sum[2] = (k == 0 ? 0.0f : sum[2]) + __uint_as_float(v.z), sum[3] = (k == 0 ? 0.0f : sum[3]) + __uint_as_float(v.w);
@@ -250,8 +234,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     };
     if constexpr (C::cluster_k > 1) {
         ptx::barrier_cluster_wait();  // the other CTAs run and their mbarriers are initialized
-#pragma unroll
-        for (int step = 1; step < C::cluster_k; step++) {
+        UNROLL for (int step = 1; step < C::cluster_k; step++) {
             const int other = (rank + step) % C::cluster_k, place = (rank > other ? rank - 1 : rank) * items;  // in its receive buffer
             const uint32_t there = ptx::mapa(shared + S::received, other), barrier = ptx::mapa(sum_barrier, other);
             for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
@@ -268,8 +251,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         sum_of(token, quad, sum);
         if constexpr (C::cluster_k > 1) {
             ptx::mbarrier_wait_parity_acquire_cluster(sum_barrier, 0);
-#pragma unroll
-            for (int other = 0; other < C::cluster_k - 1; other++) {
+            UNROLL for (int other = 0; other < C::cluster_k - 1; other++) {
                 const uint4 v = ptx::ld_shared_v4(shared + S::received + (other * items + i) * 16);
                 sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
                 sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
@@ -289,8 +271,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
                 *reinterpret_cast<uint2*>(y) = {low, high};
             }
         } else {
-#pragma unroll
-            for (int e = 0; e < 4; e++)
+            UNROLL for (int e = 0; e < 4; e++)
                 if (n + e < p.n) y[e] = C::operand == Operand::f16 ? ptx::cvt_f16_f32(v[e]) : ptx::cvt_bf16_f32(v[e]);
         }
     }
