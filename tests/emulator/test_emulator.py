@@ -43,7 +43,7 @@ def words(n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_example(seed: int) -> None:
+def test_row_sums_are_right(seed: int) -> None:
     x, y = torch.arange(9 * 200, dtype=torch.float32).reshape(9, 200) % 17, torch.full((9,), torch.nan)
     kernel = row_sums.kernel(row_sums.Config())
     emulate.run(kernel, row_sums.Params(x, y, 9, 200, 2.0), (3, 1, 1), seed=seed)
@@ -118,7 +118,7 @@ def test_wgmma_lands_only_when_waited_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_clusters(seed: int) -> None:
+def test_clusters_exchange_words(seed: int) -> None:
     x = words(256)
     y = run("cluster_exchange", 0, x, torch.zeros_like(x), seed, blocks=4, cluster=2)
     assert torch.equal(y.view(4, 64), x.view(4, 64)[[1, 0, 3, 2]])

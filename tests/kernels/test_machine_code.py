@@ -37,7 +37,7 @@ def kernel(folder: Path, body: str, threads: int = 128) -> jit.Kernel:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_example(arch: str) -> None:
+def test_check_accepts_the_example(arch: str) -> None:
     check(row_sums.kernel(row_sums.Config()), arch, has="LDGSTS", lacks="HMMA", registers=40)
 
 
@@ -57,7 +57,7 @@ def test_example(arch: str) -> None:
     ],
 )
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_instructions(tmp_path: Path, body: str, has: str, arch: str) -> None:
+def test_check_finds_instructions(tmp_path: Path, body: str, has: str, arch: str) -> None:
     check(kernel(tmp_path, body), arch, has=has)
 
 

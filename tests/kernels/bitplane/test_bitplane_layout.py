@@ -32,7 +32,7 @@ def test_one_bit_lies_where_the_layout_says(row: int, k: int, plane: int) -> Non
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_correction(code: str) -> None:
+def test_prepare_keeps_the_correction(code: str) -> None:
     weight = random_weight(11, 300, WeightFormat(3, code))
     prepared = bitplane_layout.prepare(weight)
     doubled = 2 if code == "bipolar" else 1

@@ -20,7 +20,7 @@ def problem(scheme: str, m: int, arch: str, n: int = 4096, k: int = 4096) -> Lin
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("scheme", "m"), [("w1a1", 4096), ("w2a2", 64), ("w4a4asym-xasym", 1), ("w8a8", 256)])
-def test_products(scheme: str, m: int, arch: str) -> None:
+def test_default_config_compiles_without_spills(scheme: str, m: int, arch: str) -> None:
     config = sm80_bitplane_gemm.default(problem(scheme, m, arch))
     compiled = jit.cached(sm80_bitplane_gemm.kernel(config), arch)
     assert compiled.spill_bytes == compiled.stack_bytes == 0
@@ -45,7 +45,7 @@ def test_refused_where_one_bit_products_are_emulated(arch: str) -> None:
         ("w8a8", 40000, "reach 2601000000 and overflow int32"),
     ],
 )
-def test_why_not(scheme: str, k: int, words: str) -> None:
+def test_why_not_names_the_reason(scheme: str, k: int, words: str) -> None:
     reason = sm80_bitplane_gemm.why_not(problem(scheme, 16, "sm_80", k=k))
     assert reason is not None and words in reason
 
@@ -68,7 +68,9 @@ def test_every_config_is_legal_and_one_fits_everywhere() -> None:
         (8, "sym", Source.silu_mul, Target.bytes),
     ],
 )
-def test_pack(bits: int, code: str, source: Source, target: Target, arch: str) -> None:
+def test_quantizing_into_packs_compiles_without_spills(
+    bits: int, code: str, source: Source, target: Target, arch: str
+) -> None:
     asked = quantize_activations.Problem(64, 4096, ActivationFormat(bits, code), source=source, target=target)
     compiled = jit.cached(
         quantize_activations.kernel(quantize_activations.default(asked)), arch

@@ -22,7 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_product(case: tuple) -> None:
+def test_gemm_computes_the_product(case: tuple) -> None:
     m, n, k, weights, form, output, tile_n, tile_m, warps, stage_k, stages = case
     aligned = n % 8 == 0
     problem = LinearProblem(m, n, k, weights, form, output.dtype, Device.named("sm_80"), y_aligned=aligned)

@@ -64,22 +64,22 @@ def run(
 
 
 @pytest.mark.parametrize(("p", "q"), WIDTHS)
-def test_all_widths(p: int, q: int) -> None:
+def test_gemm_multiplies_all_widths(p: int, q: int) -> None:
     run(19, 72, 1100, p, q, code_of(p, q), Output.f16)
 
 
 @pytest.mark.parametrize("weight_code", CODES)
 @pytest.mark.parametrize("token_code", CODES)
-def test_all_codes(weight_code: str, token_code: str) -> None:
+def test_gemm_multiplies_all_codes(weight_code: str, token_code: str) -> None:
     run(33, 136, 2500, 3, 2, (weight_code, token_code), *OUTPUTS)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), RAGGED)
-def test_ragged_shapes(m: int, n: int, k: int) -> None:
+def test_gemm_takes_ragged_shapes(m: int, n: int, k: int) -> None:
     run(m, n, k, 2, 2, ("sym", "sym"), Output.f16)
     run(m, n, k, 1, 4, ("bipolar", "asym"), Output.f16)
 
 
 @pytest.mark.parametrize(("p", "q"), EVERY_CONFIG)
-def test_every_config(p: int, q: int) -> None:
+def test_gemm_is_right_with_every_config(p: int, q: int) -> None:
     run(70, 200, 3000, p, q, ("asym", "asym"), every_config=True)

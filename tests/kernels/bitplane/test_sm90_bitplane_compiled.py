@@ -38,7 +38,7 @@ def kernel_of(config: Any) -> Kernel:
     ("scheme", "m"),
     [("w1a1", 1), ("w2a2", 64), ("w4a4", 64), ("w1a1", 4096), ("w2a3asym-xasym", 4096), ("w4a4", 4096), ("w8a8", 300)],
 )
-def test_machine_code(scheme: str, m: int) -> None:
+def test_default_config_multiplies_bits_on_tensor_cores(scheme: str, m: int) -> None:
     check(kernel_of(bitplane.default(problem(scheme, m))), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA")
 
 

@@ -43,7 +43,7 @@ def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) ->
         ("w2a1", 20, 40, 2500, TOKENS_A | {"split_k_warpgroups": 4, **rings(6, 3, 3)}),
     ],
 )
-def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
+def test_kernels_multiply_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
     for seed in range(2):
         check_emulated(asked, skinny(asked, **change), seed)
@@ -108,7 +108,7 @@ def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, c
         ("w1a2", 200, 100, 1100, {"tile_m": 256, "tail_tile_m": 64}),  # less than a wave: all of it is split
     ],
 )
-def test_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
+def test_gemm_multiplies_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
     for seed in range(2):
         check_emulated(asked, gemm(asked, **change), seed)

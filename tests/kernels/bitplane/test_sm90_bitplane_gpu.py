@@ -187,7 +187,7 @@ def test_every_kind_of_config(make: Callable[..., Any], change: dict[str, Any]) 
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize(("m", "n", "rows"), [(300, 328, 32), (300, 320, 64), (5, 8, 32)])
-def test_tma_stores(m: int, n: int, rows: int, stages: int) -> None:
+def test_gemm_stores_through_tma(m: int, n: int, rows: int, stages: int) -> None:
     problem = asked(m, n, 2100, "w2a3asym", Output.f16)
     config = gemm(problem, 128, tma_store=True, epilogue_tile=rows, epilogue_stages=stages)
     assert sm90_bitplane_gemm.why_not(problem, config) is None

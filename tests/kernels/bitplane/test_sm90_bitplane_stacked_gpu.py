@@ -55,7 +55,7 @@ def check(problem: LinearProblem, config: Config | None = None, *, padding: int 
 
 @pytest.mark.parametrize("scheme", ["w1a2", "w2a2"])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_shapes(m: int, n: int, k: int, scheme: str) -> None:
+def test_stacked_takes_ragged_shapes(m: int, n: int, k: int, scheme: str) -> None:
     check(asked(m, n, k, scheme))
 
 

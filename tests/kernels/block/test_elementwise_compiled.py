@@ -12,7 +12,7 @@ from machine_code import ARCHITECTURES
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_no_spills(arch):
+def test_elementwise_kernels_do_not_spill(arch):
     row = norm_act.Problem(1, 14336)
     head = rope.Problem(1, 32, 8, 128, torch.bfloat16, stores=True)
     for kernel in (

@@ -19,7 +19,7 @@ def close(got, wanted, dtype):
 
 @pytest.mark.parametrize(("dtype", "k"), [(torch.float16, 1288), (torch.bfloat16, 130)])
 @pytest.mark.parametrize("residual", [True, False])
-def test_add_rms_norm(dtype, k, residual):
+def test_add_rms_norm_is_that_of_torch(dtype, k, residual):
     x, other = torch.randn(2, 2, k).to(dtype)
     gamma = torch.randn(k).to(dtype)
     y, total = torch.zeros(2, 2, k, dtype=dtype)
@@ -34,7 +34,7 @@ def test_add_rms_norm(dtype, k, residual):
 @pytest.mark.parametrize(
     ("dtype", "k", "paired"), [(torch.float16, 1288, False), (torch.bfloat16, 77, False), (torch.float16, 1048, True)]
 )
-def test_silu_mul(dtype, k, paired):
+def test_silu_mul_is_that_of_torch(dtype, k, paired):
     x, y = torch.randn(2, 2 * k).to(dtype), torch.zeros(2, k, dtype=dtype)
     problem = norm_act.Problem(2, k, dtype, k % 8 == 0)
     emulate.launched(norm_act.silu_mul(problem, x, 2 * k, y, paired), seed=k, dependent=("x",))

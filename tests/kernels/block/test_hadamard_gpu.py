@@ -135,7 +135,7 @@ def test_other_sizes_and_types_take_torch():
         torch.testing.assert_close(ops.hadamard(x).double(), hadamard.transform(x.double()), rtol=1e-2, atol=4e-3)
 
 
-def test_no_rows():
+def test_hadamard_takes_no_rows():
     assert ops.hadamard(torch.empty(0, 576, device="cuda", dtype=torch.float16)).shape == (0, 576)
 
 

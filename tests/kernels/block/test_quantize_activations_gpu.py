@@ -69,7 +69,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_planes(format: ActivationFormat, dtype: torch.dtype) -> None:
+def test_quantize_writes_planes(format: ActivationFormat, dtype: torch.dtype) -> None:
     for m, k in SHAPES:
         check(matrix(m, k, dtype), format, Target.planes)
     check(hard_rows(dtype), format, Target.planes)
@@ -77,7 +77,7 @@ def test_planes(format: ActivationFormat, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("format", BYTE_FORMATS, ids=str)
-def test_bytes(format: ActivationFormat, dtype: torch.dtype) -> None:
+def test_quantize_writes_bytes(format: ActivationFormat, dtype: torch.dtype) -> None:
     for m, k in SHAPES:
         check(matrix(m, k, dtype), format, Target.bytes)
     check(hard_rows(dtype), format, Target.bytes)
@@ -106,7 +106,7 @@ def check_fused(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("k", [576, 4096, 1031])
-def test_rms_norm(k: int, dtype: torch.dtype) -> None:
+def test_quantize_fuses_rms_norm(k: int, dtype: torch.dtype) -> None:
     x, residual = matrix(5, k, dtype).cuda(), matrix(5, k, dtype, 1).cuda()
     gamma = (matrix(1, k, dtype, 2)[0] * 0.1 + 1).cuda()
     format = ActivationFormat(4, "sym")
@@ -125,6 +125,6 @@ def test_rms_norm(k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("k", [1536, 14336, 24])
-def test_silu_mul(k: int, dtype: torch.dtype) -> None:
+def test_quantize_fuses_silu_mul(k: int, dtype: torch.dtype) -> None:
     x = matrix(3, 2 * k, dtype).cuda()
     check_fused(Source.silu_mul, x, torch.nn.functional.silu(x[:, :k]) * x[:, k:], ActivationFormat(8, "sym"))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.emulate
 
 
 @pytest.mark.parametrize("referenced", [False, True])
-def test_same_codes(referenced: bool) -> None:
+def test_sweep_finds_the_references_codes(referenced: bool) -> None:
     values, coupling, scale, zero, reference = sweep_case(9, 70)
     origin = reference if referenced else None
     codes, errors = sweep(values, coupling, scale, zero, 7, origin)

@@ -39,7 +39,7 @@ def layer(n, k, bits, code, group, ordered=False, seed=0):
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
-def test_round_trip(bits, code):
+def test_unpack_inverts_prepare(bits, code):
     for group, (n, k), ordered in SHAPES:
         weight = layer(n, k, bits, code, group, ordered)
         expected = weight.dequantize(torch.float64)

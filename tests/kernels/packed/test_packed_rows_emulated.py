@@ -22,7 +22,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=scheme_of)
-def test_rows(format: WeightFormat) -> None:
+def test_packed_rows_decodes_weights(format: WeightFormat) -> None:
     i = FORMATS.index(format)
     n, k, dtype = 70 + i, (200, 256, 520)[i % 3], (torch.float16, torch.bfloat16)[i % 2]
     weight = random_weight(n, k, format, i).with_scales(torch.float16)

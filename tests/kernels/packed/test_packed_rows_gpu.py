@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16g128", "w3a16g64asym", "w6a16asym", "w4a16g32min", "w4a16g32e2m1"])
-def test_rows(scheme: str, dtype: torch.dtype) -> None:
+def test_packed_rows_decodes_weights(scheme: str, dtype: torch.dtype) -> None:
     parsed = Scheme.parse(scheme)
     weight = random_weight(1003, 520, parsed.weights).with_scales(dtype)
     layer = QuantEmbedding.of_weight(weight.to("cuda"), parsed)

@@ -34,7 +34,7 @@ def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 7])
-def test_same_tiles(bits: int) -> None:
+def test_repack_makes_the_references_tiles(bits: int) -> None:
     format = WeightFormat(bits, "asym", 64)
     for n, k, ordered in ((70, 256, False), (64, 200, False), (40, 320, True)):
         weight = random_weight(n, k, format, bits)
@@ -48,7 +48,7 @@ def test_same_tiles(bits: int) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 128, 256, None])
-def test_groups(group: int | None) -> None:
+def test_repack_takes_groups(group: int | None) -> None:
     for code in ("sym", "asym"):
         check(random_weight(70, 600, WeightFormat(2, code, group), 5), "a16")
 
@@ -64,7 +64,7 @@ def test_codes_of_floats() -> None:
 
 
 @pytest.mark.parametrize("group", [16, 64, 256])
-def test_minima(group: int) -> None:
+def test_repack_takes_minima(group: int) -> None:
     check(random_weight(70, 600, WeightFormat(3, "min", group), 5), "a16")
 
 

@@ -30,7 +30,7 @@ def test_tiles_are_those_of_torch(bits: int, group: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("bits", "group"), [(1, 128), (4, 128), (4, 32), (8, None)])
-def test_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
+def test_repack_needs_little_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
     """Besides the source layer: its tiles, and a few numbers per row."""
     weight = random_weight(4096, 4096, WeightFormat(bits, "sym", group))
     weight = replace(weight, scale=weight.scale.to(dtype)).to("cuda")

@@ -26,7 +26,7 @@ from machine_code import count
         ("sm_120a", [(64, 4, torch.float16)]),
     ],
 )
-def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None:
+def test_gemm_does_not_spill(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None:
     device = Device.named(arch)
     for m, bits, dtype in cases:
         config = sm80_packed_gemm.default(problem(m, 4096, 4096, WeightFormat(bits, "sym", 128), dtype, device))
@@ -54,7 +54,7 @@ def test_sparse_weights(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
-def test_repacking(arch: str) -> None:
+def test_repack_compiles_for_each_architecture(arch: str) -> None:
     """Repacking runs on every such architecture."""
     for config in (repack.Config(3, False), repack.Config(4, True), repack.Config(4, False, float_order=True)):
         compiled = jit.cached(repack.kernel(config), arch)

@@ -44,7 +44,7 @@ def run(
     [(4, torch.float16), (3, torch.float16), (8, torch.bfloat16), (1, torch.int8), (3, torch.int8), (8, torch.int8)],
     ids=str,
 )
-def test_widths(bits: int, dtype: torch.dtype) -> None:
+def test_gemm_multiplies_all_widths(bits: int, dtype: torch.dtype) -> None:
     run(WeightFormat(bits, "sym", 128), 5, 192, 384, dtype, sms=2, seed=bits, bias=True)
 
 
@@ -68,7 +68,7 @@ def test_sparse_weights(bits: int, code: str, group: int | None) -> None:
 
 
 @pytest.mark.parametrize("sms", [1, 3, 5])
-def test_stripes(sms: int) -> None:
+def test_stripes_cover_the_product(sms: int) -> None:
     """Stripes shorter than a row tile, and longer; several token tiles; an incomplete last row tile."""
     for seed in range(2):
         shape = {"tile_m": 8, "units": 1, "row_warps": 8, "split_k_warps": 1}

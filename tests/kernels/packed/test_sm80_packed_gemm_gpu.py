@@ -15,12 +15,12 @@ def check(format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024])
-def test_marlin_cases(m: int) -> None:
+def test_gemm_is_right_for_marlin_cases(m: int) -> None:
     check(WeightFormat(4, "sym", 128), m, 512, 1024, torch.float16)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 4096, 4096), (257, 128, 4096), (257, 4224, 4160)])
-def test_machete_cases(m: int, n: int, k: int) -> None:
+def test_gemm_is_right_for_machete_cases(m: int, n: int, k: int) -> None:
     check(WeightFormat(4, "asym", 128), m, n, k, torch.float16)
 
 
@@ -28,7 +28,7 @@ def test_machete_cases(m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("bits", "code", "group"), [(8, "sym", None), (3, "bipolar", 64), (2, "asym", 32), (4, "sym", 128)]
 )
-def test_formats(bits: int, code: str, group: int | None, dtype: torch.dtype) -> None:
+def test_gemm_multiplies_all_formats(bits: int, code: str, group: int | None, dtype: torch.dtype) -> None:
     check(WeightFormat(bits, code, group), 20, 640, 1024, dtype)
 
 

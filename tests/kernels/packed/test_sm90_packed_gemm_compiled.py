@@ -45,7 +45,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("weights", "activations", "dtype", "cut"), CASES, ids=str)
-def test_machine_code(weights, activations, dtype, cut) -> None:
+def test_gemm_uses_wgmma_without_spills(weights, activations, dtype, cut) -> None:
     check(LinearProblem(cut[0], 28672, 4096, weights, activations, dtype), cut)
 
 

@@ -67,7 +67,7 @@ def made(
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=str)
-def test_product(case: Case) -> None:
+def test_gemm_computes_the_product(case: Case) -> None:
     config = replace(
         case.config, stages=2 * case.config.split_k_warpgroups, prologue_stages=0 if case.config.direct else 2
     )

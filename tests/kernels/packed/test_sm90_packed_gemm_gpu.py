@@ -87,7 +87,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_product(case: Case) -> None:
+def test_gemm_computes_the_product(case: Case) -> None:
     p = case.problem
     weight, x, x_scale, exact = operands(case)
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")

@@ -29,7 +29,7 @@ def problem(bits: int, m: int, n: int, k: int, dtype: torch.dtype = torch.float1
     ("bits", "m", "dtype"),
     [(1, 1, torch.float16), (3, 2, torch.bfloat16), (4, 1, torch.float16), (8, 4, torch.float16)],
 )
-def test_digits(bits: int, m: int, dtype: torch.dtype) -> None:
+def test_digits_do_not_spill(bits: int, m: int, dtype: torch.dtype) -> None:
     for n, k in ((4096, 4096), (28672, 4096)):
         it = problem(bits, m, n, k, dtype)
         check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(it)), "sm_90a", has="IMMA", lacks="HMMA")
@@ -117,7 +117,7 @@ def test_codes_stay_where_they_lie() -> None:
     ("bits", "m", "dtype"),
     [(4, 3, torch.float16), (2, 8, torch.bfloat16), (4, 16, torch.float16), (8, 32, torch.float16)],
 )
-def test_mid(bits: int, m: int, dtype: torch.dtype) -> None:
+def test_mid_token_counts_do_not_spill(bits: int, m: int, dtype: torch.dtype) -> None:
     for n, k in ((4096, 14336), (28672, 4096)):
         it = problem(bits, m, n, k, dtype)
         check(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(it)), "sm_90a", has="HMMA")

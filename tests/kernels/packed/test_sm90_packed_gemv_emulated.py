@@ -40,7 +40,7 @@ def run(
 
 @BOTH
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_widths(module: GemmKernel[Any], bits: int) -> None:
+def test_gemv_multiplies_all_widths(module: GemmKernel[Any], bits: int) -> None:
     run(module, WeightFormat(bits, ("sym", "asym", "bipolar")[bits % 3], 128), 3, 64, 384, HALVES[bits % 2], seed=bits)
 
 
@@ -80,7 +80,7 @@ def test_activation_order(module: GemmKernel[Any]) -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (1, 20, 130), (3, 72, 37), (2, 100, 264), (4, 330, 128)])
 @BOTH
-def test_ragged(module: GemmKernel[Any], m: int, n: int, k: int) -> None:
+def test_gemv_takes_ragged_shapes(module: GemmKernel[Any], m: int, n: int, k: int) -> None:
     run(module, WeightFormat(4, "sym", 128), m, n, k, bias=True)
 
 
@@ -233,7 +233,7 @@ def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None
     torch.testing.assert_close(got.float(), wanted.float(), rtol=0.02, atol=atol)
 
 
-def test_norm_refusals() -> None:
+def test_norm_says_what_it_refuses() -> None:
     packed = packed_tiles.prepare(random_weight(64, 256, WeightFormat(4, "sym", 128)))
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert sm90_packed_gemv.norm_why_not(problem, sm90_packed_gemv.norm_default(problem)) is None
@@ -244,7 +244,7 @@ def test_norm_refusals() -> None:
 
 
 @BOTH
-def test_refusals(module: GemmKernel[Any]) -> None:
+def test_gemv_says_what_it_refuses(module: GemmKernel[Any]) -> None:
     packed = packed_tiles.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(module.why_not(replace(problem, device=Device.named("sm_80"))))

@@ -86,7 +86,7 @@ def kernels_used() -> list[Kernel]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_cases(case: Case) -> None:
+def test_gemv_is_right_for_each_case(case: Case) -> None:
     module, m, n, k, format, dtype, act_order, bias = case
     check_on_gpu(module, product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=n + m, device="cuda"))
 
@@ -128,7 +128,7 @@ def test_chains_under_programmatic_launch(module: GemmKernel[Any], m: int) -> No
 
 
 @pytest.mark.parametrize(("module", "m", "step"), [(D, 2, 10), (M, 16, 20)])
-def test_configs_agree(module: GemmKernel[Any], m: int, step: int) -> None:
+def test_gemv_is_right_with_each_config(module: GemmKernel[Any], m: int, step: int) -> None:
     it = product(WeightFormat(2, "sym", 128), m, 1024, 2048, device="cuda")
     problem = packed_problem.problem_of(it.packed, m, torch.float16, torch.float16, Device.of(it.x))
     for config in itertools.islice(module.configs(problem), 0, None, step):

@@ -23,7 +23,7 @@ from machine_code import check
         (4, 8, torch.int8, False, "IMMA"),
     ],
 )
-def test_no_spills(bits: int, m: int, dtype: torch.dtype, split: bool, instruction: str) -> None:
+def test_skinny_does_not_spill(bits: int, m: int, dtype: torch.dtype, split: bool, instruction: str) -> None:
     for n, k in ((4096, 4096), (28672, 4096)):
         asked = problem(m, n, k, WeightFormat(bits, "sym", 128), dtype)
         config = sm90_packed_skinny.fitted(asked, 8, 1, 2, 64, 1, split) if split else sm90_packed_skinny.default(asked)

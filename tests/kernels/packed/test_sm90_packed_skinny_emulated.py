@@ -37,7 +37,7 @@ def run(
     ],
     ids=str,
 )
-def test_widths(bits: int, dtype: torch.dtype) -> None:
+def test_skinny_multiplies_all_widths(bits: int, dtype: torch.dtype) -> None:
     run(WeightFormat(bits, "sym", 128), 3, 64, 384, dtype, seed=bits)
 
 
@@ -87,13 +87,13 @@ def test_activation_order() -> None:
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (1, 20, 130), (5, 72, 37), (16, 100, 264), (9, 330, 128)])
-def test_ragged(m: int, n: int, k: int) -> None:
+def test_skinny_takes_ragged_shapes(m: int, n: int, k: int) -> None:
     run(WeightFormat(4, "sym", 128), m, n, k, bias=True)
     run(WeightFormat(2, "asym", 32), m, n, k, torch.int8)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_small_rings(seed: int) -> None:
+def test_small_rings_wrap_around(seed: int) -> None:
     """Pipelines that wrap around many times, activations loaded again, warps that share rows."""
     format = WeightFormat(4, "sym", 128)
     again = {"x_stages": 1, "x_resident": False, "warps": 4, "split_k_warps": 2}
@@ -111,7 +111,7 @@ def test_small_rings(seed: int) -> None:
     run(WeightFormat(4, "sym", None), 4, 192, 1024, torch.int8, seed=seed, **paced)
 
 
-def test_refusals() -> None:
+def test_skinny_says_what_it_refuses() -> None:
     packed = packed_tiles.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(sm90_packed_skinny.why_not(replace(problem, device=Device.named("sm_80"))))

@@ -70,7 +70,7 @@ CASES = [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS, *MACHETE]
 
 
 @pytest.mark.parametrize("case", [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS], ids=str)
-def test_cases(case: Case) -> None:
+def test_skinny_is_right_for_each_case(case: Case) -> None:
     m, n, k, format, dtype, ordered, bias = case
     check_on_gpu(
         sm90_packed_skinny, product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=n + m, device="cuda")
@@ -78,7 +78,7 @@ def test_cases(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", MACHETE, ids=str)
-def test_machete_cases(case: Case) -> None:
+def test_skinny_is_right_for_machete_cases(case: Case) -> None:
     m, n, k, format, dtype, _, _ = case
     generator = torch.Generator("cuda").manual_seed(m)
     words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator, device="cuda").to(torch.int32)
