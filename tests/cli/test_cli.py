@@ -67,7 +67,7 @@ def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_p
     assert "w4a16g32 on cpu" in run("generate", tmp_path / "w4", "-p", "Hello", "-n", 2, "--device", "cpu")[2]
 
 
-def test_on_the_fly_is_the_same_as_saved(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+def test_eval_on_the_fly_equals_saved(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     run("quantize", model, "-s", "w3a8g32", "-o", tmp_path / "w3")
     first = json.loads(run("eval", tmp_path / "w3", "-t", text, "--context", 64, "--json")[1])
     second = json.loads(run("eval", model, "-s", "w3a8g32", "-t", text, "--context", 64, "--json")[1])
@@ -87,14 +87,14 @@ def test_a_saved_model_runs_on_the_backend_that_is_named(run: Any, model: Path, 
     assert "packed: its kernels need a CUDA device" in err
 
 
-def test_chat(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_keeps_a_conversation(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAnd again\n/quit\n"))
     code, _, err = run("chat", model, "-n", 4, "--system", "Be brief.")
     assert code == 0
     assert err.count("tokens/s") == 2
 
 
-def test_info(run: Any, model: Path, tmp_path: Path) -> None:
+def test_info_of_schemes_and_models(run: Any, model: Path, tmp_path: Path) -> None:
     code, out, _ = run("info", "w2a16g64asym", "--json")
     assert code == 0
     assert json.loads(out)["bits_per_weight"] == 2 + 18 / 64
@@ -124,10 +124,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["quantize", "nowhere", "-o", "OUT"], "error: nowhere is neither a folder"),
         (["quantize", "MODEL", "-o", "MODEL"], "holds the model that is read"),
         (["quantize", "MODEL", "-o", "FULL"], "exists already and is not empty"),
-        (
-            ["quantize", "MODEL", "-o", "FULL", "--overwrite"],
-            "is not overwritten: it holds text.txt, which",
-        ),
+        (["quantize", "MODEL", "-o", "FULL", "--overwrite"], "is not overwritten: it holds text.txt, which"),
         (["quantize", "", "-o", "OUT"], "error: the model's name is empty: write a folder, a GGUF file or a hub name"),
         (
             ["quantize", "MODEL", "-o", "OUT", "--set", "search=null"],
@@ -153,10 +150,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["eval", "MODEL", "-t", "TEXT", "--context", "2000"], "tokens, and one window of 2000 need 2000"),
         (["eval", "MODEL", "-t", "TEXT", "--context", "4096"], "--context 4096 is more than the 2048 positions that"),
         (["eval", "MODEL", "-t", "TEXT", "-s", "w4a16-kv4"], "error: the KV format kv4 cannot serve"),
-        (
-            ["quantize", "MODEL", "-s", "w4a16-kv4", "-o", "OUT"],
-            "error: the KV format kv4 cannot serve this model",
-        ),
+        (["quantize", "MODEL", "-s", "w4a16-kv4", "-o", "OUT"], "error: the KV format kv4 cannot serve this model"),
         (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),
         (
             ["convert", "MODEL", "--to", "foo"],
@@ -207,10 +201,7 @@ def test_answers_longer_than_a_model_was_made_for_are_said(run: Any, model: Path
     rotary = renamed(model, tmp_path / "rotary", transformers.LlamaConfig(intermediate_size=96, **sizes))
     table = renamed(model, tmp_path / "table", transformers.GPT2Config(**sizes))
     words = ("-p", "Hello", "--raw", "--device", "cpu", "-n")
-    for folder, made, says in (
-        (rotary, 20, "text beyond them may make no sense"),
-        (table, 11, "ends after 11"),
-    ):
+    for folder, made, says in ((rotary, 20, "text beyond them may make no sense"), (table, 11, "ends after 11")):
         assert "note:" not in run("generate", folder, *words, 11)[2]
         code, _, err = run("generate", folder, *words, 20)
         assert (code, err.count("note:")) == (0, 1)
@@ -275,7 +266,7 @@ def test_the_time_of_a_job_is_that_of_all_of_it(run: Any, model: Path, tmp_path:
     assert took / 4 < json.loads(out)["seconds"] <= took
 
 
-def test_what_the_system_refuses_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_errors_are_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def app(**_: Any) -> None:
         raise error
 
@@ -358,7 +349,7 @@ def test_fetching_says_what_it_needs(tmp_path: Path) -> None:
     assert not (tmp_path / "smollm2-135m-instruct").exists()
 
 
-def test_usage(run: Any) -> None:
+def test_usage_errors_and_examples(run: Any) -> None:
     assert run("quantize")[0] == 2
     assert run("nonsense")[0] == 2
     assert run("--version") == (0, f"anybit {anybit.__version__}\n", "")

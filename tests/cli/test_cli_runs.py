@@ -57,7 +57,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert ("--set resume=out-blocks" in err) == ("run again" in says)
 
 
-def test_what_a_model_would_take(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_scheme_says_what_a_model_would_take(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = tmp_path / "half"
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=300, dtype="bfloat16", **sizes)

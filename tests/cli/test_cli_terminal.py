@@ -70,7 +70,7 @@ def test_names_from_files_do_not_steer_the_terminal(run: Any, model: Path, tmp_p
     assert shown > len(folders)  # it was about to
 
 
-def test_what_is_printed_is_what_there_is(capfd: pytest.CaptureFixture[str]) -> None:
+def test_print_changes_no_text(capfd: pytest.CaptureFixture[str]) -> None:
     value = {"text": "a :cat: [b]x[/b]", "lost": [float("nan")], "deep": {"us": float("inf"), "n": (1, 2)}}
     common.print_json(value)
     common.output.print("saved /tmp/:heart:/x", markup=False)
@@ -93,7 +93,7 @@ def test_a_terminal_without_a_character_gets_an_escape(monkeypatch: pytest.Monke
     assert held.getvalue().endswith(b"caf\xe9 \\u4f60")
 
 
-def test_a_traceback_does_not_steer_it_either(capfd: pytest.CaptureFixture[str]) -> None:
+def test_traceback_escapes_control_characters(capfd: pytest.CaptureFixture[str]) -> None:
     error = RuntimeError(RED)
     cli._show_traceback(RuntimeError, error, None)
     shown = capfd.readouterr().err
@@ -127,10 +127,7 @@ def rendered(source: str) -> str:
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
         ("{{ 10 ** (9 ** 9) }}", "takes more than 1 s|needs more than 1 GiB"),
-        (
-            "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
-            "renders more than 16 MiB|than 1 s|than 1 GiB",
-        ),
+        ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "renders more than 16 MiB|than 1 s|than 1 GiB"),
         ("{{ 'a' * 9999999999 }}", "needs more than 1 GiB of memory"),
         ("{% if %}", "cannot be used: Expected an expression"),
         ("{{ nothing.there }}", "cannot be used: 'nothing' is undefined"),

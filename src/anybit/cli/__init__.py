@@ -13,9 +13,10 @@ import sys
 import traceback
 import warnings
 from types import FrameType, TracebackType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
+from rich.markup import escape
 
 from anybit.cli import checkpoints, evaluate, generate, quantize, serve, tune
 from anybit.cli.common import errors, output
@@ -34,7 +35,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        output.print(f"anybit {__version__}", markup=False)
+        output.print(f"anybit {__version__}")
         raise typer.Exit
 
 
@@ -123,11 +124,11 @@ def _show_lost(lost: "sys.UnraisableHookArgs") -> None:
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of an unexpected error, with control characters (from files) escaped."""
-    errors.print("".join(traceback.format_exception(kind, error, trace)), markup=False, soft_wrap=True)
+    errors.print("".join(traceback.format_exception(kind, error, trace)))
 
 
 def _fail(message: str) -> NoReturn:
-    errors.print(f"[bold red]error:[/] {_plain(message)}", highlight=False, soft_wrap=True)
+    errors.print(f"[bold red]error:[/] {escape(message)}", markup=True)
     sys.exit(1)
 
 
@@ -153,12 +154,6 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
-def _note(message: Warning | str, *where: Any, **more: Any) -> None:
+def _note(message: Warning | str, *where: object, **more: object) -> None:
     """Print a warning as one line, without its source line."""
-    errors.print(f"[bold yellow]note:[/] {_plain(str(message))}", highlight=False, soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    errors.print(f"[bold yellow]note:[/] {escape(str(message))}", markup=True)

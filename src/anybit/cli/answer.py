@@ -78,40 +78,24 @@ def _stopping(printer: _Printer) -> Iterator[None]:
 
 
 def load(
-    model: str,
-    scheme: Scheme | None,
-    backend: str | None,
-    device: str | None,
-    trust_remote_code: bool,
-    dequantize: bool = False,
-    overrides: Mapping[str, str] | None = None,
-) -> Loaded:
+    model: str, scheme: Scheme | None, backend: str | None, device: str | None, trust_remote_code: bool,
+    dequantize: bool = False, overrides: Mapping[str, str] | None = None,
+) -> Loaded:  # fmt: skip
     """Load a model for generation, accelerated on a GPU."""
     with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
         loaded = load_model(
-            model,
-            scheme,
-            overrides=overrides,
-            backend=backend,
-            device=device,
-            trust_remote_code=trust_remote_code,
+            model, scheme, overrides=overrides, backend=backend, device=device, trust_remote_code=trust_remote_code,
             dequantize=dequantize,
-        )
+        )  # fmt: skip
         if loaded.model.device.type == "cuda":
             accelerate(loaded.model)
         return loaded
 
 
 def answer(
-    loaded: Loaded,
-    prompt: str | list[dict[str, str]],
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    seed: int,
-    silent: bool,
-    stoppable: bool = False,
-) -> tuple[str, dict[str, Any]]:
+    loaded: Loaded, prompt: str | list[dict[str, str]], max_new_tokens: int, temperature: float, top_p: float | None,
+    seed: int, silent: bool, stoppable: bool = False,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
     """(text, figures): tokens of prompt and answer, seconds, seconds to the first token, tokens per second after it.
 
     stoppable: Ctrl-C ends the answer instead of the program.  Raises TextError for a prompt that is empty or too long.
@@ -138,17 +122,13 @@ def answer(
         sampling["cache_implementation"] = "static"
     start = time.perf_counter()
     with torch.inference_mode(), _stopping(printer) if stoppable else contextlib.nullcontext():
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        mask = inputs["attention_mask"].to(model.device)
         model.generate(
-            ids,
-            attention_mask=inputs["attention_mask"].to(model.device),
-            max_new_tokens=max_new_tokens,
-            streamer=printer,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            **sampling,
+            ids, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=printer, pad_token_id=pad, **sampling
         )
     end = time.perf_counter()
-    count = printer.count
-    first = printer.first or end
+    count, first = printer.count, printer.first or end
     figures = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": count,

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.cli.common import JsonOption, TrustOption, megabytes, output, print_json, status
+from anybit.cli import options
+from anybit.cli.common import megabytes, output, print_json, status
 from anybit.errors import ConversionError, LayerError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
 
@@ -19,20 +20,14 @@ _REQUEST = 8192
 
 def convert(
     model: Annotated[str, typer.Argument(help="A quantized model: a folder, a hub name, or a GGUF file.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            help="anybit, compressed-tensors, gptq or gguf.",
-            autocompletion=lambda: _FORMATS,
-        ),
-    ],
+    to: Annotated[str, typer.Option(help="anybit, compressed-tensors, gptq or gguf.", autocompletion=lambda: _FORMATS)],
     out: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The folder, or GGUF file, to write; without it config.json is rewritten."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --output names.")] = False,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Write a quantized model in another format, with the same codes.
 
@@ -69,7 +64,7 @@ def convert(
     if as_json:
         print_json(quantization)
     else:
-        output.print(told, markup=False)
+        output.print(told)
 
 
 def info(
@@ -79,8 +74,8 @@ def info(
         typer.Option("--scheme", "-s", help="Show what the model would take in this scheme; may be repeated."),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="With --scheme: tokens of the KV cache.")] = 8192,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Explain a scheme, or show what a model is made of.
 
@@ -130,7 +125,7 @@ def info(
             text = ", ".join(map(str, value)) if isinstance(value, list) else value
             lines = _wrapped("-" if text in (None, "") else str(text), width)
         for i, line in enumerate(lines):
-            output.print(f"{'' if i else name.replace('_', ' '):<{width}}  {line}", markup=False)
+            output.print(f"{'' if i else name.replace('_', ' '):<{width}}  {line}")
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Shared by the commands: consoles, options, progress bars, sizes as text.
+"""Shared by the commands: consoles, progress bars, sizes as text.
 
 Command modules import torch and transformers inside the functions that need them, so that help and usage errors are
 immediate.
@@ -8,11 +8,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Annotated, Any, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -33,7 +32,7 @@ class _StandardOutput:
         with _named():
             sys.stdout.flush()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(sys.stdout, name)
 
 
@@ -47,10 +46,12 @@ def _named() -> Iterator[None]:
 
 
 class _Console(Console):
-    """A console that escapes control characters (of names from files, for example) except newlines and tabs."""
+    """A console that prints strings as they are, but for control characters (of names from files, for example)."""
 
     def print(self, *objects: Any, **more: Any) -> None:
-        """Print strings and other objects."""
+        """Print strings, in which only newlines and tabs are not escaped, and other objects."""
+        if all(isinstance(one, str) for one in objects):
+            more = {"markup": False, "soft_wrap": True, **more}
         super().print(*(printable(o, "\n\t") if isinstance(o, str) else o for o in objects), **more)
 
 
@@ -59,41 +60,6 @@ stdout = cast(IO[str], _StandardOutput())
 # No emoji: rich would replace text such as :cat: in paths, model output and JSON.
 output = _Console(file=stdout, soft_wrap=True, highlight=False, emoji=False)
 errors = _Console(stderr=True, highlight=False, emoji=False)
-
-Model = Annotated[str, typer.Argument(help="A folder, a Hugging Face hub name, or a GGUF file.")]
-SchemeOption = Annotated[
-    str | None, typer.Option("--scheme", "-s", help="Quantize while loading, for example w4a16g128.")
-]
-OverrideOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--override",
-        metavar="LAYER=SCHEME",
-        help="Another scheme for a layer, or for all that match a pattern (*.down_proj=w6a16g64); may be repeated.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-
-
-def _backends() -> list[str]:
-    from anybit.ops import backends
-
-    return list(backends)
-
-
-BackendOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The backend that runs the quantized layers; by default the first one that can.", autocompletion=_backends
-    ),
-]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python files that the model brings; otherwise none is run.")
-]
-DequantizeOption = Annotated[
-    bool, typer.Option("--dequantize", help="Run quantized layers as 16-bit floats: for codes that no kernel runs.")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 
 
 def overrides_of(words: list[str] | None) -> dict[str, str]:
@@ -115,9 +81,9 @@ def overrides_of(words: list[str] | None) -> dict[str, str]:
         raise SchemeError(f"--override {error}") from None
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: Mapping[str, object]) -> None:
     """Print an object on stdout as JSON; infinities and NaN become null."""
-    output.print(json.dumps(_finite(value), indent=2, allow_nan=False), markup=False)
+    output.print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
 def print_table(rows: list[list[str]]) -> None:
@@ -125,10 +91,10 @@ def print_table(rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        output.print("  ".join(cells).rstrip(), markup=False)
+        output.print("  ".join(cells).rstrip())
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -154,7 +120,7 @@ class Update(Protocol):
 @contextmanager
 def progress_bar(what: str, counted: bool = False) -> Iterator[Update]:
     """Show a progress bar on stderr, or, where that is no terminal, a line every 30 s."""
-    columns = [TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
+    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
     if counted:
         columns.insert(2, MofNCompleteColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
@@ -169,13 +135,13 @@ def progress_bar(what: str, counted: bool = False) -> Iterator[Update]:
             if total != whole or done < before:
                 began = last
             if not done and left is None:
-                errors.print(text, markup=False, soft_wrap=True)
+                errors.print(text)
                 said = now
             elif not errors.is_terminal and now - said >= _SAY_SECONDS:
                 left = (now - began) * (total - done) / done if left is None else left
                 share = f"{done} of {total}" if counted else f"{done / total:.0%}"
                 shown = "" if math.isnan(left) else f", {duration(left)} left"
-                errors.print(f"{share}: {text or what}{shown}", markup=False, soft_wrap=True)
+                errors.print(f"{share}: {text or what}{shown}")
                 said = now
             last, whole, before = now, total, done
 

@@ -9,22 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli.common import (
-    BackendOption,
-    DequantizeOption,
-    DeviceOption,
-    JsonOption,
-    OverrideOption,
-    SchemeOption,
-    TrustOption,
-    errors,
-    output,
-    overrides_of,
-    print_json,
-    print_table,
-    progress_bar,
-    status,
-)
+from anybit.cli import options
+from anybit.cli.common import errors, output, overrides_of, print_json, print_table, progress_bar, status
 from anybit.errors import LayerError, OptionError, TextError
 from anybit.scheme import Scheme
 
@@ -39,8 +25,8 @@ def evaluate(
         list[str], typer.Argument(metavar="MODEL", help="Folders, hub names or GGUF files; several are compared.")
     ],
     text: Annotated[Path, typer.Option("--text", "-t", help="A text file, UTF-8.")],
-    scheme: SchemeOption = None,
-    override: OverrideOption = None,
+    scheme: options.Scheme = None,
+    override: options.Override = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 512,
     windows: Annotated[
         int | None, typer.Option(min=1, help="Number of windows; by default as many as the text allows.")
@@ -54,11 +40,11 @@ def evaluate(
     picture: Annotated[
         Path | None, typer.Option(help="Plot perplexity over bits per weight into this file (.png, .svg, .pdf).")
     ] = None,
-    backend: BackendOption = None,
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    dequantize: DequantizeOption = False,
-    as_json: JsonOption = False,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    dequantize: options.Dequantize = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure perplexity on a text, and compare models.
 
@@ -88,14 +74,9 @@ def evaluate(
     for model in models:
         with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
             loaded = load_model(
-                model,
-                parsed,
-                overrides=others,
-                backend=backend,
-                device=device,
-                trust_remote_code=trust_remote_code,
+                model, parsed, overrides=others, backend=backend, device=device, trust_remote_code=trust_remote_code,
                 dequantize=dequantize,
-            )
+            )  # fmt: skip
         _refuse_beyond(loaded, context)
         ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
         check_tokens(loaded.model, ids, model)
@@ -135,14 +116,12 @@ def evaluate(
 def _show(figures: dict[str, Any], result: "Perplexity") -> None:
     output.print(
         f"perplexity {result.perplexity:.2f} over {_windows(result)}; "
-        f"{figures['bits_per_weight']:.2f} bits per weight; {result.seconds:.1f} s",
-        markup=False,
+        f"{figures['bits_per_weight']:.2f} bits per weight; {result.seconds:.1f} s"
     )
     if "baseline" in figures:
         output.print(
             f"same next token as {figures['baseline']} in {figures['same_token']:.1%} of positions; "
-            f"KL divergence {figures['divergence']:.4f} nats",
-            markup=False,
+            f"KL divergence {figures['divergence']:.4f} nats"
         )
 
 
@@ -158,7 +137,7 @@ def _show_table(found: list[dict[str, Any]], result: "Perplexity") -> None:
             row += [f"{one['same_token']:.1%}", f"{one['divergence']:.4f}"]
     print_table(rows)
     against = f"; same token and KL divergence against {found[0]['baseline']}" if "baseline" in found[0] else ""
-    output.print(f"\n{_windows(result)}{against}", markup=False)
+    output.print(f"\n{_windows(result)}{against}")
 
 
 def _windows(result: "Perplexity") -> str:
@@ -193,7 +172,7 @@ def _draw(path: Path, found: list[dict[str, Any]]) -> None:
     axes.margins(0.15)
     axes.grid(alpha=0.3)
     figure.savefig(path)
-    errors.print(f"drew {path}", markup=False, soft_wrap=True)
+    errors.print(f"drew {path}")
 
 
 def _refuse_beyond(loaded: "Loaded", context: int) -> None:

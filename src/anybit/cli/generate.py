@@ -5,57 +5,29 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.common import (
-    BackendOption,
-    DequantizeOption,
-    DeviceOption,
-    JsonOption,
-    Model,
-    OverrideOption,
-    SchemeOption,
-    TrustOption,
-    errors,
-    overrides_of,
-    print_json,
-)
+from anybit.cli import options
+from anybit.cli.common import errors, overrides_of, print_json
 from anybit.errors import TextError
 from anybit.scheme import Scheme
 
-MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Generate at most this many tokens.")]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0 always takes the most likely token.")
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        min=0.0,
-        max=1.0,
-        help="Sample from the likeliest tokens whose probabilities sum to this; by default the model's setting.",
-    ),
-]
-Seed = Annotated[
-    int, typer.Option(min=0, max=2**64 - 1, help="Seed of the random choices; used when the temperature is above 0.")
-]
-
 
 def generate(
-    model: Model,
+    model: options.Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; with --raw the text to continue.")],
-    scheme: SchemeOption = None,
-    override: OverrideOption = None,
-    max_new_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    seed: Seed = 0,
+    scheme: options.Scheme = None,
+    override: options.Override = None,
+    max_new_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    seed: options.Seed = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Pass the prompt unchanged, without the model's chat template.")
     ] = False,
-    backend: BackendOption = None,
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    dequantize: DequantizeOption = False,
-    as_json: JsonOption = False,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    dequantize: options.Dequantize = False,
+    as_json: options.Json = False,
 ) -> None:
     """Generate text and print it as it comes.
 
@@ -75,22 +47,22 @@ def generate(
     if as_json:
         print_json({"model": model, "scheme": answer.scheme_of(loaded), "prompt": prompt, "text": text, **figures})
     else:
-        errors.print(answer.speed(loaded, figures), style="dim", markup=False)
+        errors.print(answer.speed(loaded, figures), style="dim")
 
 
 def chat(
-    model: Model,
-    scheme: SchemeOption = None,
-    override: OverrideOption = None,
-    max_new_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    seed: Seed = 0,
+    model: options.Model,
+    scheme: options.Scheme = None,
+    override: options.Override = None,
+    max_new_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    seed: options.Seed = 0,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
-    backend: BackendOption = None,
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    dequantize: DequantizeOption = False,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    dequantize: options.Dequantize = False,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer; an empty line, /quit or the end of the input ends the conversation.
 
@@ -122,7 +94,7 @@ def chat(
             loaded, messages, max_new_tokens, temperature, top_p, seed, silent=False, stoppable=True
         )
         messages.append({"role": "assistant", "content": text})
-        errors.print(answer.speed(loaded, figures), style="dim", markup=False)
+        errors.print(answer.speed(loaded, figures), style="dim")
 
 
 def _refuse_without_effect(top_p: float | None, temperature: float) -> None:
@@ -133,8 +105,7 @@ def _refuse_without_effect(top_p: float | None, temperature: float) -> None:
         )
     if top_p is not None and temperature == 0:
         raise typer.BadParameter(
-            "it has no effect at a temperature of 0: set --temperature, or leave it out",
-            param_hint="--top-p",
+            "it has no effect at a temperature of 0: set --temperature, or leave it out", param_hint="--top-p"
         )
 
 

@@ -71,8 +71,7 @@ def show(found: list[Need], context: int) -> None:
     output.print(
         "\nThe third column is the KV cache of so many tokens, the last three the longest\n"
         "context, up to the model's own, that fits beside the weights with a tenth of the\n"
-        "GPU's memory kept free; - where the weights alone do not fit.",
-        markup=False,
+        "GPU's memory kept free; - where the weights alone do not fit."
     )
 
 

@@ -12,26 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.cli.common import (
-    JsonOption,
-    Model,
-    OverrideOption,
-    TrustOption,
-    errors,
-    megabytes,
-    output,
-    overrides_of,
-    print_json,
-    progress_bar,
-    status,
-)
+from anybit.cli import options
+from anybit.cli.common import errors, megabytes, output, overrides_of, print_json, progress_bar, status
 from anybit.errors import OptionError, SchemeError, TextError
 from anybit.quantization.methods.registry import METHODS, quantize_folder
 from anybit.scheme import Scheme
 
 
 def quantize(
-    model: Model,
+    model: options.Model,
     out: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
     scheme: Annotated[
         str, typer.Option("--scheme", "-s", help="The scheme: what is quantized, and how.")
@@ -47,7 +36,7 @@ def quantize(
         list[str] | None,
         typer.Option(help="A layer, or a pattern of layers, to keep in 16 bits; may be repeated. Default: lm_head."),
     ] = None,
-    override: OverrideOption = None,
+    override: options.Override = None,
     bits: Annotated[
         float | None,
         typer.Option(help="Choose the width of each layer, with at most this many bits per weight; needs --text."),
@@ -77,8 +66,8 @@ def quantize(
             "the CPU for others."
         ),
     ] = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Quantize a model layer by layer and save it. A failed run leaves no partial output.
 
@@ -94,12 +83,12 @@ def quantize(
     parsed, others = Scheme.parse(scheme), overrides_of(override)
     _check_bits(bits, parsed)
     size = None if memory is None else _bytes(memory)
-    options = _options(method, text, tokens, settings or [])
+    how = _options(method, text, tokens, settings or [])
     from anybit.checkpoints import local_folder
     from anybit.device import checked_device
 
     if device is not None:
-        options["device"] = checked_device(device)
+        how["device"] = checked_device(device)
     for each in dict.fromkeys([parsed, *map(Scheme.parse, others.values())]):
         _say_if_nothing_runs(each)
     with ExitStack() as stack:
@@ -108,22 +97,11 @@ def quantize(
         with progress_bar("Quantizing") as update:
             try:
                 saved = quantize_folder(
-                    source,
-                    out,
-                    parsed,
-                    method,
-                    keep,
-                    overrides=others,
-                    bits=bits,
-                    memory=size,
-                    context=context,
-                    overwrite=overwrite,
-                    progress=update,
-                    options=options,
-                    trust_remote_code=trust_remote_code,
-                )
+                    source, out, parsed, method, keep, overrides=others, bits=bits, memory=size, context=context,
+                    overwrite=overwrite, progress=update, options=how, trust_remote_code=trust_remote_code,
+                )  # fmt: skip
             except KeyboardInterrupt:
-                errors.print(_how_to_go_on(method, options, out), markup=False, soft_wrap=True)
+                errors.print(_how_to_go_on(method, how, out))
                 raise
     if as_json:
         print_json(asdict(saved))
@@ -134,16 +112,14 @@ def quantize(
     output.print(
         f"saved {saved.folder}: {megabytes(saved.bytes_before)} -> {megabytes(saved.bytes_after)}; "
         f"{layers}, {saved.bits_per_weight:.2f} bits per weight; "
-        f"{saved.seconds:.1f} s, {speed:.3g} million weights/s",
-        markup=False,
+        f"{saved.seconds:.1f} s, {speed:.3g} million weights/s"
     )
     if saved.experts:
         output.print(
-            f"{saved.experts / 1e6:.1f} million expert weights are not quantized, and count in the bits per weight",
-            markup=False,
+            f"{saved.experts / 1e6:.1f} million expert weights are not quantized, and count in the bits per weight"
         )
     if saved.beside:
-        output.print(f"only the language model is quantized, not {', '.join(saved.beside)}", markup=False)
+        output.print(f"only the language model is quantized, not {', '.join(saved.beside)}")
 
 
 def _say_if_nothing_runs(scheme: Scheme) -> None:
@@ -166,12 +142,12 @@ def _say_if_nothing_runs(scheme: Scheme) -> None:
         )
 
 
-def _how_to_go_on(method: str, options: dict[str, Any], out: Path) -> str:
+def _how_to_go_on(method: str, how: dict[str, Any], out: Path) -> str:
     """What to tell who interrupted a run."""
     if not METHODS[method].calibrated:
         return "interrupted; nothing was saved"
-    if "resume" in options:
-        return f"interrupted; the same command goes on after the blocks in {options['resume']}"
+    if "resume" in how:
+        return f"interrupted; the same command goes on after the blocks in {how['resume']}"
     again = shlex.join(["anybit", *sys.argv[1:], "--set", f"resume={out}-blocks"])
     return f"interrupted; nothing was saved. This keeps finished blocks, and goes on if it is run again:\n{again}"
 
@@ -208,15 +184,14 @@ def _options(method: str, text: Path | None, tokens: int | None, settings: list[
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if METHODS[method].calibrated and text is None:
         raise TextError(f"method {method} calibrates on a text: name a file with --text")
-    options: dict[str, Any] = {
-        name: value for name, value in {"text": text, "tokens": tokens}.items() if value is not None
-    }
+    found: dict[str, Any] = {} if text is None else {"text": text}
+    found |= {} if tokens is None else {"tokens": tokens}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise SchemeError(f"--set {setting!r} is not understood: write NAME=VALUE")
         try:
-            options[name.replace("-", "_")] = json.loads(value)
+            found[name.replace("-", "_")] = json.loads(value)
         except ValueError:
-            options[name.replace("-", "_")] = value
-    return options
+            found[name.replace("-", "_")] = value
+    return found

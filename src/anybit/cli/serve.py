@@ -4,16 +4,17 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.common import Model, SchemeOption, TrustOption, errors
+from anybit.cli import options
+from anybit.cli.common import errors
 from anybit.scheme import Scheme
 
 
 def serve(
-    model: Model,
+    model: options.Model,
     others: Annotated[
         list[str] | None, typer.Argument(help="After --: arguments passed to vLLM's server unchanged.")
     ] = None,
-    scheme: SchemeOption = None,
+    scheme: options.Scheme = None,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8000,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")] = 1,
@@ -21,11 +22,10 @@ def serve(
         int | None, typer.Option(min=1, help="Most tokens of a prompt and its answer; by default the model's.")
     ] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(min=0.05, max=1.0, help="Fraction of the GPU's memory to use; by default 0.9."),
+        float | None, typer.Option(min=0.05, max=1.0, help="Fraction of the GPU's memory to use; by default 0.9.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of activations: float16, bfloat16, or auto, the model's.")] = "auto",
-    trust_remote_code: TrustOption = False,
+    trust_remote_code: options.Trust = False,
 ) -> None:
     """Serve a model over OpenAI-compatible endpoints, with vLLM.
 
@@ -43,6 +43,6 @@ def serve(
     server = Server(
         model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()), trust_remote_code
     )
-    code = run(server, lambda text: errors.print(text, markup=False, soft_wrap=True))
+    code = run(server, errors.print)
     if code:
         raise typer.Exit(code if code > 0 else 1)

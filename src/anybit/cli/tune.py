@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli.common import JsonOption, Model, TrustOption, errors, output, print_json, progress_bar, status
+from anybit.cli import options
+from anybit.cli.common import errors, output, print_json, progress_bar, status
 from anybit.errors import KernelError, SchemeError, dtype_name
 from anybit.scheme import Scheme
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from anybit.tune.search import Progress
 
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="float16 or bfloat16, the dtype of activations and results; by default the model's."),
+    str | None, typer.Option(help="float16 or bfloat16, the dtype of activations and results; by default the model's.")
 ]
 SchemeOption = Annotated[
     str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own scheme.")
@@ -46,7 +46,7 @@ _JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def tune(
-    model: Model,
+    model: options.Model,
     scheme: SchemeOption = None,
     most: Annotated[int, typer.Option("--most-tokens", min=1, help="Measure up to this many tokens.")] = 8192,
     each: Annotated[
@@ -64,7 +64,7 @@ def tune(
     gpus: Annotated[int, typer.Option(min=1, help="Measure on this many GPUs at once, all of the same model.")] = 1,
     ranks: Ranks = 1,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
-    trust_remote_code: TrustOption = False,
+    trust_remote_code: options.Trust = False,
 ) -> None:
     """Measure which kernel is fastest for every linear layer of a model.
 
@@ -110,15 +110,15 @@ def tune(
         def report(progress: "Progress") -> None:
             update(str(progress.product), progress.done, progress.total, progress.seconds_left)
 
-        options = Options(10**6 if everything else each, again=again)
+        wide = Options(10**6 if everything else each, again=again)
         for part in (coarse, fine):
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
-                how = replace(options, seconds=left)
+                how = replace(wide, seconds=left)
                 try:
                     policy = search_on(used, part, partial(_map, to), how, hints=hints, report=report)
                 except KeyboardInterrupt:
-                    errors.print("interrupted; what was measured is kept, and the same command goes on", soft_wrap=True)
+                    errors.print("interrupted; what was measured is kept, and the same command goes on")
                     raise
     gains = [
         point.default_us / min((measured.us for measured in point.strategies.values()), default=point.default_us)
@@ -129,14 +129,12 @@ def tune(
     errors.print(
         f"measured {len(gains)} of {len(products)} products (layers by numbers of tokens): on average {mean:.3f} times "
         f"as fast as the built-in choices; {time.perf_counter() - began:.0f} s; the map is in "
-        f"{to or policies.own_file(policy.origin.gpu)}",
-        markup=False,
-        soft_wrap=True,
+        f"{to or policies.own_file(policy.origin.gpu)}"
     )
     if time.perf_counter() - began > seconds and len(gains) < len(products):
-        errors.print(f"{seconds:.0f} s were up: run the same command again to measure the rest", markup=False)
+        errors.print(f"{seconds:.0f} s were up: run the same command again to measure the rest")
     for name, reason in policy.excluded.items():
-        errors.print(f"left out {name}: {reason}", markup=False, soft_wrap=True)
+        errors.print(f"left out {name}: {reason}")
 
 
 def explain(
@@ -152,8 +150,8 @@ def explain(
     policy: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Use this map instead of this GPU's.")
     ] = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show which kernel and config would run a linear layer, and why. Without a GPU, answers for an H200.
 
@@ -193,10 +191,10 @@ def explain(
     if as_json:
         print_json({"products": [asdict(one) for one in found], "hints": [_origin(hint) for hint in by.hints]})
         return
-    output.print("\n\n".join(one.text() for one in found), markup=False)
+    output.print("\n\n".join(one.text() for one in found))
     for hint in by.hints:
         if hint.origin.gpu != device.name:  # for this GPU's maps there was a warning already
-            errors.print(_origin(hint), markup=False, soft_wrap=True)
+            errors.print(_origin(hint))
 
 
 def _origin(hint: "Policy") -> str:
