@@ -186,7 +186,7 @@ def test_nothing_is_said_of_a_model_before_it_is_checked(tmp_path: Path, monkeyp
     assert found.exit_code == 0 and f"vLLM loads {tmp_path / 'good'}, to serve it at http" in found.output
 
 
-def test_heads_that_gpus_cannot_share_are_refused_before_vllm_starts(tmp_path: Path) -> None:
+def test_serve_refuses_heads_that_gpus_cannot_share(tmp_path: Path) -> None:
     cases.save_small_llama(tmp_path)
     server = serving.Server(str(tmp_path), port=free_port(), tensor_parallel=3)
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_heads_that_gpus_cannot_share_are_refused_before_vllm_starts(tmp_path: P
         serving.serve(server, print)
 
 
-def test_so_are_kv_heads(tmp_path: Path) -> None:
+def test_serve_refuses_kv_heads_that_gpus_cannot_share(tmp_path: Path) -> None:
     """Four GPUs can share 12 heads, but not 6 KV heads."""
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 6}))
     for ranks in (1, 2, 3, 6, 12):  # named as alternatives

@@ -16,7 +16,6 @@ from torch import Tensor
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding  # noqa: E402
-from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -26,7 +25,6 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
     UnquantizedLinearMethod,
 )
 
-import cases_vllm  # noqa: E402
 from anybit.checkpoints.configuration import configuration  # noqa: E402
 from anybit.codes.rtn import quantize_weight  # noqa: E402
 from anybit.errors import CheckpointError, LayerError  # noqa: E402
@@ -36,49 +34,26 @@ from anybit.scheme import Scheme  # noqa: E402
 from anybit.vllm import parameters  # noqa: E402
 from anybit.vllm.config import AnyBitConfig  # noqa: E402
 from anybit.vllm.fusion import SiluMul  # noqa: E402
+from cases_vllm import PARTS, Mlp, configured, layer_of, load, made, outputs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
 SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24",
            "w4a8s24", "w4a16g32min", "w4a16g16e2m1")  # fmt: skip
 HEADS, KEYS, DIM = 8, 2, 32
 HIDDEN = HEADS * DIM
-PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-
-
-def configured(scheme: str, names: list[str], **words: Any) -> AnyBitConfig:
-    config = AnyBitConfig(scheme, **words)
-    config.packed_modules_mapping, config.stored = PARTS, names
-    return config
-
-
-def load(layer: Any, parts: dict[Any, QuantLinear]) -> Any:
-    """Pass each part's tensors to the layer's loaders, as vLLM's models do, and finish loading."""
-    for shard, part in parts.items():
-        for name, tensor in part.state_dict().items():
-            parameter = getattr(layer, name)
-            parameter.weight_loader(parameter, tensor.clone(), *(() if shard is None else (shard,)))
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer
-
-
-def outputs(layer: Any, x: Tensor) -> Tensor:
-    return layer.quant_method.apply(layer, x)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_fused_queries_keys_and_values(rank: Any, scheme: str, ranks: int) -> None:
     sizes = {"q": HEADS * DIM, "k": KEYS * DIM, "v": KEYS * DIM}
-    parts = {shard: cases_vllm.layer_of(scheme, n, HIDDEN, seed) for seed, (shard, n) in enumerate(sizes.items())}
+    parts = {shard: layer_of(scheme, n, HIDDEN, seed) for seed, (shard, n) in enumerate(sizes.items())}
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(9))
     whole = {shard: part(x) for shard, part in parts.items()}
     names = [f"a.{name}" for name in PARTS["qkv_proj"]]
     for number in range(ranks):
         rank(number, ranks)
-        layer = QKVParallelLinear(
-            HIDDEN, DIM, HEADS, KEYS, bias=False, params_dtype=torch.float32, prefix="a.qkv_proj",
-            quant_config=configured(scheme, names),
-        )  # fmt: skip
+        layer = made(QKVParallelLinear, HIDDEN, DIM, HEADS, KEYS, prefix="a.qkv_proj", config=configured(scheme, names))
         got = outputs(load(layer, parts), x)
         keys = max(KEYS // ranks, 1) * DIM  # with more ranks than KV heads, ranks share one
         place = number * KEYS // ranks if ranks > KEYS else number
@@ -93,41 +68,32 @@ def test_fused_queries_keys_and_values(rank: Any, scheme: str, ranks: int) -> No
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_sum_of_row_parallel_shards_is_the_layer(rank: Any, scheme: str, ranks: int) -> None:
     k = 32 * 3 * 4 * 2  # 768: a third or a quarter of it splits groups of 128 and 256
-    part = cases_vllm.layer_of(scheme, 48, k)
+    part = layer_of(scheme, 48, k)
     x = torch.randn(5, k, generator=torch.Generator().manual_seed(9))
     total = torch.zeros(5, 48)
     for number in range(ranks):
         rank(number, ranks)
-        layer = RowParallelLinear(
-            k,
-            48,
-            bias=False,
-            params_dtype=torch.float32,
-            prefix="a.o_proj",
-            quant_config=configured(scheme, ["a.o_proj"]),
-        )
+        layer = made(RowParallelLinear, k, 48, prefix="a.o_proj", config=configured(scheme, ["a.o_proj"]))
         total += outputs(load(layer, {None: part}), x.chunk(ranks, -1)[number])
     torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_parallel_layer_in_activation_order(rank: Any) -> None:
-    part = cases_vllm.layer_of("w4a16g128asym", 32, 512, order=True)
+    part = layer_of("w4a16g128asym", 32, 512, order=True)
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(9))
     total = torch.zeros(5, 32)
     for number in range(2):
         rank(number, 2)
         config = configured("w4a16g128asym", ["o"], group_index=True)
-        layer = RowParallelLinear(512, 32, bias=False, params_dtype=torch.float32, prefix="o", quant_config=config)
+        layer = made(RowParallelLinear, 512, 32, prefix="o", config=config)
         total += outputs(load(layer, {None: part}), x.chunk(2, -1)[number])
     torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
 
 
 def test_parts_whose_inputs_differ_run_one_by_one(rank: Any) -> None:
-    parts = {shard: cases_vllm.layer_of("w4a16g64", 64, 128, shard, order=True) for shard in (0, 1)}
+    parts = {shard: layer_of("w4a16g64", 64, 128, shard, order=True) for shard in (0, 1)}
     config = configured("w4a16g64", ["m.gate_proj", "m.up_proj"], group_index=True)
-    layer = MergedColumnParallelLinear(
-        128, [64, 64], bias=False, params_dtype=torch.float32, prefix="m.gate_up_proj", quant_config=config
-    )
+    layer = made(MergedColumnParallelLinear, 128, [64, 64], prefix="m.gate_up_proj", config=config)
     load(layer, parts)
     assert len(layer.anybit_products) == 2
     x = torch.randn(3, 128)
@@ -136,30 +102,28 @@ def test_parts_whose_inputs_differ_run_one_by_one(rank: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["w3a16g64asym", "w4a8", "w4a16g64min"])
 def test_a_layer_that_the_checkpoint_stores_fused(rank: Any, scheme: str) -> None:
-    part = cases_vllm.layer_of(scheme, 128, 64)
+    part = layer_of(scheme, 128, 64)
     x = torch.randn(3, 64)
     for number in range(2):
         rank(number, 2)
         config = configured(scheme, ["m.gate_up_proj"])
         config.packed_modules_mapping = {"gate_up_proj": ["gate_up_proj"]}
-        layer = MergedColumnParallelLinear(
-            64, [64, 64], bias=False, params_dtype=torch.float32, prefix="m.gate_up_proj", quant_config=config
-        )
+        layer = made(MergedColumnParallelLinear, 64, [64, 64], prefix="m.gate_up_proj", config=config)
         expected = torch.cat([half.chunk(2, -1)[number] for half in part(x).chunk(2, -1)], -1)
         assert torch.equal(outputs(load(layer, {None: part}), x), expected)
 
 
 def test_a_layer_that_every_rank_holds(rank: Any) -> None:
     rank(1, 2)
-    part = cases_vllm.layer_of("w4a16g32asym", 48, 64)
+    part = layer_of("w4a16g32asym", 48, 64)
     config = configured("w4a16g32asym", ["gate"])
-    layer = ReplicatedLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="gate", quant_config=config)
+    layer = made(ReplicatedLinear, 64, 48, prefix="gate", config=config)
     x = torch.randn(3, 64)
     assert torch.equal(outputs(load(layer, {None: part}), x), part(x))
 
 
 def test_rotated_inputs_are_gathered_where_ranks_share_them(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = cases_vllm.layer_of("w4a16g32", 48, 128)
+    part = layer_of("w4a16g32", 48, 128)
     part.hadamard = True
     x = torch.randn(3, 128)
     monkeypatch.setattr("anybit.vllm.linear.tensor_model_parallel_all_gather", lambda _: x)
@@ -167,7 +131,7 @@ def test_rotated_inputs_are_gathered_where_ranks_share_them(rank: Any, monkeypat
     for number in range(2):
         rank(number, 2)
         config = configured("w4a16g32", ["d"], hadamard=["d"])
-        layer = RowParallelLinear(128, 48, bias=False, params_dtype=torch.float32, prefix="d", quant_config=config)
+        layer = made(RowParallelLinear, 128, 48, prefix="d", config=config)
         total += outputs(load(layer, {None: part}), x.chunk(2, -1)[number])
     torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
 
@@ -183,9 +147,9 @@ def test_a_cut_that_no_group_meets_is_refused_by_name(rank: Any) -> None:
 
 def test_a_tensor_of_another_shape_is_refused_by_name(rank: Any) -> None:
     config = configured("w4a16g32", ["q"])
-    layer = ColumnParallelLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="q", quant_config=config)
+    layer = made(ColumnParallelLinear, 64, 48, prefix="q", config=config)
     with pytest.raises(CheckpointError, match=r"q\.weight_(packed|scale) is \[32,.*need \[48,"):
-        load(layer, {None: cases_vllm.layer_of("w4a16g32", 32, 64)})
+        load(layer, {None: layer_of("w4a16g32", 32, 64)})
 
 
 def test_a_weight_beside_codes_names_its_layer() -> None:
@@ -202,13 +166,13 @@ def test_zeros_of_another_number_are_refused_by_name() -> None:
 
 def test_fused_zeros_are_never_split_inside_a_word(rank: Any) -> None:
     data = torch.zeros(20, 1, dtype=torch.uint8)
-    zeros = parameters.Zeros(data, weight_loader=print, name="z", cut=parameters.whole, bits=3)
+    zeros = parameters.Zeros(data, weight_loader=print, name="z", cut=lambda whole: whole, bits=3)
     assert zeros.adjust_shard_indexes_for_packing(32, 64) == (3, 6)
     with pytest.raises(CheckpointError, match="a word there holds zero points of both parts"):
         zeros.adjust_shard_indexes_for_packing(20, 0)
 
 
-def test_what_is_quantized_is_what_the_checkpoint_holds(rank: Any) -> None:
+def test_config_quantizes_what_the_checkpoint_stores(rank: Any) -> None:
     config = configured("w4a16g32", ["m.gate_proj", "m.up_proj"])
     layer = ColumnParallelLinear(64, 48, bias=False, prefix="m.down_proj", quant_config=config)
     assert isinstance(layer.quant_method, UnquantizedLinearMethod)
@@ -219,7 +183,7 @@ def test_what_is_quantized_is_what_the_checkpoint_holds(rank: Any) -> None:
 
 def test_floats_are_quantized_while_they_are_loaded(rank: Any) -> None:
     config = AnyBitConfig("w4a16g32", ["kept"])
-    layer = ColumnParallelLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="q", quant_config=config)
+    layer = made(ColumnParallelLinear, 64, 48, prefix="q", config=config)
     weight = torch.randn(48, 64)
     layer.weight.weight_loader(layer.weight, weight)
     expected = QuantLinear.from_weight(quantize_weight(weight, Scheme.parse("w4a16g32").weights), "w4a16g32")
@@ -232,10 +196,8 @@ def test_floats_are_quantized_while_they_are_loaded(rank: Any) -> None:
 def test_layers_may_have_schemes_of_their_own(rank: Any) -> None:
     overrides = {"*.down_proj": Scheme.parse("w8a16g32"), "m.up_proj": Scheme.parse("w8a16g32")}
     config = configured("w4a16g32", ["m.down_proj", "m.gate_proj", "m.up_proj"], overrides=overrides)
-    part, x = cases_vllm.layer_of("w8a16g32", 48, 64), torch.randn(3, 64)
-    layer = ColumnParallelLinear(
-        64, 48, bias=False, params_dtype=torch.float32, prefix="m.down_proj", quant_config=config
-    )
+    part, x = layer_of("w8a16g32", 48, 64), torch.randn(3, 64)
+    layer = made(ColumnParallelLinear, 64, 48, prefix="m.down_proj", config=config)
     assert torch.equal(outputs(load(layer, {None: part}), x), part(x))
     config.overrides["m.up_proj"] = Scheme.parse("w4a8")
     with pytest.raises(
@@ -248,7 +210,7 @@ def test_layers_may_have_schemes_of_their_own(rank: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_heads_of_a_checkpoint_and_their_padded_vocabulary(rank: Any, scheme: str, ranks: int) -> None:
     tokens, k = 150, 256  # padded to 192
-    part, x = cases_vllm.layer_of(scheme, tokens, k), torch.randn(3, k)
+    part, x = layer_of(scheme, tokens, k), torch.randn(3, k)
     expected, found = part(x), []
     for number in range(ranks):
         rank(number, ranks)
@@ -271,7 +233,7 @@ def test_embeddings_of_a_checkpoint_and_tied_heads(
 ) -> None:
     """Ranks give their own rows, and zeros; together they give the checkpoint's. A tied head has the same codes."""
     tokens, k = 150, 256
-    part, x, ids = cases_vllm.layer_of(scheme, tokens, k), torch.randn(3, k), torch.tensor([0, 149, 77, 96, 95])
+    part, x, ids = layer_of(scheme, tokens, k), torch.randn(3, k), torch.tensor([0, 149, 77, 96, 95])
     rows, logits = torch.zeros(5, k), []
     monkeypatch.setattr(vllm_embedding, "tensor_model_parallel_all_reduce", lambda found: found)
     for number in range(ranks):
@@ -315,7 +277,7 @@ def test_a_head_that_vllm_does_not_build_is_told(
     rank: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AnyBitConfig("w4a16g32", overrides={"lm_head": Scheme.parse("w8a16")})
-    layer = ColumnParallelLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="q", quant_config=config)
+    layer = made(ColumnParallelLinear, 64, 48, prefix="q", config=config)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     layer.weight.weight_loader(layer.weight, torch.randn(48, 64))
     assert "lm_head is not quantized" in caplog.text
@@ -324,7 +286,7 @@ def test_a_head_that_vllm_does_not_build_is_told(
 OTHERS = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
 
 
-def test_which_folders_are_taken() -> None:
+def test_config_claims_its_own_folders() -> None:
     take = AnyBitConfig.override_quantization_method
     assert take({"quant_method": "anybit", "scheme": "w4a16"}, None) == "anybit"
     assert take(OTHERS, None) is None
@@ -352,7 +314,7 @@ def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[
     from anybit.codes.packing import reorder
     from anybit.ops.elementwise import paired_rows, silu_mul
 
-    up, down = (cases_vllm.layer_of(scheme, *shape).quantized_weight() for shape in ((128, 64), (64, 64)))
+    up, down = (layer_of(scheme, *shape).quantized_weight() for shape in ((128, 64), (64, 64)))
     up = reorder(up, paired_rows(64)) if paired else up
     first, second = (ops.prepare(weight, Scheme.parse(scheme).activations) for weight in (up, down))
 
@@ -395,7 +357,7 @@ def test_norms_and_silu_become_part_of_products(scheme: str, paired: bool, rotat
 def test_a_models_first_and_last_norm_run_on_anybit(adds: bool, product: bool, calls: list[str]) -> None:
     from anybit import ops
 
-    layer = cases_vllm.layer_of("w4a16g32", 128, 64)
+    layer = layer_of("w4a16g32", 128, 64)
     weight = ops.prepare(layer.quantized_weight(), layer.scheme.activations)
 
     def block(x: Tensor, residual: Tensor, gamma: Tensor, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -436,36 +398,16 @@ def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
     return seen
 
 
-class _Mlp(torch.nn.Module):
-    """The plain MLP of vLLM's models, with layers in a scheme."""
-
-    def __init__(self, scheme: str, adapters: bool) -> None:
-        super().__init__()
-        config = configured(scheme, ["m.gate_proj", "m.up_proj", "m.down_proj"])
-        same: dict[str, Any] = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
-        self.gate_up_proj = MergedColumnParallelLinear(64, [128, 128], prefix="m.gate_up_proj", **same)
-        self.down_proj = RowParallelLinear(128, 64, prefix="m.down_proj", **same)
-        self.act_fn: torch.nn.Module = SiluAndMul()
-        config.ledger.adapters = adapters
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, _ = self.gate_up_proj(x)
-        x = self.act_fn(x)
-        x, _ = self.down_proj(x)
-        return x
-
-
 @pytest.mark.parametrize(
-    ("scheme", "adapters", "paired"),
-    [("w4a16g32", False, True), ("w4a16g32", True, False), ("w4a8", False, False)],
+    ("scheme", "adapters", "paired"), [("w4a16g32", False, True), ("w4a16g32", True, False), ("w4a8", False, False)]
 )
 def test_an_mlp_keeps_its_results_with_gate_and_up_in_turn(
     rank: Any, scheme: str, adapters: bool, paired: bool
 ) -> None:
-    gate, up, down = (
-        cases_vllm.layer_of(scheme, *shape, seed) for seed, shape in enumerate([(128, 64), (128, 64), (64, 128)])
-    )
-    mlp = _Mlp(scheme, adapters)
+    gate, up, down = (layer_of(scheme, *shape, seed) for seed, shape in enumerate([(128, 64), (128, 64), (64, 128)]))
+    config = configured(scheme, ["m.gate_proj", "m.up_proj", "m.down_proj"])
+    mlp = Mlp(config)
+    config.warmup.adapters = adapters
     load(mlp.gate_up_proj, {0: gate, 1: up})
     load(mlp.down_proj, {None: down})
     assert isinstance(mlp.act_fn, SiluMul) and mlp.act_fn.paired == paired

@@ -199,10 +199,12 @@ def _results(folders: dict[str, Path], tmp_path: Path, loader: Any, count: int) 
     return [result for _, _, result, _ in results]
 
 
-def test_folders(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
+def test_damaged_folders_are_refused_or_right(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
     assert _results(folders, tmp_path, loader, COUNT).count("refused") > COUNT // 3
 
 
-def test_folders_of_other_tools(foreign: dict[str, Path], tmp_path: Path, loader: Any) -> None:
+def test_damaged_folders_of_other_tools_are_refused_or_right(
+    foreign: dict[str, Path], tmp_path: Path, loader: Any
+) -> None:
     """By `--quantization anybit`."""
     assert _results(foreign, tmp_path, loader, FOREIGN_COUNT).count("refused") > FOREIGN_COUNT // 4

@@ -174,7 +174,7 @@ def test_the_stride_of_one_kv_head_is_a_heads():
         ({"num_actual_tokens": 0}, 0),
     ],
 )
-def test_other_batches_are_flash_attentions(
+def test_decode_leaves_other_batches_to_flash_attention(
     changed: dict[str, Any], prefix: int, config: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
 ):
     layer = layer_of()
@@ -214,20 +214,20 @@ def test_flash_attentions_schedule_is_made_for_what_it_attends(config: Any, monk
     ],
     ids=lambda words: next(iter(words)),
 )  # fmt: skip
-def test_layers_of_another_kind_stay_vllms(words: dict[str, Any], config: Any):
+def test_decode_is_left_to_vllm_for_other_layers(words: dict[str, Any], config: Any):
     layer_of()
     layer = layer_of("m.1.attn", **words)
     assert layer.attn_backend is FlashAttentionBackend and type(layer.impl) is FlashAttentionImpl
 
 
 @pytest.mark.parametrize("option", [{"anybit_attention": False}, "not a dictionary", {}])
-def test_an_option_switches_it_off(option: Any, config: Any, monkeypatch: pytest.MonkeyPatch):
+def test_decode_is_switched_off_by_an_option(option: Any, config: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(config, "additional_config", option)
     taken = layer_of().attn_backend is decode.DecodeBackend
     assert taken == (option != {"anybit_attention": False})
 
 
-def test_a_model_that_anybit_did_not_quantize_keeps_vllms(config: Any, monkeypatch: pytest.MonkeyPatch):
+def test_decode_is_left_to_vllm_for_models_of_others(config: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(config, "quant_config", None)
     assert layer_of().attn_backend is FlashAttentionBackend
 
@@ -251,7 +251,7 @@ def test_an_option_that_says_neither_yes_nor_no_is_refused(config: Any, monkeypa
         ({"impl": {"alibi_slopes": torch.ones(HEADS)}}, "ALiBi"),
     ],
 )
-def test_what_keeps_it_vllms(changed: dict[str, Any], reason: str | None):
+def test_decode_why_not_names_the_reason(changed: dict[str, Any], reason: str | None):
     impl = SimpleNamespace(**{"batch_invariant_enabled": False, "alibi_slopes": None, **changed.pop("impl", {})})
     mode = changed.pop("mode", CUDAGraphMode.FULL_AND_PIECEWISE)
     engine: dict[str, Any] = {"speculative_config": None, "parallel_config": SimpleNamespace()}
@@ -298,7 +298,7 @@ def test_kernels_are_compiled_when_a_model_is_loaded(
     assert "no compiler" in caplog.text
 
 
-def test_without_a_gpu_it_stays_vllms(config: Any, monkeypatch: pytest.MonkeyPatch):
+def test_decode_is_left_to_vllm_without_a_gpu(config: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", lambda self, *_: None)
     layer = layer_of()
     builder: Any = decode.DecodeBuilder(

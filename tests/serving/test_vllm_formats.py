@@ -33,16 +33,16 @@ from anybit.vllm.config import AnyBitConfig
 from anybit.vllm.head import AnyBitHeadMethod
 from anybit.vllm.serving import Server
 from anybit.vllm.serving_source import vllm_folder
-from anybit.vllm.warmup import Ledger
+from anybit.vllm.warmup import WarmUp
 from cases_damage import save_gguf
 from cases_models import save_byte_tokenizer
+from cases_vllm import configured, load, made, outputs
 from checkpoints.test_format_table import BY_HAND, ROWS, kind_of, kinds_of
 from checkpoints.test_formats import CASES, FIXTURES, STRIDE
 from checkpoints.test_gguf_blocks import MIXED
 from serving.test_vllm_engine import PROMPTS, by_anybit, by_vllm, many_by_vllm
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
-PARTS = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
 
 def ordered(tensors: dict[str, torch.Tensor]) -> bool:
@@ -50,18 +50,11 @@ def ordered(tensors: dict[str, torch.Tensor]) -> bool:
     return index is not None and bool((index.diff() < 0).any())
 
 
-def load(layer: Any, tensors: dict[str, torch.Tensor], *shard: Any) -> None:
-    for name, tensor in tensors.items():
-        place = getattr(layer, name)
-        place.weight_loader(place, tensor, *shard)
-
-
 def test_a_model_that_drafts_is_found_by_the_names_of_its_own_files(rank: Any) -> None:
     """vLLM prefixes them: its layers were taken for unquantized, and the codes had no parameters."""
-    config = AnyBitConfig("w4a16g32", overrides={"model.layers.0.mlp.down_proj": Scheme.parse("w8a16g32")})
-    config.stored = ["model.layers.0.mlp.down_proj", "lm_head"]
-    name = "draft_model.model.layers.0.mlp.down_proj"
-    layer = RowParallelLinear(64, 64, bias=False, params_dtype=torch.float32, quant_config=config, prefix=name)
+    overrides = {"model.layers.0.mlp.down_proj": Scheme.parse("w8a16g32")}
+    config = configured("w4a16g32", [*overrides, "lm_head"], overrides=overrides)
+    layer = made(RowParallelLinear, 64, 64, prefix="draft_model.model.layers.0.mlp.down_proj", config=config)
     (part,) = layer.quant_method.parts
     assert (part.name, str(part.scheme)) == ("model.layers.0.mlp.down_proj", "w8a16g32")
     head = ParallelLMHead(32, 64, params_dtype=torch.float32, quant_config=config, prefix="draft_model.lm_head")
@@ -87,8 +80,7 @@ def test_heads_that_drafters_bring_are_held_against_codes(
     head = ParallelLMHead(128, 64, prefix="lm_head", **words)
     for layer in (embedding, head):
         coded = part.tensors_of(part.quantized_weight())
-        load(layer, {"weight": part.dequantize()} if online else coded)
-        layer.quant_method.process_weights_after_loading(layer)
+        load(layer, {None: {"weight": part.dequantize()} if online else coded})
     own, own_head = (VocabParallelEmbedding(128, 64, params_dtype=torch.float32) for _ in range(2))
     for x in (own, own_head):
         x.weight.data.normal_()
@@ -112,18 +104,14 @@ def test_sparse_layers_whose_indices_end_within_a_word(rank: Any, k: int, ranks:
     total = torch.zeros(5, 48)
     for number in range(ranks):
         rank(number, ranks)
-        config = AnyBitConfig("w4a16s24")
-        config.stored = ["o"]
-        layer = RowParallelLinear(k, 48, bias=False, params_dtype=torch.float32, prefix="o", quant_config=config)
-        load(layer, part.tensors_of(part.quantized_weight()))
-        layer.quant_method.process_weights_after_loading(layer)
-        total += layer.quant_method.apply(layer, x.chunk(ranks, -1)[number])
+        layer = made(RowParallelLinear, k, 48, prefix="o", config=configured("w4a16s24", ["o"]))
+        total += outputs(load(layer, {None: part}), x.chunk(ranks, -1)[number])
     torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_of_codes_is_not_tied() -> None:
     """vLLM skips a tied head's tensors, so its codes would stay zero."""
-    head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", Ledger(set()), False)
+    head = AnyBitHeadMethod(Scheme.parse("w4a16"), "lm_head", WarmUp(set()), False)
     with pytest.raises(LayerError, match=r"codes for lm_head, .* set tie_word_embeddings to false"):
         head.tie_weights(None, None)
 
@@ -137,27 +125,20 @@ def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int, tmp_pa
     name = next(name for name in source.layers if "q_proj" in name)
     tensors, scheme = source.tensors(name, torch.float32), source.layers[name]
     value = load_file(FIXTURES / tool / "expected.safetensors")[name].float()
-    config = AnyBitConfig(scheme, group_index=source.group_index)
-    config.stored, config.packed_modules_mapping = ["m.gate_proj", "m.up_proj", "m.down_proj"], PARTS
+    config = configured(scheme, ["m.gate_proj", "m.up_proj", "m.down_proj"], group_index=source.group_index)
     n, k = tensors["weight_shape"].tolist()
     split_in_order = ranks > 1 and ordered(tensors)  # 32 inputs in both groups: refused, see test_vllm.py
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
     total, gates, ups = torch.zeros(3, n), [], []
     for number in range(ranks):
         rank(number, ranks)
-        settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
-        fused = MergedColumnParallelLinear(k, [n, n], prefix="m.gate_up_proj", **settings)
-        down = RowParallelLinear(k, n, prefix="m.down_proj", **settings)
-        for layer, shards in ((fused, [(0,), (1,)]), (down, [()])):
-            if layer is down and split_in_order:
-                continue
-            for shard in shards:
-                load(layer, tensors, *shard)
-            layer.quant_method.process_weights_after_loading(layer)
-        for parts, part in zip((gates, ups), fused.quant_method.apply(fused, x).chunk(2, -1), strict=True):
+        fused = made(MergedColumnParallelLinear, k, [n, n], prefix="m.gate_up_proj", config=config)
+        down = made(RowParallelLinear, k, n, prefix="m.down_proj", config=config)
+        halves = outputs(load(fused, {0: tensors, 1: tensors}), x).chunk(2, -1)
+        for parts, part in zip((gates, ups), halves, strict=True):
             parts.append(part)
         if not split_in_order:
-            total += down.quant_method.apply(down, x.chunk(ranks, -1)[number])
+            total += outputs(load(down, {None: tensors}), x.chunk(ranks, -1)[number])
     step = x.abs().sum(-1, keepdim=True) / 127 * value.abs().max() if scheme.activations.quantized else 0
     for got in (torch.cat(gates, -1), torch.cat(ups, -1), *([] if split_in_order else [total])):
         difference = (got[:, ::STRIDE] - x @ value.T).abs()
@@ -176,16 +157,11 @@ def test_fused_layers_in_formats_of_their_own(rank: Any, ranks: int) -> None:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))
     for number in range(ranks):
         rank(number, ranks)
-        config = AnyBitConfig("w4a16g32", overrides=overrides)
-        config.stored, config.packed_modules_mapping = sorted(overrides), PARTS
-        settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
-        layer = QKVParallelLinear(64, 32, 4, 2, prefix="a.qkv_proj", **settings)
-        for shard, part in layers.items():
-            load(layer, part.state_dict(), shard)
-        layer.quant_method.process_weights_after_loading(layer)
+        config = configured("w4a16g32", sorted(overrides), overrides=overrides)
+        layer = load(made(QKVParallelLinear, 64, 32, 4, 2, prefix="a.qkv_proj", config=config), layers)
         expected = [part(x).chunk(ranks, -1)[number] for part in layers.values()]
         assert len(layer.anybit_products) == 3
-        assert torch.equal(layer.quant_method.apply(layer, x), torch.cat(expected, -1))
+        assert torch.equal(outputs(layer, x), torch.cat(expected, -1))
 
 
 def test_every_rank_may_hold_fused_formats_whole(rank: Any) -> None:
@@ -194,30 +170,21 @@ def test_every_rank_may_hold_fused_formats_whole(rank: Any) -> None:
     schemes = {0: "w4a16g32", 1: "w6a16g32"}
     layers = {shard: cases_vllm.layer_of(text, 64, 64, shard) for shard, text in schemes.items()}
     overrides = {"a.gate_proj": Scheme.parse(schemes[0]), "a.up_proj": Scheme.parse(schemes[1])}
-    config = AnyBitConfig("w4a16g32", overrides=overrides)
-    config.stored, config.packed_modules_mapping = sorted(overrides), PARTS
-    settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config, "disable_tp": True}
-    layer = MergedColumnParallelLinear(64, [64, 64], prefix="a.gate_up_proj", **settings)
-    for shard, part in layers.items():
-        load(layer, part.state_dict(), shard)
-    layer.quant_method.process_weights_after_loading(layer)
+    config = configured("w4a16g32", sorted(overrides), overrides=overrides)
+    words = {"prefix": "a.gate_up_proj", "config": config, "disable_tp": True}
+    layer = load(made(MergedColumnParallelLinear, 64, [64, 64], **words), layers)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))
-    assert torch.equal(layer.quant_method.apply(layer, x), torch.cat([part(x) for part in layers.values()], -1))
+    assert torch.equal(outputs(layer, x), torch.cat([part(x) for part in layers.values()], -1))
 
 
 def test_symmetric_and_asymmetric_parts_are_one_product(rank: Any) -> None:
-    layers = [cases_vllm.layer_of(text, 32, 64, seed) for seed, text in enumerate(("w4a16g32", "w4a16g32asym"))]
+    layers = {seed: cases_vllm.layer_of(text, 32, 64, seed) for seed, text in enumerate(("w4a16g32", "w4a16g32asym"))}
     overrides = {"m.up_proj": Scheme.parse("w4a16g32asym")}
-    config = AnyBitConfig("w4a16g32", overrides=overrides)
-    config.stored, config.packed_modules_mapping = ["m.gate_proj", "m.up_proj"], PARTS
-    settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
-    fused = MergedColumnParallelLinear(64, [32, 32], prefix="m.gate_up_proj", **settings)
-    for number, part in enumerate(layers):
-        load(fused, part.state_dict(), number)
-    fused.quant_method.process_weights_after_loading(fused)
+    config = configured("w4a16g32", ["m.gate_proj", "m.up_proj"], overrides=overrides)
+    fused = load(made(MergedColumnParallelLinear, 64, [32, 32], prefix="m.gate_up_proj", config=config), layers)
     x = torch.randn(3, 64)
     assert len(fused.anybit_products) == 1
-    assert torch.equal(fused.quant_method.apply(fused, x), torch.cat([part(x) for part in layers], -1))
+    assert torch.equal(outputs(fused, x), torch.cat([part(x) for part in layers.values()], -1))
 
 
 def zeros_of_sixteen(config: dict[str, Any], layer: dict[str, torch.Tensor]) -> None:
@@ -289,7 +256,7 @@ def test_every_format_answers_as_generate_does(tmp_path: Path, monkeypatch: pyte
     assert len({str(answer) for answer in answers.values()}) > 5, "weights do not matter here"
 
 
-def test_a_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_reads_layers_from_the_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a process opens them once."""
     folder = every_layer("auto-round-gptq", tmp_path / "model")
     calls: list[str] = []
@@ -317,7 +284,7 @@ def test_another_engine_of_the_process_gets_the_files_as_they_are(monkeypatch: p
     assert streams.DefaultModelLoader.get_all_weights(loader, config, None) == "as stored"
 
 
-def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_config_refuses_formats_it_cannot_read(tmp_path: Path) -> None:
     folder = every_layer("hqq-4", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     for words, error, why in (

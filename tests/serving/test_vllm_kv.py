@@ -29,7 +29,7 @@ _steps = dict[str, int]()
 
 
 @pytest.mark.parametrize("life", LIVES, ids=str)
-def test_nothing_is_lost_and_nothing_leaks(life: Life):
+def test_scheduler_loses_and_leaks_nothing(life: Life):
     done: Counter[str] = Counter()
     for seed in range(SEEDS):
         done.update(World(replace(life, seed=life.seed + 100 * seed)).live_through())
@@ -40,16 +40,12 @@ def test_nothing_is_lost_and_nothing_leaks(life: Life):
     assert done["preempted"] > 0 or not life.longer
 
 
-def test_so_many_steps_were_taken():
+def test_scheduler_took_enough_steps():
     assert len(_steps) < len(LIVES) or sum(_steps.values()) >= STEPS
 
 
 @pytest.mark.parametrize(
-    ("life", "found"),
-    [
-        (Life(late=True), "published|page"),
-        (replace(LIVES[5], slack=0), "ring|wrong tokens"),
-    ],
+    ("life", "found"), [(Life(late=True), "published|page"), (replace(LIVES[5], slack=0), "ring|wrong tokens")]
 )
 def test_faults_of_a_backend_are_found(life: Life, found: str):
     with pytest.raises(AssertionError, match=found):
@@ -155,7 +151,7 @@ LAYER = {
         (engine(), {"head_size_v": 64}, "differ in size"),
     ],
 )
-def test_what_is_not_tested_is_refused_by_name(
+def test_kv_cache_refuses_what_is_not_tested(
     config: Any, layer: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: config)
@@ -171,7 +167,7 @@ def test_what_is_not_tested_is_refused_by_name(
         ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=3)}, "speculative decoding"),
     ],
 )
-def test_layers_that_keep_a_state(changed: dict[str, Any], reason: str | None):
+def test_kv_cache_of_hybrid_models(changed: dict[str, Any], reason: str | None):
     config = engine(model__is_hybrid=True, **changed)
     found = kv_cache.why_not(config, KVFormat.parse("kv4"))
     assert found is None if reason is None else found is not None and reason in found
@@ -201,7 +197,7 @@ def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: py
     ],
 )
 def test_steps_of_drafts_are_described_without_a_look_at_the_device(
-    drafts: int, new: tuple[int, ...], padded: int, few: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    drafts: int, new: tuple[int, ...], padded: int, few: tuple[int, int, int]
 ):
     speculative = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
     config = SimpleNamespace(speculative_config=speculative)
@@ -222,8 +218,6 @@ def test_steps_of_drafts_are_described_without_a_look_at_the_device(
     assert (batch.decodes, batch.decode_tokens, batch.queries) == few and not batch.groups
     one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     assert RowBuilder.get_cudagraph_support(config, None) == (AttentionCGSupport.UNIFORM_BATCH if drafts == 2 else one)
-    monkeypatch.setattr(kv_backend, "GRAPHS_OF_DRAFTS", False)
-    assert RowBuilder.get_cudagraph_support(config, None) == one
 
 
 def test_layers_with_a_window_stay_as_they_are_in_pages_of_the_packed_ones(monkeypatch: pytest.MonkeyPatch):
@@ -255,7 +249,7 @@ def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
     assert plain * bytes_of_a_token <= world.total * spec.page_size_bytes < (plain + 1) * bytes_of_a_token
 
 
-def test_names_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_kv_cache_refuses_unknown_options(monkeypatch: pytest.MonkeyPatch):
     asked = engine()
     asked.additional_config = {"anybit_kv_cach": "kv4", "another": 1}
     with pytest.raises(OptionError, match="has unknown anybit_kv_cach; anybit's are anybit_kv_cache and anybit_att"):

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
-from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
-from vllm.model_executor.layers.linear import (  # noqa: E402
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers.linear import QKVParallelLinear  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # noqa: E402
 from vllm.model_executor.model_loader.reload import layerwise  # noqa: E402
 
@@ -28,7 +23,6 @@ import cases_vllm  # noqa: E402
 from anybit.errors import LayerError  # noqa: E402
 from anybit.layers.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
-from anybit.vllm.config import AnyBitConfig  # noqa: E402
 from anybit.vllm.fusion import SiluMul  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
@@ -43,9 +37,7 @@ class Model(nn.Module):
 
     def __init__(self, scheme: str, stored: bool, tied: bool = False, **words: Any) -> None:
         super().__init__()
-        config = AnyBitConfig(scheme, **words)
-        config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-        config.stored = [*NAMES, "lm_head"] if stored else None
+        config = cases_vllm.configured(scheme, [*NAMES, "lm_head"] if stored else None, **words)
         given: dict[str, Any] = {"params_dtype": torch.float32, "quant_config": config}
         self.embedding = VocabParallelEmbedding(TOKENS, HIDDEN, prefix="embed", **given) if tied else nn.Identity()
         self.qkv = QKVParallelLinear(HIDDEN, DIM, HEADS, KEYS, bias=True, prefix="m.qkv_proj", **given)
@@ -58,16 +50,10 @@ class Model(nn.Module):
         """Pass all tensors to the loaders, as vLLM's models do."""
         source = self.embedding if isinstance(self.embedding, VocabParallelEmbedding) else self.head
         for layer, shard, tensors in [*((self.qkv, shard, one) for shard, one in parts.items()), (source, None, head)]:
-            for name, tensor in tensors.items():
-                self._hand(layer, name, tensor, shard)
+            cases_vllm.hand(layer, tensors, shard)
         for shard, one in zip(SIZES, bias.split([*SIZES.values()]), strict=True):
-            self._hand(self.qkv, "bias", one, shard)
+            cases_vllm.hand(self.qkv, {"bias": one}, shard)
         return self
-
-    @staticmethod
-    def _hand(layer: Any, name: str, tensor: Tensor, shard: str | None) -> None:
-        parameter = getattr(layer, name)
-        parameter.weight_loader(parameter, tensor.clone(), *(() if shard is None else (shard,)))
 
     def ready(self) -> "Model":
         """Finish loading as vLLM does."""
@@ -120,18 +106,18 @@ def check(model: Model, fresh: Model, old: tuple[Any, ...], new: tuple[Any, ...]
 
 
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a16g128s24", "w4a16g32min", "w5a16"])
-def test_codes(rank: Any, scheme: str) -> None:
+def test_reload_replaces_codes_in_place(rank: Any, scheme: str) -> None:
     check(Model(scheme, True), Model(scheme, True), codes(scheme, 1), codes(scheme, 2))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_floats_that_are_quantized_while_loading(rank: Any, tied: bool) -> None:
+def test_reload_quantizes_floats_again(rank: Any, tied: bool) -> None:
     words: dict[str, Any] = {"kept": ["lm_head"], "overrides": {"lm_head": Scheme.parse("w8a16")}}
     model, fresh = (Model("w4a16g32", False, tied, **words) for _ in range(2))
     check(model, fresh, floats(1), floats(2))
 
 
-def test_parts_of_other_formats_are_let_go_of_and_refused(rank: Any) -> None:
+def test_reload_refuses_parts_of_other_formats_and_frees_them(rank: Any) -> None:
     """Their codes are not kept after conversion, and new ones are never mixed with the old."""
     other = Scheme.parse("w8a16g32")
     model = Model("w4a16g32", True, overrides={"m.v_proj": other})
@@ -152,45 +138,36 @@ def test_a_sleep_that_gives_back_buffers_alone_loses_no_rotation(rank: Any, monk
     assert any(buffer is signs for _, buffer in model.named_buffers())
 
 
-class Mlp(nn.Module):
-    """The plain MLP of vLLM's models, quantized while loading; its first product ends with SiLU."""
+class Online(cases_vllm.Mlp):
+    """An MLP that is quantized while loading; its first product ends with SiLU."""
 
     def __init__(self) -> None:
-        super().__init__()
-        config = AnyBitConfig("w4a16g32")
-        config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
-        same: dict[str, Any] = {"params_dtype": torch.float32, "quant_config": config}
-        self.gate_up_proj = MergedColumnParallelLinear(64, [128, 128], bias=True, prefix="m.gate_up_proj", **same)
-        self.down_proj = RowParallelLinear(128, 64, bias=False, prefix="m.down_proj", **same)
-        self.act_fn: nn.Module = SiluAndMul()
+        super().__init__(cases_vllm.configured("w4a16g32", None), bias=True)
         layerwise.record_metadata_for_reloading(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, _ = self.gate_up_proj(x)
-        x = self.act_fn(x)
-        x, _ = self.down_proj(x)
-        return x
-
-    def take(self, seed: int) -> "Mlp":
+    def take(self, seed: int) -> "Online":
         generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
         for shard in (0, 1):
-            for name, shape in (("weight", (128, 64)), ("bias", (128,))):
-                Model._hand(self.gate_up_proj, name, torch.randn(shape, generator=generator), shard)
-        Model._hand(self.down_proj, "weight", torch.randn(64, 128, generator=generator), None)
+            cases_vllm.hand(self.gate_up_proj, {"weight": random(128, 64), "bias": random(128)}, shard)
+        cases_vllm.hand(self.down_proj, {"weight": random(64, 128)})
         return self
 
-    def ready(self) -> "Mlp":
+    def ready(self) -> "Online":
         for layer in (self.gate_up_proj, self.down_proj):
             layer.quant_method.process_weights_after_loading(layer)
         return self
 
 
-def test_outputs_in_turn_are_in_turn_again(rank: Any) -> None:
-    model, x = Mlp(), torch.randn(3, 64)
+def test_reload_interleaves_gate_and_up_again(rank: Any) -> None:
+    model, x = Online(), torch.randn(3, 64)
     model.take(1).ready()
     places = [one.data_ptr() for one in (*model.buffers(), *model.parameters())]
     assert isinstance(model.act_fn, SiluMul) and model.act_fn.paired
     with reloading(model):
         model.take(2)
-    assert torch.equal(model(x), Mlp().take(2).ready()(x))
+    assert torch.equal(model(x), Online().take(2).ready()(x))
     assert [one.data_ptr() for one in (*model.buffers(), *model.parameters())] == places

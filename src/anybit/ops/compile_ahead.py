@@ -17,6 +17,7 @@ from anybit import jit
 from anybit.choose.builtin import MOST_TOKENS
 from anybit.choose.registry import STEPS
 from anybit.device import Device
+from anybit.jit import Kernel as Kernel
 from anybit.jit import Slot
 from anybit.jit.cache import fetch
 from anybit.kernels.block import hadamard, rope_pages

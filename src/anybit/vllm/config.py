@@ -4,7 +4,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,7 +28,11 @@ from anybit.vllm import fusion, streams
 from anybit.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
 from anybit.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
-from anybit.vllm.warmup import Ledger
+from anybit.vllm.warmup import WarmUp
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.model_executor.models.utils import WeightsMapper
 
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
 HEADS = ("lm_head", "embed_out")
@@ -54,24 +58,20 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        scheme: Scheme | str | None = None,
-        kept: list[str] | None = None,
-        group_index: bool = False,
-        hadamard: list[str] | None = None,
-        overrides: dict[str, Scheme] | None = None,
-    ) -> None:
+        self, scheme: Scheme | str | None = None, kept: list[str] | None = None, group_index: bool = False,
+        hadamard: list[str] | None = None, overrides: dict[str, Scheme] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.scheme, self.overrides = None if scheme is None else Scheme.parse(scheme), dict(overrides or {})
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index = group_index
         self.stored: list[str] | None = None
-        self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
+        self.warmup = WarmUp({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self.coded_embedding = False
         self._told: set[str] = set()
         self._on_hub: tuple[str, bool, str | None] | None = None
         self._source: streams.Source | None = None
-        self._mapper: Any = None
+        self._mapper: WeightsMapper | None = None
         self._engine_checked = False
         self._words = _stored_words(self)
 
@@ -99,36 +99,33 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         return []
 
     @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> Any:
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, object], user_quant: str | None, hf_config: "PretrainedConfig | None" = None
+    ) -> str | None:
         """Claim compressed-tensors folders that anybit wrote, and any folder under ``--quantization anybit``."""
         method = hf_quant_cfg.get("quant_method")
         mine = method == METHOD or (method == COMPRESSED and isinstance(hf_quant_cfg.get(METHOD), dict))
         return METHOD if user_quant == METHOD or (mine and user_quant is None) else None
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "AnyBitConfig":
+    def from_config(cls, config: dict[str, object]) -> "AnyBitConfig":
         """Parse a ``quantization_config``: anybit's own, compressed-tensors' with an anybit section, or another tool's.
 
         Another tool's settings are read later, with its files. Raises CheckpointError.
         """
         try:
-            return cls._from_settings(config)
+            if config.get("quant_method") == METHOD and "scheme" not in config:
+                raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
+            own = Quantization.of({"quantization_config": config})
         except (AnyBitError, MemoryError):
             raise
         except Exception as error:  # values of unexpected types can raise anything
             raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from error
+        return cls() if own is None else cls(own.scheme, own.kept, own.group_index, own.hadamard, own.overrides)
 
-    @classmethod
-    def _from_settings(cls, config: dict[str, Any]) -> "AnyBitConfig":
-        method = config.get("quant_method")
-        if method == METHOD and "scheme" not in config:
-            raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
-        own = Quantization.of({"quantization_config": config})
-        if own is not None:
-            return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.overrides)
-        return cls()
-
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: "PretrainedConfig | None" = None, revision: str | None = None
+    ) -> None:
         """Check the folder and find its quantized layers by the tensors in its headers, not by patterns."""
         trusted, folder = type(hf_config).__module__.startswith("transformers_modules"), Path(model_name)
         if not folder.exists():  # vLLM 0.26 does not pass the revision
@@ -139,13 +136,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             self._stream(folder, trusted)
             return
         elif any(folder.glob("*.safetensors")):
-            self._check_words(folder)
-            check_folder(folder, trusted)
-        names = _tensor_names(model_name, revision)
-        mark = ".weight_packed"
-        self.stored = None if names is None else sorted(
-            name.removesuffix(mark) for name in names if name.endswith(mark)
-        )  # fmt: skip
+            self._check(folder, trusted)
+        names, mark = _tensor_names(model_name, revision), ".weight_packed"
+        self.stored = names and sorted(name.removesuffix(mark) for name in names if name.endswith(mark))
         experts = [name for name in self.stored or () if ".experts." in name]
         if experts:
             raise CheckpointError(
@@ -153,19 +146,18 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 "Quantize the model again with these layers in modules_to_not_convert"
             )
 
-    def _check_words(self, folder: Path) -> None:
-        """Raise OptionError if ``--hf-overrides`` contradicts the folder's own config.json about stored tensors."""
+    def _check(self, folder: Path, trusted: bool) -> None:
+        """Check a folder; raises OptionError if ``--hf-overrides`` contradicts its config.json about stored tensors."""
         own = Quantization.of(with_quantization(read_json(folder / "config.json"), folder, read_json))
-        if own is None:
-            return
-        pairs = zip(_stored_words(own).items(), self._words.values(), strict=True)
-        for (name, stored), asked in pairs:
-            if stored != asked:
+        stored_words = {} if own is None else _stored_words(own)
+        for name, stored in stored_words.items():
+            if stored != (asked := self._words[name]):
                 raise OptionError(
                     f"{folder} is quantized with {name} {stored}, and the quantization_config of --hf-overrides says "
                     f"{asked}. Leave that out, or serve the unquantized model; for a KV format alone, use "
                     '--additional-config \'{"anybit_kv_cache": "kv4"}\''
                 )
+        check_folder(folder, trusted)
 
     def _stream(self, folder: Path, trusted: bool) -> None:
         """Read layers, schemes and (later) tensors from another tool's files."""
@@ -184,7 +176,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if self._mapper is not None:
             self.apply_vllm_mapper(self._mapper)
 
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
         """Map checkpoint names to vLLM's, for models whose names differ."""
         self._mapper = hf_to_vllm_mapper
         self.kept = hf_to_vllm_mapper.apply_list(self.kept)
@@ -210,13 +202,12 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if not isinstance(layer, LinearBase):
             return None
         names = self._parts(prefix)
-        chosen = [self._quantizes(name) for name in names]
-        if not any(chosen):
+        kept = [name for name in names if not self._quantizes(name)]
+        if kept == names:
             return UnquantizedLinearMethod()
-        if not all(chosen):
-            kept = next(name for name, one in zip(names, chosen, strict=True) if not one)
+        if kept:
             raise LayerError(
-                f"vLLM fuses {' + '.join(names)}, of which {kept} is not quantized: quantize all of them, or none"
+                f"vLLM fuses {' + '.join(names)}, of which {kept[0]} is not quantized: quantize all of them, or none"
             )
         fusion.watch()
         fusion.install()
@@ -228,8 +219,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 "give them one scheme"
             )
         if not self.stored:
-            return AnyBitOnlineLinearMethod(parts, self.ledger)
-        return AnyBitLinearMethod(parts, self.ledger, self.group_index)
+            return AnyBitOnlineLinearMethod(parts, self.warmup)
+        return AnyBitLinearMethod(parts, self.warmup, self.group_index)
 
     def _scheme_of(self, name: str) -> Scheme:
         """The scheme of one layer."""
@@ -245,7 +236,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         name = name or next((one for one in self.overrides if one.rpartition(".")[2] in EMBEDDINGS), "")
         if name in (self.stored or ()):
             self.coded_embedding = True
-            return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.ledger, self.group_index)
+            return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.warmup, self.group_index)
         if name in self.overrides:
             raise LayerError(
                 f"{name} is an embedding, which cannot be quantized while vLLM loads it: quantize the model first, "
@@ -262,9 +253,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if self.scheme is None:
             self._stream(from_hub(name, trusted, revision, load.download_dir), trusted)
         elif str(load.load_format) in streams.OF_FILES and not envs.VLLM_USE_MODELSCOPE:
-            folder = from_hub(name, trusted, revision, load.download_dir)
-            self._check_words(folder)
-            check_folder(folder, trusted)
+            self._check(from_hub(name, trusted, revision, load.download_dir), trusted)
 
     def _check_engine(self) -> None:
         """Raise OptionError for KV heads that the ranks cannot divide (vLLM would only assert), and for CPU offload.
@@ -300,11 +289,10 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _head_method(self, name: str) -> QuantizeMethodBase | None:
         """The method for the output head: quantized if the checkpoint has codes for it, or if an override names it."""
-        if self.stored:
-            if name in self.stored:
-                return AnyBitHeadMethod(self._scheme_of(name), name, self.ledger, self.group_index)
-        elif name in self.overrides:
-            return AnyBitOnlineHeadMethod(self._scheme_of(name), name, self.ledger)
+        if name in (self.stored or ()):
+            return AnyBitHeadMethod(self._scheme_of(name), name, self.warmup, self.group_index)
+        if not self.stored and name in self.overrides:
+            return AnyBitOnlineHeadMethod(self._scheme_of(name), name, self.warmup)
         if self.coded_embedding:
             return HeadBesideCodes()
         self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes decode steps faster")
@@ -327,7 +315,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             _logger.info("anybit: %s", message)
 
 
-def _stored_words(of: Any) -> dict[str, Any]:
+def _stored_words(of: AnyBitConfig | Quantization) -> dict[str, object]:
     """The settings that describe stored tensors, by name; without activations and KV format."""
     return {
         "scheme": None if of.scheme is None else _weights(of.scheme),

@@ -15,21 +15,24 @@ metadata is built. What this relies on in vLLM's sources:
 """
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
+    FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from anybit.device import Device
 from anybit.errors import AnyBitError
 from anybit.ops import kv_plain
+from anybit.ops.compile_ahead import Kernel
 from anybit.ops.kv import Masks
 from anybit.vllm.rotary import pages_of, stores_pages
 from anybit.vllm.warmup import get_ready
@@ -56,7 +59,9 @@ class DecodeBackend(FlashAttentionBackend):  # type: ignore[misc]
 class DecodeBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """Decides for each batch whether anybit's kernel runs its attention."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
@@ -75,7 +80,9 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
             "" if self.most == most else f" for up to {self.most} of {most} requests of {capacity} tokens at a time",
         )
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
         """FlashAttention's metadata, plus ``anybit``: whether every row is one new token that attends causally."""
         m = common_attn_metadata
         few = m.num_actual_tokens <= self.most
@@ -85,7 +92,7 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         found.anybit = single and self._sees_all(found)
         return found
 
-    def _sees_all(self, found: Any) -> bool:
+    def _sees_all(self, found: FlashAttentionMetadata) -> bool:
         window, tokens = getattr(found, "sliding_window", None), found.num_actual_tokens
         plain = not getattr(found, "use_cascade", False) and all(getattr(found, x, None) is None for x in _RANGES)
         rows = min(found.seq_lens.shape[0], found.block_table.shape[0])
@@ -99,19 +106,13 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
     capacity: int
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: Attention, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of a batch whose keys and values are already in the cache."""
-        if not getattr(attn_metadata, "anybit", False) or output_scale is not None or output_block_scale is not None:
+        scaled = output_scale is not None or output_block_scale is not None
+        if attn_metadata is None or scaled or not getattr(attn_metadata, "anybit", False):
             plain: Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
@@ -125,7 +126,7 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
         return output
 
 
-def take_over(attention: Any, config: Any) -> None:
+def take_over(attention: Attention, config: VllmConfig) -> None:
     """Give a newly built attention layer anybit's kernel, if it is FlashAttention over 16-bit pages."""
     impl = attention.impl
     own = type(attention) is Attention and attention.attn_backend is FlashAttentionBackend
@@ -137,7 +138,7 @@ def take_over(attention: Any, config: Any) -> None:
     impl.capacity = config.model_config.max_model_len
 
 
-def why_not(config: Any, impls: list[Any]) -> str | None:
+def why_not(config: VllmConfig, impls: list[FlashAttentionImpl]) -> str | None:
     """Why an engine's configuration rules out anybit's decode attention, as a sentence; None if it does not."""
     if impls[0].batch_invariant_enabled:
         return "VLLM_BATCH_INVARIANT requires FlashAttention without split-KV"
@@ -152,14 +153,16 @@ def why_not(config: Any, impls: list[Any]) -> str | None:
     return None
 
 
-def _compile(impls: list[Any], page_tokens: int, config: Any, device: torch.device) -> tuple[int, str | None]:
+def _compile(
+    impls: list[DecodeImpl], page_tokens: int, config: VllmConfig, device: torch.device
+) -> tuple[int, str | None]:
     """Compile the kernels of decode steps before the first request.
 
     Returns (most requests in one launch, None), or (0, the reason why there are no kernels).
     """
     if device.type != "cuda":
         return 0, f"its kernels run on CUDA devices, not on {device.type}"
-    kernels, of = set[Any](), Device.of(torch.empty(0, device=device))
+    kernels, of = list[Kernel](), Device.of(torch.empty(0, device=device))
     alike = {(x.num_heads, x.num_kv_heads, x.head_size, x.masks.window, x.masks.softcap): x for x in impls}
     most, dtype = config.scheduler_config.max_num_seqs, config.model_config.dtype
     for shape, x in alike.items():
@@ -168,7 +171,7 @@ def _compile(impls: list[Any], page_tokens: int, config: Any, device: torch.devi
             found = kv_plain.kernels_for(asked, of)
         except AnyBitError as error:
             return 0, str(error)
-        kernels.update(found)
+        kernels += found
         most = len(found)
-    get_ready(list(kernels), device, "attention")
+    get_ready(kernels, device, "attention")
     return most, None

@@ -16,6 +16,7 @@ kernels, with the same results.
 import hashlib
 import logging
 import operator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -23,6 +24,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -63,7 +65,7 @@ def watch() -> None:
         _watching = register_module_module_registration_hook(note)
 
 
-_watching: Any = None
+_watching: RemovableHandle | None = None
 
 
 def parent_of(layer: nn.Module, name: str) -> nn.Module | None:
@@ -72,7 +74,7 @@ def parent_of(layer: nn.Module, name: str) -> nn.Module | None:
     return parent if getattr(parent, name, None) is layer else None
 
 
-def _mlp_of(layer: nn.Module) -> Any | None:
+def _mlp_of(layer: nn.Module) -> nn.Module | None:
     """The MLP of a gate_up_proj layer, if its forward is the standard one; else None."""
     parent = parent_of(layer, "gate_up_proj")
     if parent is None:
@@ -129,11 +131,11 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 _LINEAR = (torch.ops.anybit.linear.default, torch.ops.anybit.hadamard_linear.default)
 
 
-def _is(node: Any, *targets: Any) -> bool:
+def _is(node: object, *targets: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def _only_user(node: fx.Node, *targets: Any) -> fx.Node | None:
+def _only_user(node: fx.Node, *targets: object) -> fx.Node | None:
     """The only user of a node, if it calls one of ``targets`` with the node as first argument; else None."""
     users = list(node.users)
     return users[0] if len(users) == 1 and _is(users[0], *targets) and users[0].args[0] is node else None
@@ -221,6 +223,6 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
     return True
 
 
-def _are_there(values: Any) -> bool:
+def _are_there(values: Iterable[object]) -> bool:
     """Whether all nodes among values are graph inputs, which are available before any other node."""
     return all(one.op in ("placeholder", "get_attr") for one in values if isinstance(one, fx.Node))

@@ -1,26 +1,24 @@
 """vLLM's output head on anybit: quantized in the checkpoint, or while a model is loaded (``lm_head=w8a16``)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.utils import set_weight_attrs
 
 from anybit import ops
-from anybit.checkpoints.verify import check_values
-from anybit.codes.packing import QuantizedWeight, words_per_row
+from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
-from anybit.errors import AnyBitError, CheckpointError, LayerError
+from anybit.errors import CheckpointError, LayerError
 from anybit.scheme import Scheme
-from anybit.vllm.parameters import ANOTHER, empty, nothing_of, unpacked_zeros
+from anybit.vllm import parameters
 from anybit.vllm.product import Product
-from anybit.vllm.warmup import Ledger
+from anybit.vllm.warmup import WarmUp
 
-_OPTIONAL = ("weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum")
-"""Optional tensors of a stored head, in the order of QuantizedWeight's fields."""
 _ANY_TWO = 0x44444444
 """A word of 2:4 indices: the first two of each four inputs."""
 
@@ -28,29 +26,25 @@ _ANY_TWO = 0x44444444
 class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
     """Shared by both methods: preparing a loaded head, and its forward."""
 
-    def __init__(self, scheme: Scheme, name: str, ledger: Ledger) -> None:
-        self.scheme, self.name, self.ledger = scheme, name, ledger
-        ledger.expect()
-        ledger.heads.discard(name)
+    def __init__(self, scheme: Scheme, name: str, warmup: WarmUp) -> None:
+        self.scheme, self.name, self.warmup = scheme, name, warmup
+        warmup.expect()
+        warmup.heads.discard(name)
 
-    def _ready(self, layer: Any, weight: QuantizedWeight) -> None:
-        try:
+    def _ready(self, layer: VocabParallelEmbedding, weight: QuantizedWeight) -> None:
+        with parameters.named(f"output head {self.name}"):
             prepared = ops.prepare(weight, self.scheme.activations)
-        except AnyBitError as error:
-            raise type(error)(f"output head {self.name}: {error}") from None
-        if hasattr(layer, "anybit_product"):
-            try:
+            if hasattr(layer, "anybit_product"):
                 layer.anybit_product.refill(layer, prepared)
-            except LayerError as error:
-                raise LayerError(f"output head {self.name}: {error}") from None
-            return
+                return
         layer.anybit_product, layer.anybit_prepared = Product.of(layer, "anybit", prepared), prepared
         # vLLM compares a drafter's embedding and head with this weight: same row size, but no rows, so never equal.
         none = torch.empty(0, weight.shape[1], dtype=layer.params_dtype, device=weight.device)
         layer.register_buffer("weight", none, persistent=False)
-        self.ledger.add_head(layer, prepared)
+        layer.bias = getattr(layer, "bias", None)  # an embedding has none until a model asks it as its head
+        self.warmup.add(layer, [layer.anybit_product], head=True)
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: VocabParallelEmbedding, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits of this rank's vocabulary shard: x [..., K] -> [..., padded shard], in x's dtype."""
         # Heads run outside CUDA graphs, where host time counts: ops.linear can bypass torch's dispatcher.
         return ops.linear(x, layer.anybit_prepared, bias)
@@ -59,11 +53,11 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
 class AnyBitHeadMethod(_HeadMethod):
     """A head that is quantized in the checkpoint; each rank keeps its rows."""
 
-    def __init__(self, scheme: Scheme, name: str, ledger: Ledger, group_index: bool) -> None:
-        super().__init__(scheme, name, ledger)
+    def __init__(self, scheme: Scheme, name: str, warmup: WarmUp, group_index: bool) -> None:
+        super().__init__(scheme, name, warmup)
         self.group_index = group_index
 
-    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+    def tie_weights(self, layer: ParallelLMHead, embed_tokens: VocabParallelEmbedding) -> ParallelLMHead:
         """Raise LayerError: vLLM loads no weights for a tied head, so its codes would all be zero."""
         raise LayerError(
             f"the folder has codes for {self.name}, but its config.json ties that head to the embedding: set "
@@ -71,60 +65,42 @@ class AnyBitHeadMethod(_HeadMethod):
         )
 
     def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
+        self, layer: VocabParallelEmbedding, input_size_per_partition: int, output_partition_sizes: list[int],
+        input_size: int, output_size: int, params_dtype: torch.dtype, weight_loader: parameters.Loader,
+    ) -> None:  # fmt: skip
         """Create parameters for this rank's rows of the tensors that ``QuantLinear`` documents."""
-        n, k, fmt = sum(output_partition_sizes), input_size, self.scheme.weights
-        groups, kept, load = fmt.groups(k), k // 2 if fmt.sparse else k, extra["weight_loader"]
+        k, fmt, tokens = input_size, self.scheme.weights, layer.org_vocab_size
 
         def load_zeros(param: nn.Parameter, packed: Tensor) -> None:
             name = f"{self.name}.weight_zero_point"
-            load(param, unpacked_zeros(name, packed, fmt.bits, layer.org_vocab_size))
+            weight_loader(param, parameters.unpacked_zeros(name, packed, fmt.bits, tokens))
 
         def load_shape(param: nn.Parameter, shape: Tensor) -> None:
-            if shape.tolist() != [layer.org_vocab_size, k]:
+            if shape.tolist() != [tokens, k]:
                 raise CheckpointError(
-                    f"{self.name} is {shape.tolist()} (outputs, inputs) in the checkpoint, and "
-                    f"{[layer.org_vocab_size, k]} in the model; {ANOTHER}"
+                    f"{self.name} is {shape.tolist()} (outputs, inputs) in the checkpoint, and {[tokens, k]} in the "
+                    f"model; {parameters.ANOTHER}"
                 )
 
-        def add(name: str, data: Tensor, loader: Any = load, by_rows: bool = False) -> None:
-            parameter = nn.Parameter(data, requires_grad=False)
-            set_weight_attrs(parameter, {"weight_loader": loader} | ({"output_dim": 0} if by_rows else {}))
-            layer.register_parameter(name, parameter)
-
-        add("weight_packed", empty(n, words_per_row(kept, fmt.bits), dtype=torch.int32), by_rows=True)
-        add("weight_scale", empty(n, groups, dtype=params_dtype), by_rows=True)
-        if fmt.code == "min":
-            add("weight_minimum", empty(n, groups, dtype=params_dtype), by_rows=True)
-        if fmt.sparse:
-            add("weight_indices", empty(n, words_per_row(kept, 2), dtype=torch.int32), by_rows=True)
-        if fmt.code == "asym":
-            add("weight_zero_point", empty(n, groups, dtype=torch.uint8), load_zeros, by_rows=True)
+        for name, data in parameters.tensors_of(
+            fmt, sum(output_partition_sizes), k, fmt.groups(k), params_dtype
+        ).items():
+            loader = load_zeros if name == "weight_zero_point" else weight_loader
+            parameters.add(layer, name, data, loader, output_dim=0)
         if self.group_index:
-            add("weight_g_idx", empty(k, dtype=torch.int32))
-        add("weight_shape", empty(2, dtype=torch.int64), load_shape)
-        add("weight", empty(0, dtype=torch.uint8), nothing_of(self.name))
+            parameters.add(layer, "weight_g_idx", torch.zeros(k, dtype=torch.int32), weight_loader)
+        parameters.add(layer, "weight_shape", torch.zeros(2, dtype=torch.int64), load_shape)
+        parameters.add(layer, "weight", torch.zeros(0, dtype=torch.uint8), parameters.nothing_of(self.name))
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
         """Codes as vLLM loaded them -> a backend's layout."""
-        if "weight_packed" not in dict(layer.named_parameters(recurse=False)):
+        found = {name: tensor.data for name, tensor in layer.named_parameters(recurse=False) if name != "bias"}
+        if "weight_packed" not in found:
             return  # already prepared
-        found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
-        words, scale, indices = found["weight_packed"], found["weight_scale"], found.get("weight_indices")
-        if indices is not None:  # rows that pad the vocabulary are zeros, which name no two of four inputs
-            indices[(scale == 0).all(1)] = _ANY_TWO
-        check_values(self.name, {**found, "weight_shape": torch.tensor([len(words), layer.embedding_dim])})
-        optional = [found.get(name) for name in _OPTIONAL]
-        shape = (len(words), layer.embedding_dim)
-        weight = QuantizedWeight(words, scale, optional[0], shape, self.scheme.weights, *optional[1:])
+        if "weight_indices" in found:  # rows that pad the vocabulary are zeros, which name no two of four inputs
+            found["weight_indices"][(found["weight_scale"] == 0).all(1)] = _ANY_TWO
+        shape = len(found["weight_packed"]), layer.embedding_dim
+        weight = parameters.weight_of(self.name, found, shape, self.scheme.weights)
         for name in found:
             delattr(layer, name)
         self._ready(layer, weight)
@@ -133,14 +109,14 @@ class AnyBitHeadMethod(_HeadMethod):
 class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: ignore[misc]
     """A head quantized by RTN after loading, from its own float weight or from the embedding it is tied to."""
 
-    _embedding: Any = None
+    _embedding: VocabParallelEmbedding | None = None
 
-    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+    def tie_weights(self, layer: ParallelLMHead, embed_tokens: VocabParallelEmbedding) -> ParallelLMHead:
         """Quantize the head from the embedding's weight; the embedding is unchanged."""
         self._embedding, method = embed_tokens, embed_tokens.quant_method
         plain = method.process_weights_after_loading
 
-        def process(embedding: Any) -> None:
+        def process(embedding: VocabParallelEmbedding) -> None:
             """The embedding's processing; if its weight was reloaded, quantizes the head again."""
             plain(embedding)
             if hasattr(layer, "anybit_product") and get_layerwise_info(layer).kernel_tensors is not None:
@@ -150,7 +126,7 @@ class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: 
         del layer.weight  # nothing is loaded into it
         return layer
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: ParallelLMHead) -> None:
         """Floats -> codes -> a backend's layout."""
         if "weight" in dict(layer.named_parameters(recurse=False)):
             weight = layer.weight.data
@@ -159,9 +135,7 @@ class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: 
         elif self._embedding is not None and not hasattr(layer, "anybit_product"):
             self._take(layer, self._embedding.weight.data)
 
-    def _take(self, layer: Any, weight: Tensor) -> None:
-        try:
+    def _take(self, layer: ParallelLMHead, weight: Tensor) -> None:
+        with parameters.named(f"output head {self.name}"):
             quantized = quantize_weight(weight, self.scheme.weights)
-        except AnyBitError as error:
-            raise type(error)(f"output head {self.name}: {error}") from None
         self._ready(layer, quantized)

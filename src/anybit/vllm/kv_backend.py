@@ -8,20 +8,29 @@ vLLM's FlashAttention over unpacked pages (``kv_plan``). On a CPU everything run
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from anybit.cache.blocks import Pool, step
 from anybit.cache.kvcache import hadamard, turn
 from anybit.device import Device
 from anybit.errors import LayerError
 from anybit.ops import kv_rows
+from anybit.ops.compile_ahead import Kernel
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.ops.kv_rows import layout as row_layout
@@ -56,7 +65,7 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
         return RowBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[int]:
         """128 tokens: pages are never split."""
         return [PAGE]
 
@@ -66,7 +75,7 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
         return row_layout(cls.format, head_dim, cls.slack, together)
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> RowSpec:
+    def customize_spec(cls, spec: AttentionSpec) -> RowSpec:
         """The spec that replaces a layer's 16-bit one, with as many tokens in a block."""
         rows = cls.rows(spec.head_size, max(spec.block_size // PAGE, 1))
         return RowSpec.of(replace(spec, dtype=torch.uint8), rows)
@@ -84,10 +93,6 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
         return False
 
 
-GRAPHS_OF_DRAFTS = True
-"""Whether steps that verify drafts are captured in full CUDA graphs."""
-
-
 @cache
 def backend_of(format: KVFormat, slack: int) -> type[RowBackend]:
     """The backend of a format; slack: the most tokens that a step may reject (drafts)."""
@@ -101,12 +106,17 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
     reorder_batch_threshold: int = 1
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
         """Full graphs for batches of one token each, or of one and its drafts if the kernels take so many."""
-        drafted = GRAPHS_OF_DRAFTS and drafts_of(vllm_config) and most_of(vllm_config) > 1
-        return AttentionCGSupport.UNIFORM_BATCH if drafted else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return (
+            AttentionCGSupport.UNIFORM_BATCH
+            if most_of(vllm_config) > 1
+            else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        )
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.reorder_batch_threshold = most_of(vllm_config)
         if not isinstance(kv_cache_spec, RowSpec):
@@ -125,7 +135,9 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
             dtype = _tokens_dtype(vllm_config.model_config.dtype)
             _compile(impls, dtype, vllm_config.scheduler_config.max_num_seqs, self.reorder_batch_threshold, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Batch:
         """The batch of a step. Waits for the device only where drafts and prompts are in one batch."""
         m, most = common_attn_metadata, self.reorder_batch_threshold
         decodes, prefills, few, _ = split_decodes_and_prefills(m, decode_threshold=most)
@@ -150,19 +162,11 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
     backend: ClassVar[type[RowBackend]]
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.layout = self.backend.rows(head_size)
         self.masks = Masks(scale, sliding_window or None, logits_soft_cap or None, sinks)
@@ -171,17 +175,10 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         self.room = _room(config)
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Batch | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: Attention, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Batch | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Store a batch's new tokens in the cache, and attend."""
         batch = attn_metadata
         if batch is None:  # vLLM is measuring memory
@@ -213,32 +210,17 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         return output
 
     def _prompts(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        starts: Tensor,
-        seen: Tensor,
-        table: Tensor | None,
-        most: int,
+        self, q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, seen: Tensor, table: Tensor | None, most: int,
         out: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         window = self.masks.window
         # Without a page table each sequence reads its own new tokens.
         where = {"cu_seqlens_k": starts} if table is None else {"seqused_k": seen, "block_table": table}
         _flash_attention(self.head_size)(
-            q,
-            keys,
-            values,
-            cu_seqlens_q=starts,
-            max_seqlen_k=most,
-            softmax_scale=self.masks.scale,
-            window_size=[window - 1, 0] if window else None,
-            softcap=self.masks.softcap or 0.0,
-            out=out,
-            s_aux=self.masks.sinks,
-            **where,
-        )
+            q, keys, values, cu_seqlens_q=starts, max_seqlen_k=most, softmax_scale=self.masks.scale,
+            window_size=[window - 1, 0] if window else None, softcap=self.masks.softcap or 0.0, out=out,
+            s_aux=self.masks.sinks, **where,
+        )  # fmt: skip
 
     def _space(self, like: Tensor, pages: int) -> Tensor:
         """Scratch memory for unpacked pages, [pages, 2, KV heads, 128, channels], shared by all layers."""
@@ -256,12 +238,12 @@ def impl_of(backend: type[RowBackend]) -> type[RowImpl]:
     return type(f"RowImpl_{backend.__name__}", (RowImpl,), {"backend": backend})
 
 
-_spaces: dict[tuple[Any, ...], Tensor] = {}
+_spaces: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], Tensor] = {}
 _rotation = cache(hadamard)
 
 
 @cache
-def _flash_attention(head_size: int) -> Callable[..., Any]:
+def _flash_attention(head_size: int) -> Callable[..., Tensor]:
     """FlashAttention as vLLM has it, causal, for at most a page of queries a sequence."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
@@ -274,7 +256,7 @@ def _by_head(x: Tensor, head_size: int) -> Tensor:
     return x if x.dim() == 3 else x.view(x.shape[0], -1, head_size)
 
 
-def _room(config: Any) -> int:
+def _room(config: VllmConfig) -> int:
     return most_pages(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens)
 
 
@@ -283,24 +265,23 @@ def _tokens_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
-def drafts_of(config: Any) -> int:
+def drafts_of(config: VllmConfig) -> int:
     """The most drafts of a request in a step."""
     return config.speculative_config.num_speculative_tokens if config.speculative_config else 0
 
 
-def most_of(config: Any) -> int:
+def most_of(config: VllmConfig) -> int:
     """The most new tokens of a decoding request: one and its drafts, or one if the kernels cannot take so many."""
     most = 1 + drafts_of(config)
     return most if most <= kv_rows.MOST_QUERIES else 1
 
 
-def _compile(impls: list[Any], dtype: torch.dtype, sequences: int, most: int, device: torch.device) -> None:
+def _compile(impls: list[RowImpl], dtype: torch.dtype, sequences: int, most: int, device: torch.device) -> None:
     """Compile all kernels of the layers ahead of the first request; most: new tokens of a decode."""
-    found, of = dict[Any, None](), Device.of(torch.empty(0, device=device))
+    found, of = list[Kernel](), Device.of(torch.empty(0, device=device))
     alike = {(x.layout, x.num_heads, x.num_kv_heads, x.masks.window, x.masks.softcap): x for x in impls}
     for x in alike.values():
-        wanted = kv_rows.kernels_for(
+        found += kv_rows.kernels_for(
             x.layout, x.num_heads, x.num_kv_heads, x.masks, dtype, x.capacity, sequences, of, most
         )  # fmt: skip
-        found.update(dict.fromkeys(wanted))
-    get_ready(list(found), device, "the KV cache")
+    get_ready(found, device, "the KV cache")

@@ -11,13 +11,13 @@ import inspect
 import logging
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec
 
 from anybit.errors import OptionError
 from anybit.models.families import VLLM_HYBRIDS
@@ -28,14 +28,15 @@ from anybit.vllm.config import AnyBitConfig
 from anybit.vllm.kv_backend import RowBackend, backend_of, drafts_of
 from anybit.vllm.kv_spec import RowSpec
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
 OPTION, ATTENTION = "anybit_kv_cache", "anybit_attention"
 _logger = logging.getLogger("vllm.anybit")
 
 
-def format_of(config: Any) -> KVFormat | None:
+def format_of(config: VllmConfig) -> KVFormat | None:
     """The KV format that an engine's configuration asks for; None for vLLM's own cache."""
-    scheme = getattr(config.quant_config, "scheme", None)
-    by_scheme = getattr(scheme, "kv", None)
     more = config.additional_config if isinstance(config.additional_config, dict) else {}
     unknown = [name for name in more if name.startswith("anybit") and name not in (OPTION, ATTENTION)]
     if unknown:
@@ -43,10 +44,11 @@ def format_of(config: Any) -> KVFormat | None:
     by_option = more.get(OPTION)
     if by_option is not None and not isinstance(by_option, str):
         raise OptionError(f'{OPTION} of --additional-config is {by_option!r}, and must be a KV format such as "kv4"')
+    by_scheme = getattr(getattr(config.quant_config, "scheme", None), "kv", None)
     return by_scheme if by_option is None else KVFormat.parse(by_option)
 
 
-def attends(config: Any) -> bool:
+def attends(config: VllmConfig | None) -> bool:
     """Whether decode attention over 16-bit pages may run on anybit's kernel: yes, unless the option says no."""
     more = getattr(config, "additional_config", None)
     asked = more.get(ATTENTION, True) if isinstance(more, dict) else True
@@ -58,7 +60,7 @@ def attends(config: Any) -> bool:
     return asked and isinstance(getattr(config, "quant_config", None), AnyBitConfig)
 
 
-def why_not(config: Any, format: KVFormat) -> str | None:
+def why_not(config: VllmConfig, format: KVFormat) -> str | None:
     """Why an engine's configuration rules out a low-bit KV cache, as a sentence; None if it does not."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     if format.float4:
@@ -100,14 +102,14 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     return None
 
 
-def _without(config: Any, format: KVFormat) -> str:
+def _without(config: VllmConfig, format: KVFormat) -> str:
     """Advice: how to get vLLM's own cache."""
     by_option = isinstance(config.additional_config, dict) and config.additional_config.get(OPTION) is not None
     where = f"{OPTION} out of --additional-config" if by_option else f"-{format} out of the scheme in config.json"
     return f"for vLLM's own 16-bit cache leave {where}"
 
 
-def _slack(config: Any) -> int:
+def _slack(config: VllmConfig) -> int:
     """Residual slots beyond a page: a step may pack its draft tokens, and rejected ones are rolled back."""
     return -(-drafts_of(config) // 32) * 32
 
@@ -143,17 +145,6 @@ def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
     return backend
 
 
-def _refuse_latent(prefix: str) -> None:
-    """Raise OptionError for MLA layers, which would silently ignore the KV format."""
-    config = get_current_vllm_config_or_none()
-    format = None if config is None else format_of(config)
-    if format is not None:
-        raise OptionError(
-            f"a KV cache of {format} inside vLLM: {prefix} uses MLA, whose latent cache it cannot pack; "
-            f"{_without(config, format)}"
-        )
-
-
 def install() -> None:
     """Patch vLLM to ask ``backend_for`` for each attention layer it builds; idempotent."""
     if hasattr(Attention.__init__, "anybit"):
@@ -161,7 +152,7 @@ def install() -> None:
     kv_spec.register()
     plain, signature = Attention.__init__, inspect.signature(Attention.__init__)
 
-    def init(self: Any, *args: Any, **kw: Any) -> None:
+    def init(self: Attention, *args: object, **kw: object) -> None:
         given = signature.bind(self, *args, **kw)
         given.apply_defaults()
         backend = backend_for(given.arguments)
@@ -176,8 +167,14 @@ def install() -> None:
     Attention.__init__ = init
     latent, named = MLAAttention.__init__, inspect.signature(MLAAttention.__init__)
 
-    def init_latent(self: Any, *args: Any, **kw: Any) -> None:
-        _refuse_latent(named.bind(self, *args, **kw).arguments.get("prefix", ""))
+    def init_latent(self: MLAAttention, *args: object, **kw: object) -> None:
+        config = get_current_vllm_config_or_none()
+        if config is not None and (format := format_of(config)) is not None:  # which would be ignored silently
+            prefix = named.bind(self, *args, **kw).arguments.get("prefix", "")
+            raise OptionError(
+                f"a KV cache of {format} inside vLLM: {prefix} uses MLA, whose latent cache it cannot pack; "
+                f"{_without(config, format)}"
+            )
         latent(self, *args, **kw)
 
     MLAAttention.__init__ = init_latent
@@ -185,7 +182,7 @@ def install() -> None:
         return
     spec = Attention.get_kv_cache_spec
 
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+    def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> AttentionSpec:
         found = spec(self, vllm_config)
         backend = self.attn_backend
         if not (isinstance(backend, type) and issubclass(backend, RowBackend)):
@@ -203,7 +200,7 @@ def _clear_whole_blocks() -> None:
 
     plain = CPUModelRunner._zero_block_ids
 
-    def zero(self: Any, block_ids: list[int]) -> None:
+    def zero(self: CPUModelRunner, block_ids: list[int]) -> None:
         layers = self.compilation_config.static_forward_context
         groups = [g for g in self.kv_cache_config.kv_cache_groups if isinstance(g.kv_cache_spec, RowSpec)]
         if not groups:
@@ -217,13 +214,13 @@ def _clear_whole_blocks() -> None:
         CPUModelRunner._zero_block_ids = zero
 
 
-def _together(spec: Any, backend: type[RowBackend], config: Any) -> int:
+def _together(spec: AttentionSpec, backend: type[RowBackend], config: VllmConfig) -> int:
     """Pages per block: in hybrid models enough to cover the 16-bit block, which vLLM makes as large as a state."""
     page = spec.num_kv_heads * backend.rows(spec.head_size).layout.page_bytes
     return int(-(-spec.page_size_bytes // page)) if config.model_config.is_hybrid else 1
 
 
-def _beside_rows(spec: Any, config: Any) -> Any:
+def _beside_rows(spec: SlidingWindowSpec, config: VllmConfig) -> SlidingWindowSpec:
     """The spec of a sliding-window layer in 16 bits: its blocks are padded to the packed layers' page size."""
     format = format_of(config)
     if format is None:
@@ -248,7 +245,7 @@ def _widen_tables(front: int) -> None:
         return
     plain = getattr(runner.BlockTables, "plain", runner.BlockTables)
 
-    def wider(*args: Any, max_num_blocks_per_group: list[int], **kw: Any) -> Any:
+    def wider(*args: object, max_num_blocks_per_group: list[int], **kw: object) -> "BlockTables":
         return plain(*args, max_num_blocks_per_group=[n + front for n in max_num_blocks_per_group], **kw)
 
     wider.anybit, wider.plain = front, plain  # type: ignore[attr-defined]

@@ -9,15 +9,21 @@ and prefix hits are whole pages. The rest of vLLM is unaware of them.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
+from vllm.config import VllmConfig
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from anybit.ops.kv_rows import PAGE, RowLayout
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
 _logger = logging.getLogger("vllm.anybit")
 _EACH = 8192
@@ -67,15 +73,14 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
         sixteen = 4 * self.num_kv_heads * self.head_size
         return blocks * each // needed, blocks * self.real_page_size_bytes // sixteen
 
-    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """The width of a block-table row."""
         return self.front + int(-(-max_len // self.block_size))
 
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of a request of the maximum length."""
-        return int(
-            self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len) * self.page_size_bytes
-        )
+        blocks = self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len)
+        return int(blocks * self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: Sequence["RowSpec"]) -> "RowSpec":
@@ -88,24 +93,6 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
         return replace(specs[0])
 
 
-class _Pages:
-    """Context manager: take a request's residual blocks out of its row, so that the base class sees only pages."""
-
-    def __init__(self, manager: "RowManager", request: str) -> None:
-        self.manager, self.request, self.front = manager, request, list[Any]()
-
-    def __enter__(self) -> None:
-        count = self.manager.fronts.get(self.request, 0)
-        if count:
-            row = self.manager.req_to_blocks[self.request]
-            self.front = row[:count]
-            del row[:count]
-
-    def __exit__(self, *error: object) -> None:
-        if self.front:
-            self.manager.req_to_blocks[self.request][:0] = self.front
-
-
 class RowManager(FullAttentionManager):  # type: ignore[misc]
     """Manages rows with the residual in front. The base class sees only pages, so it may change between versions.
 
@@ -114,7 +101,7 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
 
     supports_fine_grained_hash_lookup = False  # a hit inside a page would need its tokens in 16 bits
 
-    def __init__(self, spec: RowSpec, *args: Any, **kw: Any) -> None:
+    def __init__(self, spec: RowSpec, *args: object, **kw: object) -> None:
         super().__init__(spec, *args, **kw)
         self.spec = spec
         self.fronts: dict[str, int] = {}
@@ -129,6 +116,19 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
             spec.format, packed, _EACH, plain,
         )  # fmt: skip
 
+    @contextmanager
+    def _pages(self, request: str) -> Iterator[None]:
+        """Take a request's residual blocks out of its row, so that the base class sees only pages."""
+        count = self.fronts.get(request, 0)
+        front = self.req_to_blocks[request][:count] if count else []
+        if count:
+            del self.req_to_blocks[request][:count]
+        try:
+            yield
+        finally:
+            if front:
+                self.req_to_blocks[request][:0] = front
+
     def _missing(self, request: str, tokens: int, hits: bool) -> int:
         """Residual blocks still to allocate for a request of ``tokens`` tokens."""
         front = self.spec.front
@@ -136,43 +136,47 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
         return int(max(wanted - self.fronts.get(request, 0), 0))
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: Any, *args: Any, **kw: Any
+        self, request_id: str, num_tokens: int, new_computed_blocks: "list[KVCacheBlock]", *args: object, **kw: object
     ) -> int:
         """Blocks still to allocate for a request of ``num_tokens`` tokens, residual included."""
         pages = num_tokens // PAGE * PAGE
-        with _Pages(self, request_id):
+        with self._pages(request_id):
             found = super().get_num_blocks_to_allocate(request_id, pages, new_computed_blocks, *args, **kw)
         return int(found + self._missing(request_id, num_tokens, bool(new_computed_blocks)))
 
-    def allocate_external_computed_blocks(self, *args: Any, **kw: Any) -> Any:
+    def allocate_external_computed_blocks(self, *args: object, **kw: object) -> NoReturn:
         """Not supported: blocks from a KV connector have no residual."""
         raise NotImplementedError(
             "anybit's KV cache inside vLLM does not support KV connectors, which do not transfer its residual: leave "
             "out --kv-transfer-config"
         )
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kw: Any) -> Any:
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, *args: object, **kw: object
+    ) -> "list[KVCacheBlock]":
         """Allocate the missing blocks of a request of ``num_tokens`` tokens. Returns them, residual first."""
         have = self.fronts.get(request_id, 0)
-        with _Pages(self, request_id):
+        with self._pages(request_id):
             missing = self._missing(request_id, num_tokens, bool(self.req_to_blocks[request_id]))
             new = super().allocate_new_blocks(request_id, num_tokens // PAGE * PAGE, *args, **kw)
         front = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id][have:have] = front
         self.fronts[request_id] = have + missing
-        return front + new
+        found: list[KVCacheBlock] = front + new
+        return found
 
-    def cache_blocks(self, request: Any, *args: Any, **kw: Any) -> None:
+    def cache_blocks(self, request: "Request", *args: object, **kw: object) -> None:
         """Hash full pages, for prefix caching."""
-        with _Pages(self, request.request_id):
+        with self._pages(request.request_id):
             super().cache_blocks(request, *args, **kw)
 
-    def pop_blocks_for_free(self, request_id: str) -> Any:
+    def pop_blocks_for_free(self, request_id: str) -> "list[KVCacheBlock]":
         """Remove a request and return its blocks."""
         self.fronts.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks
 
-    def _cache_partial_tail_block(self, *args: Any, **kw: Any) -> None:
+    def _cache_partial_tail_block(self, *args: object, **kw: object) -> None:
         return
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:

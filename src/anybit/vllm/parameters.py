@@ -4,24 +4,29 @@ vLLM's ``weight_loader_v2`` of column-parallel, fused and row-parallel layers ca
 (outputs) are sharded by vLLM's offsets; inputs by ``cut``, since words and groups may straddle a shard's border.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.parameter import ModelWeightParameter, PackedColumnParameter, PerTensorScaleParameter
+from vllm.model_executor.utils import set_weight_attrs
 
-from anybit.codes.packing import unpack_words, words_per_row
-from anybit.errors import CheckpointError, LayerError
+from anybit.checkpoints.verify import check_values, layer_shapes
+from anybit.codes.packing import QuantizedWeight, unpack_words, words_per_row
+from anybit.errors import AnyBitError, CheckpointError, LayerError
+from anybit.scheme import WeightFormat
 
+Loader = Callable[..., None]
+"""(parameter, a checkpoint's tensor, which part of a fused layer it is)."""
 Cut = Callable[[Tensor], Tensor]
 """Whole tensor -> the part for this rank's inputs."""
 ANOTHER = "the folder is damaged, or its config.json is another model's: download it, or quantize the model, again"
 """Advice for errors about tensors that do not fit the model."""
 
 
-class _Rows:
+class _PerOutput:
     """Loaders for a tensor with a row per output. name_: the layer's and tensor's name, for errors."""
 
     data: Tensor
@@ -41,13 +46,14 @@ class _Rows:
     def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
         self._place(loaded_weight, 0, self.data.shape[0], self.tp_rank, self.tp_size)
 
-    def load_merged_column_weight(self, loaded_weight: Tensor, **where: Any) -> None:
-        self._place(loaded_weight, where["shard_offset"], where["shard_size"], self.tp_rank, self.tp_size)
+    def load_merged_column_weight(self, loaded_weight: Tensor, shard_offset: int, shard_size: int, **_: object) -> None:
+        self._place(loaded_weight, shard_offset, shard_size, self.tp_rank, self.tp_size)
 
-    def load_qkv_weight(self, loaded_weight: Tensor, **where: Any) -> None:
-        copies = 1 if where["shard_id"] == "q" else where["num_heads"]  # ranks that share a KV head
-        rank, ranks = self.tp_rank // copies, self.tp_size // copies
-        self._place(loaded_weight, where["shard_offset"], where["shard_size"], rank, ranks)
+    def load_qkv_weight(
+        self, loaded_weight: Tensor, shard_offset: int, shard_size: int, shard_id: str, num_heads: int, **_: object
+    ) -> None:
+        copies = 1 if shard_id == "q" else num_heads  # ranks that share a KV head
+        self._place(loaded_weight, shard_offset, shard_size, self.tp_rank // copies, self.tp_size // copies)
 
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
         self._place(loaded_weight, 0, self.data.shape[0], 0, 1)
@@ -63,18 +69,18 @@ class _Rows:
         self.data.narrow(0, offset, size).copy_(rows.narrow(0, rank * size, size))
 
 
-class Rows(_Rows, ModelWeightParameter):  # type: ignore[misc]
+class PerOutput(_PerOutput, ModelWeightParameter):  # type: ignore[misc]
     """Words, scales or indices [N, ...], stored with a row per output."""
 
-    def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut) -> None:
+    def __init__(self, data: Tensor, weight_loader: Loader, name: str, cut: Cut) -> None:
         self.name_, self.cut = name, cut
         super().__init__(data=data, weight_loader=weight_loader, input_dim=1, output_dim=0)
 
 
-class Zeros(_Rows, PackedColumnParameter):  # type: ignore[misc]
+class Zeros(_PerOutput, PackedColumnParameter):  # type: ignore[misc]
     """Zero points uint8 [N, G]; the checkpoint packs them along N: int32 [ceil(N * bits / 32), G]."""
 
-    def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut, bits: int) -> None:
+    def __init__(self, data: Tensor, weight_loader: Loader, name: str, cut: Cut, bits: int) -> None:
         self.name_, self.cut, self.bits = name, cut, bits
         super().__init__(
             data=data, weight_loader=weight_loader, output_dim=0, packed_dim=0, packed_factor=Fraction(32, bits)
@@ -95,39 +101,34 @@ class Zeros(_Rows, PackedColumnParameter):  # type: ignore[misc]
         return size // 32, offset // 32
 
 
-class Pieces(ModelWeightParameter):  # type: ignore[misc]
+Sharded = PerOutput | Zeros
+
+
+class Pieces(_PerOutput, ModelWeightParameter):  # type: ignore[misc]
     """A tensor of fused layers whose formats differ. data: empty.  pieces: each layer's tensor, by its first output."""
 
-    def __init__(self, data: Tensor, weight_loader: Callable[..., None], pieces: "dict[int, Rows | Zeros]") -> None:
+    def __init__(self, data: Tensor, weight_loader: Loader, pieces: "dict[int, Sharded]") -> None:
         self.pieces = pieces
         super().__init__(data=data, weight_loader=weight_loader, input_dim=1, output_dim=0)
 
     def part(self, start: int, count: int) -> Tensor | None:
-        """Like ``_Rows.part``."""
+        """Like ``PerOutput.part``."""
         return self.pieces[start].data if start in self.pieces else None
 
     def release(self) -> None:
         """Free what was loaded: vLLM keeps a copy of this parameter, which refers to the same pieces."""
         self.pieces.clear()
 
-    def _at(self, offset: int) -> "Rows | Zeros":
+    def _place(self, loaded: Tensor, offset: int, size: int, rank: int, ranks: int) -> None:
         if not self.pieces:
             raise LayerError("fused layers whose formats differ cannot be reloaded: restart the engine")
-        piece = self.pieces[offset]
-        piece.tp_rank, piece.tp_size = self.tp_rank, self.tp_size  # set after construction for replicated layers
-        return piece
-
-    def load_merged_column_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
-        self._at(where["shard_offset"]).load_merged_column_weight(loaded_weight, **{**where, "shard_offset": 0})
-
-    def load_qkv_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
-        self._at(where["shard_offset"]).load_qkv_weight(loaded_weight, **{**where, "shard_offset": 0})
+        self.pieces[offset]._place(loaded, 0, size, rank, ranks)
 
 
 class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
     """Per-layer data of fused layers, shared by all outputs of a layer: [parts, ...]."""
 
-    def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut) -> None:
+    def __init__(self, data: Tensor, weight_loader: Loader, name: str, cut: Cut) -> None:
         self.name_, self.cut = name, cut
         super().__init__(data=data, weight_loader=weight_loader)
 
@@ -136,7 +137,7 @@ class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
 
     load_row_parallel_weight = load_column_parallel_weight
 
-    def _load_into_shard_id(self, loaded_weight: Tensor, shard_id: str | int, **_: Any) -> None:
+    def _load_into_shard_id(self, loaded_weight: Tensor, shard_id: str | int, **_: object) -> None:
         part = self.cut(loaded_weight)
         if part.shape != self.data.shape[1:]:
             raise CheckpointError(
@@ -156,12 +157,7 @@ def unpacked_zeros(name: str, packed: Tensor, bits: int, rows: int) -> Tensor:
     return unpack_words(packed.t().contiguous(), bits, rows).t()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The ``Cut`` of a layer that keeps all inputs."""
-    return tensor
-
-
-def load_replicated(param: Any, loaded: Tensor, shard_id: Any = None) -> None:
+def load_replicated(param: _PerOutput, loaded: Tensor, shard_id: str | int | None = None) -> None:
     """Loader for replicated layers (vLLM's own compares shapes, but zero points are stored packed).
 
     This and other loaders must name their argument ``param``: vLLM passes it by keyword when it reloads weights.
@@ -169,15 +165,40 @@ def load_replicated(param: Any, loaded: Tensor, shard_id: Any = None) -> None:
     param.load_column_parallel_weight(loaded)
 
 
-def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros for a parameter, on the device that vLLM builds the model on."""
-    return torch.zeros(shape, dtype=dtype)
+def tensors_of(fmt: WeightFormat, n: int, k: int, groups: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Zeros for the tensors of a weight of n outputs and k inputs, a row per output, by name; zero points unpacked."""
+    grouped = {"weight_scale": dtype, "weight_minimum": dtype, "weight_zero_point": torch.uint8}
+    return {
+        name: torch.zeros((n, groups) if name in grouped else shape, dtype=grouped.get(name, torch.int32))
+        for name, shape in layer_shapes(n, k, fmt).items()
+        if name != "weight_shape"
+    }
 
 
-def nothing_of(layer: str) -> Callable[..., None]:
-    """A loader for a quantized layer's empty ``weight``; it raises LayerError for one that holds values."""
+def weight_of(name: str, found: Mapping[str, Tensor], shape: tuple[int, int], fmt: WeightFormat) -> QuantizedWeight:
+    """The weight [N, K] whose loaded tensors are ``found``. name: the layer's, for errors.
 
-    def load(param: Tensor, loaded: Tensor, *shard: Any) -> None:
+    Raises CheckpointError for values that no layer has.
+    """
+    check_values(name, {**found, "weight_shape": torch.tensor(shape)})
+    zero, order, indices, minimum = (found.get(f"weight_{x}") for x in ("zero_point", "g_idx", "indices", "minimum"))
+    return QuantizedWeight(found["weight_packed"], found["weight_scale"], zero, shape, fmt, order, indices, minimum)
+
+
+def add(layer: nn.Module, name: str, data: Tensor, loader: Loader, **attributes: int) -> None:
+    """Register a parameter that ``loader`` fills. attributes: as vLLM's own loaders read them."""
+    parameter = nn.Parameter(data, requires_grad=False)
+    set_weight_attrs(parameter, {"weight_loader": loader, **attributes})
+    layer.register_parameter(name, parameter)
+
+
+def nothing_of(layer: str) -> Loader:
+    """A loader for a quantized layer's empty ``weight``; it raises LayerError for one that holds values.
+
+    Folders that only anybit reads have such a tensor per layer, which makes other programs' loaders fail.
+    """
+
+    def load(param: Tensor, loaded: Tensor, *shard: object) -> None:
         if loaded.numel():
             raise LayerError(
                 f"the folder has a 16-bit weight {tuple(loaded.shape)} of layer {layer}, which its config.json says is "
@@ -185,3 +206,12 @@ def nothing_of(layer: str) -> Callable[..., None]:
             )
 
     return load
+
+
+@contextmanager
+def named(layer: str) -> Iterator[None]:
+    """Errors of anybit that are raised inside begin with the name of a layer."""
+    try:
+        yield
+    except AnyBitError as error:
+        raise type(error)(f"{layer}: {error}") from None

@@ -1,10 +1,9 @@
 """A quantized GEMM of a vLLM layer: the layer's buffers that it reads, and its call."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from anybit import ops
@@ -23,14 +22,14 @@ class Product:
     hadamard: bool
 
     @classmethod
-    def of(cls, layer: Any, prefix: str, prepared: ops.Prepared, hadamard: bool = False) -> "Product":
+    def of(cls, layer: nn.Module, prefix: str, prepared: ops.Prepared, hadamard: bool = False) -> "Product":
         """Register a prepared weight's tensors as buffers of the layer, named ``{prefix}_{index}``."""
         names = tuple(f"{prefix}_{index}" for index in range(len(prepared.tensors)))
         for name, tensor in zip(names, prepared.tensors, strict=True):
             layer.register_buffer(name, tensor, persistent=False)
         return cls(prepared.spec.n, prepared.spec_text, names, hadamard)
 
-    def refill(self, layer: Any, prepared: ops.Prepared) -> None:
+    def refill(self, layer: nn.Module, prepared: ops.Prepared) -> None:
         """Copy a reloaded weight into the existing buffers, whose addresses CUDA graphs hold; LayerError if it differs.
 
         vLLM moves the buffers off the layer during a reload and restores them afterwards.
@@ -43,11 +42,11 @@ class Product:
             assert old is not None
             old.copy_(new)
 
-    def weight(self, layer: Any) -> list[Tensor]:
+    def weight(self, layer: nn.Module) -> list[Tensor]:
         """The layer's buffers with the prepared weight."""
         return [getattr(layer, name) for name in self.tensors]
 
-    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Y = x W^T + bias: x [..., K] -> [..., N], in x's dtype."""
         y: Tensor = torch.ops.anybit.linear(x, self.weight(layer), bias, self.spec)
         return y

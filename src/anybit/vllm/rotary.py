@@ -12,10 +12,10 @@ Both find the layer's pages as vLLM's ``unified_kv_cache_update`` does, and stor
 
 from dataclasses import dataclass
 from types import CodeType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -34,6 +34,9 @@ from anybit.ops import pages
 from anybit.ops.elementwise import paired_channels
 from anybit.scheme import Scheme
 
+if TYPE_CHECKING:
+    from vllm.model_executor.models.llama import LlamaAttention  # and those like it
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -50,14 +53,14 @@ class Heads:
         return paired_channels(self.query, self.key, self.dim) if self.paired else None
 
 
-def heads_of(parent: nn.Module | None, dtype: torch.dtype, scheme: Scheme, plain: bool) -> Heads | None:
+def heads_of(parent: "LlamaAttention | None", dtype: torch.dtype, scheme: Scheme, plain: bool) -> Heads | None:
     """The heads of an attention module whose forward can be replaced; None if it cannot.
 
     parent: the module whose qkv_proj is being prepared.  plain: qkv_proj is one GEMM, and no LoRA adds to its outputs.
     """
     norms = None if parent is None else _norms_heads(type(parent).forward.__code__)
-    attention: Any = getattr(parent, "attn", None)
-    rotary: Any = getattr(parent, "rotary_emb", None)
+    attention: Attention = getattr(parent, "attn", None)
+    rotary: RotaryEmbedding = getattr(parent, "rotary_emb", None)
     if norms is None or getattr(parent, "qk_norm", False) or type(attention) is not Attention:
         return None
     if not (stores_pages(attention, dtype) and _is_plain(rotary, attention.head_size)):
@@ -78,7 +81,7 @@ def _norms_heads(code: CodeType) -> bool | None:
     return VLLM_ATTENTION.get(code.co_names) if arguments == ("self", "positions", "hidden_states") else None
 
 
-def stores_pages(attention: Any, dtype: torch.dtype) -> bool:
+def stores_pages(attention: Attention, dtype: torch.dtype) -> bool:
     """Whether an attention layer stores plain 16-bit pages, in a cache update separate from its attention kernel."""
     return (
         attention.attn_backend.get_name() == "FLASH_ATTN"
@@ -94,7 +97,7 @@ def stores_pages(attention: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _is_plain(rotary: Any, head_size: int) -> bool:
+def _is_plain(rotary: RotaryEmbedding, head_size: int) -> bool:
     """Whether a rotary embedding is NeoX-style over whole heads, with vLLM's own cos/sin table and forward."""
     own = isinstance(rotary, RotaryEmbedding) and rotary.is_neox_style and rotary.rotary_dim == head_size
     return own and all(
@@ -102,20 +105,20 @@ def _is_plain(rotary: Any, head_size: int) -> bool:
     )
 
 
-def replace_forward(parent: Any, heads: Heads) -> None:
+def replace_forward(parent: "LlamaAttention", heads: Heads) -> None:
     """Have an attention module run ``rotate_cache`` between its projection and its attention."""
     parent.anybit_paired, parent.attn.anybit_stores = heads.paired, True
     parent.forward = MethodType(_forward, parent)
     _take_frequencies_of_a_cpu(parent.rotary_emb)
 
 
-def _take_frequencies_of_a_cpu(rotary: Any) -> None:
+def _take_frequencies_of_a_cpu(rotary: RotaryEmbedding) -> None:
     """Compute RoPE frequencies on the CPU, as transformers does: a GPU's powers round differently."""
     table, plain = rotary.cos_sin_cache, rotary._compute_inv_freq
     if hasattr(plain, "anybit"):  # layers share their rotary embedding
         return
 
-    def frequencies(*given: Any) -> Tensor:
+    def frequencies(*given: float) -> Tensor:
         with torch.device("cpu"):
             found: Tensor = plain(*given)
         return found.to(table.device)
@@ -126,7 +129,7 @@ def _take_frequencies_of_a_cpu(rotary: Any) -> None:
         table.copy_(rotary._compute_cos_sin_cache())
 
 
-def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
+def _forward(self: "LlamaAttention", positions: Tensor, hidden_states: Tensor) -> Tensor:
     attention, norm = self.attn, getattr(self, "q_norm", None)
     qkv, _ = self.qkv_proj(hidden_states)
     gammas = (None, None, 0.0) if norm is None else (norm.weight, self.k_norm.weight, norm.variance_epsilon)
@@ -141,7 +144,7 @@ def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
-def pages_of(layer: Any, cache: Tensor) -> tuple[Tensor, Tensor]:
+def pages_of(layer: Attention, cache: Tensor) -> tuple[Tensor, Tensor]:
     """Views of keys and values [pages, tokens, heads, dim] of a layer's cache [pages, heads, tokens, keys | values]."""
     known = getattr(layer, "anybit_pages", None)
     if known is None or known[0] is not cache:
@@ -151,7 +154,9 @@ def pages_of(layer: Any, cache: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _step(positions: Tensor, table: Tensor, query_heads: int, key_heads: int, name: Any) -> pages.RopePagesArgs:
+def _arguments(
+    positions: Tensor, table: Tensor, query_heads: int, key_heads: int, name: LayerNameType
+) -> pages.RopePagesArgs:
     """Arguments for RoPE and the cache write of a layer in this step."""
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(name))
     keys = values = None
@@ -164,14 +169,11 @@ def _rotate_cache(
     qkv: Tensor, positions: Tensor, table: Tensor, query_heads: int, key_heads: int, q_gamma: Tensor | None,
     k_gamma: Tensor | None, epsilon: float, paired: bool, layer_name: LayerNameType,
 ) -> Tensor:  # fmt: skip
-    step = _step(positions, table, query_heads, key_heads, layer_name)
-    return pages.rotate_pages(step, qkv, q_gamma, k_gamma, epsilon, paired)
+    args = _arguments(positions, table, query_heads, key_heads, layer_name)
+    return pages.rotate_pages(args, qkv, q_gamma, k_gamma, epsilon, paired)
 
 
-def _rotate_cache_fake(
-    qkv: Tensor, positions: Tensor, table: Tensor, query_heads: int, key_heads: int, q_gamma: Tensor | None,
-    k_gamma: Tensor | None, epsilon: float, paired: bool, layer_name: LayerNameType,
-) -> Tensor:  # fmt: skip
+def _rotate_cache_fake(qkv: Tensor, positions: Tensor, table: Tensor, query_heads: int, *_: object) -> Tensor:
     return qkv.new_empty(qkv.shape[0], query_heads, table.shape[1])
 
 
@@ -179,8 +181,8 @@ def _norm_rotate_cache(
     x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None, spec: str,
     positions: Tensor, table: Tensor, query_heads: int, key_heads: int, layer_name: LayerNameType,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    step = _step(positions, table, query_heads, key_heads, layer_name)
-    return pages.norm_rotate_pages(step, x, residual, gamma, epsilon, weight, bias, spec)
+    args = _arguments(positions, table, query_heads, key_heads, layer_name)
+    return pages.norm_rotate_pages(args, x, residual, gamma, epsilon, weight, bias, spec)
 
 
 def _norm_rotate_cache_fake(

@@ -56,24 +56,31 @@ class Server:
         """Whether to run vLLM's worker in its own process even on one GPU, so that launches overlap with scheduling;
         False if arguments for vLLM may set the process layout.
         """
-        words = [word.partition("=")[0].replace("_", "-") for word in self.others]
-        return self.tensor_parallel == 1 and not any(word.startswith(_LAYOUTS) for word in words)
+        return self.tensor_parallel == 1 and not any(name.startswith(_LAYOUTS) for name, *_ in options_in(self.others))
 
 
-_LAYOUTS = ("--distributed-executor", "--config", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
+_LAYOUTS = ("distributed-executor", "config", "pipeline-parallel", "pp", "data-parallel", "dp", "nnodes")
+
+
+def options_in(others: list[str]) -> list[tuple[str, list[str], list[str]]]:
+    """(name without dashes and with hyphens, values, words) of each option among arguments for vLLM, in order.
+
+    Words that belong to no option have the name "".
+    """
+    found = [("", list[str](), list[str]())]
+    for word in others:
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            found.append((name.lstrip("-").replace("_", "-"), [value] if equals else [], [word]))
+        else:
+            found[-1][1].append(word)
+            found[-1][2].append(word)
+    return found
 
 
 def values_of(option: str, others: list[str]) -> list[str]:
     """The values of an option (named without dashes) among arguments for vLLM; the last occurrence wins, as in vLLM."""
-    found, taking = list[str](), False
-    for word in others:
-        name, equals, value = word.partition("=")
-        if name.startswith("-"):
-            taking = name.lstrip("-").replace("_", "-") == option
-            found = ([value] if equals else []) if taking else found
-        elif taking:
-            found.append(word)
-    return found
+    return next((values for name, values, _ in reversed(options_in(others)) if name == option), [])
 
 
 def without_key(others: list[str]) -> tuple[list[str], str | None]:
@@ -81,20 +88,11 @@ def without_key(others: list[str]) -> tuple[list[str], str | None]:
 
     Raises OptionError for several keys: the environment variable takes only one.
     """
-    rest, keys, taking = [], [], False
-    for word in others:
-        name, equals, value = word.partition("=")
-        named = name.replace("_", "-") == "--api-key"
-        taking = (named and not equals) or (taking and not word.startswith("-"))
-        if named and equals:
-            keys.append(value)
-        elif taking and not named:
-            keys.append(word)
-        elif not named:
-            rest.append(word)
+    found = options_in(others)
+    keys = [key for name, values, _ in found if name == "api-key" for key in values]
     if len(keys) > 1:
         raise OptionError(f"--api-key takes one key, not {len(keys)}: vLLM would write several keys to its log")
-    return rest, keys[0] if keys else None
+    return [word for name, _, words in found if name != "api-key" for word in words], keys[0] if keys else None
 
 
 KEEP_ALIVE = 75

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from anybit.checkpoints.folder import read_json
 from anybit.errors import KernelError, OptionError
-from anybit.vllm.server import Server, vllm_environment, without_key
+from anybit.vllm.server import Server, options_in, vllm_environment, without_key
 from anybit.vllm.serving_source import vllm_folder
 
 
@@ -85,8 +85,7 @@ _BESIDE_SCHEME = ("quantization", "q", "hf-overrides")
 
 def _refuse_misplaced(server: Server) -> None:
     """Raise OptionError for arguments for vLLM that would override options of ``anybit serve``."""
-    for word in server.others:
-        name = word.partition("=")[0].lstrip("-").replace("_", "-") if word.startswith("-") else ""
+    for name, _, (word, *_) in options_in(server.others)[1:]:
         if name in _MISPLACED:
             raise OptionError(f"{word} {_MISPLACED[name]}")
         if server.scheme is not None and name.partition(".")[0] in _BESIDE_SCHEME:

@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from anybit.checkpoints.configuration import METHOD, Quantization, refuse_quantized
 from anybit.checkpoints.folder import read_json
@@ -53,7 +52,7 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
         yield path, _checked(path, config, server)
 
 
-def _checked(path: Path, config: dict[str, Any], server: Server) -> list[str]:
+def _checked(path: Path, config: dict[str, object], server: Server) -> list[str]:
     """Check a folder. Returns the arguments for vLLM by which anybit's kernels run another tool's."""
     chosen = (values_of("quantization", server.others) or values_of("q", server.others))[-1:]
     other = Quantization.of(config) is None and format_of(config) is not None

@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from anybit.checkpoints.configuration import METHOD, method_of
@@ -80,7 +79,7 @@ class Source:
             copy.copy(found).check(skeleton(self.folder, self._trusted))  # on a copy: ``check`` renames the layers
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without the open files: the engine's process opens them itself, but need not check them again."""
         return {**self.__dict__, "_opened": None}
 
@@ -121,7 +120,9 @@ def install() -> None:
         return
 
     @functools.wraps(stored)
-    def get_all_weights(self: Any, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def get_all_weights(
+        self: DefaultModelLoader, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, Tensor]]:
         if model_config.quantization != METHOD or model_config.model not in _streamed:
             return stored(self, model_config, model)  # type: ignore[no-any-return]
         self.counter_before_loading_weights = time.perf_counter()

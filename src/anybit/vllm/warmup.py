@@ -1,14 +1,16 @@
 """Compile a model's kernels once all its layers are loaded, before the first request."""
 
 import logging
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from anybit.ops import Prepared
-from anybit.ops.compile_ahead import CompiledAhead, LayerKind, compile_ahead, make_ready
+from anybit.ops.compile_ahead import CompiledAhead, Kernel, LayerKind, compile_ahead, make_ready
+from anybit.vllm.product import Product
 from anybit.vllm.rotary import Heads
 
 _logger = logging.getLogger("vllm.anybit")
@@ -17,9 +19,9 @@ _SEQUENCES = 1024
 """Most tokens and most sequences of a step, if there is no engine configuration."""
 
 
-def get_ready(kernels: list[Any], device: torch.device, of: str) -> None:
-    """Compile kernels now, and log it. of: what the kernels run, for the log line."""
-    _tell(make_ready(kernels, device), of)
+def get_ready(kernels: Iterable[Kernel], device: torch.device, of: str) -> None:
+    """Compile kernels now, each once, and log it. of: what the kernels run, for the log line."""
+    _tell(make_ready(list(dict.fromkeys(kernels)), device), of)
 
 
 def _tell(done: CompiledAhead, of: str) -> None:
@@ -31,7 +33,7 @@ def _tell(done: CompiledAhead, of: str) -> None:
     )  # fmt: skip
 
 
-class Ledger:
+class WarmUp:
     """Counts a model's layers as they are loaded, and compiles their kernels after the last one.
 
     heads: output heads to quantize that vLLM has not built yet.  adapters: whether LoRA may add to outputs.
@@ -53,29 +55,24 @@ class Ledger:
             self._sequences = config.scheduler_config.max_num_seqs or _SEQUENCES
             self.adapters = config.lora_config is not None
 
-    def add(self, layer: Any, products: list[Any], heads: Heads | None = None, paired: bool = False) -> None:
+    def add(
+        self, layer: LinearBase | VocabParallelEmbedding, products: list[Product], heads: Heads | None = None,
+        paired: bool = False, head: bool = False,
+    ) -> None:  # fmt: skip
         """Count a loaded layer; after the last one, compile the kernels of all.
 
-        heads: of a qkv_proj that RoPE follows.  paired: the outputs of a gate_up_proj are interleaved.
+        heads: of a qkv_proj that RoPE follows.  paired: the outputs of a gate_up_proj are interleaved.  head: the layer
+        is an output head, which sees only about one token per sequence.
         """
         turned = None if heads is None else (heads.query, heads.key, heads.dim, heads.paired)
+        most = min(self._sequences, self._tokens) if head else None
         for product in products:
-            bias = layer.bias is not None
-            kind = LayerKind(product.spec, layer.params_dtype, bias, product.hadamard, turned, paired=paired)
-            self._note(kind, [getattr(layer, name) for name in product.tensors])
+            tensors = product.weight(layer)
+            if tensors[0].is_cuda:
+                bias = layer.bias is not None
+                kind = LayerKind(product.spec, layer.params_dtype, bias, product.hadamard, turned, most, paired)
+                self._kinds.setdefault(kind, tensors)
         self._count()
-
-    def add_head(self, layer: Any, prepared: Prepared) -> None:
-        """The same for an output head, which sees only about one token per sequence."""
-        most = min(self._sequences, self._tokens)
-        self._note(
-            LayerKind(prepared.spec_text, layer.params_dtype, layer.bias is not None, most=most), prepared.tensors
-        )
-        self._count()
-
-    def _note(self, kind: LayerKind, tensors: list[Tensor]) -> None:
-        if tensors[0].is_cuda:
-            self._kinds.setdefault(kind, tensors)
 
     def _count(self) -> None:
         self._ready += 1
