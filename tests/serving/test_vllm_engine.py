@@ -178,16 +178,21 @@ def test_layers_that_keep_a_state_stay_as_they_are_beside_a_low_bit_cache(format
     assert format != "kv16" or found["beside 16 bits"]["furthest"] < 0.01
 
 
+def up(small: Path, tmp_path: Path, *flags: str) -> Any:
+    """`anybit serve` of a quantized model, once it is ready."""
+    folder = quantized(small, "w4a16g64", tmp_path / "q")
+    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    words = ("--dtype", "float32", "--max-length", "256", "--memory", "0.2", *flags)
+    return cases.served(folder, tmp_path / "log", *words, seconds=900)
+
+
 def test_embeddings_are_the_model_s(small: Path, tmp_path: Path) -> None:
     import httpx
 
-    folder = quantized(small, "w4a16g64", tmp_path / "q")
-    flags = ("--dtype", "float32", "--max-length", "256", "--memory", "0.2", "--", "--enforce-eager")
-    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    with cases.served(folder, tmp_path / "log", *flags, "--runner", "pooling", seconds=900) as up:
-        answer = httpx.post(f"{up.url}/v1/embeddings", json={"model": up.model, "input": "abc"}, timeout=60)
+    with up(small, tmp_path, "--", "--enforce-eager", "--runner", "pooling") as server:
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": server.model, "input": "abc"}, timeout=60)
     found = torch.tensor(answer.json()["data"][0]["embedding"])
-    loaded = load_model(folder, dtype=torch.float32)
+    loaded = load_model(tmp_path / "q", dtype=torch.float32)
     with torch.no_grad():
         last = loaded.model.model(**loaded.tokenizer("abc", return_tensors="pt")).last_hidden_state[0, -1]
     torch.testing.assert_close(found, last / last.norm(), rtol=0, atol=1e-4)
@@ -196,15 +201,12 @@ def test_embeddings_are_the_model_s(small: Path, tmp_path: Path) -> None:
 def test_a_killed_worker_ends_the_server_with_one_clear_error(small: Path, tmp_path: Path) -> None:
     import psutil
 
-    folder = quantized(small, "w4a16g64", tmp_path / "q")
-    flags = ("--dtype", "float32", "--max-length", "256", "--memory", "0.2", "--tensor-parallel", "2")
-    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    with cases.served(folder, tmp_path / "log", *flags, "--", "--enforce-eager", seconds=900) as up:
-        family = psutil.Process(up.process.pid).children(recursive=True)
+    with up(small, tmp_path, "--tensor-parallel", "2", "--", "--enforce-eager") as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
         (worker,) = [one for one in family if "Worker_TP1" in " ".join(one.cmdline())]
         worker.kill()
-        assert up.process.wait(timeout=60) == 1
-        told = [line for line in up.said.splitlines() if line.startswith("error: ")]
-        assert len(told) == 1 and told[0].startswith("error: vLLM's server ended by itself"), up.said[-3000:]
-        assert "VllmWorker-1 died unexpectedly" in up.said
+        assert server.process.wait(timeout=60) == 1
+        told = [line for line in server.said.splitlines() if line.startswith("error: ")]
+        assert len(told) == 1 and told[0].startswith("error: vLLM's server ended by itself"), server.said[-3000:]
+        assert "VllmWorker-1 died unexpectedly" in server.said
         assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

@@ -8,9 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +86,15 @@ def ask(client: openai.OpenAI, server: cases.Running) -> Callable[..., Any]:
     return asked
 
 
-def greedy(loaded: Loaded, new: int = 12, frequency: float = 0, presence: float = 0) -> tuple[list[int], list[float]]:
-    """Tokens after PROMPT by anybit without vLLM, with penalties as OpenAI defines them, and log-probabilities."""
+def greedy(loaded: Loaded, new: int = 12) -> tuple[list[int], list[float]]:
+    """Tokens after PROMPT by anybit without vLLM, and their log-probabilities."""
     ids, found = loaded.tokenizer(PROMPT, return_tensors="pt").input_ids, list[float]()
     start = ids.shape[1]
     for _ in range(new):
         with torch.no_grad():
-            logits = loaded.model(ids).logits[0, -1].float()
-        counts = torch.bincount(ids[0, start:], minlength=len(logits))
-        scores = logits - frequency * counts - presence * (counts > 0)
-        token = int(scores.argmax())
-        found.append(float(logits.log_softmax(-1)[token]))
-        ids = torch.cat([ids, torch.tensor([[token]])], -1)
+            chances = loaded.model(ids).logits[0, -1].float().log_softmax(-1)
+        found.append(float(chances.max()))
+        ids = torch.cat([ids, chances.argmax()[None, None]], -1)
     return ids[0, start:].tolist(), found
 
 
@@ -118,52 +113,10 @@ def test_answers_streams_and_the_line_to_paste(server: cases.Running, ask: Any, 
     pieces = list(ask(stream=True, stream_options={"include_usage": True}))
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text
     assert pieces[-1].usage.completion_tokens == len(tokens)
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
-        assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
 
 
 def test_many_at_once_and_clients_that_hang_up(server: cases.Running) -> None:
     cases.check_many_at_once(server, 24)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_leaves_no_work_behind(server: cases.Running, stream: bool) -> None:
-    before = metric(server, "generation_tokens_total")
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 250, "ignore_eos": True, "stream": stream}
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 30) as raw:
-        text = json.dumps(body)
-        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                    f"Content-Length: {len(text)}\r\n\r\n{text}".encode())  # fmt: skip
-        while metric(server, "num_requests_running") == 0:
-            time.sleep(0.01)
-    end = time.monotonic() + 60
-    while metric(server, "num_requests_running"):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    assert metric(server, "kv_cache_usage_perc") == 0
-    assert metric(server, "generation_tokens_total") - before < 250
-
-
-def test_several_answers_samples_and_seeds(ask: Any) -> None:
-    assert len({choice.text for choice in ask(n=3, temperature=1.0, seed=1).choices}) == 3
-    with ThreadPoolExecutor(6) as pool:  # seeds hold for requests that run together
-        drawn = list(pool.map(lambda seed: ask(temperature=1.0, seed=seed).choices[0].text, (1, 2, 1, 2, 1, 2)))
-    assert drawn[::2] == [drawn[0]] * 3 and drawn[1::2] == [drawn[1]] * 3 and drawn[0] != drawn[1]
-
-
-def test_penalties_are_openai_s(ask: Any, loaded: Loaded) -> None:
-    plain, _ = greedy(loaded, 40)
-    for words in ({"frequency_penalty": 2.0}, {"presence_penalty": -2.0}):
-        expected, _ = greedy(loaded, 40, words.get("frequency_penalty", 0), words.get("presence_penalty", 0))
-        assert ask(max_tokens=40, **words).choices[0].token_ids == expected != plain
-
-
-def test_stop_strings_end_an_answer(ask: Any) -> None:
-    text = ask().choices[0].text
-    end = next(character for character in text[2:] if character.isprintable() and character not in text[:2])
-    choice = ask(stop=end).choices[0]
-    assert (choice.text, choice.finish_reason) == (text.partition(end)[0], "stop")
 
 
 def test_tools_and_structured_answers(client: openai.OpenAI, server: cases.Running, ask: Any) -> None:
@@ -206,26 +159,6 @@ def test_a_prompt_is_not_computed_twice(server: cases.Running, ask: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("completions", {"suffix": "x"}),
-        ("completions", {"max_tokens": "many"}),
-        ("completions", {"max_tokens": 0}),
-        ("completions", {"temperature": -1}),
-        ("completions", {"n": 0}),
-        ("completions", {"prompt": None}),
-        ("completions", {"prompt": "word " * 400}),
-        ("chat/completions", {"messages": []}),
-        ("embeddings", {"input": "abc"}),
-    ],
-)
-def test_what_cannot_be_answered_is_the_client_s_fault(server: cases.Running, path: str, body: dict[str, Any]) -> None:
-    words = {"model": server.model, "prompt": PROMPT, **body}
-    answer = httpx.post(f"{server.url}/v1/{path}", json=words, timeout=60)
-    assert answer.status_code in (400, 404), answer.text
-
-
-@pytest.mark.parametrize(
     ("model", "method", "found"),
     [
         ("q", None, "anybit"),
@@ -244,10 +177,6 @@ def test_a_method_that_is_named_by_hand_runs_or_is_refused(
     except ValueError as error:
         got = str(error)
     assert found in got
-
-
-def test_empty_prompts_and_prompts_beyond_the_context(server: cases.Running) -> None:
-    cases.check_odd_prompts(server)
 
 
 def test_strangers_get_answers_of_the_one_model(server: cases.Running) -> None:
