@@ -159,16 +159,11 @@ def _fitting(loaded: Loaded, prompt: int, new: int) -> int:
     return positions - prompt
 
 
-def scheme_of(loaded: Loaded) -> str | None:
-    """The scheme of a model as text, or None."""
-    return None if loaded.scheme is None else str(loaded.scheme)
-
-
 def speed(loaded: Loaded, figures: dict[str, Any]) -> str:
     """The speed of an answer, in one line."""
     device = loaded.model.device.type
     other = getattr(getattr(loaded.model.config, "quantization_config", None), "quant_method", None)
-    kind = scheme_of(loaded) or ("not quantized" if other is None else str(getattr(other, "value", other)))
+    kind = str(loaded.scheme or ("not quantized" if other is None else getattr(other, "value", other)))
     stopped = "stopped: " if figures["stopped"] else ""
     return (
         f"{stopped}{figures['new_tokens']} tokens, {figures['tokens_per_second']:.1f} tokens/s after the first "

@@ -45,7 +45,8 @@ def generate(
     asked = prompt if raw else [{"role": "user", "content": prompt}]
     text, figures = answer.answer(loaded, asked, max_new_tokens, temperature, top_p, seed, silent=as_json)
     if as_json:
-        print_json({"model": model, "scheme": answer.scheme_of(loaded), "prompt": prompt, "text": text, **figures})
+        used = str(loaded.scheme) if loaded.scheme else None
+        print_json({"model": model, "scheme": used, "prompt": prompt, "text": text, **figures})
     else:
         errors.print(answer.speed(loaded, figures), style="dim")
 

@@ -22,7 +22,6 @@ from anybit.scheme import Scheme
 if TYPE_CHECKING:
     from torch import nn
 
-    from anybit.choose.policy import Policy
     from anybit.tune.search import Progress
 
 Dtype = Annotated[
@@ -188,25 +187,14 @@ def explain(
             for parsed, n, k in layers
             for m in tokens or [1, 16, 256, 4096]
         ]
+    hints = {f"{hint.path} is only a hint: {hint.why_hint(device.name)}": hint for hint in by.hints}
     if as_json:
-        print_json({"products": [asdict(one) for one in found], "hints": [_origin(hint) for hint in by.hints]})
+        print_json({"products": [asdict(one) for one in found], "hints": list(hints)})
         return
     output.print("\n\n".join(one.text() for one in found))
-    for hint in by.hints:
+    for told, hint in hints.items():
         if hint.origin.gpu != device.name:  # for this GPU's maps there was a warning already
-            errors.print(_origin(hint))
-
-
-def _origin(hint: "Policy") -> str:
-    return f"{hint.path} is only a hint: {hint.why_hint(_gpu_of(hint))}"
-
-
-def _gpu_of(hint: "Policy") -> str:
-    import torch
-
-    from anybit.device import Device
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else Device.named("sm_90a").name
+            errors.print(told)
 
 
 def _map(to: Path | None, gpu: str) -> Path:

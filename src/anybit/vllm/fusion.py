@@ -17,6 +17,7 @@ import hashlib
 import logging
 import operator
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -24,10 +25,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.platforms import current_platform
 
 from anybit import ops
@@ -53,6 +54,7 @@ class SiluMul(nn.Module):
         return silu_mul(x, self.paired)
 
 
+@cache
 def watch() -> None:
     """Record the parents of projections while a model is built: a layer does not know its siblings."""
 
@@ -60,12 +62,7 @@ def watch() -> None:
         if child is not None and name in ("qkv_proj", "gate_up_proj", "down_proj"):
             _parents[child] = ref(parent)
 
-    global _watching
-    if _watching is None:
-        _watching = register_module_module_registration_hook(note)
-
-
-_watching: RemovableHandle | None = None
+    register_module_module_registration_hook(note)
 
 
 def parent_of(layer: nn.Module, name: str) -> nn.Module | None:
@@ -83,7 +80,7 @@ def _mlp_of(layer: nn.Module) -> nn.Module | None:
     return parent if plain else None
 
 
-def pairs_of(layer: Any, scheme: Scheme, weight: QuantizedWeight) -> Tensor | None:
+def pairs_of(layer: LinearBase, scheme: Scheme, weight: QuantizedWeight) -> Tensor | None:
     """The output order of a gate_up_proj for a GEMM with a SiLU epilogue; None for the model's own order.
 
     If no GEMM with quantized activations has that epilogue, the kernel before down_proj applies SiLU, to gate and up in
@@ -98,7 +95,7 @@ def pairs_of(layer: Any, scheme: Scheme, weight: QuantizedWeight) -> Tensor | No
     return paired_rows(outputs[0])
 
 
-def activate(layer: nn.Module, scheme: Scheme, paired: bool) -> None:
+def activate(layer: nn.Module, paired: bool) -> None:
     """Replace the activation after a gate_up_proj by anybit's op. paired: its outputs are interleaved."""
     mlp = _mlp_of(layer)
     if mlp is not None:

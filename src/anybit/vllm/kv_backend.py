@@ -108,11 +108,8 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
         """Full graphs for batches of one token each, or of one and its drafts if the kernels take so many."""
-        return (
-            AttentionCGSupport.UNIFORM_BATCH
-            if most_of(vllm_config) > 1
-            else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        )
+        graphs = AttentionCGSupport
+        return graphs.UNIFORM_BATCH if most_of(vllm_config) > 1 else graphs.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device

@@ -115,7 +115,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         layer.anybit_products = tuple(products)
         # vLLM's LoRA reads the layer's device from this attribute.
         layer.register_buffer("weight_packed", getattr(layer, products[0].tensors[0]), persistent=False)
-        fusion.activate(layer, self.scheme, paired is not None)
+        fusion.activate(layer, paired is not None)
         if heads is not None:
             rotary.replace_forward(attention, heads)
         self.warmup.add(layer, products, heads, paired is not None)

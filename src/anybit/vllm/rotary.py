@@ -187,7 +187,7 @@ def _norm_rotate_cache(
 
 def _norm_rotate_cache_fake(
     x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None, spec: str,
-    positions: Tensor, table: Tensor, query_heads: int, key_heads: int, layer_name: LayerNameType,
+    positions: Tensor, table: Tensor, query_heads: int, *_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape[0], query_heads, table.shape[1]), x.new_empty(x.shape)
 

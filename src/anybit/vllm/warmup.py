@@ -72,17 +72,14 @@ class WarmUp:
                 bias = layer.bias is not None
                 kind = LayerKind(product.spec, layer.params_dtype, bias, product.hadamard, turned, most, paired)
                 self._kinds.setdefault(kind, tensors)
-        self._count()
-
-    def _count(self) -> None:
         self._ready += 1
         if self._ready != self._expected:
             return
-        for head in sorted(self.heads):
+        for name in sorted(self.heads):
             _logger.warning(
                 "anybit: %s is not quantized: vLLM did not build this layer, since the model uses its embedding as "
                 "the head, or another pipeline rank has it",
-                head,
+                name,
             )
         if self._kinds:
             of = f"{len(self._kinds)} kinds of layers for up to {self._tokens} tokens"
