@@ -172,7 +172,7 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
         cache = None
         if loaded.scheme is not None and loaded.scheme.kv is not None:
             cache = partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=512)
-        result = evaluate.perplexity(loaded.model, windows, cache=cache, step=16)
+        result = evaluate.perplexity(loaded.model, windows, cache=cache, chunk=16)
         found |= {name: round(result.perplexity, 4), "scored": result.scored}
         del loaded
     return found

@@ -37,6 +37,19 @@ def model_of(name: str, attention: str | None = None, spread: float | None = Non
     return model
 
 
+class Streamer:
+    """Records its input."""
+
+    def __init__(self):
+        self.told = []
+
+    def put(self, tokens):
+        self.told += tokens.flatten().tolist()
+
+    def end(self):
+        self.told.append("end")
+
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

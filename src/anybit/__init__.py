@@ -31,47 +31,26 @@ if TYPE_CHECKING:
     from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
 
 __all__ = [
-    "ActivationFormat",
-    "AnyBitCache",
-    "AnyBitConfig",
-    "AnyBitError",
-    "KVCache",
-    "KVFormat",
-    "QuantLinear",
-    "QuantizedWeight",
-    "Scheme",
-    "WeightFormat",
-    "accelerate",
-    "fuse",
-    "load",
-    "matmul",
-    "quantize",
-    "quantize_weight",
-    "unfuse",
-    "use_backend",
-]
+    "ActivationFormat", "AnyBitCache", "AnyBitConfig", "AnyBitError", "KVCache", "KVFormat", "QuantLinear",
+    "QuantizedWeight", "Scheme", "WeightFormat", "accelerate", "fuse", "load", "matmul", "quantize", "quantize_weight",
+    "unfuse", "use_backend",
+]  # fmt: skip
 
-_HOMES = {
-    "ActivationFormat": "scheme",
-    "AnyBitCache": "hf.cache",
-    "AnyBitConfig": "hf.transformers",
-    "AnyBitError": "errors",
-    "KVCache": "cache.kvcache",
-    "KVFormat": "scheme",
-    "QuantLinear": "layers.linear",
-    "QuantizedWeight": "codes.packing",
-    "Scheme": "scheme",
-    "WeightFormat": "scheme",
-    "accelerate": "hf.fuse",
-    "fuse": "hf.fuse",
-    "load": "hf.loading",
-    "matmul": "layers.functional",
-    "quantize": "layers.functional",
-    "quantize_weight": "codes.rtn",
-    "unfuse": "hf.fuse",
-    "use_backend": "layers.linear",
+_DEFINED = {
+    "cache.kvcache": ["KVCache"],
+    "codes.packing": ["QuantizedWeight"],
+    "codes.rtn": ["quantize_weight"],
+    "errors": ["AnyBitError"],
+    "hf.cache": ["AnyBitCache"],
+    "hf.fuse": ["accelerate", "fuse", "unfuse"],
+    "hf.loading": ["load"],
+    "hf.transformers": ["AnyBitConfig"],
+    "layers.functional": ["matmul", "quantize"],
+    "layers.linear": ["QuantLinear", "use_backend"],
+    "scheme": ["ActivationFormat", "KVFormat", "Scheme", "WeightFormat"],
 }
-"""The module that defines each public name."""
+"""The public names that each module defines."""
+_HOMES = {name: module for module, names in _DEFINED.items() for name in names}
 _MODULES = {"attention": "cache.attention", "evaluate": "hf.evaluate", "functional": "layers.functional"}
 """Modules that are public names themselves."""
 

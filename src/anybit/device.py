@@ -1,7 +1,7 @@
 """What anybit needs to know about a GPU to choose kernels and configs: architecture, SMs, shared memory, bandwidth."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -63,23 +63,17 @@ _TYPICAL = {
         Device("sm_120a", "NVIDIA GeForce RTX 5090", 170, 101376, 1.6e12),
     )
 }
-_SUFFIX = {90: "a", 100: "a", 103: "a", 120: "a"}
 
 
 @cache
 def _present(index: int) -> Device:
-    properties = torch.cuda.get_device_properties(index)
-    capability = properties.major * 10 + properties.minor
-    arch = f"sm_{capability}{_SUFFIX.get(capability, '')}"
-    if arch not in _TYPICAL:
-        raise KernelError(f"{properties.name} is {arch}, and anybit has kernels for {', '.join(_TYPICAL)}")
-    return Device(
-        arch,
-        properties.name,
-        properties.multi_processor_count,
-        int(properties.shared_memory_per_block_optin),  # type: ignore[attr-defined]
-        _TYPICAL[arch].bandwidth,
-    )
+    found = torch.cuda.get_device_properties(index)
+    arch = f"sm_{found.major}{found.minor}"
+    typical = next((device for device in _TYPICAL.values() if device.arch.rstrip("a") == arch), None)
+    if typical is None:
+        raise KernelError(f"{found.name} is {arch}, and anybit has kernels for {', '.join(_TYPICAL)}")
+    shared = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return replace(typical, name=found.name, sms=found.multi_processor_count, shared_bytes=shared)
 
 
 def memory_of(device: torch.device) -> int:

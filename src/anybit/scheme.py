@@ -27,7 +27,7 @@ Weights quantized by other tools need two more kinds (``anybit.codes.packing`` h
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from anybit.errors import SchemeError
 
@@ -52,7 +52,7 @@ def fixed_zero(code: str, bits: int) -> float | None:
     return float(2 ** (bits - 1)) if code == "sym" else (2**bits - 1) / 2
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is an integer of Python, numpy or torch; True and 4.0 are not."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
@@ -301,14 +301,11 @@ def _formats(match: re.Match[str], code: ActivationCode | None) -> tuple[WeightF
     bits, activation_bits = int(match["w"]), int(match["a"])
     group = int(match["group"]) if match["group"] else None
     weights = WeightFormat(bits, match["code"] or _default_code(bits), group, bool(match["sparse"]))  # type: ignore[arg-type]
-    if match["float"]:
-        if activation_bits != 8:
-            raise SchemeError(f"float activations have 8 bits (a8fp) or 16 (a16), not {activation_bits}")
-        if code is not None:
-            raise SchemeError(f"float activations have no integer code, so -x{code} does not apply")
-        return weights, ActivationFormat(8, "float")
-    if activation_bits == 16:
-        if code is not None:
-            raise SchemeError(f"16-bit activations have no integer code, so -x{code} does not apply")
-        return weights, ActivationFormat()
-    return weights, ActivationFormat(activation_bits, code or _default_code(activation_bits))  # type: ignore[arg-type]
+    if match["float"] and activation_bits != 8:
+        raise SchemeError(f"float activations have 8 bits (a8fp) or 16 (a16), not {activation_bits}")
+    if not match["float"] and activation_bits != 16:
+        return weights, ActivationFormat(activation_bits, code or _default_code(activation_bits))  # type: ignore[arg-type]
+    if code is not None:
+        kind = "float" if match["float"] else "16-bit"
+        raise SchemeError(f"{kind} activations have no integer code, so -x{code} does not apply")
+    return weights, ActivationFormat(activation_bits)

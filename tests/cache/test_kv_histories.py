@@ -11,7 +11,7 @@ from anybit.errors import LayerError
 SMALL = {"layers": 1, "kv_heads": 1, "head_dim": 64, "sequences": 3, "capacity": 256, "page": 64}
 
 
-def test_random_histories() -> None:
+def test_kv_cache_survives_random_histories() -> None:
     done, refused = cases_kv.run(120)
     assert done > 1200 and refused > 600
 
@@ -51,7 +51,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         ("free", (1.0,), "a sequence must be a whole number, not 1.0"),
     ],
 )
-def test_a_refusal_says_why_and_changes_nothing(step: str, arguments: tuple[object, ...], said: str) -> None:
+def test_kv_cache_refusal_says_why_and_changes_nothing(step: str, arguments: tuple[object, ...], said: str) -> None:
     cache = KVCache("kv4", pages=4, **SMALL)
     cache.add(), cache.add()
     cache.extend([1], 100)
@@ -63,7 +63,7 @@ def test_a_refusal_says_why_and_changes_nothing(step: str, arguments: tuple[obje
     assert state(cache) == before
 
 
-def test_a_copy_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_cache_unpack_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when no memory is left to unpack a window."""
     cache = KVCache("kv4", **SMALL)
     cache.add()
@@ -81,10 +81,10 @@ def test_a_copy_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert state(cache) == before
 
 
-@pytest.mark.parametrize("size", [10**30, 2**31, 1.5, True, "8"])
-@pytest.mark.parametrize("name", ["layers", "capacity", "sequences", "pages"])
-def test_sizes_that_are_none(name: str, size: object) -> None:
-    with pytest.raises(LayerError, match=f"{name} of a KV cache must be a whole number from 1 to "):
+@pytest.mark.parametrize("size", [10**30, 2**31, 0, -1, 1.5, 2.0, True, "8"])
+@pytest.mark.parametrize("name", ["layers", "kv_heads", "capacity", "sequences", "pages"])
+def test_kv_cache_refuses_a_size_that_is_none(name: str, size: object) -> None:
+    with pytest.raises(LayerError, match=f"{name} of a KV cache must be a whole number from 1 to .*, not {size!r}"):
         KVCache("kv4", **{**SMALL, name: size})
     cache = KVCache("kv4", **SMALL)
     before = state(cache)

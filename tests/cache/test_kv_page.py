@@ -96,12 +96,12 @@ def test_quantization_is_exact_at_the_ends_and_for_constants():
         ("kv4", 96, 128, "do not divide"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(format, dim, page, words):
+def test_page_layout_refuses_what_cannot_be(format, dim, page, words):
     with pytest.raises(LayerError, match=words):
         PageLayout(KVFormat.parse(format), dim, page)
 
 
-def test_the_cost_in_bits():
+def test_page_layout_counts_bits_per_element():
     assert PageLayout(KVFormat.parse("kv4g128"), 128).bits_per_element == pytest.approx(4.25, abs=0.04)
     assert PageLayout(KVFormat.parse("kv2g128"), 128).bits_per_element == pytest.approx(2.25, abs=0.04)
     assert PageLayout(KVFormat.parse("kv16"), 128).bits_per_element == 16

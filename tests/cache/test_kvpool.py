@@ -6,8 +6,6 @@ windows and pages than kernels support.
 
 import random
 
-import pytest
-
 from anybit.cache.ledger import CacheError, CopyPages, CopyRings, Ledger, PagePool, Unpack
 
 
@@ -97,7 +95,7 @@ def life(seed, window=16, page=32, slack=16):
     assert ledger.pool.available == 10 and not any(ledger.pool.references)
 
 
-def test_ten_thousand_random_lives_lose_and_leak_nothing():
+def test_ledger_loses_and_leaks_nothing_in_random_lives():
     for seed in range(10_000):
         life(seed, *((16, 32, 16), (16, 16, 16), (32, 32, 0))[seed % 3])
 
@@ -108,22 +106,7 @@ def extend(ledger, sequences, tokens):
     return change
 
 
-def test_a_full_pool_refuses_as_a_whole():
-    ledger = Ledger(2, 2, 16, 16, 16, 160)
-    s = ledger.add()
-    extend(ledger, [s], [31])
-    with pytest.raises(CacheError, match="2 more pages"):
-        ledger.plan_extend([s], [30])
-    assert ledger.entry(s).length == 31 and len(ledger.entry(s).pages) == 1
-    with pytest.raises(CacheError, match="at most 160"):
-        ledger.plan_extend([s], [200])
-    with pytest.raises(CacheError, match="cannot be cropped"):
-        ledger.plan_crop(s, 32)
-    with pytest.raises(CacheError, match="not in the cache"):
-        ledger.plan_extend([1], [1])
-
-
-def test_a_plan_changes_nothing():
+def test_ledger_plan_changes_nothing():
     ledger = Ledger(3, 8, 16, 32, 16, 160)
     s = ledger.add()
     extend(ledger, [s], [40])
@@ -134,7 +117,7 @@ def test_a_plan_changes_nothing():
     assert before == (ledger.entries, ledger.pool.references, ledger.pool._free)
 
 
-def test_of_owners_that_write_to_one_page_all_but_one_copy_it():
+def test_ledger_copies_a_shared_page_for_all_but_one_owner():
     """Three owners of a half-full page, and two free pages: enough, and one is enough for one owner."""
     ledger = Ledger(3, 3, 16, 32, 16, 160)
     rows = [ledger.add() for _ in range(3)]
@@ -147,7 +130,7 @@ def test_of_owners_that_write_to_one_page_all_but_one_copy_it():
     assert ledger.pool.references == [1, 1, 1]
 
 
-def test_pages_are_counted():
+def test_page_pool_counts_references():
     pool = PagePool(3)
     assert pool.next(2) == [0, 1] and pool.available == 3
     pool.exchange(2, [0, 1, 1], ())

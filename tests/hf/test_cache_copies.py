@@ -163,7 +163,7 @@ def test_a_cache_in_shared_memory_becomes_its_own() -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_under_a_cache_is_copied_whole(how, tmp_path) -> None:
+def test_copy_of_a_cache_shares_no_ledger(how, tmp_path) -> None:
     cache = KVCache("kv4", layers=1, kv_heads=1, head_dim=64, sequences=2, capacity=512)
     for length in (200, 100):
         cache.extend([cache.add()], length)

@@ -40,7 +40,7 @@ def quantized(config, scheme, folder, spread=0.05):
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w3a8asym", "w4a16g32asyms24"])
-def test_fused_says_the_same(config_class, scheme, tmp_path):
+def test_fused_model_says_the_same(config_class, scheme, tmp_path):
     extra = {} if config_class is Qwen2Config else {"head_dim": 64}
     model = quantized(config_class(**SIZES, **extra), scheme, tmp_path)
     ids = torch.randint(0, 128, (2, 9))
@@ -242,7 +242,7 @@ def answer(x):
 @pytest.mark.parametrize(
     "part", ["model.layers.1", "model.layers.1.self_attn", "model.layers.0.mlp.act_fn", "model.norm"]
 )
-def test_hooks_are_not_dropped(register, part, tmp_path):
+def test_fuse_refuses_hooks(register, part, tmp_path):
     model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
     ids = torch.randint(0, 128, (1, 5))
     model(ids, output_hidden_states=True)  # transformers leaves its own hooks behind
@@ -295,7 +295,7 @@ def test_what_is_attached_to_a_fused_layer_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
-def test_global_hooks_are_not_dropped(kind, tmp_path):
+def test_fuse_refuses_global_hooks(kind, tmp_path):
     model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
     ids = torch.randint(0, 128, (1, 5))
     fused = anybit.fuse(copy.deepcopy(model))
@@ -326,7 +326,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_are_not_lost(name, tmp_path):
+def test_fused_model_refuses_gradients(name, tmp_path):
     """In a fused model they raise; without it, or before what is fused, they flow."""
     model = quantized(Qwen2Config(**SIZES), "w4a16g32", tmp_path)
     ids = torch.randint(0, 128, (1, 5))

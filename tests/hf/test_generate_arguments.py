@@ -11,7 +11,7 @@ import transformers as hf
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import anybit
-from cases_cache import GATED, folder_of, quantized
+from cases_cache import GATED, Streamer, folder_of, quantized
 from cases_models import save_byte_tokenizer
 
 PATHS = {  # scheme, whether accelerated, arguments
@@ -41,19 +41,6 @@ class Stops(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.full((len(input_ids),), input_ids.shape[1] >= PROMPT.shape[1] + 3)
-
-
-class Streamer:
-    """Records its input."""
-
-    def __init__(self):
-        self.told = []
-
-    def put(self, tokens):
-        self.told += tokens.flatten().tolist()
-
-    def end(self):
-        self.told.append("end")
 
 
 def settings(first, tokenizer):
@@ -249,9 +236,9 @@ def test_a_pipeline_stops_at_a_sequence(path, place):
     assert found == wanted and len(found[0]["generated_text"]) < len(whole)
 
 
-@pytest.mark.parametrize("path", ["accelerated", "kv", "kv static"])
+@pytest.mark.parametrize("path", ["plain", "accelerated", "kv", "kv static"])
 def test_continuous_batching_answers(path, place, caplog):
-    scheme, fused, _ = PATHS[path]
+    scheme, fused, _ = PATHS.get(path, ("w4a16g32", False, {}))
     model = quantized(place, scheme)
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     prompts = [PROMPT[0, :n].tolist() for n in (20, 13)]

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("scheme", "backend"), [("w4a4", "bitwise"), ("w2a4", "packed"), ("w8a8", "packed"), ("w2a2", "bitwise")]
 )
-def test_generate(folder: Path, scheme: str, backend: str) -> None:
+def test_gpu_generates_what_the_reference_does(folder: Path, scheme: str, backend: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=AnyBitConfig(scheme, backend=backend), dtype=torch.float16, device_map="cuda"
     )

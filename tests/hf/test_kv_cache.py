@@ -33,7 +33,7 @@ def logits_of(model, ids, cache, mask=None, steps=3):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sixteen_bits_are_the_plain_cache(name):
+def test_cache_of_sixteen_bits_is_the_plain_one(name):
     model = model_of(name)
     ids = torch.randint(0, 97, (2, 150))
     want = logits_of(model, ids, hf.DynamicCache(config=model.config))
@@ -118,7 +118,7 @@ def test_padding_does_not_reach_the_cache():
     ids=["greedy", "beams", "sampling", "padding"],
 )
 @pytest.mark.parametrize("name", [*MODELS, "bloom"])
-def test_generate(name, options):
+def test_generate_over_a_cache_gives_the_plain_tokens(name, options):
     model = bloom() if name == "bloom" else model_of(name)
     ids = torch.randint(1, 97, (2, 140))
     options, beams = dict(options), options.get("num_beams", 1)
@@ -154,7 +154,7 @@ def test_several_tokens_at_once_and_taking_them_back():
     torch.testing.assert_close(apart[:, :9], together[:, :9], rtol=2e-2, atol=2e-2)
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_cache_refuses_by_name_what_it_cannot_serve():
     model = model_of("llama", "anybit")
     ids = torch.randint(0, 97, (1, 5))
     with pytest.raises(LayerError, match="needs an AnyBitCache"):
@@ -224,7 +224,7 @@ def test_masks_that_are_not_causal_are_refused() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_what_a_cache_holds_and_does_not() -> None:
+def test_cache_holds_values_and_refuses_layers() -> None:
     """Only values are kept of a pass with gradients; per-layer operations of other caches are refused."""
     model = model_of("llama", "anybit")
     cache = AnyBitCache("kv4", config=model.config)
@@ -291,7 +291,7 @@ def test_a_cache_goes_on_after_a_mask_that_it_refused() -> None:
 
 
 @pytest.mark.parametrize("capacity", [1.5, True, -1, 10**30, "128", None])
-def test_capacities_that_are_none(capacity: object) -> None:
+def test_cache_refuses_a_capacity_that_is_none(capacity: object) -> None:
     with pytest.raises(LayerError, match="capacity of an AnyBitCache must be a whole number of tokens, not"):
         AnyBitCache("kv4", capacity=capacity)
     with pytest.raises(LayerError, match="a page holds 64, 128 or 256 tokens, not 0"):

@@ -17,7 +17,7 @@ from anybit import AnyBitCache, QuantLinear
 from anybit.errors import LayerError
 from anybit.hf import graph
 from anybit.scheme import KVFormat
-from cases_cache import DEVICE, GREEDY, SIZES, folder_of, prompt, quantized
+from cases_cache import DEVICE, GREEDY, SIZES, Streamer, folder_of, prompt, quantized
 
 
 def agree(a, b, exact=DEVICE == "cpu"):
@@ -60,19 +60,6 @@ def test_static_caches_and_graphs_say_the_same(config_class, tmp_path):
     agree(model.generate(ids, **GREEDY), plain[0])
 
 
-class Listener:
-    """A streamer that records its input."""
-
-    def __init__(self):
-        self.told, self.ended = [], False
-
-    def put(self, tokens):
-        self.told.append(tokens.flatten().tolist())
-
-    def end(self):
-        self.ended = True
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_greedy_answers_end_where_transformers_end_them(llama, rows, monkeypatch):
     model = quantized(llama, "w4a16g32")
@@ -82,11 +69,10 @@ def test_greedy_answers_end_where_transformers_end_them(llama, rows, monkeypatch
     wanted = model.generate(ids, **call)
     assert anybit.accelerate(model)
     monkeypatch.setattr(type(model), "_sample", None)  # the usual loop is not called
-    listener = Listener() if rows == 1 else None
-    got = model.generate(ids, **call, cache_implementation="static", streamer=listener)
+    streamer = Streamer() if rows == 1 else None
+    got = model.generate(ids, **call, cache_implementation="static", streamer=streamer)
     agree(got, wanted) if DEVICE == "cpu" else None
-    if listener is not None:
-        assert listener.ended and [t for part in listener.told for t in part] == got[0].tolist()
+    assert streamer is None or streamer.told == [*got[0].tolist(), "end"]
     monkeypatch.undo()
     usual = model.generate(ids, **call, cache_implementation="static", repetition_penalty=1.3)  # with the usual loop
     assert usual.shape[0] == rows
@@ -260,7 +246,7 @@ def test_graphs_are_freed_with_their_caches(llama, monkeypatch):
     assert not decoder.graphs and not decoder.greedy
 
 
-def test_pickling_says_what_to_do(llama):
+def test_pickling_a_fused_model_says_what_to_do(llama):
     model = quantized(llama, "w4a16g32")
     assert torch.equal(pickle.loads(pickle.dumps(model))(prompt()).logits, model(prompt()).logits)
     for other in (anybit.fuse(model), quantized(llama, "w4a16g32-kv4")):
@@ -320,7 +306,7 @@ def test_models_outside_the_attention_interface_get_the_cache_too(tmp_path):
     assert isinstance(result.past_key_values, AnyBitCache) and not result.past_key_values.packed_attention
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
+def test_generate_refuses_by_name_what_cannot_be(tmp_path, llama):
     odd = hf.LlamaConfig(**{**SIZES, "head_dim": 16})
     model = quantized(folder_of(odd, tmp_path), "w4a16g32-kv4")
     with pytest.raises(LayerError, match="the KV format kv4 cannot serve this model"):

@@ -69,7 +69,7 @@ def test_every_linear_but_the_head_is_quantized(sources: dict[str, Path], archit
     assert (a - b).abs().max() < 0.1 * a.abs().max()
 
 
-def test_modules_to_not_convert(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_modules_to_not_convert_stay_linear(sources: dict[str, Path], tmp_path: Path) -> None:
     model = load(sources["llama"], "w4a16g32", config={"modules_to_not_convert": ["lm_head", "o_proj"]})
     assert isinstance(model.model.layers[0].self_attn.o_proj, nn.Linear)
     assert isinstance(model.model.layers[0].self_attn.q_proj, QuantLinear)
@@ -83,7 +83,7 @@ def test_modules_to_not_convert(sources: dict[str, Path], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_models(sources: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
+def test_16_bit_model_saves_and_reloads(sources: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
     model = load(sources["qwen2"], "w4a16g32asym", dtype=dtype)
     layer = model.model.layers[0].mlp.up_proj
     assert layer.quantized_weight().scale.dtype == dtype
@@ -92,32 +92,17 @@ def test_16_bit_models(sources: dict[str, Path], tmp_path: Path, dtype: torch.dt
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
-def test_static_cache(sources: dict[str, Path], architecture: str) -> None:
+def test_quantized_model_generates_over_transformers_static_cache(sources: dict[str, Path], architecture: str) -> None:
     model = load(sources[architecture], "w4a16g64")
     assert tokens_of(model, cache_implementation="static") == tokens_of(model)
 
 
-def test_backends_agree(sources: dict[str, Path]) -> None:
+def test_reference_backends_agree_on_tokens(sources: dict[str, Path]) -> None:
     tokens = {
         backend: tokens_of(load(sources["llama"], "w3a16g32asym", config={"backend": backend}))
         for backend in ("reference-decoded", "reference-packed")
     }
     assert len({tuple(t) for t in tokens.values()}) == 1
-
-
-def test_continuous_batching(sources: dict[str, Path]) -> None:
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    model = load(sources["llama"], "w4a16g64", attn_implementation="sdpa")
-    config = GenerationConfig(max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
-    prompts = [[5, 17, 42, 3, 88, 61], [9, 8, 7]]
-    # By default its cache takes most of the machine's memory.
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    results = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=small)
-    together = sorted(tuple(result.generated_tokens) for result in results.values())
-    assert len(together) == 2
-    alone = [model.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
-    assert together == sorted(map(tuple, alone))
 
 
 def test_compiled_models_have_one_node_a_layer(sources: dict[str, Path]) -> None:
@@ -215,7 +200,7 @@ FIRST_USES = {
 
 
 @pytest.mark.parametrize("first", FIRST_USES.values(), ids=FIRST_USES)
-def test_importing_is_enough(first: str) -> None:
+def test_importing_anybit_registers_it(first: str) -> None:
     """In a new process, whatever is loaded first; and nothing is loaded for anybit's sake."""
     script = f"""
 import sys

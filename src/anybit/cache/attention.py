@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anybit.cache.kvcache import KVCache, turn
+from anybit.cache.kvcache import KVCache
 from anybit.device import Device
 from anybit.errors import LayerError
 from anybit.kernels.attention import kv_page
@@ -39,10 +39,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, masks: Masks = NO_MASKS) -> tuple[Te
     if masks.sinks is not None:
         sinks = masks.sinks.to(q.dtype).reshape(kv_heads, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, sinks), -1)
-    total = logits.logsumexp(-1, keepdim=True)
-    weights = logits.softmax(-1)[..., :length]
-    out = weights @ v.to(q.dtype)[:, None]
-    return out.permute(2, 0, 1, 3).reshape(q.shape), total.squeeze(-1).permute(2, 0, 1).reshape(tokens, heads)
+    out = logits.softmax(-1)[..., :length] @ v.to(q.dtype)[:, None]
+    total = logits.logsumexp(-1)
+    return out.permute(2, 0, 1, 3).reshape(q.shape), total.permute(2, 0, 1).reshape(tokens, heads)
 
 
 def decode(
@@ -70,12 +69,9 @@ def decode(
     check(q, cache, layer, sequences, masks)
     if not q.is_cuda:
         return decode_reference(q, cache, layer, sequences, masks)
-    debug = kv_page.debugging() if debug is None else debug
-    run = decode_checked if debug else decode_kernel
-    if cache.rotation is None:
-        return run(q, cache, layer, sequences, masks, split=split)
-    out, total = run(turn(q, cache.rotation, cache.dtype), cache, layer, sequences, masks, split=split)
-    return turn(out, cache.rotation, cache.dtype), total
+    run = decode_checked if debug or (debug is None and kv_page.debugging()) else decode_kernel
+    out, total = run(cache.turn(q), cache, layer, sequences, masks, split=split)
+    return cache.turn(out), total
 
 
 def prefill(
@@ -141,21 +137,11 @@ def decode_reference(
     """``decode`` in plain torch over the dequantized cache: the kernel's oracle and the CPU path."""
     outs, totals = [], []
     for row, sequence in enumerate(sequences):
-        query = q[row].to(precision)
-        if cache.rotation is not None:
-            query = turn(query, cache.rotation, cache.dtype)
-        k, v = cache.read(layer, sequence, newest=q.shape[1])
-        out, total = attend(query, k.to(precision), v.to(precision), masks)
-        if cache.rotation is not None:
-            out = turn(out, cache.rotation, cache.dtype)
-        outs.append(out)
+        k, v = (x.to(precision) for x in cache.read(layer, sequence, newest=q.shape[1]))
+        out, total = attend(cache.turn(q[row].to(precision)), k, v, masks)
+        outs.append(cache.turn(out))
         totals.append(total)
     return torch.stack(outs).to(q.dtype), torch.stack(totals).float()
-
-
-def view_problem(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS, split: int = 0) -> kv.Problem:
-    """The kernel's problem for a call of ``decode``."""
-    return kv.problem_of(q, cache.view(0), masks, split)
 
 
 def decode_kernel(
@@ -178,8 +164,7 @@ def decode_checked(
     q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS, *, split: int = 0
 ) -> tuple[Tensor, Tensor]:
     """``decode_kernel`` that also checks every length, table entry and sequence on the device; synchronizes."""
-    problem = view_problem(q, cache, masks, split)
-    config = kv.default(problem, Device.of(q), checked=True)
+    config = kv.default(kv.problem_of(q, cache.view(layer), masks, split), Device.of(q), checked=True)
     errors = torch.zeros(1, dtype=torch.int32, device=q.device)
     results = decode_kernel(q, cache, layer, sequences, masks, config, errors=errors, split=split)
     kv_page.report(int(errors), layer)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anybit.cache.attention import attend
+from anybit.cache.kvcache import dequantize
 from anybit.kernels.attention import kv_page
 from anybit.ops.kv import NO_MASKS, Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
@@ -45,25 +46,21 @@ class Pool:
         self.halves = (halves[..., :size], halves[..., size:])
         self.places = kv_page.ring_places(rows.slots, rows.layout.head_dim).to(pages.device)
 
-    def ring(self, row: Row, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Block and slot of the tokens begin .. end - 1."""
+    def ring(self, row: Row, begin: int, end: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Where K and V of the tokens begin .. end - 1 are in ``halves``: block, head, places."""
         at = torch.arange(begin, end, device=self.pages.device) % self.rows.ring
-        return row.table[at // self.rows.slots].long(), at % self.rows.slots
+        blocks, slots = row.table[at // self.rows.slots].long(), at % self.rows.slots
+        heads = torch.arange(self.pages.shape[1], device=self.pages.device)[:, None, None]
+        return [(blocks[None, :, None], heads, self.places[part, slots][None]) for part in (0, 1)]
 
     def read_ring(self, row: Row, begin: int, end: int) -> list[Tensor]:
         """K and V [kv_heads, end - begin, head_dim] of the tokens in the residual, in 16 bits."""
-        blocks, slots = self.ring(row, begin, end)
-        heads = torch.arange(self.pages.shape[1], device=self.pages.device)[:, None, None]
-        return [
-            half[blocks[None, :, None], heads, self.places[part, slots][None]] for part, half in enumerate(self.halves)
-        ]
+        return [half[at] for half, at in zip(self.halves, self.ring(row, begin, end), strict=True)]
 
     def write_ring(self, row: Row, begin: int, end: int, k: Tensor, v: Tensor) -> None:
         """Write K and V [kv_heads, end - begin, head_dim] into their residual slots."""
-        blocks, slots = self.ring(row, begin, end)
-        heads = torch.arange(self.pages.shape[1], device=self.pages.device)[:, None, None]
-        for part, (half, new) in enumerate(zip(self.halves, (k, v), strict=True)):
-            half[blocks[None, :, None], heads, self.places[part, slots][None]] = new
+        for half, at, new in zip(self.halves, self.ring(row, begin, end), (k, v), strict=True):
+            half[at] = new
 
     def page(self, row: Row, index: int) -> int:
         """The block that holds a page."""
@@ -80,12 +77,7 @@ class Pool:
         blocks = (
             self.pages[owned].transpose(0, 1).reshape(self.pages.shape[1], count * layout.blocks, layout.block_bytes)
         )
-        both = kv_page.decode(layout, blocks, torch.float32)
-        bits = (layout.format.key_bits, layout.format.value_bits)
-        if 16 in bits and self.dtype != torch.float16:  # 16-bit parts are bit patterns of self.dtype
-            exact = kv_page.decode(layout, blocks, self.dtype)
-            return [e.float() if b == 16 else x for b, e, x in zip(bits, exact, both, strict=True)]
-        return list(both)
+        return dequantize(layout, blocks, self.dtype)
 
 
 def step(

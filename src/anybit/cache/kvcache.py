@@ -10,11 +10,11 @@ Everything here is plain torch and runs anywhere; on a GPU ``write`` launches on
 them stays valid while sequences grow.
 
 Operations on sequences are atomic: they succeed, or raise CacheError and change nothing on host or device.
-``kvpool.Ledger`` plans a change first; the copies are made next, and only then do both sides commit it.
+``Ledger`` plans a change first; the copies are made next, and only then do both sides commit it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from anybit.cache.ledger import (
     Unpack,
     check_page,
     check_size,
-    each,
     whole,
 )
 from anybit.codes.hadamard import matrix
@@ -41,6 +40,9 @@ from anybit.kernels.attention.kv_page import HALF_MAX, PageLayout, ring_places
 from anybit.ops import kv
 from anybit.ops.kv import LayerView
 from anybit.scheme import KVFormat, is_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WINDOW = 128
 """Most tokens packed at a time: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes per word)."""
@@ -83,10 +85,9 @@ class KVCache(Independent):
     ) -> None:
         if dtype not in (torch.float16, torch.bfloat16):
             raise LayerError(f"a KV cache keeps its newest tokens in float16 or bfloat16, not {dtype}")
-        sizes = {"layers": layers, "kv_heads": kv_heads, "sequences": sequences, "capacity": capacity, "pages": pages}
-        for name, size in sizes.items():
-            if name != "pages" or size is not None:
-                check_size(name, size)
+        sizes = {"layers": layers, "kv_heads": kv_heads, "sequences": sequences, "capacity": capacity}
+        for name, size in (sizes if pages is None else {**sizes, "pages": pages}).items():
+            check_size(name, size)
         if not is_whole(head_dim):
             raise LayerError(f"head_dim must be a whole number, not {head_dim!r}")
         check_page(page, slack)
@@ -113,11 +114,12 @@ class KVCache(Independent):
         """The handle by which torch.library ops, which cannot take objects, find this cache."""
 
     @torch.inference_mode(False)
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Become a copy: under a number of its own, with tensors that can be written and that no process shares."""
         for name, value in state.items():
-            foreign = isinstance(value, Tensor) and (value.is_inference() or (not value.is_cuda and value.is_shared()))
-            setattr(self, name, value.clone() if foreign else value)
+            if isinstance(value, Tensor) and (value.is_inference() or (not value.is_cuda and value.is_shared())):
+                value = value.clone()
+            setattr(self, name, value)
         self._rows, self.number = {}, kv.register(self)
 
     @property
@@ -174,7 +176,7 @@ class KVCache(Independent):
         All sequences or none: raises CacheError, with nothing changed, if one would exceed its capacity or the pool has
         too few pages.
         """
-        counts = each(tokens, sequences)
+        counts = tokens if isinstance(tokens, Sequence) else [tokens] * len(sequences)
         change = self.ledger.plan_extend(sequences, counts)
         rows = self.row_index(tuple(change.entries))
         even = len(set(counts)) == 1  # then filled on the device, without a host copy
@@ -216,7 +218,7 @@ class KVCache(Independent):
             counted = self._int32([entry.length for entry in change.entries.values()])
             self.lengths[self.row_index(tuple(change.entries))] = counted
 
-    def _int32(self, values: Any) -> Tensor:
+    def _int32(self, values: Sequence[object]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def _unpack(self, action: Unpack) -> None:
@@ -239,8 +241,7 @@ class KVCache(Independent):
         self._check(layer, sequences, k, v)
         k, v = k.detach(), v.detach()  # else the cache would keep every token's autograd graph alive
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
-        if self.rotation is not None:
-            k, v = turn(k, self.rotation, self.dtype), turn(v, self.rotation, self.dtype)
+        k, v = self.turn(k), self.turn(v)
         if self.pages.is_cuda and not self.format.float4:
             kv.store(self.view(layer), self.row_pointer(sequences), len(sequences), k, v, layer)
         else:
@@ -352,20 +353,16 @@ class KVCache(Independent):
         owned = self.ledger.entry(sequence).pages[: -(-packed // self.layout.page)]
         pages = self.pages[layer, owned].transpose(0, 1)  # [heads, pages, page_bytes]
         blocks = pages.reshape(self.kv_heads, len(owned) * self.layout.blocks, self.layout.block_bytes)
-        stored = kv_page.decode(self.layout, blocks[:, : packed // self.layout.block], self.dtype)
-        both = [
-            torch.cat((old.float(), self.read_ring(layer, sequence, part, packed, length).float()), 1)
-            for part, old in enumerate(self._exact(blocks[:, : packed // self.layout.block], stored))
-        ]
-        return both[0], both[1]
+        stored = dequantize(self.layout, blocks[:, : packed // self.layout.block], self.dtype)
+        newest = (self.read_ring(layer, sequence, part, packed, length).float() for part in (0, 1))
+        k, v = (torch.cat(both, 1) for both in zip(stored, newest, strict=True))
+        return k, v
 
     def read_before(self, layer: int, sequence: int, newest: int) -> tuple[Tensor, Tensor]:
         """K and V float32 [kv_heads, length - newest, head_dim], unrotated; call before the newest are written."""
         length = self.length(sequence) - newest
-        both = self._read(layer, sequence, length, self.ledger.packed(length))
-        if self.rotation is not None:
-            return turn(both[0], self.rotation, self.dtype), turn(both[1], self.rotation, self.dtype)
-        return both
+        k, v = self._read(layer, sequence, length, self.ledger.packed(length))
+        return self.turn(k), self.turn(v)
 
     @torch.inference_mode(False)
     def grow(self, layers: int, capacity: int) -> None:
@@ -388,10 +385,18 @@ class KVCache(Independent):
         self.ledger.pool.grow(count)
         self.ledger.capacity = max(self.ledger.capacity, per_sequence * self.layout.page)
 
-    def _exact(self, blocks: Tensor, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Dequantized K and V in float32; 16-bit parts come from ``stored``, read in the cache's dtype."""
-        k, v = kv_page.decode(self.layout, blocks, torch.float32)
-        return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate x [..., head_dim], or rotate it back, if the format rotates heads."""
+        return x if self.rotation is None else turn(x, self.rotation, self.dtype)
+
+
+def dequantize(layout: PageLayout, blocks: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """K and V float32 [..., tokens, head_dim] of blocks uint8 [..., blocks, bytes]; 16-bit parts hold ``dtype``."""
+    both, bits = kv_page.decode(layout, blocks, torch.float32), (layout.format.key_bits, layout.format.value_bits)
+    if 16 not in bits or dtype == torch.float16:
+        return list(both)
+    exact = kv_page.decode(layout, blocks, dtype)
+    return [e.float() if b == 16 else x for b, e, x in zip(bits, exact, both, strict=True)]
 
 
 def turn(x: Tensor, rotation: Tensor, dtype: torch.dtype) -> Tensor:
@@ -406,7 +411,7 @@ def turn(x: Tensor, rotation: Tensor, dtype: torch.dtype) -> Tensor:
     return (whole @ rotation.to(x.dtype)).clamp_(-HALF_MAX, HALF_MAX)
 
 
-def why_not(model: Any, format: KVFormat) -> str | None:
+def why_not(model: "PreTrainedModel", format: KVFormat) -> str | None:
     """Why a transformers model cannot generate with a KV cache in a format; None if it can.
 
     Needs no weights: it is also asked before a model is quantized.

@@ -175,46 +175,45 @@ class Ledger(Independent):
 
     def plan_extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> Change:
         """Append ``tokens[i]`` tokens to each sequence: allocate pages and update lengths."""
-        rows = self._rows(sequences)
+        held = self._entries(sequences)
         more = [whole(n, "a number of tokens") for n in tokens]
-        if len(more) != len(rows):
-            raise CacheError(f"{len(rows)} sequences and {len(more)} numbers of tokens: give one number for each")
-        for (row, entry), n in zip(rows.items(), more, strict=True):
-            if n < 0 or entry.length + n > self.capacity:
-                raise CacheError(
-                    f"sequence {row} has {entry.length} tokens of at most {self.capacity}: {_short(n)} more do not fit"
-                )
+        if len(more) != len(held):
+            raise CacheError(f"{len(held)} sequences and {len(more)} numbers of tokens: give one number for each")
         left: Counter[int] = Counter()  # how many of these sequences give up their share of a page
         copied: set[int] = set()
         needed = 0
-        for (row, entry), n in zip(rows.items(), more, strict=True):
+        for (sequence, entry), n in zip(held.items(), more, strict=True):
+            if n < 0 or entry.length + n > self.capacity:
+                raise CacheError(
+                    f"sequence {sequence} has {entry.length} tokens of at most {self.capacity}: {_short(n)} more do "
+                    "not fit"
+                )
             begin, end = self.packed(entry.length), self.packed(entry.length + n)
             needed += self.holding(entry.length + n) - len(entry.pages)
             if end > begin and begin % self.page:  # writes to a partial page
                 page = entry.pages[begin // self.page]
                 if self.pool.references[page] - left[page] > 1:
                     left[page] += 1
-                    copied.add(row)
+                    copied.add(sequence)
         needed += len(copied)
         if needed > self.pool.available:
             raise CacheError(
-                f"{len(rows)} sequences need {needed} more pages for their tokens, and the KV cache has "
+                f"{len(held)} sequences need {needed} more pages for their tokens, and the KV cache has "
                 f"{self.pool.available} of {len(self.pool.references)} left: free a sequence, or make the cache with "
                 "more pages"
             )
         fresh = iter(self.pool.next(needed))
         entries: dict[int, Entry] = {}
         copies: list[tuple[int, int]] = []
-        for (row, (length, pages, oldest)), n in zip(rows.items(), more, strict=True):
+        for (sequence, (length, pages, oldest)), n in zip(held.items(), more, strict=True):
             total = length + n
-            if row in copied:
+            if sequence in copied:
                 tail = self.packed(length) // self.page
                 copies.append((pages[tail], next(fresh)))
                 pages = (*pages[:tail], copies[-1][1], *pages[tail + 1 :])
-            extra = self.holding(total) - len(pages)
-            if extra:
+            if extra := self.holding(total) - len(pages):
                 pages = (*pages, *itertools.islice(fresh, extra))
-            entries[row] = Entry(total, pages, max(oldest, total - self.ring))
+            entries[sequence] = Entry(total, pages, max(oldest, total - self.ring))
         actions = (CopyPages(*map(tuple, zip(*copies, strict=True))),) if copies else ()
         return Change(entries, actions, needed)
 
@@ -235,14 +234,14 @@ class Ledger(Independent):
 
     def plan_reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> Change:
         """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was."""
-        rows = list(self._rows(sequences))
+        held = list(self._entries(sequences))
         places = [whole(o, "an origin") for o in origin]
-        if len(places) != len(rows):
-            raise CacheError(f"{len(rows)} sequences cannot be reordered by {len(places)} origins: give one for each")
+        if len(places) != len(held):
+            raise CacheError(f"{len(held)} sequences cannot be reordered by {len(places)} origins: give one for each")
         for place in places:
-            if not 0 <= place < len(rows):
-                raise CacheError(f"origin {_short(place)} is not one of the {len(rows)} sequences: count them from 0")
-        moved = [(rows[o], s) for s, o in zip(rows, places, strict=True) if rows[o] != s]
+            if not 0 <= place < len(held):
+                raise CacheError(f"origin {_short(place)} is not one of the {len(held)} sequences: count them from 0")
+        moved = [(held[o], s) for s, o in zip(held, places, strict=True) if held[o] != s]
         entries = {target: self.entry(source) for source, target in moved}
         rings = CopyRings(tuple(s for s, _ in moved), tuple(t for _, t in moved))
         return Change(entries, (rings,) if moved else ())
@@ -268,13 +267,13 @@ class Ledger(Independent):
             if entry.pages is not old:
                 yield sequence, old, entry.pages, len(old) if entry.pages[: len(old)] == old else 0
 
-    def _rows(self, sequences: Sequence[int]) -> dict[int, Entry]:
+    def _entries(self, sequences: Sequence[int]) -> dict[int, Entry]:
         """Entries by sequence; CacheError for one that does not exist or is named twice."""
-        rows = {whole(s, "a sequence"): self.entry(s) for s in sequences}
-        if len(rows) < len(sequences):
-            twice = next(row for row in rows if list(sequences).count(row) > 1)
-            raise CacheError(f"sequence {twice} is named {list(sequences).count(twice)} times: name each sequence once")
-        return rows
+        held = {whole(s, "a sequence"): self.entry(s) for s in sequences}
+        if len(held) < len(sequences):
+            twice, times = Counter(sequences).most_common(1)[0]
+            raise CacheError(f"sequence {twice} is named {times} times: name each sequence once")
+        return held
 
 
 def whole(value: object, name: str) -> int:
@@ -283,7 +282,7 @@ def whole(value: object, name: str) -> int:
         return value
     try:
         if is_whole(value):
-            return operator.index(value)  # type: ignore[arg-type]
+            return operator.index(value)
     except TypeError:
         pass  # such as a float tensor
     raise CacheError(f"{name} must be a whole number, not {value!r}")
@@ -296,7 +295,7 @@ def _short(number: int) -> str:
 
 def check_size(name: str, size: object) -> None:
     """Raise LayerError unless a size is an integer from 1 to MOST."""
-    if not is_whole(size) or not 1 <= size <= MOST:  # type: ignore[operator]
+    if not is_whole(size) or not 1 <= size <= MOST:
         raise LayerError(f"{name} of a KV cache must be a whole number from 1 to 2^31 - 1, not {size!r}")
 
 
@@ -304,10 +303,5 @@ def check_page(page: object, slack: object) -> None:
     """Raise LayerError for an unsupported page size or slack, both in tokens."""
     if not is_whole(page) or page not in PAGES:
         raise LayerError(f"a page holds 64, 128 or 256 tokens, not {page!r}")
-    if not is_whole(slack) or slack % 32 or not 0 <= slack <= MOST:  # type: ignore[operator]
+    if not is_whole(slack) or slack % 32 or not 0 <= slack <= MOST:
         raise LayerError(f"slack must be a multiple of 32 tokens, 0 or more, not {slack!r}")
-
-
-def each(tokens: int | Sequence[int], sequences: Sequence[int]) -> list[int]:
-    """Token counts per sequence, from one number for all or a list."""
-    return list(tokens) if isinstance(tokens, list | tuple) else [tokens] * len(sequences)  # type: ignore[list-item]

@@ -1,11 +1,14 @@
 """The parts of fused layers: computed without being called, they refuse hooks, replacements and gradients."""
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 from anybit.errors import LayerError
 
@@ -22,10 +25,10 @@ class Bypassed(nn.Module):
             raise LayerError(f"a fused layer would not use another {name} of {self.of.__name__}: {UNFUSE}")
         super().__setattr__(name, value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _again, (self.of,), self.__dict__
 
-    def _refuse_hook(self, *_: Any, **__: Any) -> Any:
+    def _refuse_hook(self, *_: object, **__: object) -> NoReturn:
         raise LayerError(f"hooks of {self.of.__name__} in a fused layer would not be called as before: {UNFUSE}")
 
     register_forward_hook = register_forward_pre_hook = _refuse_hook
@@ -37,7 +40,7 @@ def _bypassed(kind: type) -> type:
     return type(f"Fused{kind.__name__}", (Bypassed, kind), {"of": kind})
 
 
-def _again(kind: type) -> Any:
+def _again(kind: type) -> object:
     return nn.Module.__new__(_bypassed(kind))
 
 
@@ -79,7 +82,7 @@ def _global_hooks() -> bool:
     return bool(forward or every._global_backward_hooks or every._global_backward_pre_hooks)
 
 
-def refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+def refuse_records(body: PreTrainedModel, _: object, kwargs: Mapping[str, object]) -> None:
     """Raise LayerError, before a fused model runs, for hooks and records of modules that it does not call."""
     if _global_hooks():
         raise LayerError(f"global module hooks would not see the parts of fused layers: {UNFUSE}")
@@ -90,7 +93,7 @@ def refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
             raise LayerError(f"a fused model has no {what} to record: call anybit.unfuse(model)")
 
 
-def refuse_gradients(body: nn.Module, _: Any, output: Any) -> Any:
+def refuse_gradients(body: nn.Module, _: object, output: ModelOutput) -> ModelOutput | None:
     """A fused model's output, with a gradient that raises LayerError if one would be wanted by anything before it."""
     if not torch.is_grad_enabled():
         return None
@@ -113,9 +116,9 @@ class _NoGradient(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: object, inputs: object, output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
+    def backward(ctx: object, _: Tensor) -> NoReturn:
         raise LayerError("a fused model is for inference, and has no gradients: call anybit.unfuse(model) to train")

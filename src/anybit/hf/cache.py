@@ -10,20 +10,20 @@ attention interface (BLOOM), the cache returns dequantized keys and values: the 
 
 import copy
 import inspect
-from typing import Any, Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from anybit.cache import attention
-from anybit.cache.kvcache import KVCache, turn
+from anybit.cache.kvcache import KVCache
 from anybit.cache.ledger import MOST, Independent, check_page, whole
 from anybit.errors import LayerError
 from anybit.hf.cache_attention import NAME, check_padding
 from anybit.ops import kv
 from anybit.ops.backend import RopeStoreArgs
-from anybit.ops.elementwise import Norms, rotate, rotate_store
 from anybit.ops.kv import MOST_QUERIES, Masks
 from anybit.scheme import KVFormat, Scheme, is_whole
 
@@ -33,10 +33,10 @@ Waiting = tuple[Tensor, Tensor, int]
 """(keys, values, layer index): new keys and values [batch, tokens, kv_heads, dim], not yet stored."""
 
 
-class _NoLayers(list[Any]):
+class _NoLayers(list[object]):
     """The layers of a cache that has none: a model that asks for one keeps more than keys and values in it."""
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> NoReturn:
         raise LayerError(
             "this model keeps more than keys and values in its cache (a state of linear attention or convolution, or "
             "an index), and an AnyBitCache holds only those: use transformers' own cache"
@@ -64,7 +64,7 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         self,
         scheme: str | Scheme | KVFormat,
         *,
-        config: Any = None,
+        config: PreTrainedConfig | None = None,
         capacity: int = 0,
         page: int = 128,
         slack: int = 32,
@@ -72,7 +72,9 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=_NoLayers())
         self.format = _format(scheme)
-        self.config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        if config is not None and hasattr(config, "get_text_config"):
+            config = config.get_text_config(decoder=True)
+        self.config = config
         self.capacity, self.page, self.slack = capacity, page, slack
         self.static = static
         check_page(page, slack)
@@ -88,7 +90,7 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         self._pass: tuple[int, list[int]] = 0, []  # tokens counted by the current pass: padding included, and per row
         self.packs_later = False  # full windows are packed by ``counted`` after the forward pass, not during it
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         memo.setdefault(id(self.config), self.config)  # the model's: it says how attention runs now
         memo[id(self)] = copied = type(self).__new__(type(self))
         copied.__dict__ |= copy.deepcopy(self.__dict__, memo)
@@ -96,7 +98,9 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
 
     # -------- transformers' Cache interface
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values, [batch, kv_heads, tokens, dim] each.
 
         Returns the keys and values that attention takes: all tokens, dequantized (a first prompt's as passed in); only
@@ -134,9 +138,7 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         if old == 0:
             return key_states, value_states  # a first prompt attends to its own unquantized keys and values
         both = [store.read(layer_idx, row, newest=k.shape[1]) for row in self.rows]
-        keys, values = (torch.stack(x) for x in zip(*both, strict=True))
-        if store.rotation is not None:
-            keys, values = (turn(x, store.rotation, store.dtype) for x in (keys, values))
+        keys, values = (store.turn(torch.stack(x)) for x in zip(*both, strict=True))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     @property
@@ -169,10 +171,9 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
             store.grow(max(layer + 1, store.layers), total + (_GROWTH if layer == 0 else 0))
 
     def _check(self, shape: tuple[int, ...], layer: int, total: int, k: Tensor | None) -> None:
-        batch, heads, _, dim = shape
+        (batch, heads, _, dim), store = shape, self.store
         if self.static:
             self._check_room(total)
-        store = self.store
         if store is None:
             return
         if batch != len(self.rows):
@@ -220,9 +221,9 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
     def _count(self, layer: int, tokens: int, of_rows: list[int] | None = None) -> None:
         """At layer 0, count the pass's tokens unless ``count`` already has. of_rows: per row, without padding."""
         if layer == 0 and not self._counted_ahead:
-            self._store().extend(self.rows, tokens if of_rows is None else of_rows)
-            self.seen += tokens
-            self._pass = tokens, [tokens] * len(self.rows) if of_rows is None else of_rows
+            of_rows = [tokens] * len(self.rows) if of_rows is None else of_rows
+            self._store().extend(self.rows, of_rows)
+            self.seen, self._pass = self.seen + tokens, (tokens, of_rows)
 
     def _take_back(self) -> None:
         """Remove the tokens that the current forward pass has counted."""
@@ -239,8 +240,9 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
             self._check_room(total)
         elif total > store.ledger.capacity:
             store.grow(store.layers, total + _GROWTH)
-        store.extend(self.rows, tokens)
-        self.seen, self._counted_ahead, self._pass = total, tokens, (tokens, [tokens] * len(self.rows))
+        self._counted_ahead = 0
+        self._count(0, tokens)
+        self._counted_ahead = tokens
 
     def counted(self) -> None:
         """Finish the step begun by ``count``, after its forward pass: pack the windows that it filled."""
@@ -251,11 +253,12 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
 
     def takes_step(self, tokens: int) -> bool:
         """Whether packed attention can run ``tokens`` new tokens per row, without padding, as a decode step."""
-        store = self.store
-        if store is None or not self.packed_attention:
-            return False
-        seen = self.seen - self._counted_ahead
-        return seen > 0 and tokens <= min(MOST_QUERIES, store.ledger.slack)
+        before = self.seen - self._counted_ahead
+        return self.packed_attention and before > 0 and self._in_one_launch(tokens)
+
+    def _in_one_launch(self, tokens: int) -> bool:
+        """Whether ``tokens`` new tokens per row are few enough for the decode kernel."""
+        return self.store is not None and tokens <= min(MOST_QUERIES, self.store.ledger.slack)
 
     def _store(self) -> KVCache:
         if self.store is None:
@@ -278,7 +281,7 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         """No layer is linear attention. Never empty: generate takes all([]) as true and reprocesses a chat."""
         return [False] * max(len(self), 1)
 
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
         """(number of keys that a mask covers, position of the first)."""
         length = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         return self.seen + length, 0
@@ -291,12 +294,10 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
     def crop(self, tokens: int) -> None:
         """Remove n newest tokens, exactly up to ``slack``; tokens: n or -n, in older transformers how many to keep."""
         tokens = whole(tokens, "the tokens to crop")
-        removed = abs(tokens) if _CROP_COUNTS_REMOVED else (-tokens if tokens < 0 else self.seen - tokens)
-        removed = min(removed, self.seen)
-        if self.store is None or removed <= 0:
-            return
+        removed = abs(tokens) if tokens < 0 or _CROP_COUNTS_REMOVED else self.seen - tokens
+        removed = min(max(removed, 0), self.seen)
         for row in self.rows:
-            self.store.crop(row, max(self.store.length(row) - removed, 0))
+            self._store().crop(row, max(self._store().length(row) - removed, 0))
         self.seen -= removed
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -336,52 +337,31 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
 
     # -------- attention over packed pages
 
-    def attend_step(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        heads: tuple[int, int],
-        norms: Norms,
-        masks: Masks,
-        paired: bool = False,
-    ) -> Tensor:
-        """RoPE, KV store and attention of a decode step's QKV projection; only if ``takes_step`` is true.
-
-        qkv: [batch, tokens, (query heads + 2 * KV heads) * head_dim].  rotary: cosine and sine [batch * tokens,
-        head_dim].  heads: (query heads, KV heads).  norms, paired: as for ``ops.elementwise.rotate``.
-        Returns [batch, tokens, query heads, head_dim].
-        """
-        batch, tokens, _ = qkv.shape
-        dim = rotary[0].shape[1]
-        flat = qkv.view(batch * tokens, -1)
-        step = self.step(layer, rotary, heads, batch, tokens, qkv.dtype)
-        if step is not None:
-            q = rotate_store(flat, step, norms, paired)
-            return self.attend_turned(layer, q.view(batch, tokens, -1, dim), masks)
-        store = self._begun_step(layer, heads[1], dim, batch, tokens)
-        q, k = rotate(flat, *rotary, *heads, norms, paired)
-        v = flat[:, -heads[1] * dim :]
-        q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
-        kv.write(store, layer, self.rows, k, v)
-        return kv.attend(q, store, layer, self.rows, masks).to(qkv.dtype)
-
     def step(
-        self, layer: int, rotary: tuple[Tensor, Tensor], heads: tuple[int, int], batch: int, tokens: int,
-        dtype: torch.dtype,
-    ) -> RopeStoreArgs | None:  # fmt: skip
+        self, layer: int, cosine: Tensor, sine: Tensor, heads: tuple[int, int], batch: int, dtype: torch.dtype
+    ) -> RopeStoreArgs | None:
         """Count a layer's step and return where a kernel can store its keys and values directly after RoPE.
 
-        None, and nothing counted, if the format rotates its keys or the dtypes differ.
+        cosine, sine: [batch * tokens, head_dim].  heads: (query heads, KV heads).  dtype: of keys and values.
+        None, and nothing counted, if the format rotates its keys or the dtypes differ: then ``attend_step``.
         """
-        store = self._store()
+        store, tokens = self._store(), len(cosine) // batch
         if store.rotation is not None or dtype != store.dtype:
             return None
-        self._begun_step(layer, heads[1], rotary[0].shape[1], batch, tokens)
+        self._begin((batch, heads[1], tokens, cosine.shape[1]), layer)
+        self._count(layer, tokens)
+        store = self._store()
         store.newest_are_few = True
-        return RopeStoreArgs(
-            *rotary, store.residual[layer], store.lengths, store.row_pointer(self.rows), *heads, tokens
-        )
+        where = store.residual[layer], store.lengths, store.row_pointer(self.rows)
+        return RopeStoreArgs(cosine, sine, *where, *heads, tokens)
+
+    def attend_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
+        """Store and attend in a decode step (``takes_step``): q, k, v [batch, heads, tokens, dim] after RoPE.
+
+        Returns [batch, tokens, heads, dim].
+        """
+        self._begin(tuple(k.shape), layer)
+        return self.attend(q, (k.transpose(1, 2), v.transpose(1, 2), layer), None, masks).to(q.dtype)
 
     def attend_turned(self, layer: int, q: Tensor, masks: Masks) -> Tensor:
         """Attention of queries after RoPE [batch, tokens, heads, head_dim]; keys and values are stored (``step``)."""
@@ -389,11 +369,6 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         if not self.packs_later and store.completes(self.rows, tokens):
             store.pack(layer, self.rows, tokens)
         return kv.attend(q, store, layer, self.rows, masks)
-
-    def _begun_step(self, layer: int, heads: int, dim: int, batch: int, tokens: int) -> KVCache:
-        self._begin((batch, heads, tokens, dim), layer)
-        self._count(layer, tokens)
-        return self._store()
 
     def taken(self) -> Waiting | None:
         """Take the keys and values that ``update`` left for this attention call; None if there are none."""
@@ -414,9 +389,8 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         counts = [tokens] * len(self.rows) if padding is None else (padding[:, -tokens:] != 0).sum(1).tolist()
         if layer == 0 and padding is not None:
             check_padding(padding)
-        self._count(layer, tokens, None if padding is None else counts)
-        even = all(count == tokens for count in counts)
-        if even and tokens <= min(MOST_QUERIES, store.ledger.slack) and self.seen > tokens:
+        self._count(layer, tokens, counts)
+        if set(counts) == {tokens} and self._in_one_launch(tokens) and self.seen > tokens:
             kv.write(store, layer, self.rows, k, v)
             return kv.attend(q, store, layer, self.rows, masks)
         out = torch.zeros_like(q)

@@ -1,7 +1,6 @@
 """transformers' attention implementation "anybit", and its mask, over an ``AnyBitCache``; registered on import."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention implementation "anybit"; LayerError names each argument that it does not support."""
     cache = getattr(key, "anybit_cache", None)
@@ -54,11 +53,11 @@ def attention_forward(
 
 
 def mask(
-    *args: Any,
+    *args: object,
     attention_mask: Tensor | None = None,
     kv_length: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    **kwargs: Any,
+    mask_function: Callable[..., Tensor] | None = None,
+    **kwargs: object,
 ) -> Tensor | None:
     """The mask for "anybit": the padding mask, or None without padding; attention itself is causal and windowed."""
     if not torch.compiler.is_compiling() and not _is_causal(mask_function):
@@ -87,7 +86,7 @@ def check_padding(padding: Tensor) -> None:
         )
 
 
-def _is_causal(function: Any) -> bool:
+def _is_causal(function: object) -> bool:
     """Whether a mask function of transformers is plainly causal, with or without a sliding window."""
     if function is None or function is causal_mask_function:
         return True

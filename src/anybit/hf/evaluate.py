@@ -4,14 +4,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
 from anybit.errors import TextError
 from anybit.hf.cache_name import CACHE
 from anybit.layers.linear import QuantLinear
+from anybit.models.families import EXPERTS
 from anybit.quantization.pipeline.calibrate import read_text as read_text
 
 Progress = Callable[[int, int], None]
@@ -60,29 +61,29 @@ def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos
         wanted = f"{windows} windows" if windows else "one window"
         raise TextError(f"the text has {len(ids)} tokens, and {wanted} of {length} need {length * (windows or 1)}")
     count = windows or available
-    rows = torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
-    return rows if bos is None else torch.cat([torch.full((count, 1), bos), rows], dim=1)
+    cut = torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
+    return cut if bos is None else torch.cat([torch.full((count, 1), bos), cut], dim=1)
 
 
 @torch.inference_mode()
 def perplexity(
-    model: Any,
+    model: PreTrainedModel,
     windows: Tensor,
     bos: bool = False,
     progress: Progress | None = None,
-    cache: Callable[[], Any] | None = None,
-    step: int = 32,
+    cache: Callable[[], Cache] | None = None,
+    chunk: int = 32,
 ) -> Perplexity:
     """Perplexity of a causal language model over windows of token ids, int64 [W, T], one window at a time.
 
     bos: whether windows begin with a BOS token; only recorded in the result. progress: called with windows done and in
-    all. cache: makes a KV cache per window, which then runs ``step`` tokens at a time, so that later tokens attend over
+    all. cache: makes a KV cache per window, which then runs ``chunk`` tokens at a time, so that later ones attend over
     quantized keys and values; without it a window runs at once, over unquantized ones.
     """
     start = time.perf_counter()
     total, scored = 0.0, 0
     for i, window in enumerate(windows):
-        logits = _logits(model, window, cache, step)
+        logits = _logits(model, window, cache, chunk)
         loss = nn.functional.cross_entropy(logits[:-1], window[1:].to(logits.device), reduction="sum")
         total += float(loss)
         scored += len(window) - 1
@@ -95,22 +96,22 @@ def perplexity(
 
 @torch.inference_mode()
 def agreement(
-    model: Any,
-    baseline: Any,
+    model: PreTrainedModel,
+    baseline: PreTrainedModel,
     windows: Tensor,
     progress: Progress | None = None,
-    cache: Callable[[], Any] | None = None,
-    baseline_cache: Callable[[], Any] | None = None,
-    step: int = 32,
+    cache: Callable[[], Cache] | None = None,
+    baseline_cache: Callable[[], Cache] | None = None,
+    chunk: int = 32,
 ) -> Agreement:
     """Compare a model with a baseline of the same vocabulary on windows of token ids, int64 [W, T].
 
-    Every position counts. cache, baseline_cache, step, progress: as in ``perplexity``.
+    Every position counts. cache, baseline_cache, chunk, progress: as in ``perplexity``.
     """
     same, divergence, positions = 0, 0.0, 0
     for i, window in enumerate(windows):
-        ours = _logits(model, window, cache, step).log_softmax(-1)
-        theirs = _logits(baseline, window, baseline_cache, step).log_softmax(-1).to(ours.device)
+        ours = _logits(model, window, cache, chunk).log_softmax(-1)
+        theirs = _logits(baseline, window, baseline_cache, chunk).log_softmax(-1).to(ours.device)
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         divergence += float(nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True))
         positions += len(window)
@@ -127,30 +128,26 @@ def bits_per_weight(model: nn.Module) -> float:
     Scales and unquantized weights count 16 bits even if the model runs in float32, as on a CPU: a checkpoint usually
     stores 16.
     """
-    bits, weights = 0.0, 0
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
-            count = module.in_features * module.out_features
-            weight = module.quantized_weight()
-            bits += weight.bits_per_weight * count - weight.scale.numel() * (8 * weight.scale.element_size() - 16)
-            weights += count
-    if weights:
-        for name, tensor in model.named_parameters():
-            if ".experts." in name and tensor.ndim > 2:
-                bits += min(8 * tensor.element_size(), 16) * tensor.numel()
-                weights += tensor.numel()
-        return bits / weights
-    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    count = sum(weight.numel() for weight in linears)
-    return sum(min(8 * weight.element_size(), 16) * weight.numel() for weight in linears) / count if count else math.nan
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    plain = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    if layers:
+        plain = [tensor for name, tensor in model.named_parameters() if EXPERTS.search(name) and tensor.ndim > 2]
+    count = sum(weight.numel() for weight in plain)
+    bits = sum(min(8 * weight.element_size(), 16) * weight.numel() for weight in plain) + 0.0
+    for layer in layers:
+        codes = layer.quantized_weight()
+        count += layer.in_features * layer.out_features
+        bits += codes.bits_per_weight * layer.in_features * layer.out_features
+        bits -= codes.scale.numel() * (8 * codes.scale.element_size() - 16)
+    return bits / count if count else math.nan
 
 
-def _logits(model: Any, window: Tensor, cache: Callable[[], Any] | None, step: int) -> Tensor:
-    """Logits float32 [T, vocabulary] of a window int64 [T]: in one pass, or ``step`` tokens at a time over a cache."""
+def _logits(model: PreTrainedModel, window: Tensor, cache: Callable[[], Cache] | None, chunk: int) -> Tensor:
+    """Logits float32 [T, vocabulary] of a window int64 [T]: in one pass, or ``chunk`` tokens at a time over a cache."""
     ids = window[None].to(model.device)
     if cache is None:
         logits: Tensor = model(ids, use_cache=False).logits[0]
         return logits.float()
     kept = cache()
-    parts = [model(part, use_cache=True, **{CACHE: kept}).logits[0].float() for part in ids.split(step, dim=1)]
+    parts = [model(part, use_cache=True, **{CACHE: kept}).logits[0].float() for part in ids.split(chunk, dim=1)]
     return torch.cat(parts)

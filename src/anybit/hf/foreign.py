@@ -2,24 +2,28 @@
 
 import copy
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation, linear_shapes
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
 from anybit.hf.transformers import AnyBitConfig, replace_linears
-from anybit.models.modules import tied_heads
+from anybit.models.modules import tied_heads, untie
 from anybit.scheme import Scheme
 
 
 def load_translated(
-    source: Translation, empty: Any, dtype: torch.dtype, device_map: Any = None, backend: str | None = None
-) -> tuple[Any, dict[str, Any]]:
+    source: Translation,
+    empty: PreTrainedModel,
+    dtype: torch.dtype,
+    device_map: str | None = None,
+    backend: str | None = None,
+) -> tuple[PreTrainedModel, dict[str, Iterable[str | tuple[str, ...]]]]:
     """(model, loading info) of a translated folder, as ``from_pretrained`` returns them; read layer by layer.
 
     empty: the unquantized model on the meta device.
@@ -37,9 +41,7 @@ def load_translated(
     config = copy.deepcopy(empty.config)
     config.quantization_config = {**words, **({"backend": backend} if backend else {})}
     for name in set(tied_heads(empty)) & set(source.layers):  # a head with codes of its own is no longer tied
-        del empty.all_tied_weights_keys[f"{name}.weight"]
-        for part in (config, config.get_text_config(decoder=True)):
-            part.tie_word_embeddings = False
+        untie(empty, name, config)
     known = AnyBitConfig.from_dict(words)
     replace_linears(empty, source.scheme, kept, group_index=source.group_index, overrides=known.quantization.overrides)
     tensors = source.state_dict(empty, dtype)
@@ -52,7 +54,9 @@ def load_translated(
     return model, found
 
 
-def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> tuple[Any, Any, Scheme] | None:
+def load_gguf(
+    file: Path, dtype: torch.dtype | str, device_map: str | None, backend: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Scheme] | None:
     """(model, tokenizer, scheme) of a GGUF file, keeping its quantization; None if it has to be dequantized.
 
     dtype: of all floats; "auto" is float16. Warns if the file, or some of its matrices, must be dequantized.
@@ -71,7 +75,8 @@ def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> t
             f"{file} has matrices in {kinds}, which become 16-bit floats: anybit has no codes for them", stacklevel=3
         )
     try:
-        model, _ = load_translated(source, empty, torch.float16 if dtype == "auto" else dtype, device_map, backend)
+        kind = torch.float16 if isinstance(dtype, str) else dtype
+        model, _ = load_translated(source, empty, kind, device_map, backend)
     except KernelError as error:
         raise without_kernel(error) from None
     except (AnyBitError, MemoryError, torch.OutOfMemoryError):

@@ -5,12 +5,13 @@ RoPE and SiLU are one launch each, or the epilogue of the GEMM at one or two tok
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from anybit import ops
 from anybit.codes.packing import reorder, stack, unstack
@@ -21,12 +22,13 @@ from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_name import CACHE
 from anybit.layers.linear import QuantLinear
 from anybit.models.families import BLOCKS
-from anybit.ops.backend import RopeStoreArgs
-from anybit.ops.elementwise import Norms, add_rms_norm, paired_channels, paired_rows, rms_norm, rotate
+from anybit.ops.elementwise import Norms, add_rms_norm, paired_channels, paired_rows, rms_norm, rotate, rotate_store
 from anybit.ops.kv import Masks
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _TABLE_BYTES = 128 << 20
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATED = ("gate_proj", "up_proj")
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 """Passed between layers: hidden states, or a pair (last layer's output, residual) whose sum they are."""
@@ -38,45 +40,41 @@ class FusedLayer(nn.Module):
     Children that the decoder layer has, too, have the same names.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
-        attention: Any = layer.self_attn
-        mlp: Any = layer.mlp
-        self.self_attn: Any = attention
+        self.self_attn, self.mlp = attention, mlp = layer.self_attn, layer.mlp
         self.config = attention.config
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
-        self.query_heads = self.config.num_attention_heads
-        self.key_heads = self.config.num_key_value_heads
+        self.heads = self.config.num_attention_heads, self.config.num_key_value_heads
         window_of = self.config if BLOCKS[type(layer).__name__].window_in_config else attention
-        self.window = getattr(window_of, "sliding_window", None)
-        self.input_layernorm: Any = layer.input_layernorm
-        self.post_attention_layernorm: Any = layer.post_attention_layernorm
+        self.masks = Masks(scale=attention.scaling, window=getattr(window_of, "sliding_window", None))
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
         # Interleave the channels that RoPE rotates together, so that the GEMM of one or two tokens can apply RoPE and
         # store keys and values in its epilogue. Not for models with a QK norm (Qwen3), nor for quantized activations,
         # whose GEMMs have no such epilogue.
         normed = getattr(attention, "q_norm", None) is not None
         coded = attention.q_proj.scheme.activations.quantized
-        heads = (self.query_heads, self.key_heads, self.head_dim)
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        projections = [getattr(attention, name) for name in _QKV]
         plain = not (normed or coded or self.head_dim % 16) and _alike(projections)
-        self.channels = paired_channels(*heads) if plain else None
-        self.qkv = _joined(projections, self.channels)
-        self.output: Any = attention.o_proj
-        # Interleave rows of gate and up, so that the GEMM's epilogue can apply SiLU. If no GEMM with quantized
+        self.channels = paired_channels(*self.heads, self.head_dim) if plain else None
+        self.qkv: Any = _joined(projections, self.channels)
+        self.output: QuantLinear = attention.o_proj
+        # Interleave outputs of gate and up, so that the GEMM's epilogue can apply SiLU. If no GEMM with quantized
         # activations has that epilogue, the kernel that quantizes them applies SiLU, and takes gate and up unmixed.
         size = mlp.gate_proj.out_features
-        projections = [mlp.gate_proj, mlp.up_proj]
-        ends = not mlp.down_proj.scheme.activations.quantized or _end_with_silu(projections)
+        projections = [getattr(mlp, name) for name in _GATED]
+        coded, one = mlp.down_proj.scheme.activations.quantized, projections[0]
+        ends = not coded or ops.ends_with_silu(one.quantized_weight(), one.scheme.activations, one.backend)
         plain = size % 8 == 0 and ends and _alike(projections)
         self.pairs = paired_rows(size) if plain else None
-        self.gate_up = _joined(projections, self.pairs)
-        self.down: Any = mlp.down_proj
-        self.mlp = mlp
+        self.gate_up: Any = _joined(projections, self.pairs)
+        self.down: QuantLinear = mlp.down_proj
         for product in (self.qkv, self.output, self.gate_up, self.down):
             product.stand_in_fused(True)
         self.original = [bypass(layer)]  # in a list, so that nn.Module does not register its parameters a second time
-        for parent, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
+        for parent, names in ((attention, _QKV), (mlp, _GATED)):
             for name in names:
                 delattr(parent, name)
         bypass(self)
@@ -94,83 +92,60 @@ class FusedLayer(nn.Module):
         assert position_embeddings is not None
         cache = kwargs.pop(CACHE, None)  # kwargs then hold continuous batching's, for attention or ``update``
         x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
-        gamma, epsilon = self.input_layernorm.weight, _epsilon(self.input_layernorm)
-        step = self._step(x, attention_mask, cache, position_embeddings)
-        if step is not None:
-            q, residual = self.qkv.norm_linear_rope(x, residual, gamma, epsilon, step)
-            q = q.view(*x.shape[:2], self.query_heads, self.head_dim)
-            attended = self._output(cache.attend_turned(self.layer_idx, q, self._masks()))
+        batch, tokens, _ = x.shape
+        cosine, sine = (e.expand(batch, tokens, -1).reshape(-1, self.head_dim) for e in position_embeddings)
+        steps = attention_mask is None and isinstance(cache, AnyBitCache) and cache.takes_step(tokens)
+        step = cache.step(self.layer_idx, cosine, sine, self.heads, batch, x.dtype) if steps else None
+        norm, paired = self.input_layernorm, self.channels is not None
+        if step is not None and paired:
+            q, residual = self.qkv.norm_linear_rope(x, residual, norm.weight, _epsilon(norm), step)
         else:
-            qkv, residual = self.qkv.norm_linear(x, residual, gamma, epsilon)
-            attended = self._attend(qkv, attention_mask, cache, position_embeddings, kwargs)
-        norm = self.post_attention_layernorm
-        silu = self.pairs is not None
+            qkv, residual = self.qkv.norm_linear(x, residual, norm.weight, _epsilon(norm))
+            qkv = qkv.view(batch * tokens, -1)
+            if step is not None:
+                q = rotate_store(qkv, step, self._head_norms(), paired)
+        if step is not None:
+            out = cache.attend_turned(self.layer_idx, q.view(batch, tokens, -1, self.head_dim), self.masks)
+        else:
+            q, k = rotate(qkv, cosine, sine, *self.heads, self._head_norms(), paired)
+            v = qkv[:, -self.heads[1] * self.head_dim :]
+            q, k, v = (part.view(batch, tokens, -1, self.head_dim).transpose(1, 2) for part in (q, k, v))
+            if steps:
+                out = cache.attend_step(self.layer_idx, q, k, v, self.masks)
+            else:
+                out = self._attend(q, k, v, attention_mask, cache, kwargs)
+        norm, silu = self.post_attention_layernorm, self.pairs is not None
+        attended = self.output(out.reshape(batch, tokens, -1))
         gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
         return self.down(gated) if silu else self.down.silu_linear(gated), residual
 
-    def _step(
-        self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]
-    ) -> RopeStoreArgs | None:
-        """Where the QKV GEMM of this step can store keys and values itself; None if it cannot."""
-        batch, tokens = x.shape[:2]
-        if (
-            self.channels is None
-            or mask is not None
-            or not isinstance(cache, AnyBitCache)
-            or not cache.takes_step(tokens)
-        ):
-            return None
-        heads = (self.query_heads, self.key_heads)
-        return cache.step(self.layer_idx, self._rotary(embeddings, batch, tokens), heads, batch, tokens, x.dtype)
-
-    def _rotary(self, embeddings: tuple[Tensor, Tensor], batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-        dim = self.head_dim
-        cosine, sine = (table.expand(batch, tokens, dim).reshape(-1, dim) for table in embeddings)
-        return cosine, sine
-
-    def _masks(self) -> Masks:
-        return Masks(scale=self.self_attn.scaling, window=self.window)
+    def _head_norms(self) -> Norms:
+        norm = getattr(self.self_attn, "q_norm", None)
+        return (None, None, 0.0) if norm is None else (norm.weight, self.self_attn.k_norm.weight, _epsilon(norm))
 
     def _attend(
-        self, qkv: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: Cache | None, kwargs: dict[str, object]
     ) -> Tensor:
-        batch, tokens = qkv.shape[:2]
-        dim, heads = self.head_dim, self.key_heads
-        rotary, paired = self._rotary(embeddings, batch, tokens), self.channels is not None
-        q_norm, k_norm = getattr(self.self_attn, "q_norm", None), getattr(self.self_attn, "k_norm", None)
-        gammas: Norms = (
-            (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, _epsilon(q_norm))
-        )
-        if isinstance(cache, AnyBitCache) and mask is None and cache.takes_step(tokens):
-            counts = (self.query_heads, heads)
-            return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, self._masks(), paired))
-        q, k = rotate(qkv.view(batch * tokens, -1), *rotary, self.query_heads, heads, gammas, paired)
-        v = qkv[..., -heads * dim :]
-        q, k, v = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v))
+        """Attention as the model computes it: q, k, v [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
-        if self.window is not None:
-            kwargs["sliding_window"] = self.window
-        out, _ = attend(self.self_attn, q, k, v, mask, dropout=0.0, scaling=self.self_attn.scaling, **kwargs)
-        return self._output(out)
-
-    def _output(self, attended: Tensor) -> Tensor:
-        """The output projection, [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]."""
-        result: Tensor = self.output(attended.reshape(*attended.shape[:2], -1))
-        return result
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        if self.masks.window is not None:
+            kwargs["sliding_window"] = self.masks.window
+        out: Tensor = attend(self.self_attn, q, k, v, mask, dropout=0.0, scaling=self.masks.scale, **kwargs)[0]
+        return out
 
 
 class FusedNorm(nn.Module):
     """The final norm, including the last layer's residual add."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
         self.norm = norm
 
-    def forward(self, hidden_states: Hidden) -> Tensor:
-        """The norm of hidden states, or of a pair's sum."""
-        return _norm(hidden_states, self.norm)[0]
+    def forward(self, hidden_states: tuple[Tensor, Tensor]) -> Tensor:
+        """The norm of the sum of the last layer's pair."""
+        return add_rms_norm(*hidden_states, self.norm.weight, _epsilon(self.norm))[0]
 
 
 class FusedRotary(nn.Module):
@@ -200,7 +175,7 @@ class FusedRotary(nn.Module):
         return cosine[position_ids], sine[position_ids]
 
 
-def _rotary_of(body: Any) -> nn.Module | None:
+def _rotary_of(body: PreTrainedModel) -> nn.Module | None:
     """A model's rotary embedding as FusedRotary, if it depends only on the position and its tables are small."""
     rotary = getattr(body, "rotary_emb", None)
     positions = getattr(body.config, "max_position_embeddings", 0)
@@ -251,16 +226,14 @@ def fuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def accelerate(model: Any) -> bool:
+def accelerate(model: PreTrainedModel) -> bool:
     """Prepare a model for fast ``generate(cache_implementation="static")``: fused layers if possible, CUDA graphs.
 
     Works in place, also on unquantized models. Returns whether static generation will use an AnyBitCache and CUDA
     graphs; if not, generate as before.
     """
-    layers = getattr(_body(model), "layers", None)
-    if layers is not None and len(layers) and all(_why_not(layer) is None for layer in layers):
-        with contextlib.suppress(LayerError):  # in which case nothing was fused
-            fuse(model)
+    with contextlib.suppress(LayerError):  # in which case nothing was fused
+        fuse(model)
     graph.install(model, None)
     return graph.serves(model)
 
@@ -268,7 +241,7 @@ def accelerate(model: Any) -> bool:
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo ``fuse`` and ``accelerate`` in place, restoring the layers and their tensors. Returns the model."""
     body = _body(model)
-    _restore(getattr(body, "layers", ()))
+    _restore(getattr(body, "layers", nn.ModuleList()))
     if isinstance(getattr(body, "norm", None), FusedNorm):
         body.norm = restore(body.norm).norm
     if isinstance(getattr(body, "rotary_emb", None), FusedRotary):
@@ -283,49 +256,41 @@ def unfuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def _restore(layers: Any) -> None:
+def _restore(layers: nn.ModuleList) -> None:
     """Replace fused layers by the originals, giving them back their projections."""
     for index, layer in enumerate(layers):
         if isinstance(layer, FusedLayer):
             restore(layer)
-            attention, mlp = layer.self_attn, layer.mlp
-            _split(
-                layer.qkv,
-                attention,
-                {"q_proj": layer.query_heads, "k_proj": layer.key_heads, "v_proj": layer.key_heads},
-                layer.channels,
-            )
-            _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
+            queries, keys = layer.heads
+            _split(layer.qkv, layer.self_attn, dict(zip(_QKV, (queries, keys, keys), strict=True)), layer.channels)
+            _split(layer.gate_up, layer.mlp, dict.fromkeys(_GATED, 1), layer.pairs)
             for product in (layer.output, layer.down):
                 product.stand_in_fused(False)
             layers[index] = restore(layer.original[0])
 
 
-def _body(model: Any) -> Any:
+def _body(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def _why_not(layer: nn.Module) -> str | None:
+def _why_not(layer: Any) -> str | None:
     if type(layer).__name__ not in BLOCKS:
         return f"it is a {type(layer).__name__}, and fuse knows {', '.join(BLOCKS)}"
     if not type(layer).__module__.startswith("transformers.models."):
         return f"its {type(layer).__name__} is not transformers' own, but of {type(layer).__module__}"
     if (found := hooked(layer)) is not None:
         return f"{found} would no longer be called: remove them first"
-    attention: Any = layer.self_attn
-    mlp: Any = layer.mlp
-    names = {f"self_attn.{n}": getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    names |= {f"mlp.{n}": getattr(mlp, n) for n in ("gate_proj", "up_proj", "down_proj")}
-    for name, module in names.items():
-        if not isinstance(module, QuantLinear):
-            return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer"
-    for shared in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
-        for name in shared:
-            if names[name].hadamard != names[shared[0]].hadamard:
-                return f"only one of {shared[0]} and {name} rotates its inputs, so they cannot be joined"
-    if attention.config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
-    return None
+    for parent, joined, alone in (("self_attn", _QKV, "o_proj"), ("mlp", _GATED, "down_proj")):
+        rotated = layer.get_submodule(f"{parent}.{joined[0]}")
+        for name in (*joined, alone):
+            module = layer.get_submodule(f"{parent}.{name}")
+            if not isinstance(module, QuantLinear):
+                return f"{parent}.{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer"
+            if name != alone and module.hadamard != rotated.hadamard:
+                both = f"{parent}.{joined[0]} and {parent}.{name}"
+                return f"only one of {both} rotates its inputs, so they cannot be joined"
+    activation = layer.self_attn.config.hidden_act
+    return None if activation in ("silu", "swish") else f"its activation is {activation}, and fuse knows silu"
 
 
 class SideBySide(nn.Module):
@@ -339,7 +304,9 @@ class SideBySide(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.scheme = layers[0].scheme
 
-    def norm_linear(self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False) -> Any:
+    def norm_linear(
+        self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """``QuantLinear.norm_linear``: (y of RMSNorm(x + residual), x + residual); ``silu`` is not supported."""
         assert not silu
         if residual is None:
@@ -359,14 +326,8 @@ def _alike(layers: list[QuantLinear]) -> bool:
     return all(layer.scheme == layers[0].scheme for layer in layers)
 
 
-def _end_with_silu(layers: list[QuantLinear]) -> bool:
-    """Whether the GEMM of these layers with quantized activations has a SiLU epilogue."""
-    one = layers[0]
-    return ops.ends_with_silu(one.quantized_weight(), one.scheme.activations, one.backend)
-
-
-def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:
-    """Layers joined into one QuantLinear, output rows in the order of ``rows``; SideBySide if schemes differ."""
+def _joined(layers: list[QuantLinear], order: Tensor | None = None) -> QuantLinear | SideBySide:
+    """Layers joined into one QuantLinear, outputs in ``order``; SideBySide if schemes differ."""
     if not _alike(layers):
         return SideBySide(layers)
     weight = stack([layer.quantized_weight() for layer in layers])
@@ -374,8 +335,8 @@ def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:
     bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
     if bias is None and any(b is not None for b in biases):
         raise LayerError("some of the layers to join have a bias, and some do not")
-    if rows is not None:
-        weight, bias = reorder(weight, rows), None if bias is None else bias[rows.to(bias.device)]
+    if order is not None:
+        weight, bias = reorder(weight, order), None if bias is None else bias[order.to(bias.device)]
     joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend)
     joined.hadamard = layers[0].hadamard
     if joined.bias is not None:
@@ -383,19 +344,16 @@ def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:
     return joined.prepare()
 
 
-def _split(
-    fused: QuantLinear | SideBySide, parent: nn.Module, shares: dict[str, int], rows: Tensor | None = None
-) -> None:
+def _split(fused: QuantLinear | SideBySide, parent: nn.Module, shares: dict[str, int], order: Tensor | None) -> None:
     if isinstance(fused, SideBySide):
         fused.stand_in_fused(False)
         for name, layer in zip(shares, fused.layers, strict=True):
             setattr(parent, name, layer)
         return
-    unit = fused.out_features // sum(shares.values())
-    outputs = [share * unit for share in shares.values()]
+    outputs = [fused.out_features // sum(shares.values()) * share for share in shares.values()]
     whole, bias = fused.quantized_weight(), None if fused.bias is None else fused.bias.data
-    if rows is not None:
-        before = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows)))
+    if order is not None:
+        before = order.argsort()
         whole, bias = reorder(whole, before), None if bias is None else bias[before.to(bias.device)]
     biases = [None] * len(outputs) if bias is None else list(bias.split(outputs))
     for name, weight, part in zip(shares, unstack(whole, outputs), biases, strict=True):
@@ -406,27 +364,9 @@ def _split(
         setattr(parent, name, layer.prepare())
 
 
-def _norm(hidden: Hidden, norm: Any) -> tuple[Tensor, Tensor]:
-    """(normed, residual) of hidden states, or of a pair's sum."""
-    if isinstance(hidden, Tensor):
-        return rms_norm(hidden, norm.weight, _epsilon(norm)), hidden
-    return add_rms_norm(hidden[0], hidden[1], norm.weight, _epsilon(norm))
-
-
 def _epsilon(norm: Any) -> float:
     return float(norm.variance_epsilon)
 
 
-def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
+def _refuse_state_dict(*_: object) -> NoReturn:
     raise LayerError("a fused model is for inference: call anybit.unfuse(model) before saving or loading its state")
-
-
-def _eager(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    logits = q @ k.transpose(2, 3) * scaling
-    if mask is not None:
-        logits = logits + mask[..., : k.shape[2]]
-    return (logits.float().softmax(-1).to(q.dtype) @ v).transpose(1, 2), None

@@ -17,13 +17,14 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import logging
 
 from anybit.cache import kvcache
@@ -53,17 +54,17 @@ class StepGraph:
     ids, positions: int64 [rows, 1], the graph's input buffers.
     """
 
-    def __init__(self, model: Any, forward: Callable[..., Any], cache: AnyBitCache) -> None:
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., ModelOutput], cache: AnyBitCache) -> None:
         store = cache._store()
         self.forward = forward
         self._cache = weakref.ref(cache)  # else no graph, and so no cache, would ever be freed
-        rotary = getattr(model.get_decoder(), "rotary_emb", None) if hasattr(model, "get_decoder") else None
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+        rotary = getattr(decoder, "rotary_emb", None)
         self.rotary: Any = rotary if hasattr(rotary, "in_tables") else None
-        rows, device = len(cache.rows), store.device
         with torch.inference_mode(False):
-            self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-            self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.stream = torch.cuda.Stream(device)
+            self.ids = torch.zeros(len(cache.rows), 1, dtype=torch.long, device=store.device)
+            self.positions = torch.zeros_like(self.ids)
+        self.stream = torch.cuda.Stream(store.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self.parts = list(model.children())
@@ -130,13 +131,11 @@ class StepGraph:
         if self.rotary is not None:
             self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
         try:
-            result = self.forward(
-                input_ids=self.ids, position_ids=self.positions, use_cache=True, **{CACHE: self.cache}
-            )
+            call = {"input_ids": self.ids, "position_ids": self.positions, "use_cache": True, CACHE: self.cache}
+            logits: Tensor = self.forward(**call).logits
         finally:
             if self.rotary is not None:
                 self.rotary.in_tables = False
-        logits: Tensor = result.logits
         return logits
 
 
@@ -165,9 +164,9 @@ class Decoder:
     implementation in the model's configuration; another serializes ``generate`` over static caches (``turn``).
     """
 
-    def __init__(self, model: Any, kv: KVFormat | None) -> None:
+    def __init__(self, model: PreTrainedModel, kv: KVFormat | None) -> None:
         self._model, self.kv = weakref.ref(model), kv
-        self._overridden: Any = model.__dict__.get("forward")  # a forward set on the instance: accelerate's hooks
+        self._overridden = model.__dict__.get("forward")  # a forward set on the instance: accelerate's hooks
         self.caches: dict[tuple[object, ...], AnyBitCache] = {}
         self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
         self.greedy: weakref.WeakKeyDictionary[AnyBitCache, GreedyGraph] = weakref.WeakKeyDictionary()
@@ -191,28 +190,52 @@ class Decoder:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
         return Decoder(memo[id(self.model)], self.kv)  # a copied model has caches and graphs of its own
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise LayerError(
             "a model that was fused, or whose scheme has a KV format, cannot be pickled: call anybit.unfuse(model) if "
             "it was fused, then model.save_pretrained(folder)"
         )
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         """The model (a weak reference: the model owns this object)."""
         return self._model()
 
     @property
-    def config(self) -> Any:
+    def config(self) -> "PreTrainedConfig | _Plain":
         """The configuration for caches: the text model's, or a stand-in where attention cannot read packed pages."""
         config = self.model.config.get_text_config(decoder=True)
         return config if _attention_is_open(self.model) else _Plain(config)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         """The model's original forward pass."""
         if self._overridden is not None:
             return self._overridden(*args, **kwargs)
         return type(self.model).forward(self.model, *args, **kwargs)
+
+    def attend(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> ModelOutput:
+        """The model's forward pass, with attention over the packed pages of an AnyBitCache that it is given."""
+        cache = cache_of(kwargs)
+        if not isinstance(cache, AnyBitCache) or cache.config is None:
+            if cache is not None and not isinstance(cache, AnyBitCache) and self.kv is not None:
+                logger.warning_once(f"a {type(cache).__name__} keeps keys and values, not in the scheme's {self.kv}")
+            return self.forward(*args, **kwargs)
+        if cache.config is not self.model.config and not isinstance(cache.config, _Plain):
+            cache.config = self.config  # an unpickled cache brought a copy
+        try:
+            with _packed(cache.config):
+                ids = kwargs.get("input_ids")
+                if args or not isinstance(ids, Tensor) or not _is_step(cache, ids, kwargs):
+                    return self.forward(*args, **kwargs)
+                positions = kwargs.get("position_ids")
+                logits = self.step(cache, ids, positions if isinstance(positions, Tensor) else cache.seen)
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+        except NotCausalError:  # before any layer has run
+            if cache.packed_attention or cache.unpadded:
+                raise  # the model's own attention is the one that cannot be, or keys and values lack the padding
+            logger.warning_once("attention over a dequantized cache, which is slower: the mask is not simply causal")
+            cache.config = _Plain(cache.config)
+            return self.forward(*args, **kwargs)
 
     def forget(self) -> None:
         """Drop every cache and graph."""
@@ -255,9 +278,8 @@ class Decoder:
             while True:
                 if mask is not None:  # packed attention needs none: it stores no padding
                     mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
-                step = {"input_ids": ids, "position_ids": positions, CACHE: cache, "use_cache": True}
-                step["attention_mask"] = mask
-                ids = self.model(**step).logits[:, -1].float().argmax(-1, keepdim=True)
+                call = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": True}
+                ids = self.model(**call, **{CACHE: cache}).logits[:, -1].float().argmax(-1, keepdim=True)
                 positions = positions + 1
                 yield ids
         graph = self.greedy.get(cache)
@@ -265,7 +287,7 @@ class Decoder:
             graph = self.greedy[cache] = GreedyGraph(self.model, self.forward, cache)
         made = graph.tokens(first, positions)
         while True:
-            with self.attention, _Packed(cache):
+            with self.attention, _packed(cache.config):
                 ids = next(made)
             yield ids
 
@@ -280,71 +302,42 @@ class Decoder:
 class _Plain:
     """Stand-in configuration for a cache whose model cannot run attention over packed pages."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.num_hidden_layers = config.num_hidden_layers
         self._attn_implementation = None
 
 
-class _Packed:
-    """Context manager: run a model's attention over packed pages."""
-
-    def __init__(self, cache: AnyBitCache) -> None:
-        self.config = cache.config
-
-    def __enter__(self) -> None:
-        self.before = getattr(self.config, "_attn_implementation", None)
-        if self.before is not None and self.before != NAME:
-            self.config._attn_implementation = NAME
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is not None and self.before != NAME:
-            self.config._attn_implementation = self.before
+@contextlib.contextmanager
+def _packed(config: PreTrainedConfig) -> Iterator[None]:
+    """Run the attention of a configuration's model over packed pages."""
+    before = getattr(config, "_attn_implementation", None)
+    if before is None or before == NAME:
+        yield
+        return
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
-def install(model: Any, kv: KVFormat | None) -> None:
+def install(model: PreTrainedModel, kv: KVFormat | None) -> None:
     """Make a transformers model create AnyBitCaches and replay decode steps as CUDA graphs (see the module)."""
     if "_anybit_decoder" in model.__dict__ or not hasattr(model, "_prepare_cache_for_generation"):
         return
 
-    def attending(decoder: Decoder, args: Any, kwargs: Any) -> Any:
-        cache = cache_of(kwargs)
-        if not isinstance(cache, AnyBitCache) or cache.config is None:
-            if cache is not None and not isinstance(cache, AnyBitCache) and decoder.kv is not None:
-                logger.warning_once(f"a {type(cache).__name__} keeps keys and values, not in the scheme's {decoder.kv}")
-            return decoder.forward(*args, **kwargs)
-        if cache.config is not decoder.model.config and not isinstance(cache.config, _Plain):
-            cache.config = decoder.config  # an unpickled cache brought a copy
-        try:
-            return packed(decoder, cache, args, kwargs)
-        except NotCausalError:  # before any layer has run
-            if cache.packed_attention or cache.unpadded:
-                raise  # the model's own attention is the one that cannot be, or keys and values lack the padding
-            logger.warning_once("attention over a dequantized cache, which is slower: the mask is not simply causal")
-            cache.config = _Plain(cache.config)
-            return decoder.forward(*args, **kwargs)
-
-    def packed(decoder: Decoder, cache: AnyBitCache, args: Any, kwargs: Any) -> Any:
-        with _Packed(cache):
-            ids = kwargs.get("input_ids")
-            if not args and ids is not None and _is_step(cache, ids, kwargs):
-                positions = kwargs.get("position_ids")
-                logits = decoder.step(cache, ids, cache.seen if positions is None else positions)
-                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
-            return decoder.forward(*args, **kwargs)
-
     @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> ModelOutput:
         decoder: Decoder = self._anybit_decoder
-        if torch.compiler.is_compiling():  # a graph break must not happen while a lock is held
-            return attending(decoder, args, kwargs)
-        with decoder.attention:
-            return attending(decoder, args, kwargs)
+        # When compiling, a graph break must not happen while a lock is held.
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else decoder.attention:
+            return decoder.attend(args, kwargs)
 
     @functools.wraps(type(model)._prepare_cache_for_generation)
     def prepare_cache(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, length: int,
-        *rest: Any,
-    ) -> Any:  # fmt: skip
+        self: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, object], mode: object,
+        batch_size: int, length: int, *rest: object,
+    ) -> object:  # fmt: skip
         decoder: Decoder = self._anybit_decoder
         wanted = generation_config.cache_implementation
         free = cache_of(model_kwargs) is None and generation_config.use_cache is not False
@@ -367,7 +360,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
         return None
 
     @functools.wraps(type(model).generate)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self: PreTrainedModel, *args: object, **kwargs: object) -> Tensor | ModelOutput:
         decoder: Decoder = self._anybit_decoder
         usual = types.MethodType(type(self).generate, self)
         given = (signature := inspect.signature(usual)).bind(*args, **kwargs)
@@ -385,12 +378,12 @@ def install(model: Any, kv: KVFormat | None) -> None:
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
 
 
-def installed(model: Any) -> bool:
+def installed(model: PreTrainedModel) -> bool:
     """Whether ``install`` was called on a model."""
     return "_anybit_decoder" in model.__dict__
 
 
-def uninstall(model: Any) -> None:
+def uninstall(model: PreTrainedModel) -> None:
     """Undo ``install``."""
     if installed(model):
         model._anybit_decoder.forget()
@@ -398,7 +391,7 @@ def uninstall(model: Any) -> None:
             del model.__dict__[name]
 
 
-def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: dict[str, Any]) -> bool:
+def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> bool:
     """Whether a call is a step of one token per row over a static cache on a GPU that asks only for logits."""
     if not (cache.static and ids.is_cuda and ids.shape[1] == 1 and ids.shape[0] == len(cache.rows)):
         return False
@@ -408,24 +401,24 @@ def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: dict[str, Any]) -> bool:
     return extra <= _STEP_ARGUMENTS and cache.takes_step(1)
 
 
-def serves(model: Any) -> bool:
+def serves(model: PreTrainedModel) -> bool:
     """Whether static ``generate`` of a model uses AnyBitCaches, and CUDA graphs on a GPU (after ``install``)."""
     decoder = model.__dict__.get("_anybit_decoder")
     return decoder is not None and _attention_is_open(model) and why_not(model, decoder.kv or _SIXTEEN_BITS) is None
 
 
-def why_not(model: Any, kv: KVFormat) -> str | None:
+def why_not(model: PreTrainedModel, kv: KVFormat) -> str | None:
     """Why a model cannot use an AnyBitCache of a format, as a sentence; None if it can."""
     return kvcache.why_not(model, kv) or on_several_devices(model)
 
 
-def on_several_devices(model: Any) -> str | None:
+def on_several_devices(model: PreTrainedModel) -> str | None:
     """A sentence that says a model is spread over several devices (``device_map``); None if it is on one."""
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     return None if len(devices) < 2 else f"it is spread over the devices {', '.join(devices)}: load it onto one"
 
 
-def _attention_is_open(model: Any) -> bool:
+def _attention_is_open(model: PreTrainedModel) -> bool:
     """Whether anybit's attention can replace a model's: it is replaceable, and every layer has its own K and V."""
     shared = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
     return bool(getattr(model, "_supports_attention_backend", False)) and not shared

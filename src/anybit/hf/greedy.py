@@ -6,11 +6,13 @@ end become padding, and generation ends when all rows have ended.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_name import CACHE, cache_of
@@ -26,7 +28,7 @@ _OTHERS = (
 _KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep")
 
 
-def setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+def setting(model: PreTrainedModel, kwargs: Mapping[str, object], name: str) -> Any:
     """A setting of a ``generate`` call: the keyword's, else its generation_config's, else the model's."""
     found = kwargs.get(name)
     for config in (kwargs.get("generation_config"), model.generation_config):
@@ -34,7 +36,7 @@ def setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
     return found
 
 
-def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
+def wanted(model: PreTrainedModel, kwargs: Mapping[str, object]) -> bool:
     """Whether a ``generate`` call is greedy, over a static cache, and returns only tokens."""
     value = functools.partial(setting, model, kwargs)
     plain = not value("do_sample") and (value("num_beams") or 1) == 1 and (value("num_return_sequences") or 1) == 1
@@ -45,14 +47,14 @@ def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def generate(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
     *,
     steps: Callable[[AnyBitCache, Tensor, Tensor, Tensor | None], Iterator[Tensor]],
-    streamer: Any = None,
+    streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Tensor:
@@ -82,20 +84,23 @@ def generate(
     ).logits  # fmt: skip
     first = logits[:, -1].float().argmax(-1, keepdim=True)
     last = torch.full_like(first, cache.seen - 1) if positions is None else positions[:, -1:]
-    rows = [_Row(ends) for _ in range(len(first))]
+    ended = [False] * len(first)
     answer: list[list[int]] = []
     waiting: list[Tensor] = []
 
     def look(tokens: list[Tensor]) -> bool:
         """Append tokens to the answer. Returns whether all rows have ended."""
         for column in torch.cat(tokens, 1).t().tolist() if tokens else []:
-            if all(row.ended for row in rows):
+            if all(ended):
                 return True
-            filled = [row.take(token, padding) for row, token in zip(rows, column, strict=True)]
+            filled = []
+            for row, token in enumerate(column):
+                filled.append(int(padding) if ended[row] and padding is not None else token)
+                ended[row] = ended[row] or token in ends
             answer.append(filled)
             if streamer is not None:
                 streamer.put(torch.tensor(filled))
-        return all(row.ended for row in rows)
+        return all(ended)
 
     fresh: list[Tensor] = []
     source, made = steps(cache, first, last + 1, mask), 1
@@ -112,17 +117,3 @@ def generate(
         streamer.end()
     tail = torch.tensor(answer, dtype=input_ids.dtype, device=input_ids.device).t()
     return torch.cat((input_ids, tail), 1) if answer else input_ids
-
-
-class _Row:
-    """One sequence, and whether it has ended."""
-
-    def __init__(self, ends: set[int]) -> None:
-        self.ends, self.ended = ends, False
-
-    def take(self, token: int, padding: Tensor | None) -> int:
-        """The token to output: ``token``, or padding after the end."""
-        if self.ended:
-            return int(padding) if padding is not None else token
-        self.ended = token in self.ends
-        return token

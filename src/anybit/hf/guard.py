@@ -7,7 +7,7 @@ into a CheckpointError. It also says what to call instead when an ``AnyBitConfig
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 from transformers.quantizers import auto
@@ -15,15 +15,20 @@ from transformers.quantizers import auto
 from anybit.checkpoints.configuration import METHOD, settings_of
 from anybit.errors import CheckpointError, one_line
 
+if TYPE_CHECKING:
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.loading_report import LoadStateDictInfo
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
 _CODES = ("weight_packed", "qweight")
 """Tensors that quantized layers hold instead of a weight: compressed-tensors (and anybit), GPTQ and AWQ."""
 
 
-def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _refusing_damage(theirs: Callable[[Mapping[str, object]], bool]) -> Callable[[Mapping[str, object]], bool]:
     """Wrap ``supports_quant_method``: transformers ignores an unknown method and initializes weights randomly."""
 
     @functools.wraps(theirs)
-    def supports_quant_method(entry: Any) -> bool:
+    def supports_quant_method(entry: Mapping[str, object]) -> bool:
         method = entry.get("quant_method")
         ours = isinstance(entry.get(METHOD), Mapping) or "scheme" in entry
         if ours and not (isinstance(method, str) and method in auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
@@ -39,11 +44,11 @@ def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return supports_quant_method
 
 
-def _refusing_others(theirs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _refusing_others(theirs: "Callable[..., QuantizationConfigMixin]") -> "Callable[..., QuantizationConfigMixin]":
     """Wrap ``merge_quantization_configs``, called when a quantized model is also given a configuration."""
 
     @functools.wraps(theirs)
-    def merge_quantization_configs(entry: Any, given: Any) -> Any:
+    def merge_quantization_configs(entry: object, given: object) -> "QuantizationConfigMixin":
         ours = getattr(given, "quant_method", None) == METHOD
         if ours and isinstance(entry, Mapping) and settings_of(entry) is None:
             raise CheckpointError(
@@ -55,11 +60,13 @@ def _refusing_others(theirs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
     return merge_quantization_configs
 
 
-def _refusing_codes(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_codes(theirs: "Callable[..., LoadStateDictInfo]") -> "Callable[..., LoadStateDictInfo]":
     """Wrap ``_finalize_model_loading``, in which transformers initializes missing weights."""
 
     @functools.wraps(theirs)
-    def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
+    def finalize(
+        model: PreTrainedModel, load_config: "LoadStateDictConfig", loading_info: "LoadStateDictInfo"
+    ) -> "LoadStateDictInfo":
         base = f"{model.base_model_prefix}."  # may be on the model's names or the folder's only
         surplus = {name.removeprefix(base): name for name in loading_info.unexpected_keys}
         for name in sorted(loading_info.missing_keys):

@@ -2,14 +2,12 @@
 
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from anybit.checkpoints import Folder, is_gguf, local_folder
@@ -21,7 +19,7 @@ from anybit.checkpoints.verify import check_model
 from anybit.device import checked_device
 from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line
 from anybit.hf.foreign import load_gguf, load_translated, without_kernel
-from anybit.hf.transformers import AnyBitConfig
+from anybit.hf.transformers import AnyBitConfig, check_finite
 from anybit.models.modules import auto_class, last_position, positions_of, skeleton
 from anybit.ops import backends
 from anybit.scheme import Scheme
@@ -31,8 +29,8 @@ from anybit.scheme import Scheme
 class Loaded:
     """A model ready to run. scheme: None unless anybit runs quantized layers of it."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     scheme: Scheme | None
     name: str
 
@@ -76,7 +74,7 @@ def load_model(
     for an unquantized model; SchemeError for an invalid scheme, or overrides without one.
     """
     device = checked_device(device)
-    wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
+    wanted = dtype or (torch.float32 if device == "cpu" else "auto")
     if backend is not None and backend not in backends:
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
     if device != "cpu" and importlib.util.find_spec("accelerate") is None:
@@ -97,16 +95,14 @@ def load_model(
         empty = skeleton(path, trust_remote_code)
         method = method_of(folder.config)
         foreign = FolderTranslation.of(folder) if folder.quantization is None else None
-        if (
-            method not in (None, METHOD)
-            and foreign is None
-            and not AutoHfQuantizer.supports_quant_method(_entry(folder))
-        ):
-            raise unreadable(folder.config, source, "it does not know the method")
         if method is None:
             check_model(empty, folder.entries, path)
-        stored = None if folder.quantization is None else folder.quantization.scheme
-        stored = foreign.scheme if foreign is not None else stored
+        elif method != METHOD and foreign is None:
+            entry = folder.config["quantization_config"]  # whose quant_method may be anything
+            if not AutoHfQuantizer.supports_quant_method({**entry, "quant_method": str(entry.get("quant_method", ""))}):
+                raise unreadable(folder.config, source, "it does not know the method")
+        described = foreign or folder.quantization
+        stored = None if described is None else described.scheme
         quantized = scheme is not None or stored is not None
         if backend is not None and not quantized:
             raise KernelError(
@@ -121,23 +117,20 @@ def load_model(
                     f"{source} is stored in {here}; kernels take float16 or bfloat16, so it is loaded as {there}",
                     stacklevel=2,
                 )
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {"device_map": device} if device != "cpu" else {}
         if scheme is not None:
             refuse_quantized(folder.config, str(source))
-            arguments["quantization_config"] = AnyBitConfig(
-                scheme, modules_to_not_convert, backend, overrides=overrides
-            )
+            config = AnyBitConfig(scheme, modules_to_not_convert, backend, overrides=overrides)
+            arguments["quantization_config"] = config
         elif stored is not None and backend is not None and foreign is None:
             # transformers ignores a second quantization_config, so the backend goes into the checkpoint's own.
-            arguments["config"] = config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-            entry = config.quantization_config
+            arguments["config"] = own = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            entry = own.quantization_config
             (entry if entry["quant_method"] == METHOD else entry[METHOD])["backend"] = backend
-        if device != "cpu":
-            arguments["device_map"] = device
         try:
             if foreign is not None:
-                kind = folder.kernel_dtype if wanted == "auto" else wanted
-                model, found = load_translated(foreign, empty, kind, arguments.get("device_map"), backend)
+                kind = folder.kernel_dtype if isinstance(wanted, str) else wanted
+                model, found = load_translated(foreign, empty, kind, None if device == "cpu" else device, backend)
             else:
                 model, found = auto_class(empty.config).from_pretrained(
                     path, dtype=wanted, output_loading_info=True, trust_remote_code=trust_remote_code, **arguments
@@ -152,8 +145,10 @@ def load_model(
                 raise unreadable(folder.config, source, one_line(error)) from error
             raise CheckpointError(f"{path} cannot be loaded: {one_line(error)}") from error
         _refuse_incomplete(path, found)
-        if _has_fault(model):
-            _refuse_not_finite(folder)
+        try:
+            check_finite(model)
+        except CheckpointError:
+            _refuse_not_finite(folder)  # which names the file, too
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
             tokenizer("a")  # some bad settings fail only at the first text
@@ -165,19 +160,11 @@ def load_model(
     return Loaded(model.eval(), tokenizer, parsed, str(source))
 
 
-def _entry(folder: Folder) -> dict[str, Any]:
-    """The quantization_config of another method, whose quant_method is a string even if it names none."""
-    entry = folder.config["quantization_config"]
-    return {**entry, "quant_method": str(entry.get("quant_method", ""))}
-
-
 def _dequantized(source: str | Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool) -> Loaded:
     """Load with all quantized layers turned into floats: layer by layer on the CPU, then moved to ``device``."""
     kind = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    loaded = load_model(
-        source, backend=None if stored_scheme(source) is None else "reference-packed", device="cpu", dtype=kind,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    backend = None if stored_scheme(source) is None else "reference-packed"
+    loaded = load_model(source, backend=backend, device="cpu", dtype=kind, trust_remote_code=trust_remote_code)
     if loaded.scheme is not None:
         loaded.model.dequantize(dtype=kind)
     return replace(loaded, model=loaded.model.to(device), scheme=None)
@@ -191,17 +178,16 @@ def load(
     backend: str | None = None,
     trust_remote_code: bool = False,
     dequantize: bool = False,
-) -> Any:
+) -> PreTrainedModel:
     """Load a transformers model from any format anybit reads: its own folders, GPTQ, AWQ, auto-round, HQQ, GGUF, ...
 
     Layers keep their codes and run on anybit's kernels. Unlike transformers' ``from_pretrained``, this does not need
     the packages of the tool that wrote the checkpoint. Arguments and errors are those of ``load_model``, which also
     returns the tokenizer.
     """
-    loaded = load_model(
+    return load_model(
         source, backend=backend, device=device, dtype=dtype, trust_remote_code=trust_remote_code, dequantize=dequantize
-    )
-    return loaded.model
+    ).model
 
 
 def stored_scheme(source: str | Path) -> Scheme | None:
@@ -216,19 +202,13 @@ def stored_scheme(source: str | Path) -> Scheme | None:
         return None if foreign is None else foreign.scheme
 
 
-def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:
+def _refuse_incomplete(path: Path, found: Mapping[str, Iterable[str | tuple[str, ...]]]) -> None:
     """Raise CheckpointError for tensors that the model needs and lacks: transformers would initialize them randomly."""
     for kind, what in (("missing_keys", "no tensor"), ("mismatched_keys", "another shape for tensor")):
-        names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found.get(kind) or ())
+        names = sorted(key[0] if isinstance(key, tuple) else key for key in found.get(kind) or ())
         if names:
             count = "" if len(names) == 1 else f" and {len(names) - 1} more"
             raise CheckpointError(f"{path} has {what} {names[0]}{count}, which the model needs")
-
-
-def _has_fault(model: nn.Module) -> bool:
-    """Whether a parameter may hold NaN or infinity: a finite sum proves all terms finite, in one pass."""
-    tensors = (p.detach() for p in model.parameters() if p.is_floating_point() and not p.is_meta)
-    return any(not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) for tensor in tensors)
 
 
 def _refuse_not_finite(folder: Folder) -> None:

@@ -3,13 +3,12 @@
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from anybit.errors import LayerError
-from anybit.layers.embedding import TiedHead
+from anybit.layers.embedding import QuantEmbedding, TiedHead
 from anybit.layers.linear import QuantLinear
 
 
@@ -48,16 +47,20 @@ def _memory(parts: Mapping[str, nn.Module], return_buffers: bool = True) -> int:
 
 
 def _resize(
-    embedding: nn.Module, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
+    embedding: nn.Embedding | QuantEmbedding,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    *_: object,
+    **__: object,
 ) -> nn.Module:
     """``resize_token_embeddings`` of a model whose embedding or head is quantized: to its own size only."""
-    rows: Any = embedding.num_embeddings
-    wanted = rows if new_num_tokens is None else new_num_tokens
+    tokens = embedding.num_embeddings
+    wanted = tokens if new_num_tokens is None else new_num_tokens
     wanted += -wanted % (pad_to_multiple_of or 1)
-    if wanted != rows:
+    if wanted != tokens:
         raise LayerError(
-            f"the model's embedding or output head is quantized, and cannot be resized from {rows} to {wanted} tokens: "
-            "resize the unquantized model, then quantize it; or call model.dequantize() first"
+            f"the model's embedding or output head is quantized, and cannot be resized from {tokens} to {wanted} "
+            "tokens: resize the unquantized model, then quantize it; or call model.dequantize() first"
         )
     return embedding
 

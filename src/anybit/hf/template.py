@@ -6,15 +6,15 @@ fills the memory.
 
 import contextlib
 import gc
-import os
-import selectors
-import signal
-import time
+import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from anybit.errors import TextError
+
+Messages = Sequence[Mapping[str, str]]
 
 SECONDS = 20.0
 LENGTH = 16 << 20
@@ -23,29 +23,13 @@ MEMORY = 1 << 30
 """Bytes that the child process may allocate beyond this process's size."""
 
 
-def render(apply: Callable[..., Any], messages: list[dict[str, Any]], name: str, **words: Any) -> str:
+def render(apply: Callable[..., str], messages: Messages, name: str) -> str:
     """Render messages to the model's prompt. Raises TextError if the template fails or exceeds a limit.
 
-    apply: a tokenizer's ``apply_chat_template``.  name: the model's, for errors.  words: template variables.
+    apply: a tokenizer's ``apply_chat_template``.  name: the model's, for errors.
     """
-    words |= {"add_generation_prompt": True, "tokenize": False}
-    if not hasattr(os, "fork"):
-        return _outcome(_answer(apply, messages, words), name)
-    with _child(apply, messages, words) as reader, selectors.DefaultSelector() as arrivals:
-        arrivals.register(reader, selectors.EVENT_READ)
-        answer, end = bytearray(), time.monotonic() + SECONDS
-        while True:
-            if not arrivals.select(max(0.0, end - time.monotonic())):
-                raise TextError(f"the chat template of {name} takes more than {SECONDS:.0f} s: it may loop endlessly")
-            part = os.read(reader, 1 << 16)
-            if not part:
-                return _outcome(bytes(answer), name)
-            answer += part
-            if len(answer) > LENGTH:
-                raise TextError(f"the chat template of {name} renders more than {LENGTH >> 20} MiB")
-
-
-def _outcome(answer: bytes, name: str) -> str:
+    answer = _limited(apply, messages, name) if "fork" in multiprocessing.get_all_start_methods() else None
+    answer = _answer(apply, messages) if answer is None else answer
     if not answer:
         raise TextError(f"the chat template of {name} needs more than {MEMORY >> 30} GiB of memory")
     text = answer[1:].decode(errors="replace")
@@ -54,47 +38,47 @@ def _outcome(answer: bytes, name: str) -> str:
     return text
 
 
-@contextlib.contextmanager
-def _child(apply: Callable[..., Any], messages: list[dict[str, Any]], words: dict[str, Any]) -> Iterator[int]:
-    """Fork a child that renders the messages. Yields the pipe that it writes to; kills the child on exit."""
-    reader, writer = os.pipe()
+def _limited(apply: Callable[..., str], messages: Messages, name: str) -> bytes:
+    """``_answer``, by a child process."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(writer, apply, messages))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: the child takes none of their locks
-        child = os.fork()
-    if not child:
-        try:
-            gc.disable()  # the child must not free GPU objects, which belong to the parent
-            _limit_memory()
-            with os.fdopen(writer, "wb") as answer:
-                answer.write(_answer(apply, messages, words))
-        finally:
-            os._exit(0)
-    os.close(writer)
+        child.start()
+    writer.close()
     try:
-        yield reader
+        if not reader.poll(SECONDS):
+            raise TextError(f"the chat template of {name} takes more than {SECONDS:.0f} s: it may loop endlessly")
+        return reader.recv_bytes(LENGTH)
+    except EOFError:  # killed for its memory
+        return b""
+    except OSError:
+        raise TextError(f"the chat template of {name} renders more than {LENGTH >> 20} MiB") from None
     finally:
-        os.close(reader)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        reader.close()
+        child.kill()
+        child.join()
 
 
-def _answer(apply: Callable[..., Any], messages: list[dict[str, Any]], words: dict[str, Any]) -> bytes:
+def _send(writer: Connection, apply: Callable[..., str], messages: Messages) -> None:
+    gc.disable()  # the child must not free GPU objects, which belong to the parent
+    with contextlib.suppress(ImportError, OSError, ValueError):  # other systems than Linux only limit the time
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with contextlib.suppress(MemoryError, BrokenPipeError):
+        writer.send_bytes(_answer(apply, messages))
+
+
+def _answer(apply: Callable[..., str], messages: Messages) -> bytes:
     """b"+" and the rendered text, or b"-" and the error; empty if memory ran out."""
     try:
-        text: str = apply(messages, **words)
-        return b"+" + text.encode()
+        return b"+" + apply(messages, add_generation_prompt=True, tokenize=False).encode()
     except MemoryError:
         return b""
     except Exception as error:  # a template can raise anything
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         return b"-" + f"{kind}{error}".encode(errors="backslashreplace")
-
-
-def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):  # other systems than Linux only limit the time
-        import resource
-        from pathlib import Path
-
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -8,16 +8,16 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.checkpoints.configuration import (
@@ -34,25 +34,14 @@ from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
 from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values, names_in
-from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
 from anybit.hf import graph
 from anybit.hf.model_methods import give_back, take_over
 from anybit.layers.embedding import QuantEmbedding, put_embedding
 from anybit.layers.linear import QuantLinear
-from anybit.models.modules import (
-    check_kept,
-    check_overrides,
-    described_model,
-    embedding_layers,
-    is_linear,
-    kept_modules,
-    linear_layers,
-    shared_heads,
-    tied_heads,
-    without_rescaling,
-)
+from anybit.models import modules
+from anybit.models.modules import is_linear, untie
 from anybit.ops import backends
 from anybit.scheme import Scheme
 
@@ -84,7 +73,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_index: bool = False,
         hadamard: list[str] | None = None,
         overrides: Mapping[str, str | Scheme] | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         self.quant_method = METHOD
         self.scheme = str(Scheme.parse(scheme))
@@ -103,50 +92,45 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise OptionError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}; it takes {known}")
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: dict[str, object], return_unused_kwargs: bool = False, **kwargs: object) -> Self:
         """Parse anybit's settings, alone or in compressed-tensors' entry. Raises CheckpointError if there are none."""
         if Quantization.of({"quantization_config": config_dict}) is None:
             raise CheckpointError(f"anybit's quantization_config needs quant_method {METHOD!r} and a scheme")
-        return super().from_dict(settings_of(config_dict), return_unused_kwargs, **kwargs)
+        made: Self = super().from_dict(settings_of(config_dict), return_unused_kwargs, **kwargs)
+        return made
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The ``quantization_config`` for config.json; it describes the checkpoint, so it omits the backend.
 
         Where compressed-tensors can hold the model, this is its entry plus an ``anybit`` section.
         """
-        return configuration(
-            Scheme.parse(self.scheme),
-            self.modules_to_not_convert,
-            self.group_index,
-            self.hadamard,
-            self.ignore,
-            self.overrides,
-        )
+        saved = self.quantization
+        return configuration(saved.scheme, saved.kept, saved.group_index, saved.hadamard, self.ignore, self.overrides)
 
     @property
     def quantization(self) -> Quantization:
         """The same settings as the ``Quantization`` that ``anybit.checkpoints`` works with."""
-        overrides = {layer: Scheme.parse(scheme) for layer, scheme in self.overrides.items()}
-        kept, scheme = self.modules_to_not_convert, Scheme.parse(self.scheme)
-        return Quantization(scheme, kept, self.group_index, self.hadamard, overrides)
+        scheme, overrides = Scheme.parse(self.scheme), parse_overrides(self.overrides)
+        return Quantization(scheme, self.modules_to_not_convert, self.group_index, self.hadamard, overrides)
 
 
-def _taking_over(theirs: Any) -> Any:
+_Theirs: Any = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]
+
+
+class CompressedTensorsOrAnyBit(_Theirs):  # type: ignore[misc]
     """compressed-tensors' configuration class, made to return AnyBitConfig where there is an anybit section."""
 
-    class CompressedTensorsOrAnyBit(theirs):  # type: ignore[misc]
-        @classmethod
-        def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-            kind = theirs if settings_of(config_dict) is None else AnyBitConfig
-            return kind.from_dict(config_dict, *arguments, **options)
-
-    return CompressedTensorsOrAnyBit
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, object], *arguments: object, **options: object
+    ) -> QuantizationConfigMixin:
+        """Parse a ``quantization_config``."""
+        kind: Any = _Theirs if settings_of(config_dict) is None else AnyBitConfig
+        return kind.from_dict(config_dict, *arguments, **options)
 
 
 # transformers looks the class up by quant_method alone, one class per name.
-auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _taking_over(
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]
-)
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = CompressedTensorsOrAnyBit
 
 
 @register_quantizer(METHOD)
@@ -154,6 +138,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replaces the linear layers of a transformers model by QuantLinear and loads or quantizes their weights."""
 
     requires_calibration = False
+    is_trainable = True  # adapters around the layers: gradients flow through them, though codes have none
+    is_compileable = True  # every layer is one custom op with a fake (meta) implementation
     tied: Collection[str] = ()
     embeddings: Collection[str] = ()
     quantized: Collection[str] = ()
@@ -162,7 +148,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     fault: AnyBitError | None = None
     quantization_config: AnyBitConfig
 
-    def update_attn_implementation(self, config: Any) -> Any:
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Check config.json and the checkpoint index: the first hook that runs, before transformers relies on them."""
         folder = Path(str(getattr(config, "name_or_path", "") or ""))
         place = folder / "config.json"
@@ -171,7 +157,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             check_index(folder)
         return config
 
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
         """Raise OptionError if ``device_map`` offloads quantized layers (known only once the model is built).
 
         A layer on the CPU counts as offloaded if another device computes: it would be copied over at every call.
@@ -190,49 +176,45 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
                     "'auto'), choose fewer bits, or load the whole model with device_map='cpu'"
                 )
 
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Bytes per element, by which device_map="auto" places layers; 0 for a weight quantized while loading."""
         return 0 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: list[str] | None = None,
+        device_map: object = None,
+        **kwargs: object,
     ) -> None:
         config = self.quantization_config
         entries = self.entries = read_entries(list(map(Path, checkpoint_files or ())), Path(model.name_or_path or ""))
         whole = None if kwargs.get("whole") else partial(self._check_whole, model, checkpoint_files or [])
         if not self.pre_quantized:
-            check_kept(model, config.modules_to_not_convert)
+            modules.check_kept(model, config.modules_to_not_convert)
             if entries is not None:
                 check_model(model, entries, model.name_or_path, check_whole=whole)
         elif entries is not None:
             self._take_names(model, check_layers(config.quantization, entries))
-        keep = kept_modules(model, config.modules_to_not_convert, config.overrides)
+        keep = modules.kept_modules(model, config.modules_to_not_convert, config.overrides)
         config.modules_to_not_convert = keep
-        without_rescaling(model)
-        scheme = Scheme.parse(config.scheme)
-        linears = [layer.name for layer in linear_layers(model, keep)]
-        overrides = config.quantization.overrides
-        embeddings, self.shared = embedding_layers(model, overrides), shared_heads(model, overrides)
-        self.embeddings = [layer.name for layer in embeddings]
+        modules.without_rescaling(model)
+        scheme, overrides = config.quantization.scheme, config.quantization.overrides
+        linears = [layer.name for layer in modules.linear_layers(model, keep)]
+        self.embeddings = [layer.name for layer in modules.embedding_layers(model, overrides)]
+        self.shared = modules.shared_heads(model, overrides)
         self.quantized = [*self.embeddings, *linears]
         config.overrides = in_any_order(config.overrides, self.quantized)
         self.validate_environment(device_map=device_map)
         if not self.pre_quantized:
-            check_overrides(model, config.overrides, linears)
+            modules.check_overrides(model, config.overrides, linears)
         # A tied head is loaded as an ordinary one and quantized once its weight is there.
-        self.tied = sorted(set(linears) & set(tied_heads(model)))
+        self.tied = sorted(set(linears) & set(modules.tied_heads(model)))
         keep = [*keep, *self.tied]
         if not config.group_index and not config.overrides:
             config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard))
         replace_linears(
-            model,
-            scheme,
-            keep,
-            config.backend,
-            config.group_index,
-            placeholder=not self.pre_quantized,
-            hadamard=config.hadamard,
-            overrides=overrides,
+            model, scheme, keep, config.backend, config.group_index, not self.pre_quantized, config.hadamard, overrides
         )
         for name in self.embeddings if self.pre_quantized else ():
             old = model.get_submodule(name)
@@ -248,7 +230,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         trap = rf"({'|'.join(map(re.escape, [*linears, *self.embeddings]))})\.{TRAP}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
 
-    def _take_names(self, model: Any, layers: list[str]) -> None:
+    def _take_names(self, model: PreTrainedModel, layers: list[str]) -> None:
         """Name quantized layers as a class other than the folder's does (a base model's); all others stay floats."""
         if type(model).__name__ in (model.config.architectures or ()):
             return
@@ -262,23 +244,21 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         linears = {name for name, module in model.named_modules() if is_linear(module)}
         config.modules_to_not_convert = sorted(linears - set(names.values()))
 
-    def _check_whole(self, model: Any, files: list[str]) -> None:
+    def _check_whole(self, model: PreTrainedModel, files: list[str]) -> None:
         """Check the checkpoint against the model that its config.json names; ``model`` may be a part of that."""
         folder = Path(files[0]).parent
-        whole = described_model(folder, type(model).__module__.startswith("transformers_modules."))
+        whole = modules.described_model(folder, type(model).__module__.startswith("transformers_modules."))
         if self.pre_quantized:
             own = AnyBitQuantizer(AnyBitConfig.from_dict(whole.config.quantization_config), pre_quantized=True)
             own._process_model_before_weight_loading(whole, files, whole=True)
         else:
             check_model(whole, self.entries or {}, folder)
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
         if self.fault is not None:
             raise self.fault
-        for name in self.tied:
-            self._quantize_tied(model, name)
-        for name in () if self.pre_quantized else self.embeddings:
-            self._quantize_embedding(model, name)
+        for name in (*self.tied, *(() if self.pre_quantized else self.embeddings)):
+            self._quantize_late(model, name)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 check_values(name, dict(module.named_parameters()))
@@ -288,35 +268,27 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
                     raise LayerError(f"layer {name}: {error}") from None
         check_finite(model)
         take_over(model)
-        kv = Scheme.parse(self.quantization_config.scheme).kv
-        if kv is not None:
+        if (kv := self.quantization_config.quantization.scheme.kv) is not None:
             graph.install(model, kv)
         return model
 
-    def _quantize_tied(self, model: Any, name: str) -> None:
-        """Give a tied head codes of its own; the embedding it was tied to is unchanged."""
-        head, scheme, weight = self._rounded(model, name)
-        bias = None if head.bias is None else head.bias.detach()
-        model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, self.quantization_config.backend))
-        model.all_tied_weights_keys.pop(f"{name}.weight")
-        for part in (model.config, model.config.get_text_config(decoder=True)):
-            part.tie_word_embeddings = False
-
-    def _quantize_embedding(self, model: Any, name: str) -> None:
-        """Quantize an embedding's rows (RTN); heads tied to it share its codes."""
-        old, scheme, weight = self._rounded(model, name)
-        new = QuantEmbedding.of_weight(weight, scheme, old.padding_idx, self.quantization_config.backend)
-        put_embedding(model, name, new, self.shared)
-
-    def _rounded(self, model: Any, name: str) -> tuple[Any, Scheme, QuantizedWeight]:
-        """(layer, its scheme, its weight quantized by RTN). Raises LayerError, naming the layer."""
-        layer, scheme = model.get_submodule(name), self.quantization_config.quantization.scheme_of(name)
+    def _quantize_late(self, model: PreTrainedModel, name: str) -> None:
+        """Quantize (RTN) an embedding, whose codes tied heads share, or a tied head, which gets codes of its own."""
+        old, config = model.get_submodule(name), self.quantization_config
+        scheme = config.quantization.scheme_of(name)
         try:
-            return layer, scheme, quantize_weight(layer.weight.detach(), scheme.weights)
+            weight = quantize_weight(old.weight.detach(), scheme.weights)
         except LayerError as error:
             raise LayerError(f"layer {name}: {error}") from None
+        if name in self.embeddings:
+            new = QuantEmbedding.of_weight(weight, scheme, old.padding_idx, config.backend)
+            put_embedding(model, name, new, self.shared)
+        else:
+            bias = None if old.bias is None else old.bias.detach()
+            model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, config.backend))
+            untie(model, name, model.config)
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What to save: where compressed-tensors cannot hold the model, with an empty tensor per layer (``TRAP``)."""
         if self.quantization_config.ignore is not None:
             return None, {}
@@ -324,7 +296,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         traps = [name.replace("weight_packed", TRAP) for name in state if name.endswith(".weight_packed")]
         return {**state, **{name: torch.empty(0, dtype=torch.uint8) for name in traps}}, {}
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: object) -> bool:
         """Whether a checkpoint tensor is the weight of a layer to quantize while loading."""
         if self.pre_quantized:
             return False
@@ -335,21 +307,11 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         """The op that turns a weight into the tensors of its QuantLinear."""
         return _Quantize(self)
 
-    def is_serializable(self, **kwargs: Any) -> bool:
+    def is_serializable(self, **kwargs: object) -> bool:
         """Quantized models can be saved."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """Adapters around the layers can be trained: gradients flow through them, though codes have none."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """Every layer is one custom op with a fake (meta) implementation."""
-        return True
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         if graph.installed(model):  # fused layers call methods of QuantLinear that nn.Linear lacks
             from anybit.hf.fuse import unfuse
 
@@ -376,10 +338,10 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 def check_finite(model: nn.Module) -> None:
     """Raise CheckpointError, naming the tensor, if an unquantized parameter holds NaN or infinity."""
     for name, parameter in model.named_parameters():
-        # A finite sum proves all terms finite, in one pass.
-        if parameter.is_meta or not parameter.is_floating_point():
-            continue
         tensor = parameter.detach()
+        if tensor.is_meta or not tensor.is_floating_point():
+            continue
+        # A finite sum proves all terms finite, in one pass.
         if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"tensor {name} has a value that is not finite")
 
@@ -391,7 +353,12 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         self.quantizer = quantizer
 
     def convert(
-        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+        self,
+        input_dict: dict[str, Tensor | list[Tensor]],
+        full_layer_name: str = "",
+        model: PreTrainedModel | None = None,
+        missing_keys: set[str] | None = None,
+        **kwargs: object,
     ) -> dict[str, Tensor]:
         """The weight of a layer -> the tensors that QuantLinear stores for it."""
         (value,) = input_dict.values()
@@ -406,9 +373,8 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
             self.quantizer.fault = self.quantizer.fault or self._fault(name, error)
             quantized = quantize_weight(torch.zeros_like(weight), layer.scheme.weights, search=False)
         layer.drop_placeholder()
-        missing = kwargs.get("missing_keys")
-        if missing is not None:
-            missing.discard(full_layer_name)
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
         return {f"{name}.{suffix}": tensor for suffix, tensor in QuantLinear.tensors_of(quantized).items()}
 
     def _fault(self, name: str, error: LayerError) -> AnyBitError:
@@ -427,12 +393,10 @@ class _Loading(QuantLinear):
 
     transposed_source: bool = False
 
-    def add_placeholder(self, transposed: bool) -> None:
-        """Add a meta parameter for the checkpoint's weight: [N, K], or [K, N] if it is stored transposed (Conv1D)."""
-        self.transposed_source = transposed
-        shape = (self.in_features, self.out_features) if transposed else (self.out_features, self.in_features)
-        placeholder = torch.empty(shape, dtype=self.weight_scale.dtype, device="meta")
-        self._parameters["weight"] = nn.Parameter(placeholder, requires_grad=False)
+    def hold(self, placeholder: nn.Parameter, transposed: bool) -> None:
+        """Take a meta parameter for the checkpoint's weight: [N, K], or [K, N] if it is stored transposed (Conv1D)."""
+        placeholder.requires_grad_(False)
+        self._parameters["weight"], self.transposed_source = placeholder, transposed
 
     @property
     def weight(self) -> Tensor:
@@ -448,7 +412,7 @@ class _Loading(QuantLinear):
 
 
 def replace_linears(
-    model: nn.Module,
+    model: PreTrainedModel,
     scheme: Scheme,
     keep: list[str],
     backend: str | None = None,
@@ -456,42 +420,24 @@ def replace_linears(
     placeholder: bool = False,
     hadamard: Collection[str] = (),
     overrides: Mapping[str, Scheme] | None = None,
-) -> list[str]:
+) -> None:
     """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, except those in ``keep``.
 
-    placeholder: add a placeholder for the float weight, to quantize while it is loaded. Returns the names replaced.
+    placeholder: hold the float weight's place, to quantize it while it is loaded.
     Raises LayerError if a layer does not fit the scheme, or if no layer is left to quantize.
     """
-    names = []
-    for name, module in list(model.named_modules()):
-        if not is_linear(module) or not should_convert_module(name, keep):
-            continue
-        transposed = isinstance(module, Conv1D)
-        n, k = (module.weight.shape[1], module.weight.shape[0]) if transposed else module.weight.shape
-        kind = _Loading if placeholder else QuantLinear
-        dtype = module.weight.dtype
+    kind = _Loading if placeholder else QuantLinear
+    for found in modules.linear_layers(model, keep):
+        module, name = model.get_submodule(found.name), found.name
+        own = override_of(name, overrides or {}) or scheme
         try:
             layer = kind(
-                k,
-                n,
-                override_of(name, overrides or {}) or scheme,
-                module.bias is not None,
-                group_index=group_index,
-                hadamard=name in hadamard,
-                dtype=dtype,
-                device="meta",
-                backend=backend,
-            )
+                found.k, found.n, own, module.bias is not None, group_index=group_index, hadamard=name in hadamard,
+                dtype=module.weight.dtype, device="meta", backend=backend,
+            )  # fmt: skip
         except LayerError as error:
-            raise LayerError(
-                f"layer {name}: {error}; name it in modules_to_not_convert to keep it in 16 bits"
-            ) from None
+            advice = "name it in modules_to_not_convert to keep it in 16 bits"
+            raise LayerError(f"layer {name}: {error}; {advice}") from None
         if isinstance(layer, _Loading):
-            layer.add_placeholder(transposed)
+            layer.hold(module.weight, found.transposed)
         model.set_submodule(name, layer)
-        names.append(name)
-    if not names:
-        raise LayerError(
-            f"{type(model).__name__} has no linear layer to quantize (modules_to_not_convert: {', '.join(keep)})"
-        )
-    return names

@@ -11,6 +11,18 @@ from anybit.models.blocks import find_blocks
 
 # Parts of some families that sit between a block and the residual stream, and do not commute with a rotation.
 _OBSTACLES = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_multiplier")
+_PLACES = {
+    "attention_norm": "input_layernorm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""Where a block keeps each part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +30,12 @@ class LlamaBlock:
     """A block: two norms, the four attention projections, and a gated MLP."""
 
     name: str
-    attention_norm: Any
+    attention_norm: nn.Module
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
     output: nn.Linear
-    feed_forward_norm: Any
+    feed_forward_norm: nn.Module
     gate: nn.Linear
     up: nn.Linear
     down: nn.Linear
@@ -32,11 +44,7 @@ class LlamaBlock:
     @property
     def names(self) -> dict[str, nn.Linear]:
         """The linear layers by their full names."""
-        attention = {"q_proj": self.query, "k_proj": self.key, "v_proj": self.value, "o_proj": self.output}
-        feed_forward = {"gate_proj": self.gate, "up_proj": self.up, "down_proj": self.down}
-        return {f"{self.name}.self_attn.{k}": v for k, v in attention.items()} | {
-            f"{self.name}.mlp.{k}": v for k, v in feed_forward.items()
-        }
+        return {f"{self.name}.{path}": getattr(self, part) for part, path in _PLACES.items() if "norm" not in path}
 
 
 def llama_blocks(model: nn.Module) -> Iterator[LlamaBlock]:
@@ -46,36 +54,26 @@ def llama_blocks(model: nn.Module) -> Iterator[LlamaBlock]:
         yield _llama_block(f"{prefix}.{index}", block)
 
 
-def gain_of(norm: Any) -> Tensor:
+def gain_of(norm: nn.Module) -> Tensor:
     """The gain of an RMSNorm. Raises LayerError for norms that center, or store their gain differently (Gemma)."""
     kind = type(norm).__name__
     if "RMSNorm" not in kind or "Gemma" in kind:
         raise LayerError(f"{kind} is not a plain RMSNorm, so scales and rotations cannot be moved through it")
-    gain: Tensor = norm.weight.data
-    return gain
+    assert isinstance(norm.weight, Tensor)
+    return norm.weight.data
 
 
 def _llama_block(name: str, block: nn.Module) -> LlamaBlock:
     obstacle = next((part for part in _OBSTACLES if hasattr(block, part)), None)
     if obstacle is not None:
         raise LayerError(f"{name} has {obstacle}: this architecture cannot be smoothed or rotated here")
-    parts: list[Any] = []
-    for path in (
-        "input_layernorm",
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "post_attention_layernorm",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-    ):
-        part: Any = block
-        for step in path.split("."):
-            part = getattr(part, step, None)
-        if part is None:
-            raise LayerError(f"{name} has no {path}: only blocks built like Llama's can be smoothed or rotated")
-        parts.append(part)
+    parts: dict[str, Any] = {}
+    for part, path in _PLACES.items():
+        try:
+            parts[part] = block.get_submodule(path)
+        except AttributeError:
+            raise LayerError(
+                f"{name} has no {path}: only blocks built like Llama's can be smoothed or rotated"
+            ) from None
     attention: Any = block.self_attn
-    return LlamaBlock(name, *parts, int(attention.head_dim))  # type: ignore[call-arg]
+    return LlamaBlock(name, head_dim=int(attention.head_dim), **parts)

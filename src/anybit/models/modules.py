@@ -1,7 +1,8 @@
 """Which layers of a transformers model are quantized: found on the meta device, without reading weights."""
 
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +12,13 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -30,7 +37,7 @@ class LinearLayer:
     transposed: bool
 
 
-def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
+def skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build the model of a folder's config.json on the meta device. Raises CheckpointError if that fails."""
     file = folder / "config.json"
     try:
@@ -40,12 +47,13 @@ def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # a bad config.json can make any class fail in any way
-        raise CheckpointError(
-            f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
-        ) from error
+        # The first line of a StrictDataclassError only names a validator.
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        why = f"{_architecture(file)} as a causal language model: {one_line(cause or error, first=True)}"
+        raise CheckpointError(f"{file}: transformers cannot build {why}") from error
 
 
-def described_model(folder: Path, trust_remote_code: bool = False) -> Any:
+def described_model(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build the model that a config.json names as its architecture on the meta device, or ``skeleton`` without one."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
@@ -55,7 +63,7 @@ def described_model(folder: Path, trust_remote_code: bool = False) -> Any:
         return kind(config)
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """The auto class for a config: AutoModelForCausalLM, or AutoModelForImageTextToText for vision-language models.
 
     AutoModelForCausalLM builds only the text part of some of those, and does not know others.
@@ -68,7 +76,7 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if plain else AutoModelForImageTextToText
 
 
-def beside_text(model: Any) -> list[str]:
+def beside_text(model: PreTrainedModel) -> list[str]:
     """The outermost modules outside a model's language part: vision or audio towers, projectors.
 
     Empty for text-only models.
@@ -79,10 +87,8 @@ def beside_text(model: Any) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in (*found, names[text]))
-        if module is text or module is head or inside or not name:
-            continue
-        if not any(part is text or part is head for part in module.modules()) and any(map(is_linear, module.modules())):
+        inside, parts = any(name.startswith(f"{outer}.") for outer in (*found, names[text])), set(module.modules())
+        if not inside and not parts & {text, head} and any(map(is_linear, parts)):
             found.append(name)
     return found
 
@@ -105,15 +111,15 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
     for name, module in model.named_modules():
         if is_linear(module) and should_convert_module(name, keep):
             transposed = isinstance(module, Conv1D)
-            rows, columns = module.weight.shape
-            layers.append(LinearLayer(name, *((columns, rows) if transposed else (rows, columns)), transposed))
+            n, k = module.weight.T.shape if transposed else module.weight.shape
+            layers.append(LinearLayer(name, n, k, transposed))
     if not layers:
         kept = f" (left as they are: {', '.join(keep)})" if keep else ""
         raise LayerError(f"{type(model).__name__} has no linear layer to quantize{kept}")
     return layers
 
 
-def embedding_layers(model: Any, overrides: Mapping[str, Any]) -> list[LinearLayer]:
+def embedding_layers(model: PreTrainedModel, overrides: Collection[str]) -> list[LinearLayer]:
     """The input embedding as a layer with an output per token, if overrides name it (not by a pattern); else none.
 
     Raises LayerError for an embedding that is not a plain nn.Embedding.
@@ -127,11 +133,11 @@ def embedding_layers(model: Any, overrides: Mapping[str, Any]) -> list[LinearLay
             f"override {name!r}: {name} is a {type(found).__name__}, which may do more than look up rows: only a plain "
             "nn.Embedding is quantized"
         )
-    rows, columns = found.weight.shape
-    return [LinearLayer(name, rows, columns, transposed=False)]
+    n, k = found.weight.shape
+    return [LinearLayer(name, n, k, transposed=False)]
 
 
-def shared_heads(model: Any, overrides: Mapping[str, Any]) -> list[str]:
+def shared_heads(model: PreTrainedModel, overrides: Mapping[str, object]) -> list[str]:
     """The output heads tied to a quantized embedding that have no scheme of their own: they share its codes."""
     name = _embedding_name(model)
     if name not in overrides:
@@ -140,13 +146,13 @@ def shared_heads(model: Any, overrides: Mapping[str, Any]) -> list[str]:
     return [head for head in tied if str(overrides.get(head, overrides[name])) == str(overrides[name])]
 
 
-def _embedding_name(model: Any) -> str:
+def _embedding_name(model: PreTrainedModel) -> str:
     found = model.get_input_embeddings()
     return next((name for name, module in model.named_modules() if module is found), "")
 
 
 def kept_modules(
-    model: Any, modules_to_not_convert: list[str] | None, overrides: Mapping[str, Any] | None = None
+    model: PreTrainedModel, modules_to_not_convert: list[str] | None, overrides: Mapping[str, object] | None = None
 ) -> list[str]:
     """Modules to leave unquantized: those named (by default the output head), tied heads, and everything but text.
 
@@ -159,31 +165,34 @@ def kept_modules(
     return sorted({*keep, *tied_heads(model), *beside_text(model)} - chosen)
 
 
-def tied_heads(model: Any) -> dict[str, str]:
+def tied_heads(model: PreTrainedModel) -> dict[str, str]:
     """Linear layers that share their weight with another module, mapped to the name of that weight."""
-    linears = set(_linear_names(model))
-    heads = {name.removesuffix(".weight"): str(source) for name, source in model.all_tied_weights_keys.items()}
-    return {name: source for name, source in heads.items() if name in linears}
+    heads = {f"{name}.weight": name for name in _linear_names(model)}
+    ties = model.all_tied_weights_keys.items()
+    return {heads[name]: str(source) for name, source in ties if name in heads}
 
 
-def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+def untie(model: PreTrainedModel, head: str, config: PreTrainedConfig) -> None:
+    """Forget that a model on the meta device, and a configuration, tie an output head to the embedding."""
+    del model.all_tied_weights_keys[f"{head}.weight"]
+    for part in (config, config.get_text_config(decoder=True)):
+        part.tie_word_embeddings = False
+
+
+def untied(config: Mapping[str, object]) -> dict[str, object]:
     """The config.json entries that untie a model's output head from its embedding."""
-    inner = config.get("text_config")
-    changed: dict[str, Any] = {"tie_word_embeddings": False}
-    return {**changed, "text_config": {**inner, **changed}} if isinstance(inner, Mapping) else changed
+    inner, changed = config.get("text_config"), {"tie_word_embeddings": False}
+    return {**changed, "text_config": {**inner, **changed}} if isinstance(inner, Mapping) else {**changed}
 
 
-def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: Collection[str]) -> None:
+def check_overrides(model: PreTrainedModel, overrides: Mapping[str, object], quantized: Iterable[str]) -> None:
     """Raise LayerError for an override that matches no quantized layer, and would silently do nothing."""
-    quantized = [
-        *quantized,
-        *(layer.name for layer in embedding_layers(model, overrides)),
-        *shared_heads(model, overrides),
-    ]
+    embedding = [layer.name for layer in embedding_layers(model, overrides)]
+    quantized = [*quantized, *embedding, *shared_heads(model, overrides)]
+    known = [*_linear_names(model), _embedding_name(model)]
     for pattern in overrides:
         if any(name == pattern or fnmatchcase(name, pattern) for name in quantized):
             continue
-        known = [*_linear_names(model), _embedding_name(model)]
         kept = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
         if kept:
             advice = "remove it from modules_to_not_convert" if kept[0] == pattern else "name it in full to quantize it"
@@ -198,7 +207,7 @@ def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: C
         )
 
 
-def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None) -> None:
+def check_kept(model: nn.Module, modules_to_not_convert: Iterable[str] | None) -> None:
     """Raise LayerError for a name or pattern that matches no module: the layer it meant would be quantized."""
     if isinstance(modules_to_not_convert, str):
         raise LayerError(f"modules_to_not_convert must be a list of names, not {modules_to_not_convert!r}")
@@ -233,12 +242,7 @@ def _suggestion(pattern: str) -> str:
     return f": {mended!r}?" if mended != pattern else ""
 
 
-def tied_names(model: Any) -> set[str]:
-    """The parameters that a checkpoint may leave out because they are tied to another."""
-    return set(model.all_tied_weights_keys)
-
-
-def without_rescaling(model: Any) -> None:
+def without_rescaling(model: PreTrainedModel) -> None:
     """Keep RWKV from dividing weights in place at its first call (``rescale_every``): codes would not follow."""
     if hasattr(model.config, "rescale_every"):
         model.config.rescale_every = 0
@@ -249,8 +253,6 @@ def _linear_names(model: nn.Module) -> list[str]:
 
 
 def _architecture(file: Path) -> str:
-    import json
-
     try:
         config = json.loads(file.read_text())
         return str((config.get("architectures") or [config.get("model_type")])[0])
@@ -258,38 +260,34 @@ def _architecture(file: Path) -> str:
         return "what it names"
 
 
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
-        error = error.__cause__  # its own first line only names a validator
-    return one_line(error, first=True)
-
-
-def check_tokens(model: Any, ids: Sequence[int] | torch.Tensor, where: object) -> None:
+def check_tokens(model: PreTrainedModel, ids: Sequence[int] | torch.Tensor, where: object) -> None:
     """Raise CheckpointError for a token id beyond a model's embedding, which a GPU might not report."""
     largest = max(ids, default=0) if isinstance(ids, Sequence) else int(ids.max()) if ids.numel() else 0
-    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if rows is not None and largest >= rows:
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if known is not None and largest >= known:
         raise CheckpointError(
-            f"the tokenizer of {where} gives token {largest}, but the model has only {rows} embeddings: it is the "
+            f"the tokenizer of {where} gives token {largest}, but the model has only {known} embeddings: it is the "
             "tokenizer of another model"
         )
 
 
-def positions_of(config: Any) -> int | None:
+def positions_of(config: PreTrainedConfig) -> int | None:
     """How many positions a model was trained for; None if its config does not say (``Loaded.positions``)."""
     text = config.get_text_config(decoder=True)
     count, rotary = getattr(text, "max_position_embeddings", None), _rotary(config)
-    kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
+    kinds = [kind for kind in rotary.values() if isinstance(kind, dict)]
+    if len(kinds) < len(rotary):  # one for all layers, not one for each of their kinds
+        kinds = [rotary]
     scaled = any(kind.get("rope_type", "default") != "default" for kind in kinds)
     if scaled or getattr(text, "alibi", False) or not isinstance(count, int) or count < 1:
         return None
     return count
 
 
-def last_position(config: Any) -> int | None:
+def last_position(config: PreTrainedConfig) -> int | None:
     """The size of a model's position table, a hard limit; None without one."""
     return None if _rotary(config) else positions_of(config)
 
 
-def _rotary(config: Any) -> dict[str, Any]:
+def _rotary(config: PreTrainedConfig) -> dict[str, object]:
     return getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}

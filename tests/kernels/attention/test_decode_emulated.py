@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import emulate
-from anybit.cache.attention import decode_reference, view_problem
+from anybit.cache.attention import decode_reference
 from anybit.cache.kvcache import KVCache
 from anybit.device import Device
 from anybit.errors import KernelError
@@ -92,7 +92,7 @@ def test_a_pair_of_many_parts(pieces: int, length: int):
     case = small("kv2g128", lengths=(length, 40), heads=4, kv_heads=1)
     cache, sequences, q = case.build("cpu")
     device = dataclasses.replace(Device.named("sm_90a"), sms=41)
-    config = kernel.make(view_problem(q, cache), device, 2, 2)
+    config = kernel.make(kv.problem_of(q, cache.view(0)), device, 2, 2)
     launch = kv.prepare(
         q,
         cache.view(1),
@@ -117,7 +117,7 @@ def test_what_l2_is_asked_for_ahead(stages: int, ahead: int, after: int):
     case = MEMBERS[0]
     cache, sequences, q = case.build("cpu")
     device = dataclasses.replace(Device.named("sm_90a"), sms=1)
-    config = kernel.make(view_problem(q, cache), device, 2, stages)
+    config = kernel.make(kv.problem_of(q, cache.view(0)), device, 2, stages)
     config = dataclasses.replace(config, l2_early=ahead, l2_late=after)
     launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
     emulate.run(launch.kernel, launch.params, launch.grid, dependent=("q", "residual", "out"))
@@ -176,7 +176,7 @@ def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
         cache.table[sequences[0], 1] = 10_000
     else:
         rows[1] = 77
-    config = kernel.default(view_problem(q, cache), device, checked=True)
+    config = kernel.default(kv.problem_of(q, cache.view(0)), device, checked=True)
     errors = torch.zeros(1, dtype=torch.int32)
     launch = kv.prepare(
         q, cache.view(1), cache.row_pointer(sequences), MEMBERS[0].masks(), device, config, errors=errors

@@ -39,7 +39,6 @@ from anybit.models.modules import (
     shared_heads,
     skeleton,
     tied_heads,
-    tied_names,
     untied,
 )
 from anybit.scheme import CODES, Scheme
@@ -319,7 +318,7 @@ def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, s
         names[name] = stored
     # ``check_model`` reports other missing tensors: transformers may convert some at load time.
     wanted = {f"{layer.name}.weight" for layer in layers}
-    missing = sorted(wanted - set(names) - tied_names(model))
+    missing = sorted(wanted - set(names) - set(model.all_tied_weights_keys))
     if missing:
         count = "" if len(missing) == 1 else f" and {len(missing) - 1} more"
         raise CheckpointError(f"{folder.path} has no tensor {missing[0]}{count}, which {type(model).__name__} needs")
