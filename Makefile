@@ -16,6 +16,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := $(CACHE)/smollm2-135m-instruct
 QUANTIZED := $(CACHE)/smollm2-$(SCHEME)
 
+# What outlives a checkout, by content: mypy's results, and the tests' compiled and emulated kernels beside them.
+KEPT := $(or $(ANYBIT_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/anybit)
+
 # A stamp holds the checksum of what its environment was installed from: a file that is only newer installs nothing.
 SOURCES := pyproject.toml Makefile
 CURRENT = [ "$$(cat $@ 2> /dev/null)" = "$$(cat $(SOURCES) | cksum)" ]
@@ -35,7 +38,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.test
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir $(KEPT)/mypy
 
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

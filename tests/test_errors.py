@@ -7,7 +7,7 @@ import pytest
 from anybit.errors import CheckpointError, printable
 
 
-def test_ordinary_names_stay_as_they_are() -> None:
+def test_printable_keeps_ordinary_names() -> None:
     for name in ("model.layers.0.q_proj.weight", "C:\\models\\llama", "模型/重み", "naïve [bold] 100 %", ""):
         assert printable(name) == name
 
@@ -23,18 +23,18 @@ def test_ordinary_names_stay_as_they_are() -> None:
         ("\u2028", r"\u2028"),
     ],
 )
-def test_what_steers_a_terminal_is_escaped(text: str, shown: str) -> None:
+def test_printable_escapes_terminal_controls(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
-def test_nothing_that_is_not_printable_is_left() -> None:
+def test_printable_leaves_nothing_unprintable() -> None:
     every = "".join(map(chr, range(0x3000))) + "".join(map(chr, range(0xD800, 0xF900))) + chr(0xE0001)
     shown = printable(every)
     assert shown.isprintable()
     assert not [char for char in shown if unicodedata.category(char) in ("Cc", "Cf", "Cs")]
 
 
-def test_kept_characters_and_other_objects() -> None:
+def test_printable_keeps_asked_characters_and_takes_objects() -> None:
     assert printable("a\tb\n\x1b", keep="\n\t") == "a\tb\n\\x1b"
     assert printable(ValueError("\a")) == r"\x07"
 

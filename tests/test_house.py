@@ -60,7 +60,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_ops_is_the_only_door_to_kernels(path: Path) -> None:
+def test_imports_of_kernels_go_through_ops(path: Path) -> None:
     """Elsewhere only the layout of a KV page is known, which is a memory format and not a kernel."""
     if room_of(path) in ("kernels", "jit", "choose", "tune", "ops"):
         return
@@ -74,7 +74,7 @@ def test_ops_is_the_only_door_to_kernels(path: Path) -> None:
     assert not other, f"{path.name} imports {other}: reach kernels through anybit.ops"
 
 
-def test_no_import_goes_in_a_circle() -> None:
+def test_imports_have_no_circle() -> None:
     """Imports inside functions and under TYPE_CHECKING count, too."""
     modules = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
     graph: dict[str, set[str]] = {}
@@ -113,7 +113,7 @@ def test_files_stay_readable(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.cuh")), ids=lambda p: p.name)
-def test_asm_has_one_home(path: Path) -> None:
+def test_headers_keep_asm_in_ptx(path: Path) -> None:
     if path.parent.name == "ptx":
         return
     assert not re.search(r"\basm\b", re.sub(r"//.*", "", path.read_text())), (

@@ -10,7 +10,7 @@ from anybit.cli import app
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_room_is_on_the_map() -> None:
+def test_map_names_every_room() -> None:
     block = (ROOT / "docs" / "map.md").read_text().split("```")[1]
     named = set(re.findall(r"^  (\S+)", block, flags=re.MULTILINE))
     package = ROOT / "src" / "anybit"
@@ -18,7 +18,7 @@ def test_every_room_is_on_the_map() -> None:
     assert named == rooms, f"on the map alone: {named - rooms}; not on the map: {rooms - named}"
 
 
-def test_every_link_of_the_documentation_leads_somewhere() -> None:
+def test_pages_link_to_what_exists() -> None:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
@@ -29,7 +29,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_every_file_that_the_documentation_names_is_there() -> None:
+def test_pages_name_files_that_exist() -> None:
     examples = {"NAME.py", "NAME.cuh", "config.json", "map.json", ".anybit-files.json"}
     tops = (ROOT / top for top in ("src", "benchmarks", "tests", "scripts", "examples", "tools"))
     there = [str(path.relative_to(ROOT)) for top in tops for path in top.rglob("*")]
@@ -38,7 +38,7 @@ def test_every_file_that_the_documentation_names_is_there() -> None:
             assert any(f"/{file}".endswith(f"/{name}") for file in there), f"{page.name}: {name} is not there"
 
 
-def test_the_diff_that_adds_a_kernel_is_a_real_one() -> None:
+def test_contributing_shows_a_real_diff() -> None:
     shown = (ROOT / "docs" / "contributing.md").read_text().split("```diff\n")[1].split("```")[0]
     text = ""
     for line in filter(None, shown.splitlines()):
@@ -47,7 +47,7 @@ def test_the_diff_that_adds_a_kernel_is_a_real_one() -> None:
         assert line.startswith(("+++ ", "--- ")) or line[1:] in text, f"docs/contributing.md: not so any more: {line}"
 
 
-def test_every_option_that_is_shown_exists() -> None:
+def test_pages_show_options_that_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     known = {name: {o for p in one.params for o in (*p.opts, *p.secondary_opts)} for name, one in commands.items()}
     shown = re.compile(rf"\banybit ({'|'.join(commands)})\b([^`\n#;]*)")
@@ -57,7 +57,7 @@ def test_every_option_that_is_shown_exists() -> None:
                 assert option in known[command] | {"--help"}, f"{page.name}: anybit {command} has no {option}"
 
 
-def test_the_documentation_is_short() -> None:
+def test_pages_are_short() -> None:
     """Pages for users, README among them, and design pages: words as ``wc -w`` counts them."""
     users = [page for page in pages() if page.name != "CHANGELOG.md"]
     design = list((ROOT / "docs" / "design").glob("*.md"))

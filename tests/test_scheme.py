@@ -34,7 +34,7 @@ def test_parse_inverts_str(scheme: Scheme) -> None:
         ("w3a4bipolar-xasym", Scheme(WeightFormat(3, "bipolar"), ActivationFormat(4, "asym"))),
     ],
 )
-def test_examples(text: str, expected: Scheme) -> None:
+def test_parse_reads_examples(text: str, expected: Scheme) -> None:
     assert Scheme.parse(text) == expected
     assert str(expected) == text
 
@@ -63,7 +63,7 @@ def test_examples(text: str, expected: Scheme) -> None:
         ("w4a16-banana", "not understood at '-banana'"),
     ],
 )
-def test_refusals_say_what_is_allowed(text: str, why: str) -> None:
+def test_parse_refuses_by_what_is_allowed(text: str, why: str) -> None:
     with pytest.raises(SchemeError, match=why):
         Scheme.parse(text)
 
@@ -85,13 +85,13 @@ def test_refusals_say_what_is_allowed(text: str, why: str) -> None:
         (lambda: Scheme(WeightFormat(4), kv="kv4"), "kv of a scheme must be of type KVFormat or None, not 'kv4'"),
     ],
 )
-def test_other_types_are_refused(make: Callable[[], object], why: str) -> None:
+def test_scheme_refuses_other_types(make: Callable[[], object], why: str) -> None:
     with pytest.raises(SchemeError, match=why):
         make()
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_a_scheme_or_a_sentence(text: str) -> None:
+def test_parse_takes_any_text_or_explains(text: str) -> None:
     try:
         scheme = Scheme.parse(text)
     except SchemeError as error:

@@ -17,13 +17,13 @@ from anybit.scheme import KVFormat, Scheme
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def test_tables_are_those_of_the_rows() -> None:
+def test_tables_match_rows() -> None:
     script = BENCHMARKS / "tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run: python benchmarks/tables.py"
 
 
-def test_the_page_of_attention_counts_bits_as_pages_do() -> None:
+def test_attention_page_counts_bits_as_the_cache_does() -> None:
     page = (BENCHMARKS.parent / "docs" / "design" / "attention.md").read_text()
     rows = re.findall(r"^\| (`kv?\d?[^|]*) \| ([\d., ]+) \|", page, re.MULTILINE)
     told = {
@@ -34,7 +34,7 @@ def test_the_page_of_attention_counts_bits_as_pages_do() -> None:
         assert f"{PageLayout(KVFormat.parse(name.strip('`')), 128).bits_per_element:.2f}" == f"{float(bits):.2f}", name
 
 
-def test_the_pages_count_gigabytes_as_folders_do() -> None:
+def test_weights_gb_counts_as_folders_do() -> None:
     schemes = ["w8a16g128", "w4a16g128", "w4a8", "w3a16g64asym", "w2a16g64asym"]
     code = (
         "import json, tables; from cases import LLAMA3_8B\n"
@@ -51,7 +51,7 @@ def test_the_pages_count_gigabytes_as_folders_do() -> None:
     assert PageLayout(KVFormat.parse("kv4"), 128).bits_per_element == kv4
 
 
-def test_every_table_can_be_printed_by_name() -> None:
+def test_tables_print_by_name() -> None:
     command = [sys.executable, str(BENCHMARKS / "tables.py")]
     names = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True).stdout.split()
     assert {"headline", "choosing", "gemm_packed"} <= set(names)
@@ -63,16 +63,14 @@ def test_every_table_can_be_printed_by_name() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results" / "h200").glob("*.json")), ids=lambda path: path.stem)
-def test_every_time_is_of_a_result_that_was_checked(path: Path) -> None:
+def test_rows_with_times_were_checked(path: Path) -> None:
     for row in json.loads(path.read_text()):
         if "us" in row or "ms" in row:
             assert row["checked"] is True or (row["checked"] is False and row["ablation"]), row
 
 
 @pytest.mark.parametrize("checked", [None, False, "failed", "as its neighbours", 1])
-def test_a_result_that_was_not_checked_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Any
-) -> None:
+def test_merge_rows_refuses_unchecked_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Any) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import timing
 
@@ -85,7 +83,7 @@ def test_a_result_that_was_not_checked_is_not_written(
     assert (tmp_path / "rows.json").read_text() == before
 
 
-def test_two_that_write_rows_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_add_rows_from_two_processes_loses_nothing(tmp_path: Path) -> None:
     path, count = tmp_path / "rows.json", 40
     script = "import sys, rows; from pathlib import Path\n"
     script += f"for i in range({count}):\n"
@@ -95,3 +93,19 @@ def test_two_that_write_rows_at_once_lose_nothing(tmp_path: Path) -> None:
     ]
     assert [writer.wait() for writer in writers] == [0, 0]
     assert len(json.loads(path.read_text())) == 2 * count
+
+
+def test_commit_comes_from_git_or_the_environment_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import rows
+
+    monkeypatch.delenv("ANYBIT_COMMIT", raising=False)
+    monkeypatch.setattr(rows, "ROOT", tmp_path / "copy")
+    (tmp_path / "copy").mkdir()
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)  # around it, and of something else
+    with pytest.raises(SystemExit, match=r"is no git checkout, .*: set ANYBIT_COMMIT"):
+        rows.commit()
+    monkeypatch.setenv("ANYBIT_COMMIT", "0123abc")
+    assert rows.commit() == "0123abc"

@@ -8,13 +8,9 @@ docs/writing-kernels.md.
 """
 
 import ctypes
-import fcntl
-import hashlib
-import os
 import shutil
 import struct
 import subprocess
-import tempfile
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -24,6 +20,7 @@ from typing import Any
 
 import torch
 
+import kept
 from anybit import jit
 from anybit.jit.compile import reachable_headers
 from anybit.jit.params import layout_of
@@ -172,7 +169,7 @@ def _entry(kernel: jit.Kernel) -> Any:
     headers = b"".join(reachable_headers(kernel).values())
     device = _device_header().parent
     folders = [f"-I{folder}" for folder in (device, RUNTIME, kernel.path.parent, KERNELS)]
-    name = f"{_digest(source.encode(), headers, device.name.encode())}.so"
+    name = f"{kept.digest(source.encode(), headers, device.name.encode())}.so"
     library = _build(name, source, [*KERNEL_FLAGS, *folders, "-include", "device.h"])
     return ctypes.CDLL(str(library)).emulated_kernel
 
@@ -181,7 +178,7 @@ def _entry(kernel: jit.Kernel) -> Any:
 def _device_header() -> Path:
     """device.h as a precompiled header, since parsing it takes half of a kernel's compile time."""
     own = (RUNTIME / "device.h", RUNTIME / "device_math.h", RUNTIME / "device_calls.h")
-    digest = _digest(*(path.read_bytes() for path in own), " ".join(KERNEL_FLAGS).encode())
+    digest = kept.digest(*(path.read_bytes() for path in own), " ".join(KERNEL_FLAGS).encode(), _compiler_version())
     return _build(f"{digest}/device.h.gch", f'#include "{own[0]}"\n', [*KERNEL_FLAGS, "-x", "c++-header"])
 
 
@@ -190,7 +187,7 @@ def _runtime() -> ctypes.CDLL:
     sources = sorted(RUNTIME.glob("*.cpp"))
     content = [path.read_bytes() for path in (*sources, RUNTIME / "runtime.h", RUNTIME / "device_calls.h")]
     text = "".join(f'#include "{path}"\n' for path in sources)
-    name = f"{_digest(*content, ' '.join(RUNTIME_FLAGS).encode())}.so"
+    name = f"{kept.digest(*content, ' '.join(RUNTIME_FLAGS).encode(), _compiler_version())}.so"
     library = _build(name, text, [*RUNTIME_FLAGS, f"-I{RUNTIME}"])
     runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     runtime.emulate_run.restype = ctypes.c_char_p
@@ -199,35 +196,31 @@ def _runtime() -> ctypes.CDLL:
     return runtime
 
 
-def _digest(*parts: bytes) -> str:
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:32]
+@cache
+def _compiler() -> str:
+    compiler = shutil.which("g++")
+    assert compiler, "the emulation needs g++"
+    return compiler
+
+
+@cache
+def _compiler_version() -> bytes:
+    return subprocess.run([_compiler(), "--version"], check=True, capture_output=True).stdout
 
 
 def _build(name: str, source: str, flags: list[str]) -> Path:
-    """Compile `source` to a shared object or, by the flags, to a header; cached in the temporary folder."""
-    folder = Path(os.environ.get("ANYBIT_EMULATE_DIR", Path(tempfile.gettempdir()) / "anybit-emulate"))
-    built = folder / name
-    if built.exists():
-        return built
-    built.parent.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name[:2]}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # many test processes build the runtime at once
-        if not built.exists():
-            _compile(source, flags, built)
-    return built
+    """Compile `source` to a shared object or, by the flags, to a header, unless an earlier run has."""
+    return kept.built(name, lambda target: _compile(source, flags, target))
 
 
 def _compile(source: str, flags: list[str], target: Path) -> None:
-    compiler = shutil.which("g++")
-    assert compiler, "the emulation needs g++"
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        text, built, linked = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
-        text.write_text(source)
-        commands = [[compiler, *flags, "-c", str(text), "-o", str(built)]]
-        if "c++-header" not in flags:  # linked without -fsanitize: the runtime defines its hooks
-            commands.append([compiler, "-shared", str(built), "-o", str(linked)])
-        for command in commands:
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"g++ refused the kernel:\n{done.stderr[:6000]}")
-        (linked if linked.exists() else built).rename(target)
+    text, compiled = target.with_name("kernel.cpp"), target.with_name("kernel.o")
+    text.write_text(source)
+    header = "c++-header" in flags
+    commands = [[_compiler(), *flags, "-c", str(text), "-o", str(target if header else compiled)]]
+    if not header:  # linked without -fsanitize: the runtime defines its hooks
+        commands.append([_compiler(), "-shared", str(compiled), "-o", str(target)])
+    for command in commands:
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"g++ refused the kernel:\n{done.stderr[:6000]}")

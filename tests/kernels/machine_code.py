@@ -6,11 +6,12 @@ check(gemm.kernel(config), "sm_90a", has="BGMMA.*AND", registers=168)
 import re
 import shutil
 import subprocess
-import tempfile
+import zlib
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 
+import kept
 from anybit import jit
 from anybit.device import Device
 from anybit.jit.compile import Compiled
@@ -53,7 +54,7 @@ def check(
 
 def sass(cubin: bytes) -> list[str]:
     """The instructions of a cubin in order, without predicates: "HMMA.16816.F32 R8, R4, R2, R8"."""
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;", _disassembly(cubin))
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;", disassembly(cubin))
 
 
 def before_wait(cubin: bytes) -> set[str]:
@@ -63,7 +64,7 @@ def before_wait(cubin: bytes) -> set[str]:
     """
     instructions: list[tuple[bool, str]] = []  # whether it has a predicate
     places: dict[str, int] = {}
-    for line in _disassembly(cubin).splitlines():
+    for line in disassembly(cubin).splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             places[label[1]] = len(instructions)
         elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][^;]*?)\s*;", line):
@@ -98,11 +99,22 @@ def _names(instructions: list[str]) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _disassembly(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([_tool(), "-c", file.name], check=True, capture_output=True, text=True).stdout
+def disassembly(cubin: bytes) -> str:
+    """The SASS of a cubin, of an earlier run if it was asked for before."""
+
+    def disassemble(target: Path) -> None:
+        code = target.with_name("kernel.cubin")
+        code.write_bytes(cubin)
+        text = subprocess.run([_tool(), "-c", str(code)], check=True, capture_output=True).stdout
+        target.write_bytes(zlib.compress(text, 1))
+
+    name = f"{kept.digest(cubin, _tool_version())}.sass"
+    return zlib.decompress(kept.built(name, disassemble).read_bytes()).decode()
+
+
+@cache
+def _tool_version() -> bytes:
+    return subprocess.run([_tool(), "--version"], check=True, capture_output=True).stdout
 
 
 @cache

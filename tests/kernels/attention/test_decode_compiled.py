@@ -1,10 +1,6 @@
 """Decode attention and packing compile for every architecture: no spills, tensor cores, nothing emulated."""
 
 import dataclasses
-import shutil
-import subprocess
-import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +12,7 @@ from anybit.kernels.attention.kv_quantize import kv_quantize
 from anybit.ops.kv_rows import layout
 from anybit.scheme import KVFormat
 from cases_decode import Case, problem
+from machine_code import disassembly
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
 CASES = [
@@ -37,14 +34,14 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "arch"), PAIRS, ids=str)
-def test_compiles_without_spills(case: Case, arch: str, tmp_path: Path):
+def test_compiles_without_spills(case: Case, arch: str):
     device = Device.named(arch)
     asked = problem(case)
     config = decode.default(asked, device)
     assert decode.why_not(asked, config, device) is None
-    compiled = jit.compile(decode.kernel(config, asked.layout), arch)
+    compiled = jit.cached(decode.kernel(config, asked.layout), arch)
     assert compiled.spill_bytes == 0 and compiled.registers <= 255
-    code = disassembly(compiled.cubin, tmp_path)
+    code = disassembly(compiled.cubin)
     assert "HMMA" in code and "MOVM" in code
     assert ("UBLKCP" in code) == (device.capability >= 90)
     assert ("LDGSTS" in code) == (device.capability < 90)
@@ -57,15 +54,15 @@ def test_rows_of_a_pool_compile_for_one_token_and_for_drafts(format: str):
         asked = decode.Problem(
             rows.layout, 32, 32, 8, queries, rows.ring, 128, 8192, front=rows.front, slots=rows.slots
         )  # fmt: skip
-        compiled = jit.compile(decode.kernel(decode.default(asked, device), asked.layout), "sm_90a")
+        compiled = jit.cached(decode.kernel(decode.default(asked, device), asked.layout), "sm_90a")
         assert compiled.spill_bytes == 0
 
 
-def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are(tmp_path: Path):
+def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are():
     device, asked = Device.named("sm_120a"), problem(Case("kvfp4", heads=32, kv_heads=8))
-    compiled = jit.compile(decode.kernel(decode.default(asked, device), asked.layout), "sm_120a")
+    compiled = jit.cached(decode.kernel(decode.default(asked, device), asked.layout), "sm_120a")
     assert compiled.spill_bytes == 0
-    assert "OMMA" in disassembly(compiled.cubin, tmp_path)
+    assert "OMMA" in disassembly(compiled.cubin)
     with pytest.raises(KernelError, match="need the tensor cores of sm_120"):
         decode.default(asked, Device.named("sm_90a"))
 
@@ -74,18 +71,8 @@ def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are(tmp_path: Path):
 def test_packing_compiles(arch: str):
     asked = problem(CASES[2])
     config = kv_quantize.default(kv_quantize.Problem(asked.layout, 2, 2, 1, bf16=True))
-    compiled = jit.compile(kv_quantize.kernel(config), arch)
+    compiled = jit.cached(kv_quantize.kernel(config), arch)
     assert compiled.spill_bytes == 0
-
-
-def disassembly(cubin: bytes, folder: Path) -> str:
-    """Disassemble a cubin."""
-    (folder / "kernel.cubin").write_bytes(cubin)
-    beside = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvdisasm"
-    tool = shutil.which("nvdisasm") or (str(beside) if beside.exists() else None)
-    if tool is None:
-        pytest.skip("nvdisasm is not installed")
-    return subprocess.run([tool, folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
 
 
 def test_refusals_are_sentences():
