@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
@@ -24,10 +25,13 @@ def rows(name: str, machine: str = "h200") -> list[Row]:
 
 
 def commit() -> str:
-    """The measured commit: ``ANYBIT_COMMIT`` if set, else git's."""
-    command = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
-    given = os.environ.get("ANYBIT_COMMIT", "")
-    return given or subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+    """The measured commit: ``ANYBIT_COMMIT`` if set, else git's. Raises SystemExit where neither tells it."""
+    if given := os.environ.get("ANYBIT_COMMIT"):
+        return given
+    if (ROOT / ".git").exists():  # else git would answer for a repository around this one
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    raise SystemExit(f"{ROOT} is no git checkout, so rows have no commit: set ANYBIT_COMMIT to it")
 
 
 def origin() -> dict[str, str]:

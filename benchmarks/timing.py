@@ -271,7 +271,7 @@ def worst_of(errors: Iterable[float]) -> float:
 
 
 def stamp(gpu: str = "") -> dict[str, str]:
-    """Provenance of a row: GPU, torch, commit (``ANYBIT_COMMIT`` if set), date.
+    """Provenance of a row: GPU, torch, commit, date. Raises SystemExit if the commit is unknown (``rows.commit``).
 
     gpu: its name, if this process must not use it.
     """

@@ -2,15 +2,16 @@
 # Proofs on a GPU, and rows of products, decode steps and the tuner, by importance: scripts/record.sh FOLDER [STEP...]
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
-# new map to FOLDER. By default all steps run; their limits add up to 25 and 34 minutes on two GPUs, with the check (one
+# new map to FOLDER. By default all steps run; their limits add up to 27 and 36 minutes on two GPUs, with the check (one
 # GPU takes it all). A second GPU measures the map and the tuner meanwhile, and both share the check. Kernels are compiled
 # concurrently. A step that fails or times out does not affect the others; an interrupted check continues
-# FOLDER/check.json, if that is of this commit. MAP=FILE: the map that later steps use, if none is measured.
+# FOLDER/check.json, if that is of this commit. MAP=FILE: the map that later steps use, if none is measured. AGAINST=TREE:
+# a tree whose host times are measured beside this one's.
 set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
 STEPS=" $* "
-ALL=" bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady map generate check "
+ALL=" bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady map generate launch check "
 for name in "$@"; do
   [[ $ALL == *" $name "* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
 done
@@ -19,6 +20,9 @@ mkdir -p "$OUT/log" "$OUT/work"
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # tests and compilers share the cores with what is timed
 PYTHON=${PYTHON:-python3} SEED=${SEED:-20261130}
+# Before anything is measured: rows name their commit, which a copy without .git takes from ANYBIT_COMMIT.
+ANYBIT_COMMIT=$(PYTHONPATH=benchmarks $PYTHON -c 'import rows; print(rows.commit())') || exit 2
+export ANYBIT_COMMIT
 GPUS=$(nvidia-smi -L | wc -l)
 began=$(date +%s)
 
@@ -74,6 +78,10 @@ by_map() { # the map just measured, or MAP, or the shipped one
   BY=(${map:+--map "$map"})
 }
 
+host_times() { # with nothing beside it
+  step launch 100 $PYTHON benchmarks/launch.py ${AGAINST:+--against "$AGAINST"}
+}
+
 check() { # PART PARTS
   wanted check || return 0
   by_map
@@ -86,6 +94,7 @@ if [ "$GPUS" -ge 2 ]; then
   models=$!
   (export CUDA_VISIBLE_DEVICES=0; proofs_and_rows)
   wait $models
+  host_times
   (export CUDA_VISIBLE_DEVICES=1; check 1 2) &
   half=$!
   (export CUDA_VISIBLE_DEVICES=0; check 0 2)
@@ -93,6 +102,7 @@ if [ "$GPUS" -ge 2 ]; then
 else
   proofs_and_rows
   map_and_steps
+  host_times
   check 0 1
 fi
 true
