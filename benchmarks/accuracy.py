@@ -23,31 +23,13 @@ from rows import RESULTS, add, origin
 FILE = RESULTS / "cpu" / "perplexity.json"
 
 SCHEMES = (
-    "w8a16g128asym",
-    "w6a16g128asym",
-    "w5a16g128asym",
+    *("w8a16g128asym", "w6a16g128asym", "w5a16g128asym"),
     *(f"w4a16{group}asym" for group in ("g32", "g64", "g128", "g256", "")),
     *(f"w4a16{group}" for group in ("g64", "g128")),
     *(f"w3a16{group}asym" for group in ("g32", "g64", "g128")),
     *(f"w2a16{group}asym" for group in ("g32", "g64")),
-    "w8a8",
-    "w4a8g128",
+    *("w8a8", "w4a8g128"),
 )
-# Perplexity by plain rounding (asymmetric unless stated) on the same sample, without a search for scales.
-PLAIN = {
-    None: 23.94,
-    "w8a16g128asym": 23.99,
-    "w5a16g128asym": 26.77,
-    "w4a16g128asym": 32.20,
-    "w4a16g64asym": 30.89,
-    "w4a16g32asym": 30.04,
-    "w4a16g64": 37.19,
-    "w4a16asym": 41.88,
-    "w3a16g128asym": 132.95,
-    "w3a16g64asym": 74.73,
-    "w2a16g64asym": 5e5,
-    "w2a16g32asym": 2.7e4,
-}
 
 
 def measure(model: torch.nn.Module, windows: torch.Tensor, scheme: str | None) -> dict[str, object]:
@@ -64,19 +46,11 @@ def measure(model: torch.nn.Module, windows: torch.Tensor, scheme: str | None) -
         for name, linear in plain.items():
             model.set_submodule(name, linear)
     return {
-        "case": "smollm2-135m wikipedia",
-        "scheme": scheme or "float32",
-        "method": "rtn",
-        "bits_per_weight": round(bits, 4),
-        "perplexity": round(result.perplexity, 4),
-        "plain_rounding": PLAIN.get(scheme),
-        "windows": result.windows,
-        "context": result.context,
-        "bos": result.bos,
-        "scored": result.scored,
-        "seconds": round(result.seconds, 1),
+        "case": "smollm2-135m wikipedia", "scheme": scheme or "float32", "method": "rtn",
+        "bits_per_weight": round(bits, 4), "perplexity": round(result.perplexity, 4), "windows": result.windows,
+        "context": result.context, "bos": result.bos, "scored": result.scored, "seconds": round(result.seconds, 1),
         **origin(),
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""What a quantized KV cache costs in accuracy: perplexity, needle retrieval, and the kernel's own error.
+"""What a quantized KV cache costs in accuracy: perplexity, and the kernel's own error.
 
-    python benchmarks/accuracy_kv.py --model FOLDER --text FILE [--parts kernel perplexity needle]
+    python benchmarks/accuracy_kv.py --model FOLDER --text FILE [--parts kernel perplexity]
 
 Weights (SmolLM2-135M-Instruct) stay in 16 bits, so only the cache differs. Rows go to
 benchmarks/results/<gpu>/kv_accuracy.json, which the tables of docs/accuracy.md show.
@@ -8,22 +8,17 @@ benchmarks/results/<gpu>/kv_accuracy.json, which the tables of docs/accuracy.md 
 perplexity: windows of 2048 tokens in which every token sees what it would see during generation: full 128-token
 windows quantized, its own window in 16 bits. This attention over all tokens at once is validated against a real
 AnyBitCache fed piece by piece.
-needle: one sentence with a number at a random depth of prose. All but the question is stored first; the question and
-the answer then read the cache through the decode kernel. Found: the number is in the greedy answer.
 kernel: the decode kernel against exact attention over the same dequantized cache, on this model's keys and values of
 every layer (keys have outlier channels): mean relative error of the worst layer.
 """
 
 import argparse
-import random
-import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).parent))
 from anybit import AnyBitCache
 from anybit.cache import attention
 from anybit.cache.kvcache import KVCache, hadamard
@@ -39,7 +34,6 @@ FORMATS = (
     "kv2g32t", "kv2g32rot", "kv2g32trot", "k4v2", "k2v4", "k4v2g32", "k2v4g32", "k8v4", "k4v8", "k16v4",
     "k4v16", "k16v2", "k2v16",
 )  # fmt: skip
-NEEDLE_FORMATS = ("kv16", "kv8", "kv4", "kv4t", "k4v2g32", "kv2g32", "kv2", "kv2rot")
 KERNEL_FORMATS = ("kv16", "kv8", "kv8t", "kv4", "kv4t", "kv2", "kv2t", "kv4g32", "kv2g32", "k4v2", "kv4rot", "kv2rot")
 PIECE = 128
 
@@ -50,7 +44,7 @@ class Rows:
     def __init__(self, name: str, path: Path) -> None:
         self.model, self.path = name, path
 
-    def add(self, case: str, kv: str, context: int, dim: int, **fields: Any) -> None:
+    def add(self, case: str, kv: str, context: int, dim: int, **fields: object) -> None:
         """One row of kv_accuracy.json."""
         bits = PageLayout(KVFormat.parse(kv), dim, 128).bits_per_element
         row = {"case": case, "model": self.model, "kv": kv, "context": context, "bits": round(bits, 3), **fields}
@@ -58,7 +52,7 @@ class Rows:
         merge_rows(self.path, [{**row, **stamp()}], ("case", "model", "kv", "context", "dtype"))
 
 
-def attention_on(model: Any, name: str) -> None:
+def attention_on(model: PreTrainedModel, name: str) -> None:
     """Select the model's attention implementation."""
     model.config._attn_implementation = name
 
@@ -92,7 +86,10 @@ class Simulated:
         codes, scale, zero = kv_page.quantize(runs, bits, dim)
         return (codes.float() * scale.float() + zero.float()).reshape(x.shape)
 
-    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float,
+        **_: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention [1, heads, tokens, dim] for transformers."""
         q, k, v = query[0].float(), key[0], value[0]
         kept_k, kept_v = self.stored(k, v)
@@ -100,13 +97,13 @@ class Simulated:
         k, v, kept_k, kept_v = (x.float().repeat_interleave(groups, 0) for x in (k, v, kept_k, kept_v))
         at = torch.arange(q.shape[1], device=q.device)
         own = at[:, None] // PIECE == at[None] // PIECE
-        logits = torch.where(own, q @ k.transpose(1, 2), q @ kept_k.transpose(1, 2)) * kwargs["scaling"]
+        logits = torch.where(own, q @ k.transpose(1, 2), q @ kept_k.transpose(1, 2)) * scaling
         weights = logits.masked_fill(at[None] > at[:, None], -torch.inf).softmax(-1)
         out = (weights * own) @ v + (weights * ~own) @ kept_v
         return out.transpose(0, 1)[None].to(query.dtype), None
 
 
-def simulate(model: Any, kv: str) -> None:
+def simulate(model: PreTrainedModel, kv: str) -> None:
     """Make a model attend as over a quantized cache."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -116,7 +113,7 @@ def simulate(model: Any, kv: str) -> None:
 
 
 @torch.inference_mode()
-def difference(model: Any, window: Tensor, kv: str) -> float:
+def difference(model: PreTrainedModel, window: Tensor, kv: str) -> float:
     """Relative error of a window's simulated logits against those over a real AnyBitCache fed piece by piece."""
     window = window.to(model.device)
     simulate(model, kv)
@@ -129,7 +126,7 @@ def difference(model: Any, window: Tensor, kv: str) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def perplexity_rows(model: Any, ids: list[int], rows: Rows, count: int, formats: tuple[str, ...]) -> None:
+def perplexity_rows(model: PreTrainedModel, ids: list[int], rows: Rows, count: int, formats: tuple[str, ...]) -> None:
     """Perplexity in every format, and of the model without a cache."""
     windows = evaluate.windows_of(ids, 2048, min(count, len(ids) // 2048))
     attention_on(model, "sdpa")
@@ -148,63 +145,7 @@ def perplexity_rows(model: Any, ids: list[int], rows: Rows, count: int, formats:
         assert kv != "kv16" or abs(value / plain - 1) < 5e-3, (value, plain)
 
 
-def haystack(tokenizer: Any, text: str, context: int, draw: random.Random) -> tuple[list[int], list[int], str]:
-    """Prose of ``context`` tokens with a fact in it; the question; the answer."""
-    number = str(draw.randrange(10000, 100000))
-    fact = f" The secret access code of the old lighthouse is {number}."
-    sentences = text.split(". ")
-    start = draw.randrange(len(sentences))
-    room = context - len(tokenizer(fact)["input_ids"]) - 64
-    turned = ". ".join((sentences[start:] + sentences[:start])[: context // 4])
-    prose = tokenizer(turned)["input_ids"][:room]
-    depth = draw.randrange(len(prose))
-    open_text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Read this text carefully.\n\n@@"}], tokenize=False
-    ).split("@@")[0]
-    ids = tokenizer(open_text)["input_ids"] + prose[:depth] + tokenizer(fact + " ")["input_ids"] + prose[depth:]
-    question = (
-        "\n\nWhat is the secret access code of the old lighthouse?<|im_end|>\n<|im_start|>assistant\n"
-        "The secret access code of the old lighthouse is"
-    )
-    return ids, tokenizer(question)["input_ids"], number
-
-
-@torch.inference_mode()
-def retrieves(model: Any, tokenizer: Any, ids: list[int], question: list[int], number: str, kv: str) -> bool:
-    """Whether the greedy answer over a quantized cache contains the number."""
-    attention_on(model, "anybit")
-    device = model.device
-    cache = AnyBitCache(kv, config=model.config, capacity=len(ids) + len(question) + 32)
-    model(torch.tensor([ids], device=device), past_key_values=cache, logits_to_keep=1)
-    for begin in range(0, len(question), 16):
-        piece = torch.tensor([question[begin : begin + 16]], device=device)
-        logits = model(piece, past_key_values=cache).logits[0, -1]
-    answer = []
-    for _ in range(10):
-        answer.append(int(logits.argmax()))
-        logits = model(torch.tensor([[answer[-1]]], device=device), past_key_values=cache).logits[0, -1]
-    attention_on(model, "sdpa")
-    return number in tokenizer.decode(answer).replace(" ", "").replace(",", "")
-
-
-def needle_rows(
-    model: Any, tokenizer: Any, text: str, rows: Rows, trials: int, contexts: list[int], formats: list[str]
-) -> None:
-    """Needles found per format, of all and of those found with a 16-bit cache."""
-    for context in contexts:
-        draw = random.Random(context)
-        cases = [haystack(tokenizer, text, context, draw) for _ in range(trials)]
-        exact = [retrieves(model, tokenizer, *case, "kv16") for case in cases]
-        for kv in formats:
-            found = exact if kv == "kv16" else [retrieves(model, tokenizer, *case, kv) for case in cases]
-            both = sum(a and b for a, b in zip(exact, found, strict=True))
-            rows.add(
-                "needle", kv, context, model.config.head_dim, found=sum(found), found_of_exact=both, exact=sum(exact),
-                trials=trials, checked=True, check="greedy answers through the kernel",
-            )  # fmt: skip
-
-
-def captured(model: Any, ids: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def captured(model: PreTrainedModel, ids: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Queries, keys and values [heads, tokens, dim] of every layer on a text, rotary embedding included."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -212,7 +153,9 @@ def captured(model: Any, ids: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
 
     seen = []
 
-    def capture(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    def capture(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
         seen.append((query[0], key[0], value[0]))
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
@@ -226,7 +169,7 @@ def captured(model: Any, ids: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 @torch.inference_mode()
-def kernel_rows(model: Any, ids: list[int], rows: Rows, formats: list[str], dtypes: list[str]) -> None:
+def kernel_rows(model: PreTrainedModel, ids: list[int], rows: Rows, formats: list[str], dtypes: list[str]) -> None:
     """The kernel's own error on real keys and values, for one and for sixteen queries."""
     states = captured(model, ids[:2048])
     spread = max(float(k.float().abs().amax(1).amax() / k.float().abs().amax(1).median()) for _, k, _ in states)
@@ -236,15 +179,9 @@ def kernel_rows(model: Any, ids: list[int], rows: Rows, formats: list[str], dtyp
             errors = []
             for q, k, v in states:
                 cache = KVCache(
-                    kv,
-                    layers=1,
-                    kv_heads=heads,
-                    head_dim=dim,
-                    sequences=1,
-                    capacity=tokens,
-                    dtype=dtype,
+                    kv, layers=1, kv_heads=heads, head_dim=dim, sequences=1, capacity=tokens, dtype=dtype,
                     device=k.device,
-                )
+                )  # fmt: skip
                 row = cache.add()
                 cache.extend([row], tokens)
                 cache.write(0, [row], *(x.transpose(0, 1)[None].to(dtype) for x in (k, v)))
@@ -270,28 +207,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--parts", nargs="*", default=["kernel", "perplexity", "needle"])
+    parser.add_argument("--parts", nargs="*", default=["kernel", "perplexity"])
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--contexts", type=int, nargs="*", default=[2048, 4096, 8192])
     parser.add_argument("--formats", nargs="*", default=FORMATS)
     parser.add_argument("--kernel-formats", nargs="*", default=KERNEL_FORMATS)
     parser.add_argument("--dtypes", nargs="*", default=["float16", "bfloat16"])
-    parser.add_argument("--needle-formats", nargs="*", default=NEEDLE_FORMATS)
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "kv_accuracy.json")
     arguments = parser.parse_args()
     loaded = load_model(arguments.model, dtype=torch.float16)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    text = evaluate.read_text(arguments.text)
-    ids = tokenizer(text[: 8 * 2048 * (arguments.windows + 1)])["input_ids"]
+    model, text = loaded.model, evaluate.read_text(arguments.text)
+    ids = loaded.tokenizer(text[: 8 * 2048 * (arguments.windows + 1)])["input_ids"]
     print(f"{len(ids)} tokens of text", flush=True)
     rows = Rows("SmolLM2-135M-Instruct", arguments.out)
     if "kernel" in arguments.parts:
         kernel_rows(model, ids, rows, arguments.kernel_formats, arguments.dtypes)
     if "perplexity" in arguments.parts:
         perplexity_rows(model, ids, rows, arguments.windows, tuple(arguments.formats))
-    if "needle" in arguments.parts:
-        needle_rows(model, tokenizer, text, rows, arguments.trials, arguments.contexts, arguments.needle_formats)
 
 
 if __name__ == "__main__":

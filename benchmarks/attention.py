@@ -8,7 +8,7 @@
 
 Times are of the attention kernel alone in a CUDA graph with programmatic dependent launch, over pages larger than L2,
 with 64 tokens in the residual of every sequence. Each row is checked against attention over the dequantized cache, and
-timed in the same run as PyTorch's fp16 backends and an unfused attention like KIVI's.
+timed in the same run as PyTorch's fp16 backends.
 """
 
 import argparse
@@ -74,15 +74,8 @@ class Row:
     def problem(self) -> decode.Problem:
         """The kernel's problem."""
         window = min(self.page, 128)
-        return decode.Problem(
-            self.layout,
-            self.batch,
-            self.heads,
-            self.kv_heads,
-            ring=window + 32,
-            window=window,
-            capacity=self.context + 256,
-        )
+        sizes = (self.batch, self.heads, self.kv_heads)
+        return decode.Problem(self.layout, *sizes, ring=window + 32, window=window, capacity=self.context + 256)
 
 
 HOW = {
@@ -207,26 +200,6 @@ def baselines(batch: int, context: int, heads: int, kv_heads: int) -> dict[str, 
         except RuntimeError as error:
             print(name, "refused:", str(error)[:100])
     return found
-
-
-def unfused(batch: int, context: int, heads: int, kv_heads: int) -> float:
-    """An unfused 4-bit attention like KIVI's: dequantize keys, matmul, softmax, dequantize values, matmul."""
-    words = torch.randint(
-        -(2**31), 2**31 - 1, (2, batch, kv_heads, context, DIM // 8), device="cuda", dtype=torch.int32
-    )
-    scale, zero = (torch.randn(2, batch, kv_heads, context, 1, device="cuda", dtype=torch.float16) for _ in range(2))
-    q = torch.randn(batch, kv_heads, heads // kv_heads, DIM, device="cuda", dtype=torch.float16)
-    shifts = torch.arange(0, 32, 4, device="cuda", dtype=torch.int32)
-
-    def dequantize(i: int) -> torch.Tensor:
-        codes = (words[i].unsqueeze(-1) >> shifts & 15).to(torch.float16).flatten(-2)
-        return codes * scale[i] + zero[i]
-
-    def call(_: int) -> object:
-        weights = torch.softmax(q @ dequantize(0).transpose(-1, -2) / math.sqrt(DIM), -1)
-        return weights @ dequantize(1)
-
-    return round(time_graph(call, calls=2, replays=3).us, 1)
 
 
 def pack_prompt(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
@@ -381,8 +354,6 @@ def main() -> None:
                 continue
             if shape not in base:
                 base[shape] = baselines(*shape)
-                if row.case == "main" and row.batch * row.context <= 1 << 18:
-                    base[shape]["non-fused 4-bit"] = unfused(*shape)
                 torch.cuda.empty_cache()
             add(lambda row=row: measure(row), baselines=base[shape])
 

@@ -1,7 +1,6 @@
 """Decode attention over vLLM's own 16-bit pages, after the kernel that writes a step's tokens to them.
 
     python benchmarks/attention_plain.py          into results/h200/decode_attention.json, case "plain pages"
-    python benchmarks/attention_plain.py --sweep  print times of every config, interleaved
 
 A call is what a layer of a decode step launches, rotary embedding with the cache write and then attention, over enough
 layers to exceed L2; ``store_us`` is the first kernel alone. If installed, vLLM's FlashAttention 3 is timed
@@ -10,16 +9,15 @@ interleaved, called as vLLM does in CUDA graphs. Each row is first checked again
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from anybit.device import Device
 from anybit.kernels.attention.decode import decode as kernels
 from anybit.ops import kv_plain, pages
-from timing import RESULTS, Captured, merge_rows, read_floor_us, stamp, time_exactly, worst_of
+from timing import RESULTS, Captured, Row, merge_rows, read_floor_us, stamp, time_exactly, worst_of
 
 HEADS, KV_HEADS, DIM, PAGE, CAPACITY = 32, 8, 128, 16, 8192
 SHAPES = (
@@ -28,15 +26,6 @@ SHAPES = (
 )
 """Requests, shortest context, longest context."""
 KEY = ("case", "kv", "batch", "context", "shortest")
-SIZES = (
-    *((8, 3, 1, 32), (8, 2, 1, 32), (12, 2, 1, 32), (4, 3, 2, 32)),
-    *((12, 3, 1, 16), (12, 4, 1, 16), (8, 4, 1, 16), (8, 6, 1, 16), (6, 3, 2, 16), (4, 3, 3, 16)),
-)
-WAYS = [
-    {"warps": warps, "stages": stages, "min_blocks_per_sm": blocks, "chunk": chunk, "bulk": bulk}
-    for warps, stages, blocks, chunk in SIZES
-    for bulk in (True, False)
-]
 
 
 class Layers:
@@ -73,16 +62,10 @@ class Layers:
         step = pages.RopePagesArgs(self.angles, self.positions, keys, values, self.slots, HEADS, KV_HEADS)
         return pages.rotate_pages(step, self.qkv), keys, values
 
-    def attend(self, config: kernels.Config | None) -> Callable[[int], object]:
+    def attend(self, i: int) -> None:
         """Launch both kernels."""
-
-        def call(i: int) -> None:
-            q, keys, values = self.store(i)
-            kv_plain.decode(
-                q, keys, values, self.table, self.lengths, out=self.out, capacity=CAPACITY, overlaps=True, config=config
-            )
-
-        return call
+        q, keys, values = self.store(i)
+        kv_plain.decode(q, keys, values, self.table, self.lengths, out=self.out, capacity=CAPACITY, overlaps=True)
 
     def vllm(self) -> Callable[[int], object] | None:
         """The first kernel and vLLM's attention, if installed."""
@@ -124,58 +107,40 @@ class Layers:
         return worst
 
 
-def measure(shape: tuple[int, int, int], sweep: bool) -> dict[str, Any]:
+def measure(shape: tuple[int, int, int]) -> Row:
     """Measure one row; raises AssertionError if a result is wrong."""
     layers, device = Layers(*shape), Device.of(torch.empty(0, device="cuda"))
     asked = kv_plain.problem(PAGE, HEADS, KV_HEADS, DIM, torch.float16, kv_plain.NO_MASKS, CAPACITY, shape[0])
-    ways: list[dict[str, Any]] = [{}]
-    for way in WAYS if sweep else []:
-        if kernels.why_not(asked, kernels.make(asked, device, **way), device) is None:
-            ways.append(way)
-    calls = [layers.attend(kernels.make(asked, device, **way) if way else None) for way in ways]
-    theirs = layers.vllm()
-    for call in calls:
-        if not layers.error(call) < 2e-3:
-            raise AssertionError(f"{shape}: relative error {layers.error(call)}")
-    if theirs is not None:
-        calls.append(theirs)
-        if not layers.error(theirs) < 2e-3:
-            raise AssertionError(f"{shape}: vLLM's relative error {layers.error(theirs)}: it was called wrongly")
-    graphs = [Captured(call, 2 * layers.count) for call in (layers.store, *calls)]
-    times = [round(found.us, 2) for found in time_exactly(graphs, 9)]
-    if sweep:
-        for way, us in sorted(zip(ways, times[1:], strict=False), key=lambda found: found[1]):
-            print(f"  {us:7.2f} us  {way or 'default'}")
+    theirs, error = layers.vllm(), layers.error(layers.attend)
+    if not error < 2e-3:
+        raise AssertionError(f"{shape}: relative error {error}")
+    if theirs is not None and not layers.error(theirs) < 2e-3:
+        raise AssertionError(f"{shape}: vLLM's relative error {layers.error(theirs)}: it was called wrongly")
+    calls = [layers.store, layers.attend, *([] if theirs is None else [theirs])]
+    times = [round(found.us, 2) for found in time_exactly([Captured(call, 2 * layers.count) for call in calls], 9)]
     config = kernels.default(asked, device)
     return {
         "checked": True, "case": "plain pages", "kv": "float16", "batch": shape[0], "shortest": shape[1],
         "context": shape[2], "heads_q": HEADS, "heads_kv": KV_HEADS, "page": PAGE, "us": times[1], "store_us": times[0],
-        "floor_us": round(read_floor_us(layers.bytes), 2), "bytes": layers.bytes, "error": layers.error(calls[0]),
+        "floor_us": round(read_floor_us(layers.bytes), 2), "bytes": layers.bytes, "error": error,
         "warps": config.warps, "stages": config.stages,
         "baselines": {} if theirs is None else {"vllm flash attention 3": times[-1]},
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sweep", action="store_true", help="time every config, write nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "decode_attention.json")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     for shape in SHAPES:
         try:
-            row = measure(shape, options.sweep)
+            row = measure(shape)
         except AssertionError as wrong:  # skip a wrong row, still write the others
             print("WRONG", wrong, flush=True)
             continue
-        print(
-            {
-                name: row[name]
-                for name in ("batch", "shortest", "context", "us", "store_us", "floor_us", "error", "baselines")
-            },
-            flush=True,
-        )
-        if not options.sweep:
-            merge_rows(options.out, [row | stamp()], KEY)
+        shown = ("batch", "shortest", "context", "us", "store_us", "floor_us", "error", "baselines")
+        print({name: row[name] for name in shown}, flush=True)
+        merge_rows(options.out, [row | stamp()], KEY)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ packed_roofline.svg, sparse_speedup.svg, serving_rates.svg
 
 import re
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
+from rows import Row
 from rows import rows as rows_of
 from tables import SERVED, weights_gb
 from tables_quantizers import quantized
@@ -22,17 +22,11 @@ import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).parent.parent / "docs"
 READ_TB_S = 121e6 / read_floor_us(121e6) * 1e-6
-Row = dict[str, Any]
 RATES_SHOWN = (16, 64, 128)
 """Requests per second at which all engines were timed."""
 
 
-ENGINES = {
-    "vllm": "fp16",
-    "vllm-fp8": "fp8",
-    "vllm-machete": "Machete, w4a16g128",
-    "vllm-anybit": "anybit, ",
-}
+ENGINES = {"vllm": "fp16", "vllm-fp8": "fp8", "vllm-machete": "Machete, w4a16g128", "vllm-anybit": "anybit, "}
 
 
 def save(picture: plt.Figure, name: str) -> None:

@@ -1,12 +1,9 @@
-"""Tables of a run's time by kernel, of GPU idle time, and of host time, without profiler tools.
+"""Tables of a run's time by kernel and of GPU idle time, without profiler tools.
 
-Begin and end a recorder in the process and thread that do the work.
+Begin and end a recorder in the process that does the work.
 """
 
-import cProfile
-import pstats
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -18,7 +15,7 @@ class KernelRecorder:
         """Start recording."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._trace: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._trace.__enter__()
 
     def end(self, count: int = 1) -> str:
@@ -56,28 +53,6 @@ class KernelRecorder:
         for name, times in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]:
             middle = sorted(times)[len(times) // 2]
             said.append(f"  idle {sum(times) / count:8.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
-        return "\n".join(said)
-
-
-class CallRecorder:
-    """Profiles this thread between ``begin`` and ``end``."""
-
-    def begin(self) -> None:
-        """Start profiling calls of Python functions, which slows them down."""
-        self._profile = cProfile.Profile()
-        self._profile.enable()
-
-    def end(self, count: int = 1, most: int = 40) -> str:
-        """Python functions by cumulative time."""
-        self._profile.disable()
-        table = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]  # (file, line, name): calls, .., own, all
-        whole = sum(own for _, _, own, _, _ in table.values())
-        said = [f"{whole / count * 1e6:.0f} us of host time per step under its profiler"]
-        for (file, _, name), (_, calls, own, spent, _) in sorted(table.items(), key=lambda item: -item[1][3])[:most]:
-            where = "/".join(file.split("/")[-2:])
-            said.append(
-                f"{spent / count * 1e6:9.1f} us, own {own / count * 1e6:8.1f}, {calls / count:7.1f} x  {name} {where}"
-            )
         return "\n".join(said)
 
 

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (
     RESULTS,
     Captured,
+    Row,
     baselines,
     calls_for,
     floor_us,
@@ -42,21 +42,17 @@ from timing import (
 
 # Most informative shapes first: large products, few tokens, one token; then the papers' tables, then the rest.
 FIRST = [(4096, 28672, 4096), (64, 4096, 4096), (1024, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)]
-KERNELS = ("wgmma", "mma.sync")
+Job = tuple[Case, str]
 
 
-Job = tuple[Case, str, str]
-
-
-def compiled_config(job: Job) -> Any:
+def compiled_config(job: Job) -> object:
     """The config of a job, compiled into the disk cache without a GPU; None if its kernel refuses it."""
-    case, scheme_text, name = job
+    case, scheme_text = job
     scheme, device = Scheme.parse(scheme_text), Device.named("sm_90a")
     problem = LinearProblem(case.m, case.n, case.k, scheme.weights, scheme.activations, device=device)
     if sm80_bitplane_gemm.why_not(problem) is not None:
         return None
-    usual = dispatcher(device.name).choose(problem, Layout.planes).candidate.config  # what a layer would run
-    config = usual if name == "wgmma" else sm80_bitplane_gemm.default(problem)
+    config = dispatcher(device.name).choose(problem, Layout.planes).candidate.config  # what a layer would run
     family, quantizing = bitplane.family_of(config), quantize_activations.Problem(case.m, case.k, scheme.activations)
     for kernel in (quantize_activations.kernel(quantize_activations.default(quantizing)), family.kernel(config)):
         jit.cached(kernel, device.arch)
@@ -75,7 +71,7 @@ def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor
     return weight, codes
 
 
-def run(case: Case, scheme: Scheme, config: Any) -> dict[str, Any]:
+def run(case: Case, scheme: Scheme, config: object) -> Row:
     """Check one config of one case on sampled weight rows, then time it."""
     weight, codes = random_weight(case, scheme)
     x = torch.randn(case.m, case.k, device="cuda").half()
@@ -119,17 +115,10 @@ def run(case: Case, scheme: Scheme, config: Any) -> dict[str, Any]:
     p, q = scheme.weights.bits, form.bits
     size = bitplane_layout.size(case.n, case.k, p) + bitplane_layout.size(case.m, case.k, q) + 2 * case.m * case.n
     return {
-        "case": case.name,
-        "scheme": str(scheme),
-        "m": case.m,
-        "n": case.n,
-        "k": case.k,
-        "us": round(alone.us, 3),
-        "us_with_pack": round(with_pack.us, 3),
-        "tops": round(case.operations / alone.us * 1e-6, 1),
-        "floor_us": round(floor_us(size, case.operations * p * q, "b1"), 3),
-        "checked": True,
-    }
+        "case": case.name, "scheme": str(scheme), "m": case.m, "n": case.n, "k": case.k, "us": round(alone.us, 3),
+        "us_with_pack": round(with_pack.us, 3), "tops": round(case.operations / alone.us * 1e-6, 1),
+        "floor_us": round(floor_us(size, case.operations * p * q, "b1"), 3), "checked": True,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -138,7 +127,6 @@ def main() -> None:
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--schemes", nargs="*", default=BITWISE_SCHEMES)
-    parser.add_argument("--family", choices=KERNELS, nargs="*", default=["wgmma"])
     parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_bitwise.json")
     options = parser.parse_args()
@@ -147,7 +135,7 @@ def main() -> None:
     for case in select(GEMM, options.only, tuple(options.tokens) if options.tokens else None):
         shapes.setdefault((case.m, case.n, case.k), []).append(case)
     cases = [named[0] for named in shapes.values() if named]
-    jobs = [(c, s, f) for c in cases for s in options.schemes for f in options.family]
+    jobs = [(case, scheme) for case in cases for scheme in options.schemes]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # before CUDA is initialized
         configs = dict(zip(jobs, pool.map(compiled_config, jobs, chunksize=1), strict=True))
     print(f"{len(jobs)} jobs compiled after {time.perf_counter() - began:.0f} s", flush=True)
@@ -157,12 +145,12 @@ def main() -> None:
             print(f"out of time before {case}")
             break
         vendor = baselines(case.m, case.n, case.k)
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for job in (job for job in jobs if job[0] is case and configs[job] is not None):
             row = run(case, Scheme.parse(job[1]), configs[job])
-            row |= {"kernel": job[2], "baselines": vendor} | marks
+            row |= {"kernel": "wgmma", "baselines": vendor} | marks
             shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
-            print(*shown, row["floor_us"], job[2], vendor, flush=True)
+            print(*shown, row["floor_us"], vendor, flush=True)
             rows += [row | {"case": named.name} for named in shapes[case.m, case.n, case.k]]
         merge_rows(options.out, rows, ("case", "scheme", "m", "n", "k", "kernel"))
         torch.cuda.empty_cache()

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,6 +47,7 @@ from cases import LLAMA3_8B, MODELS, Case, random_places
 from timing import (
     RESULTS,
     Captured,
+    Row,
     Timing,
     VendorWeights,
     calls_for,
@@ -79,7 +79,7 @@ class Job:
     case: Case
     scheme: str
     family: str
-    config: Any
+    config: object
     dtype: torch.dtype = torch.float16
 
 
@@ -202,28 +202,18 @@ class Run:
             raise AssertionError(f"{self.job.case} {self.job.scheme}: mean relative error {error:.2e}")
         return error
 
-    def row(self, us: dict[str, float], theirs: dict[str, float], steady: bool) -> dict[str, Any]:
+    def row(self, us: dict[str, float], theirs: dict[str, float], steady: bool) -> Row:
         """The row to write. us: times by graph name. steady: whether each graph ran alone (--steady)."""
         case = self.job.case
         return {
-            "case": case.name,
-            "scheme": self.job.scheme,
-            "m": case.m,
-            "n": case.n,
-            "k": case.k,
-            **us,
+            "case": case.name, "scheme": self.job.scheme, "m": case.m, "n": case.n, "k": case.k, **us,
             **({"steady": True} if steady else {}),
             **({} if self.job.dtype == torch.float16 else {"dtype": str(self.job.dtype).removeprefix("torch.")}),
-            "tops": round(case.operations / us["us"] * 1e-6, 1),
-            "kernel": self.job.family,
-            "error": float(f"{self.error:.1e}"),
-            "prepare_gb_s": round(self.weights.prepare_gb_s, 1),
-            "prepare_layers": round(self.weights.prepare_layers, 2),
-            "bytes": self.bytes,
-            "floor_us": round(self.floor, 3),
-            "baselines": theirs,
-            "checked": True,
-        }
+            "tops": round(case.operations / us["us"] * 1e-6, 1), "kernel": self.job.family,
+            "error": float(f"{self.error:.1e}"), "prepare_gb_s": round(self.weights.prepare_gb_s, 1),
+            "prepare_layers": round(self.weights.prepare_layers, 2), "bytes": self.bytes,
+            "floor_us": round(self.floor, 3), "baselines": theirs, "checked": True,
+        }  # fmt: skip
 
 
 def time_steadily(graphs: Sequence[Captured], seconds: float) -> list[Timing]:
@@ -243,13 +233,9 @@ def time_steadily(graphs: Sequence[Captured], seconds: float) -> list[Timing]:
 
 
 def time_layer(
-    jobs: Sequence[Job],
-    weights: dict[str, Weights],
-    peers: dict[str, Any],
-    vendors: VendorWeights | None,
-    steady: float = 0.0,
-    names: Sequence[str] = VENDORS,
-) -> list[dict[str, Any]]:
+    jobs: Sequence[Job], weights: dict[str, Weights], peers: dict[str, peers_humming.Peer],
+    vendors: VendorWeights | None, steady: float = 0.0, names: Sequence[str] = VENDORS,
+) -> list[Row]:  # fmt: skip
     """All jobs of one layer and M, interleaved with the baselines or each alone: their rows."""
     case = jobs[0].case
     m, n, k = case.m, case.n, case.k
@@ -339,7 +325,7 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
     done = {(row["case"], row["scheme"], row["m"]) for row in same}
     for _, layer in itertools.groupby(jobs, key=lambda job: job.case.name):
         weights: dict[str, Weights] = {}
-        peers: dict[str, Any] = {}
+        peers: dict[str, peers_humming.Peer] = {}
         vendors = None
         for m, group in itertools.groupby(layer, key=lambda job: job.case.m):
             mine = [job for job in group if (job.case.name, job.scheme, m) not in done]

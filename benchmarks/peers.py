@@ -14,56 +14,45 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from anybit import Scheme
 from anybit.hf import evaluate
 from anybit.quantization.pipeline.calibrate import tokenized
 from anybit.scheme import WeightFormat
 from quantize import CASE, KEY
-from rows import RESULTS, add, origin
+from rows import RESULTS, Row, add, origin
 
 SCHEMES = ("w4a16g64asym", "w3a16g128asym", "w3a16g64asym", "w2a16g64asym", "w2a16g32asym")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-Settings = dict[str, Any]
 
-
-def auto_round(source: Path, tokenizer: Any, samples: list[Tensor], format: WeightFormat, settings: Settings) -> Any:
+def auto_round(
+    source: Path, tokenizer: PreTrainedTokenizerBase, samples: list[Tensor], format: WeightFormat, settings: Row
+) -> PreTrainedModel:
     """Tune the model."""
     from auto_round import AutoRound
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
     tuner = AutoRound(
-        model,
-        tokenizer,
-        bits=format.bits,
-        group_size=format.group or -1,
-        sym=format.code == "sym",
-        nsamples=len(samples),
-        seqlen=512,
-        batch_size=8,
-        dataset=[sample[None] for sample in samples],
-        device_map=DEVICE,
-        **{"enable_torch_compile": False, **settings},
-    )
+        model, tokenizer, bits=format.bits, group_size=format.group or -1, sym=format.code == "sym",
+        nsamples=len(samples), seqlen=512, batch_size=8, dataset=[sample[None] for sample in samples],
+        device_map=DEVICE, **{"enable_torch_compile": False, **settings},
+    )  # fmt: skip
     return tuner.quantize()[0]
 
 
-def gptqmodel(source: Path, tokenizer: Any, samples: list[Tensor], format: WeightFormat, settings: Settings) -> Any:
+def gptqmodel(
+    source: Path, tokenizer: PreTrainedTokenizerBase, samples: list[Tensor], format: WeightFormat, settings: Row
+) -> PreTrainedModel:
     """A plain model with the dequantized weights."""
     from gptqmodel import BACKEND, GPTQConfig, GPTQModel
 
-    config = GPTQConfig(
-        bits=format.bits,
-        group_size=format.group or -1,
-        sym=format.code == "sym",
-        **{"offload_to_disk": False, **settings},
-    )
+    options = {"offload_to_disk": False, **settings}
+    config = GPTQConfig(bits=format.bits, group_size=format.group or -1, sym=format.code == "sym", **options)
     model = GPTQModel.load(str(source), config, device=DEVICE, dtype=torch.float32, backend=BACKEND.TORCH)
     examples = [{"input_ids": sample.tolist(), "attention_mask": [1] * len(sample)} for sample in samples]
     model.quantize(examples, batch_size=8)
@@ -88,7 +77,7 @@ PEERS = {"auto-round": auto_round, "gptqmodel": gptqmodel}
 SEQUENCES = {"auto-round": 512, "gptqmodel": 64}
 
 
-def measure(peer: str, model: Path, text: Path, scheme: str, sequences: int, settings: Settings) -> dict[str, Any]:
+def measure(peer: str, model: Path, text: Path, scheme: str, sequences: int, settings: Row) -> Row:
     """Quantize on the second half of the text, evaluate on the first."""
     content = evaluate.read_text(text)
     cut = len(content) // 2
@@ -100,18 +89,11 @@ def measure(peer: str, model: Path, text: Path, scheme: str, sequences: int, set
     windows = evaluate.windows_of(tokenizer(content[:cut][:100_000]).input_ids, 512, 16)
     result = evaluate.perplexity(tuned.to(DEVICE).float().eval(), windows)
     return {
-        "case": CASE,
-        "scheme": scheme,
-        "method": peer,
-        "options": {"tokens": 512 * len(samples), **settings},
-        "perplexity": round(result.perplexity, 4),
-        "scored": result.scored,
-        "quantize_seconds": round(seconds, 1),
-        "version": metadata.version(peer),
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
-        "transformers": metadata.version("transformers"),
-        **origin(),
-    }
+        "case": CASE, "scheme": scheme, "method": peer, "options": {"tokens": 512 * len(samples), **settings},
+        "perplexity": round(result.perplexity, 4), "scored": result.scored, "quantize_seconds": round(seconds, 1),
+        "version": metadata.version(peer), "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        "transformers": metadata.version("transformers"), **origin(),
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -7,13 +7,16 @@ scales, and its result is checked in the same way. It chooses its own kernel.
 import copy
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from anybit.codes.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from timing import Captured, calls_for, floor_us, rotations
+
+if TYPE_CHECKING:
+    from linear_packed import Weights
 
 
 def installed() -> bool:
@@ -39,7 +42,7 @@ class Peer:
         self.copies = [made] + [copy.deepcopy(made) for _ in range(rotations(self.bytes, 64) - 1)]
 
     def captured(
-        self, x: torch.Tensor, weights: Any, error_of: Callable[[torch.Tensor, torch.Tensor, Any], float]
+        self, x: torch.Tensor, weights: "Weights", error_of: Callable[[torch.Tensor, torch.Tensor, "Weights"], float]
     ) -> Captured:
         """Consecutive calls in a CUDA graph. Raises AssertionError for a wrong result."""
         m, (n, k) = x.shape[0], self.shape

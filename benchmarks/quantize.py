@@ -21,7 +21,6 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -36,7 +35,7 @@ from anybit.quantization.pipeline.calibrate import Calibration
 from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of
 from anybit.quantization.pipeline.masks import sparse_model
 from anybit.quantization.pipeline.stream import Job
-from rows import RESULTS, add, origin
+from rows import RESULTS, Row, add, origin
 
 SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
 CASES = [
@@ -49,14 +48,8 @@ CASES = [
     "float32:rtn",
     *(f"{scheme}:rtn" for scheme in SCHEMES),
     *(f"{scheme}:gptq+distill" for scheme in SCHEMES),
-    *(
-        "w4a4:smooth:op",
-        "w4a4:rotate:op",
-        "w4a4:smooth_rotate:op",
-        "w6a6:smooth:op",
-        "w6a6:distill:op",
-        "w8a8:smooth:op",
-    ),
+    *("w4a4:smooth:op", "w4a4:rotate:op", "w4a4:smooth_rotate:op"),
+    *("w6a6:smooth:op", "w6a6:distill:op", "w8a8:smooth:op"),
     "w4a16g64asyms24:rtn",
     "float16s24:distill",  # only masks, in 16 bits
     *(f"{scheme}g64s24:{method}" for scheme in ("w4a16", "w2a16", "w8a16", "w4a8") for method in ("gptq", "distill")),
@@ -69,15 +62,9 @@ MASKS = "float16s24"
 
 
 def measure(
-    model: Path,
-    text: Path,
-    scheme: str,
-    method: str,
-    options: dict[str, Any],
-    op: bool,
-    blocks: Path | None = None,
+    model: Path, text: Path, scheme: str, method: str, options: Row, op: bool, blocks: Path | None = None,
     masks: Path | None = None,
-) -> dict[str, Any]:
+) -> Row:  # fmt: skip
     """Quantize, reload, evaluate through the layers that users get.
 
     blocks: a folder of calibrated blocks, shared by methods that begin alike. masks: a folder of 2:4 masks.
@@ -117,21 +104,14 @@ def measure(
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
     return {
-        "case": CASE,
-        "scheme": scheme,
-        "method": method,
-        "options": options,
-        "bits_per_weight": round(bits, 4),
-        **found,
-        "quantize_seconds": round(seconds, 1),
-        "peak_gib": None if peak is None else round(peak, 2),
+        "case": CASE, "scheme": scheme, "method": method, "options": options, "bits_per_weight": round(bits, 4),
+        **found, "quantize_seconds": round(seconds, 1), "peak_gib": None if peak is None else round(peak, 2),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "threads": torch.get_num_threads(),
-        **origin(),
-    }
+        "threads": torch.get_num_threads(), **origin(),
+    }  # fmt: skip
 
 
-def save_masks(model: Path, folder: Path, given: dict[str, Any]) -> None:
+def save_masks(model: Path, folder: Path, given: Row) -> None:
     """Save the 16-bit 2:4 sparse model that ``distill`` quantizes."""
     job = Job.of(model, folder, "w8a16g64s24", "distill")
     options = Options.of(given)
@@ -148,7 +128,7 @@ def save_masks(model: Path, folder: Path, given: dict[str, Any]) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
-def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, Any]:
+def perplexities(folder: Path, text: str, scheme: str, op: bool) -> Row:
     """Perplexity in float32, and optionally in 16 bits: dequantized, and through the kernels."""
     through_cache = "-kv" in scheme
     ways: dict[str, tuple[str | None, torch.dtype]] = {
@@ -158,7 +138,7 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
         ways["perplexity"] = (None, HALF)  # its kernels need 16 bits
     if op:
         ways |= {"perplexity_dequantized": ("reference-decoded", HALF), "perplexity_kernels": (None, HALF)}
-    found: dict[str, Any] = {}
+    found: Row = {}
     for name, (backend, dtype) in ways.items():
         try:
             loaded = load_model(folder, backend=backend, dtype=dtype)
@@ -178,7 +158,7 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
     return found
 
 
-def known(file: Path, scheme: str, method: str, options: dict[str, Any], op: bool) -> bool:
+def known(file: Path, scheme: str, method: str, options: Row, op: bool) -> bool:
     """Whether a file has a case's row."""
     rows = json.loads(file.read_text()) if file.exists() else []
     wanted = {"case": CASE, "scheme": scheme, "method": method, "options": options}

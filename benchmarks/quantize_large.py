@@ -1,5 +1,4 @@
-"""What quantizing costs, with random weights: GPTQ on blocks of an 8B model and learning on a 135M model on a GPU, GPTQ
-on blocks of the 135M model on two CPU cores.
+"""What GPTQ costs, with random weights: on blocks of an 8B model on a GPU, of a 135M model on two CPU cores.
 
 Time and memory do not depend on weight values. Whole models take too long: a few blocks are timed
 (or all, with `--blocks 32`) and extrapolated by their number, since models are quantized block
@@ -18,38 +17,29 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from anybit.codes.rtn import quantize_weight
 from anybit.models.blocks import find_blocks
 from anybit.quantization.methods import gptq
-from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.pipeline.calibrate import Calibration, calibrate
 from anybit.scheme import Scheme
 from rows import add, origin
 
 Keep = Callable[[dict[str, object]], None]
 
+# The embedding does not affect the time.
 LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 4096,  # the embedding does not affect the time
-}
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 4096,
+}  # fmt: skip
 SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 30,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
+    "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "vocab_size": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
-def random_model(**sizes: object) -> torch.nn.Module:
+def random_model(device: str, dtype: torch.dtype, **sizes: int) -> torch.nn.Module:
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16).eval().requires_grad_(False)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).eval().requires_grad_(False)
 
 
 def linears(model: torch.nn.Module) -> set[str]:
@@ -64,7 +54,7 @@ def tokens(count: int, length: int, vocabulary: int) -> list[torch.Tensor]:
 
 def gptq_8b(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
     """Seconds per block and peak memory of GPTQ with drift correction on an 8B model's blocks."""
-    model = random_model(**LLAMA_8B, num_hidden_layers=blocks).cpu()
+    model = random_model("cuda", torch.bfloat16, **LLAMA_8B, num_hidden_layers=blocks).cpu()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
@@ -75,11 +65,7 @@ def gptq_135m(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
     """Seconds per block of GPTQ with drift correction on a model of SmolLM2-135M's size, on two cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(2)
-    with torch.device("cpu"):
-        torch.manual_seed(0)
-        sizes = SMOLLM2 | {"num_hidden_layers": blocks, "vocab_size": 4096}
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval().requires_grad_(False)
-
+    model = random_model("cpu", torch.float32, **SMOLLM2, num_hidden_layers=blocks)
     case = "gptq smollm2-135m on two cores"
     gptq_seconds(model, case, 30, scheme, tokens(count, 512, 4096), "cpu", torch.float16, keep)
 
@@ -118,36 +104,15 @@ def minutes(seconds: list[float], blocks: int) -> float:
     return (seconds[0] + (blocks - 1) * sum(later) / len(later)) / 60
 
 
-def learned_135m(scheme: Scheme, count: int, keep: Keep) -> None:
-    """Seconds and peak memory of learning codes end to end on a model of SmolLM2-135M's size."""
-    model = random_model(**SMOLLM2).float()
-    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in linears(model)}
-    torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    distill(model, weights, tokens(count, 512, 49152), Distillation(step_tokens=4096, run_tokens=4096, device="cuda"))
-    torch.cuda.synchronize()
-    keep(
-        {
-            "case": "learned smollm2-135m",
-            "scheme": str(scheme),
-            "tokens": count,
-            "seconds": time.perf_counter() - started,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "device": torch.cuda.get_device_name(),
-        }
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768, help="of the 8B model")
-    parser.add_argument("--only", choices=("learned", "gptq", "cores"))
+    parser.add_argument("--only", choices=("gptq", "cores"))
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     jobs = {
         "gptq": lambda: gptq_8b(Scheme.parse("w4a16g128"), arguments.tokens, arguments.blocks, keep),
-        "learned": lambda: learned_135m(Scheme.parse("w2a16g64asym"), 65536, keep),
         "cores": lambda: gptq_135m(Scheme.parse("w4a16g64asym"), 16384, arguments.blocks, keep),
     }
 

@@ -22,10 +22,15 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kernel_times import CallRecorder, KernelRecorder
+from torch.nn import Module
+
+from kernel_times import KernelRecorder
 from rows import RESULTS, Row, add, origin
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -33,7 +38,7 @@ LLAMA = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, object]] = {
     "llama-3-8b": {},
     "llama-3-70b": {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -48,7 +53,7 @@ RATES = (1, 4, 16, 32, 64)
 KEY = ("engine", "scheme", "model", "ranks", "executor", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
 
 
-def model(mode: str, config: dict[str, Any]) -> str:
+def model(mode: str, config: dict[str, object]) -> str:
     """A folder with only the config.json of a model in a mode."""
     if mode == "machete":
         config["quantization_config"] = {
@@ -66,19 +71,24 @@ def model(mode: str, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bool = False, **options: Any) -> Any:
-    """A vLLM engine over a model in a mode; its core in a separate process, or in this one."""
+def prepare_vllm(in_process: bool) -> None:
+    """Set vLLM's environment, and register anybit. in_process: an engine's core runs in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # lets check_layers reach the engine process
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from vllm import LLM
-
     from anybit.vllm import register
 
     register()
-    settings: dict[str, Any] = {
+
+
+def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bool = False, **options: object) -> "LLM":
+    """A vLLM engine over a model in a mode; its core in a separate process, or in this one."""
+    prepare_vllm(in_process)
+    from vllm import LLM
+
+    settings: dict[str, object] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float16", "max_model_len": 8192,
         "max_num_seqs": 256, "gpu_memory_utilization": 0.85, "enable_prefix_caching": False, "disable_log_stats": True,
     }  # fmt: skip
@@ -93,7 +103,7 @@ def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bo
     return llm
 
 
-def start(mode: str, args: argparse.Namespace) -> Any:
+def start(mode: str, args: argparse.Namespace) -> "LLM":
     """The engine of a mode as the command line asks, once it is its turn."""
     shared = {"kv_cache_memory_bytes": int((args.cache or 0) * 2**30), "gpu_memory_utilization": 0.15}
     options = {**(shared if args.cache else {}), **args.engine}
@@ -103,21 +113,32 @@ def start(mode: str, args: argparse.Namespace) -> Any:
     return llm
 
 
-def generate(llm: Any, requests: int, prompt: int, new: int) -> float:
-    """Seconds for ``requests`` concurrent greedy generations of ``new`` tokens."""
-    from vllm import SamplingParams
+def prompt_of(tokens: int) -> dict[str, list[int]]:
+    """A random prompt."""
+    return {"prompt_token_ids": [random.randint(10, 9999) for _ in range(tokens)]}
 
-    prompts = [{"prompt_token_ids": [random.randint(10, 9999) for _ in range(prompt)]} for _ in range(requests)]
-    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+
+def greedy(new: int, streamed: bool = False) -> "SamplingParams":
+    """Sampling of exactly ``new`` tokens. streamed: outputs have only what is new, as a server sends them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.DELTA if streamed else RequestOutputKind.CUMULATIVE
+    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=kind)
+
+
+def generate(llm: "LLM", requests: int, prompt: int, new: int) -> float:
+    """Seconds for ``requests`` concurrent greedy generations of ``new`` tokens."""
+    prompts = [prompt_of(prompt) for _ in range(requests)]
     begin = time.perf_counter()
-    found = llm.generate(prompts, sampling, use_tqdm=False)
+    found = llm.generate(prompts, greedy(new), use_tqdm=False)
     seconds = time.perf_counter() - begin
     if sum(len(answer.outputs[0].token_ids) for answer in found) != requests * new:
         raise SystemExit("an answer does not have the requested length")
     return seconds
 
 
-def check_layers(model: Any) -> str:
+def check_layers(model: Module) -> str:
     """Compare the products of a model's first layer with exact ones; the largest error over the largest value."""
     import torch
 
@@ -143,14 +164,14 @@ def check_layers(model: Any) -> str:
     return f"products of the first layer within {worst:.1e} of exact ones"
 
 
-def check_first(llm: Any, mode: str) -> None:
+def check_first(llm: "LLM", mode: str) -> None:
     """Have a mode's engine check the products of its first layer."""
     import serving  # not __main__, whose functions other processes cannot import
 
     print(mode, *llm.apply_model(serving.check_layers), flush=True)
 
 
-def row(mode: str, args: argparse.Namespace, checked: bool, **fields: Any) -> Row:
+def row(mode: str, args: argparse.Namespace, checked: bool, **fields: object) -> Row:
     """A row of serving.json."""
     import torch
     import vllm
@@ -213,9 +234,9 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
             profile_steps(llm, mode, requests)
         for prompt in args.prompts:
             print(f"== {mode}, the first token of a prompt of {prompt}")
-            llm.apply_model(partial(serving.begin_table, "kernels"))
+            llm.apply_model(serving.begin_table)
             generate(llm, 1, prompt, 1)
-            print(*llm.apply_model(partial(serving.end_table, "kernels", 1)), sep="\n", flush=True)
+            print(*llm.apply_model(partial(serving.end_table, 1)), sep="\n", flush=True)
     return found
 
 
@@ -227,15 +248,11 @@ def rates(mode: str, args: argparse.Namespace) -> list[Row]:
     return arrivals(llm, mode, args)
 
 
-def arrivals(llm: Any, mode: str, args: argparse.Namespace) -> list[Row]:
+def arrivals(llm: "LLM", mode: str, args: argparse.Namespace) -> list[Row]:
     """Requests with Poisson arrivals: TTFT, TPOT, throughput."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     generate(llm, 8, PROMPT, 8)
     found, core = [], llm.llm_engine
-    kind = RequestOutputKind.DELTA  # as a server streams them
-    sampling = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, detokenize=False, output_kind=kind)
+    sampling = greedy(args.new, streamed=True)
     for rate in args.rates or RATES:
         draw = random.Random(0)
         count = max(16, int(rate * args.seconds))
@@ -272,19 +289,13 @@ def arrivals(llm: Any, mode: str, args: argparse.Namespace) -> list[Row]:
     return found
 
 
-def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
+def profile_steps(llm: "LLM", mode: str, requests: int, count: int = 24) -> None:
     """Print what decode steps of so many concurrent requests launch, all past their prefill."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     import serving  # not __main__, whose functions other processes cannot import
 
     core = llm.llm_engine
-    kind = RequestOutputKind.DELTA
-    sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False, output_kind=kind)
-    names = [f"profile-{requests}-{i}" for i in range(requests)]
-    for name in names:
-        core.add_request(name, {"prompt_token_ids": [random.randint(10, 9999) for _ in range(PROMPT)]}, sampling)
+    for i in range(requests):
+        core.add_request(f"profile-{requests}-{i}", prompt_of(PROMPT), greedy(400, streamed=True))
     begun: set[str] = set()
     while len(begun) < requests:
         begun |= {answer.request_id for answer in core.step() if answer.outputs[0].token_ids}
@@ -296,28 +307,26 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
         return (time.perf_counter() - begin) / count * 1e3
 
     print(f"== {mode}, {requests} requests: {some_steps():.3f} ms/step")
-    for table in ("calls", "kernels"):  # steps run between these calls: count is off by about one
-        llm.apply_model(partial(serving.begin_table, table))
-        some_steps()
-        print(*llm.apply_model(partial(serving.end_table, table, count)), sep="\n", flush=True)
+    llm.apply_model(serving.begin_table)
+    some_steps()  # steps run between these calls: count is off by about one
+    print(*llm.apply_model(partial(serving.end_table, count)), sep="\n", flush=True)
     core.abort_request(list(begun))
     while core.has_unfinished_requests():
         core.step()
 
 
-_recorders: dict[str, Any] = {}
+_recorder = KernelRecorder()
+"""Of a worker process."""
 
 
-def begin_table(table: str, _: Any) -> None:
-    """In the worker process: start recording its thread's calls, or the GPU's kernels."""
-    recorder = _recorders[table] = CallRecorder() if table == "calls" else KernelRecorder()
-    recorder.begin()
+def begin_table(_: Module) -> None:
+    """In the worker process: start recording the GPU's kernels."""
+    _recorder.begin()
 
 
-def end_table(table: str, count: int, _: Any) -> str:
+def end_table(count: int, _: Module) -> str:
     """In the worker process: the table of ``count`` steps since then."""
-    printed: str = _recorders.pop(table).end(count)
-    return printed
+    return _recorder.end(count)
 
 
 def main() -> None:

@@ -14,13 +14,15 @@ import json
 import random
 import tempfile
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from serving import HEAD, engine
+from anybit.cache.kvcache import KVCache
+from anybit.ops.kv import Masks
+from serving import HEAD, engine, greedy
 
 NEW, CONTEXT = 32, 512
 TEXTS = (
@@ -49,14 +51,13 @@ def random_llama() -> str:
 
 
 def attend_as_vllm(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, page: int = 16,
-    **_: Any,
+    module: torch.nn.Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
+    page: int = 16, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """A request's attention as in vLLM, over pages of ``page`` tokens: q [1, heads, tokens, dim]."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     from anybit.ops import kv_plain
-    from anybit.ops.kv import Masks
 
     q, seen = query[0].transpose(0, 1).contiguous(), key.shape[2]
     pages = [
@@ -80,14 +81,14 @@ def attend_as_vllm(
     return out[None], None
 
 
-def prefill_as_vllm(q: Tensor, k: Tensor, v: Tensor, cache: Any, layer: int, sequence: int, masks: Any) -> Tensor:
+def prefill_as_vllm(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, sequence: int, masks: Masks) -> Tensor:
     """Prefill a whole prompt into an AnyBitCache with vLLM's attention: x [tokens, heads, dim]."""
     cache.write(layer, [sequence], k[None], v[None])
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return attend_as_vllm(None, *heads, None, masks.scale or q.shape[-1] ** -0.5, page=128)[0][0]
 
 
-def quantized(mode: str, source: str, dtype: str) -> tuple[str, Any]:
+def quantized(mode: str, source: str, dtype: str) -> tuple[str, PreTrainedModel]:
     """A model quantized while loading, and the folder it was saved to."""
     from transformers import AutoModelForCausalLM
 
@@ -115,7 +116,7 @@ def prompts_of(source: str | Path) -> list[list[int]]:
 class Generated:
     """A model in anybit, and its own outputs by how they were generated."""
 
-    def __init__(self, model: Any, prompts: list[list[int]]) -> None:
+    def __init__(self, model: PreTrainedModel, prompts: list[list[int]]) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flash_attention_mask
 
@@ -124,7 +125,7 @@ class Generated:
         AttentionInterface.register("as vLLM", attend_as_vllm)
         AttentionMaskInterface.register("as vLLM", flash_attention_mask)
 
-    def answers(self, **options: Any) -> Answers:
+    def answers(self, **options: object) -> Answers:
         """Greedy outputs of the model as it is now."""
         ask = {"max_new_tokens": NEW, "do_sample": False, **options}
         rows = [torch.tensor([prompt], device=self.device) for prompt in self.prompts]
@@ -201,18 +202,15 @@ def main() -> None:
     for how, found in expected.items():
         if how != "generate":
             here.compare(f"{args.mode}, {how}", found, {"generate": expected["generate"]})
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "load_format": "auto", "max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 512,
         "dtype": args.dtype, "gpu_memory_utilization": args.memory, "enforce_eager": args.eager,
         **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}), **args.engine,
     }  # fmt: skip
     llm = engine(args.mode, args, folder, in_process=args.ranks == 1, **settings)
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW, detokenize=False)
     given = [{"prompt_token_ids": prompt} for prompt in here.prompts]
     for how, asked in (("vLLM together", [given]), ("vLLM alone", [[one] for one in given])):
-        done = [answer for some in asked for answer in llm.generate(some, sampling, use_tqdm=False)]
+        done = [answer for some in asked for answer in llm.generate(some, greedy(NEW), use_tqdm=False)]
         here.compare(f"{args.mode}, {how}", [list(answer.outputs[0].token_ids) for answer in done], expected)
 
 

@@ -7,11 +7,10 @@
 
 A mode is weights (fp16, bf16, or a scheme of anybit) and a KV cache: vLLM's own in 16 bits, vLLM's fp8 (which needs
 bf16), or a format of anybit. All engines start at once, each a process with as much memory as its requests need, and
-measure one at a time once all are up, so a table's rows come from one machine in one state. Weights are
-random. For anybit's caches, packed pages are compared byte for byte with the reference, and attention with
-exact attention over them; for all, greedy tokens with those of 16 bits. Drafts repeat what last followed a token, a
-fixed number per step; outputs with drafts are compared with the logits of one prefill over them. Needs vLLM 0.26 or
-newer, and anybit's folder in PYTHONPATH.
+measure one at a time once all are up, so a table's rows come from one machine in one state. Weights are random. For
+anybit's caches, packed pages are compared byte for byte with the reference, and attention with exact attention over
+them. Drafts repeat what last followed a token, a fixed number per step; outputs with drafts are compared with the
+logits of one prefill over them. Needs vLLM 0.26 or newer, and anybit's folder in PYTHONPATH.
 """
 
 import argparse
@@ -28,16 +27,21 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from rows import RESULTS, Row, add
-from serving import KEY, LLAMA, check_first, row
+from serving import KEY, LLAMA, check_first, greedy, prepare_vllm, row
 from serving_kv_checks import LastTime, Watch, check_drafted
 
 STEPS, MORE = 24, 40
 """Timed steps, and steps in which requests decode beside others' prefills: none may end in between."""
 PLAIN = {"fp16": "float16", "bf16": "bfloat16"}
 Shape = tuple[int, ...]
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 def parts(mode: str) -> tuple[str, str, int]:
@@ -62,10 +66,8 @@ def folder_of(weights: str, small: bool) -> str:
     return str(folder)
 
 
-def fill(layer: Any, *_: Any, **__: Any) -> None:
+def fill(layer: torch.nn.Module, *_: object, **__: object) -> None:
     """Fill a module for vLLM's dummy loader: outputs have their inputs' size, and attention peaks."""
-    import torch
-
     named = {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
     for name, tensor in named.items():
         draw = torch.Generator(device=tensor.device).manual_seed(tensor.numel() % 1000 + len(name))
@@ -85,7 +87,7 @@ def fill(layer: Any, *_: Any, **__: Any) -> None:
             tensor.data[: (layer.num_heads + layer.num_kv_heads) * layer.head_size].mul_(1.5)
 
 
-def needed(mode: str, shapes: list[Shape], config: dict[str, Any], slack: float = 1.03) -> int:
+def needed(mode: str, shapes: list[Shape], config: dict[str, int], slack: float = 1.03) -> int:
     """KV cache bytes that concurrent requests of these shapes need."""
     _, cache, drafts = parts(mode)
     dim, heads, layers = config["head_dim"], config["num_key_value_heads"], config["num_hidden_layers"]
@@ -104,26 +106,21 @@ def needed(mode: str, shapes: list[Shape], config: dict[str, Any], slack: float 
     return int(most * slack) + (64 << 20)
 
 
-def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
+def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> "LLM":
     """An engine with its core in this process, and the memory that its shapes need."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     begin = time.time()
+    prepare_vllm(in_process=True)
     from vllm import LLM
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.model_executor.models import registry
     from vllm.v1.worker import gpu_worker
 
-    from anybit.vllm import register
-
-    register()
     dummy_loader.initialize_dummy_weights = fill
     # Halves startup: inspects the model class here instead of in a subprocess, and leaves compiling the greedy path's
     # kernels to the first requests.
-    lazy: Any = registry._LazyRegisteredModel
-    lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
+    registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
+        self.load_model_cls()
+    )
     gpu_worker.warmup_kernels = lambda *_: None
     weights, cache, drafts = parts(mode)
     folder = folder_of(weights, args.small)
@@ -133,11 +130,11 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
         time.sleep(0.05)
     begin = time.time()
     counts = sorted({1, *(shape[0] for shape in shapes)})
-    module: Any = types.ModuleType("vllm.v1.spec_decode.ngram_proposer")
-    module.NgramProposer = LastTime
+    module = types.ModuleType("vllm.v1.spec_decode.ngram_proposer")
+    vars(module)["NgramProposer"] = LastTime
     sys.modules[module.__name__] = module
     longest = -(-max(sum(shape[1:]) for shape in shapes) // 128) * 128 + 128
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": longest,
         "dtype": PLAIN.get(weights, "float16"),
         "max_num_seqs": counts[-1], "max_num_batched_tokens": min(args.budget, 2048 if args.small else args.budget),
@@ -164,19 +161,16 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
 class Requests:
     """Drives one engine step by step."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: "LLM") -> None:
         self.core, self.answers = llm.llm_engine, dict[str, list[int]]()
 
     def ask(self, requests: int, prompt: int, new: int) -> list[str]:
         """Add requests; returns their ids, to which the engine adds suffixes."""
-        from vllm import SamplingParams
-
         draw = random.Random(f"{requests}x{prompt}")
-        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         names = [f"{requests}x{prompt}x{new}_{i}" for i in range(requests)]
         for name in names:
             tokens = [draw.randint(10, 9999) for _ in range(prompt)]
-            self.core.add_request(name, {"prompt_token_ids": tokens}, sampling)
+            self.core.add_request(name, {"prompt_token_ids": tokens}, greedy(new))
             self.answers[name] = []
         return names
 
@@ -196,7 +190,7 @@ class Requests:
         self.finish()
 
 
-def result(mode: str, **fields: Any) -> Row:
+def result(mode: str, **fields: object) -> Row:
     """A row of serving.json; its engine field includes the drafts."""
     weights, cache, drafts = parts(mode)
     own = weights not in PLAIN or cache.startswith("k")
@@ -252,18 +246,9 @@ def run(mode: str, args: argparse.Namespace) -> None:
             if any(len(requests.answers[name]) != new for name in names):
                 raise SystemExit("an answer does not have the requested length")
             print(f"{mode} {n} x {prompt} + {new}: {n * new / took:.0f} tokens/s in total, {took:.2f} s", flush=True)
-            found.append(
-                result(
-                    mode,
-                    requests=n,
-                    prompt=prompt,
-                    new_tokens=new,
-                    tokens_per_second=round(n * new / took, 1),
-                )
-            )
+            shape = {"requests": n, "prompt": prompt, "new_tokens": new}
+            found.append(result(mode, **shape, tokens_per_second=round(n * new / took, 1)))
             add(args.output, found, KEY)
-    if args.gate:
-        (args.gate / f"{mode}.tokens").write_text(json.dumps(requests.answers))
     os._exit(0)  # a clean engine shutdown takes seconds
 
 
@@ -300,23 +285,6 @@ def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: in
         mode, **shape, step_ms=round(step, 3), ttft_ms=round(first * 1e3, 1),
         tokens_per_second=round(rate / step * 1e3, 1),
     )  # fmt: skip
-
-
-def agreement(gate: Path, modes: list[str]) -> None:
-    """Print how many greedy tokens match those of the same weights with a 16-bit cache."""
-    for mode in modes:
-        weights, cache, drafts = parts(mode)
-        plain, own = gate / f"{weights}.tokens", gate / f"{mode}.tokens"
-        if cache == "auto" or drafts or not (plain.exists() and own.exists()):
-            continue
-        a, b = json.loads(plain.read_text()), json.loads(own.read_text())
-        for shape in dict.fromkeys(name.partition("_")[0] for name in b):
-            pairs = [(a.get(name, []), b[name]) for name in b if name.startswith(shape + "_")]
-            first = sum(x[:1] == y[:1] for x, y in pairs)
-            same = [[s == t for s, t in zip(x, y, strict=False)] for x, y in pairs]
-            alike = sum([*found, False].index(False) for found in same) / len(pairs)
-            said = f"{mode} {shape}: first tokens as in 16 bits {first} of {len(pairs)}"
-            print(f"{said}, {alike:.1f} tokens until outputs diverge", flush=True)
 
 
 def shape(text: str) -> Shape:
@@ -360,7 +328,6 @@ def main() -> None:
                     failed.append(mode)
                     print(f"{mode}: exit {child.returncode}", *lines[-30:], sep="\n", flush=True)
         time.sleep(0.1)
-    agreement(gate, args.modes)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

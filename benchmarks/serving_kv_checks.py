@@ -1,7 +1,21 @@
 """Checks of serving_kv.py inside an engine: inputs of anybit's attention, cache contents, and drafts."""
 
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybit.kernels.attention.kv_page import PageLayout
+from anybit.vllm.kv_step import Batch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from anybit.vllm.kv_backend import RowImpl
+    from serving_kv import Requests
 
 TOLERANCE = 2e-3
 """Of attention, relative to its mean size: that of tests/kernels/attention/test_decode_gpu.py, with 16-bit outputs."""
@@ -13,19 +27,20 @@ class Watch:
     def __init__(self) -> None:
         from anybit.vllm.kv_backend import RowBuilder, RowImpl
 
-        self.batch: Any = None
-        self.layers: dict[str, tuple[Any, Any]] = {}
-        self.tokens: dict[tuple[str, int], list[Any]] = {}  # by layer and first residual block
+        self.batch: Batch | None = None
+        self.layers: dict[str, tuple[RowImpl, Tensor]] = {}
+        self.tokens: dict[tuple[str, int], list[list[Tensor]]] = {}  # by layer and first residual block
         self.names, self.prompt, self.calls = tuple[str, ...](), 0, 0
         build, forward = RowBuilder.build, RowImpl.forward
 
-        def built(*args: Any, **kw: Any) -> Any:
+        def built(*args: Any, **kw: Any) -> Batch:
             self.batch = build(*args, **kw)
             return self.batch
 
         def forwarded(
-            impl: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, batch: Any, *rest: Any, **kw: Any
-        ) -> Any:
+            impl: RowImpl, layer: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, cache: Tensor,
+            batch: Batch | None, *rest: Any, **kw: Any,
+        ) -> Tensor:  # fmt: skip
             self.calls += 1
             if layer.layer_name in self.names and batch is not None and (batch.groups or batch.rows):
                 self._note(layer.layer_name, impl, cache, k, v, batch)
@@ -33,7 +48,7 @@ class Watch:
 
         RowBuilder.build, RowImpl.forward = built, forwarded
 
-    def _note(self, name: str, impl: Any, cache: Any, k: Any, v: Any, batch: Any) -> None:
+    def _note(self, name: str, impl: "RowImpl", cache: Tensor, k: Tensor, v: Tensor, batch: Batch) -> None:
         self.layers[name] = (impl, cache)
         shape = (-1, impl.num_kv_heads, impl.head_size)
         starts, first = batch.starts.tolist(), batch.table[:, 0].tolist()
@@ -54,8 +69,6 @@ class Watch:
 
         Raises SystemExit for a mismatch.
         """
-        import torch
-
         from anybit.cache.attention import attend
         from anybit.cache.blocks import PAGE, Pool, Row
         from anybit.kernels.attention import kv_page
@@ -111,7 +124,7 @@ class Watch:
         return f"{compared} pages as the reference packs them, attention within {worst:.1e} of exact"
 
 
-def _codes(layout: Any) -> int:
+def _codes(layout: PageLayout) -> int:
     """Bytes of a block that are written; the rest is padding."""
     return int(layout.key_bytes + layout.value_bytes)
 
@@ -124,15 +137,14 @@ class LastTime:
 
     faults: "random.Random | None" = None
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: "VllmConfig") -> None:
         self.count = config.speculative_config.num_speculative_tokens
 
     def propose(
-        self, count: int, sampled: Any, lengths: Any, tokens: Any, slot_mappings: Any = None
-    ) -> list[list[int]]:
+        self, count: int, sampled: Sequence[Sequence[int]], lengths: np.ndarray, tokens: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:  # fmt: skip
         """Draft tokens of each request that has sampled a token."""
-        import numpy as np
-
         found = list[list[int]]()
         for i, new in enumerate(sampled):
             known = tokens[i, : lengths[i]]
@@ -145,11 +157,11 @@ class LastTime:
             found.append(drafts)
         return found
 
-    def load_model(self, *_: Any, **__: Any) -> None:
+    def load_model(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
 
-def check_drafted(requests: Any, count: int = 6, prompt: int = 300, new: int = 150) -> str:
+def check_drafted(requests: "Requests", count: int = 6, prompt: int = 300, new: int = 150) -> str:
     """Generate, then compute logits of prompt and output as one prompt: the output must be their greedy tokens.
 
     Some drafts are wrong and some missing. Raises SystemExit if outputs are not those tokens. Rounding

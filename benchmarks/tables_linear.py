@@ -2,38 +2,7 @@
 
 from collections.abc import Callable
 
-from cases import BITWISE_SCHEMES, MODELS
 from rows import Row, find, rows, table
-
-PACKED_SCHEMES = ("w4a16g128", "w2a16g128", "w3a16g128", "w8a16g128", "w4a8", "w2a8", "w4a8fp")
-"""Schemes of gemm_packed.json that pages show."""
-
-
-def cell(row: Row | None) -> str:
-    """Microseconds alone / with quantize-and-pack, and the latter's speedup over cuBLAS fp16."""
-    if row is None:
-        return ""
-    fp16 = row["baselines"].get("cublas fp16")
-    speed = f" ({fp16 / row['us_with_pack']:.2f}x)" if fp16 else ""
-    return f"{row['us']:.1f} / {row['us_with_pack']:.1f}{speed}"
-
-
-def gemm_bitwise() -> str:
-    """One table per case name: shapes down, schemes across."""
-    found = [row for row in rows("gemm_bitwise") if row.get("kernel", "wgmma") == "wgmma"]
-    parts = []
-    for name in sorted({row["case"] for row in found}):
-        mine = [row for row in found if row["case"] == name]
-        schemes = [s for s in BITWISE_SCHEMES if any(row["scheme"] == s for row in mine)]
-        body = []
-        for m, n, k in sorted({(row["m"], row["n"], row["k"]) for row in mine}, key=lambda s: (s[1], s[2], s[0])):
-            same = {row["scheme"]: row for row in mine if (row["m"], row["n"], row["k"]) == (m, n, k)}
-            vendor = next(iter(same.values()))["baselines"]
-            others = [f"{vendor[v]:.1f}" if v in vendor else "" for v in ("cublas fp16", "int8", "fp8")]
-            body.append([f"{m} x {n} x {k}", *others, *(cell(same.get(s)) for s in schemes)])
-        header = ["M x N x K", "cuBLAS fp16", "int8", "fp8", *schemes]
-        parts.append(f"**{name}**\n\n{table(header, body)}")
-    return "\n\n".join(parts)
 
 
 def bitplane_shapes() -> str:
@@ -53,34 +22,7 @@ def _rounded(us: float) -> str:
 
 
 SHOWN = (1, 16, 64, 256, 4096)
-"""Token counts that pages show; ``gemm_packed`` has all."""
-
-
-def gemm_packed() -> str:
-    """One table per model and scheme: tokens down, layers across; microseconds, and speedup over cuBLAS fp16."""
-    found = rows("gemm_packed")
-    parts = []
-    for model, layers in MODELS.items():
-        names = [f"{model} {layer}" for layer in layers]
-        for scheme in PACKED_SCHEMES:
-            mine = [row for row in found if row["scheme"] == scheme and row["case"] in names]
-            if not mine:
-                continue
-            body = []
-            for m in sorted({row["m"] for row in mine}):
-                cells = [_beside_cublas(find(mine, case=name, m=m)) for name in names]
-                body.append([f"{m}", *cells])
-            shapes = [f"{layer} {n} x {k}" for layer, (n, k) in layers.items()]
-            parts.append(f"**{model}, {scheme}**\n\n{table(['M', *shapes], body)}")
-    return "\n\n".join(parts)
-
-
-def _beside_cublas(row: Row | None) -> str:
-    """Microseconds, and speedup over cuBLAS fp16; "" without a row."""
-    if row is None:
-        return ""
-    fp16 = row["baselines"].get("cublas fp16")
-    return f"{row['us']:.1f}" + (f" ({fp16 / row['us']:.2f}x)" if fp16 else "")
+"""Token counts that pages show."""
 
 
 def packed_layers() -> str:
@@ -113,4 +55,4 @@ def packed_widths() -> str:
     return table(["x cuBLAS fp16", *(f"M = {m}" for m in tokens)], body) if body else ""
 
 
-MAKERS = (gemm_bitwise, bitplane_shapes, gemm_packed, packed_layers, packed_widths)
+MAKERS = (bitplane_shapes, packed_layers, packed_widths)

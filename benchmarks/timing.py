@@ -17,6 +17,7 @@ import torch
 
 from anybit.tune.roofline import RATES, read_us
 from rows import RESULTS as RESULTS
+from rows import Row as Row
 from rows import add, origin
 
 ROTATE_BYTES = 256 << 20

@@ -54,7 +54,7 @@ def test_weights_gb_counts_as_folders_do() -> None:
 def test_tables_print_by_name() -> None:
     command = [sys.executable, str(BENCHMARKS / "tables.py")]
     names = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True).stdout.split()
-    assert {"headline", "choosing", "gemm_packed"} <= set(names)
+    assert {"headline", "choosing", "packed_layers"} <= set(names)
     done = subprocess.run([*command, *names], capture_output=True, text=True, check=True)
     printed = done.stdout.strip().split("\n\n")
     assert len(printed) >= len(names) and all("|" in part or part.startswith("**") for part in printed)
