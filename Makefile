@@ -43,9 +43,10 @@ types: $(VENV)/.test
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# One thread a process: two processes share two cores, and threads that wait for each other spin.
+# One thread a process: two processes share two cores, and threads that wait for each other spin. Each takes half of the
+# files from end to end, so that a module's fixtures are made once, and then steals from the other.
 unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
-	ANYBIT_CACHE=$(abspath $(CACHE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10
+	ANYBIT_CACHE=$(abspath $(CACHE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --durations=10
 
 # What CI runs a part of: 8,000 damaged folders by another seed, 200 kills, 20,000 histories of a cache. An hour on one core.
 fuzz: $(VENV)/.test
