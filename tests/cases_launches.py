@@ -15,6 +15,7 @@ from anybit.choose import dispatch
 from anybit.device import Device
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
+from anybit.jit.tensor_map import Matrix
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed
@@ -34,23 +35,56 @@ class Launched(NamedTuple):
     values: dict[str, Any]
 
 
-class Driver:
-    """Records launches, after checking them as CUDA would."""
+class _Attribute:
+    """A launch attribute, or an enumeration: whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> "_Attribute":
+        self.__dict__[name] = _Attribute()
+        return self.__dict__[name]
+
+
+class Driver(SimpleNamespace):
+    """The part of cuda-bindings' driver that launches use. Records launches, after checking them as CUDA would."""
+
+    CUlaunchConfig, CUlaunchAttribute = SimpleNamespace, _Attribute
+    CUlaunchAttributeID = CUstreamCaptureMode = CUfunction_attribute = _Attribute()
+    CUstream = CUfunction = int
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.launches: list[Launched] = []
+        self.kernels: list[jit.Kernel] = []
         self.look: Callable[[dict[str, Any]], None] = lambda values: None
         """Called with each launch's parameters while its tensors are alive; may change what is recorded."""
 
-    def cuLaunchKernelEx(self, config: Any, kernel: jit.Kernel, address: int, extra: int) -> tuple[int]:
+    def cuLibraryLoadData(self, cubin: jit.Kernel, *_: object) -> tuple[int, int]:
+        self.kernels.append(cubin)
+        return 0, len(self.kernels) - 1
+
+    def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int, int]:
+        return 0, library
+
+    def cuDeviceGet(self, index: int) -> tuple[int, int]:
+        return 0, index
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> tuple[int, object]:
+        return 0, mode
+
+    def cuKernelSetAttribute(self, attribute: object, value: int, kernel: int, device: int) -> tuple[int]:
+        assert value <= self.device.shared_bytes
+        return (0,)
+
+    def cuLaunchKernelEx(self, config: Any, function: int, address: int, extra: int) -> tuple[int]:
+        kernel = self.kernels[function]
         layout = layout_of(kernel.params)
         raw = ctypes.string_at(ctypes.c_void_p.from_address(address).value or 0, layout.size)
         values = dict(zip([field.name for field in layout.fields], layout.packer.unpack(raw), strict=True))
-        assert kernel.shared_bytes <= self.device.shared_bytes
+        assert config.sharedMemBytes == kernel.shared_bytes <= self.device.shared_bytes
+        assert config.blockDimX == kernel.threads and len(config.attrs) - config.numAttrs in (0, 1)
         self.look(values)
+        pdl = config.numAttrs > (kernel.cluster > 1)
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        self.launches.append(Launched(kernel, grid, config.how, values))
+        self.launches.append(Launched(kernel, grid, (config.hStream, pdl), values))
         return (0,)
 
     def take(self) -> list[Launched]:
@@ -59,26 +93,27 @@ class Driver:
         return launches
 
 
-def encode_at(address: int, element_bytes: int, rows: int, columns: int, pitch: int, *box: int) -> bytes:
-    """A tensor map that holds its arguments; they must be as the driver accepts them."""
-    assert address % 16 == pitch % 16 == 0
-    values = address, element_bytes, rows, columns, pitch, *box
-    return b"".join(value.to_bytes(8, "little") for value in values).ljust(128, b"\0")
+def encoded(matrix: Matrix, address: int) -> bytes:
+    """A tensor map that holds what it is made of; that must be as the driver accepts it."""
+    assert address % 16 == matrix.pitch % 16 == 0
+    sizes = matrix.element_bytes, matrix.rows, matrix.columns, matrix.pitch, matrix.box_columns, matrix.box_rows
+    return b"".join(value.to_bytes(8, "little") for value in (address, *sizes)).ljust(128, b"\0")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> Driver:
-    """Launch on a recorder instead of a GPU, from now on; tensors are on the CPU."""
+    """Launch on a recorder instead of a GPU, from now on; tensors are on the CPU, and kernels are compiled already."""
     device = Device.named(arch)
     found = Driver(device)
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
-    monkeypatch.setattr(launching, "_device", lambda index: device)
-    monkeypatch.setattr(launching, "_function", lambda kernel, index: kernel)
+    monkeypatch.setattr(Device, "at", staticmethod(lambda index: device))
     monkeypatch.setattr(launching, "_launchers", {})
+    monkeypatch.setattr(launching, "cached", lambda kernel, arch: SimpleNamespace(cubin=kernel, entry=kernel.entry))
     monkeypatch.setattr(launching, "driver", lambda: found)
-    monkeypatch.setattr(launching.Launcher, "_config", lambda self, stream: SimpleNamespace(how=(stream, self.pdl)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(tensor_map, "encode_at", encode_at)
+    monkeypatch.setattr(tensor_map.Matrix, "_encoded", encoded)
     dispatch.use()  # forgets plans for other devices
     return found
 
@@ -87,7 +122,7 @@ def multiplied(x: Tensor, layer: ops.Prepared, bias: Tensor | None) -> Tensor:
     """A layer's product of dense rows [m, k] by the kernels that its plan would run, without a plan."""
     spec, (m, k), planes = layer.spec, x.shape, layer.spec.backend == "bitwise"
     asked = product.asked_of(spec, layer.tensors, bias)
-    kernel, config = asked.choice(asked.problem(Rows.of(x)))
+    kernel, config = dispatch.chosen(asked.problem(Rows.of(x)), asked.layout, spec.fused)
     given: Tensor | Packed = x
     if spec.activations.quantized:
         problem = quantize_activations.problem_of(x, spec.activations, kernel.traits.target)

@@ -49,6 +49,11 @@ class Device:
             raise KernelError(f"the tensor is on {tensor.device}, and kernels need a CUDA device")
         return _present(tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
 
+    @staticmethod
+    def at(index: int) -> "Device":
+        """A GPU of this machine. Raises KernelError for an unknown architecture."""
+        return _present(index)
+
 
 # Bandwidths: measured on large reads for the H200 (4.67 TB/s), else 90% of the data sheet.
 _TYPICAL = {

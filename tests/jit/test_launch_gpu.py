@@ -4,14 +4,13 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from anybit import jit
-from anybit.jit import cache
 from anybit.ops.capture import capture
 from emulator import row_sums
 
@@ -143,11 +142,8 @@ def test_torch_compile() -> None:
 
 
 @pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYBIT_CACHE_DIR", str(tmp_path))
-    cache.clear_memory()
-    yield
-    cache.clear_memory()
 
 
 def test_first_use_and_disk(empty_cache: None) -> None:
@@ -156,7 +152,6 @@ def test_first_use_and_disk(empty_cache: None) -> None:
         start = time.perf_counter()
         jit.cached(row_sums.kernel(row_sums.Config(96)), "sm_90a")
         times[name] = time.perf_counter() - start
-        cache.clear_memory()
     print(f"first use {times['compiled']:.3f} s, from disk {1e3 * times['disk']:.2f} ms")
     assert times["compiled"] < 3
     assert times["disk"] < 0.020

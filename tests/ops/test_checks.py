@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybit import jit, ops
+from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.bitplane import bitplane, bitplane_layout
 from anybit.kernels.block import norm_act, quantize_activations, rope, rope_pages
@@ -17,7 +18,8 @@ from anybit.kernels.packed import packed_layout, packed_problem, packed_tiles
 from anybit.kernels.packed.rows import packed_rows
 from anybit.ops import elementwise, fused
 from anybit.ops.backend import LinearSpec
-from anybit.ops.checks import check_input, rows_of
+from anybit.ops.checks import check_input
+from anybit.ops.plans import Rows
 from anybit.scheme import Scheme, WeightFormat
 from cases import random_weight
 from cases_launches import install
@@ -79,7 +81,7 @@ def test_a_norm_whose_result_is_coded(
     monkeypatch.setattr(fused, "_planned", lambda *_: True)  # as on a GPU
     for call in (
         lambda x: elementwise.check_norm(x, residual, gamma),
-        lambda x: fused._norm_linear(x, residual, gamma, 1e-5, [half(1)], None, str(spec())),
+        lambda x: fused._norm_linear(x, residual, gamma, 1e-5, 4 * [half(1)], None, str(spec())),
     ):
         with pytest.raises(KernelError, match=said):
             call(half(2, 64))
@@ -93,7 +95,7 @@ def test_ids_on_another_device_than_their_table() -> None:
 def test_gate_and_up_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_planned", lambda *_: True)
     with pytest.raises(KernelError, match=r"gate_up has shape \(2, 256\), and the layer takes 64 features of each"):
-        fused._silu_linear(half(2, 256), [half(1)], None, str(spec()))
+        fused._silu_linear(half(2, 256), 4 * [half(1)], None, str(spec()))
 
 
 @pytest.mark.parametrize(
@@ -109,11 +111,16 @@ def test_quantize_and_pack(x: Tensor, said: str) -> None:
         quantize_activations.quantize(x, INT8)
 
 
-@pytest.mark.parametrize(("shape", "k"), [((3, 64), 64), ((2, 3, 64), 64), ((1, 64), 64), ((64,), 64), ((0, 64), 64)])
-def test_rows_of_dense_inputs_are_no_copy(shape: tuple[int, ...], k: int) -> None:
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("sm_90a")))
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 64), (1, 64), (64,), (0, 64)])
+def test_rows_of_dense_inputs_are_no_copy(shape: tuple[int, ...], anywhere: None) -> None:
     x = torch.randn(*shape)
-    rows = rows_of(x, k)
-    assert rows.shape == (x.numel() // k, k) and rows.data_ptr() == x.data_ptr()
+    rows = Rows.of(x)
+    assert (rows.m, rows.k, rows.stride, rows.copied) == (x.numel() // 64, 64, 64, False)
 
 
 @pytest.mark.parametrize(
@@ -125,25 +132,23 @@ def test_rows_of_dense_inputs_are_no_copy(shape: tuple[int, ...], k: int) -> Non
         torch.randn(3, 2, 64).transpose(0, 1),
     ],
 )
-def test_rows_never_overlap(x: Tensor) -> None:
-    rows = rows_of(x, 64)
-    assert torch.equal(rows, x.reshape(-1, 64))
-    assert rows.stride(1) == 1 and rows.stride(0) >= 64
+def test_rows_never_overlap(x: Tensor, anywhere: None) -> None:
+    rows = Rows.of(x)
+    assert rows.copied and (rows.m, rows.stride, rows.aligned) == (x.numel() // 64, 64, True)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_rows_far_apart_are_a_copy(rows: int) -> None:
+def test_rows_far_apart_are_a_copy(rows: int, anywhere: None) -> None:
     """Two prompts of 131,072 tokens of 8,192 values: kernels for few tokens use 32-bit row offsets."""
-    with FakeTensorMode():
-        last = torch.empty(rows, 1 << 17, 8192, dtype=torch.float16)[:, -1:]
-        assert rows_of(last, 8192).stride() == (8192, 1)
-        near = torch.empty(rows, (1 << 17) - 1, 8192, dtype=torch.float16)[:, -1:]
-        assert rows_of(near, 8192).stride() == near.stride()[::2]
+    last = torch.empty(rows, 1 << 17, 8192, dtype=torch.float16, device="meta")[:, -1:]
+    assert Rows.of(last).stride == 8192 and Rows.of(last).copied == (rows > 1)
+    near = torch.empty(rows, (1 << 17) - 1, 8192, dtype=torch.float16, device="meta")[:, -1:]
+    assert not Rows.of(near).copied and Rows.of(near).stride == near.view(rows, 8192).stride(0)
 
 
-def test_rows_further_apart_are_no_copy() -> None:
-    x = torch.randn(4, 80)[:, :64]
-    assert rows_of(x, 64).data_ptr() == x.data_ptr() and rows_of(x, 64).stride() == (80, 1)
+def test_rows_further_apart_are_no_copy(anywhere: None) -> None:
+    rows = Rows.of(torch.randn(4, 80)[:, :64])
+    assert not rows.copied and rows.stride == 80
 
 
 @pytest.mark.parametrize("k", [1, 7, 8, 64, 65])

@@ -38,7 +38,7 @@ def launched(driver: Driver, kind: LayerKind, tensors: list[Tensor], m: int) -> 
     if kind.rotated:
         fused._hadamard_linear(x, *weight)
     else:
-        product.linear(x, tensors, bias, spec)
+        product.linear(x, tensors, bias, kind.spec)
     elementwise._add_rms_norm_cuda(x, x, gamma, 1e-5)
     for silu in (False, True) if kind.paired else (False,):
         fused._norm_linear(x, x, gamma, 1e-5, *weight, silu, kind.rotated)
@@ -78,7 +78,7 @@ def test_layers_with_an_activation_order_are_compiled_ahead(driver: Driver, monk
     tensors = ops.backends["packed"].prepare(weight, scheme.activations)
     kind = LayerKind(str(LinearSpec("packed", N, K, scheme.weights, scheme.activations)), torch.float16, False)
     for m in (1, 16, 200):
-        product.linear(torch.randn(m, K).half(), tensors, None, LinearSpec.parse(kind.spec))
+        product.linear(torch.randn(m, K).half(), tensors, None, kind.spec)
         assert {launch.kernel for launch in driver.take()} < set(ahead.kernels_of(kind, tensors, m))
 
 

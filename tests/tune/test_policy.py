@@ -270,7 +270,6 @@ def test_a_foreign_map_only_offers_neighbours(monkeypatch: pytest.MonkeyPatch, t
     assert Dispatcher("NVIDIA H200", [foreign, mine]).choose(one).candidate.kernel == "sm90_bitplane_skinny"
     monkeypatch.setattr(dispatching, "_given", [replace(foreign, path=Path("h100.json"))])
     monkeypatch.setattr(dispatching, "_dispatchers", {})
-    monkeypatch.setattr(dispatching, "_told", set())
     monkeypatch.setattr(dispatching, "_files", lambda gpu: iter(()))
     with pytest.warns(UserWarning, match=r"h100.json only offers neighbours .* measured on NVIDIA H100"):
         found = dispatching.dispatcher("NVIDIA H200")

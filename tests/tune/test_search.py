@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from anybit.choose import dispatch
 from anybit.choose import policy as policies
 from anybit.choose.builtin import builtin
 from anybit.choose.choose import Map
@@ -143,7 +142,7 @@ def test_what_finds_no_memory_is_not_excluded_and_tried_again(who: str, tmp_path
     bad = {"candidate": excluded_name(one, tried[2]), "built in": excluded_name(one, tried[0]), "product": str(one)}[
         who
     ]
-    FakeRunner.troubles, dispatch._told = {bad: "no memory"}, set()
+    FakeRunner.troubles = {bad: "no memory"}
     with pytest.warns(UserWarning, match="out of GPU memory"):
         found = run([one, product(m=96)], tmp_path / "map.json")
     assert not found.excluded

@@ -207,7 +207,7 @@ def verify(options: argparse.Namespace) -> None:
         print(f"{name}: {summary([row['ratios'][name] for row in rows])}")
 
 
-def rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(path: Path, seed: int, marks: dict[str, object]) -> list[dict[str, Any]]:
     """The rows of an interrupted check with this seed and these kernels."""
     rows = json.loads(path.read_text()) if path.exists() else []
     return [row for row in rows if row["seed"] == seed and all(row.get(name) == marks[name] for name in marks)]
@@ -226,7 +226,7 @@ class Judge:
 
     def __init__(self, path: Path = JUDGE) -> None:
         frozen = json.loads(path.read_text())
-        self._defaults: dict[str, dict[str, Any]] = frozen["defaults"]
+        self._defaults: dict[str, dict[str, object]] = frozen["defaults"]
         self._names = {name: i for i, name in enumerate(frozen["configs"])}
         self._known = {
             tuple(key): [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in (times, estimates)]
@@ -257,7 +257,7 @@ class Judge:
         return f"{kernel}({', '.join(kept)})"
 
 
-def fields_of(name: str) -> dict[str, Any]:
+def fields_of(name: str) -> dict[str, object]:
     """Parse the fields of a config's name."""
     pairs = (pair.split("=") for pair in name[name.index("(") + 1 : -1].split(", ") if pair)
     words = {"True": True, "False": False}

@@ -1,7 +1,5 @@
 """What runs where no measured point helps, and the token counts that count as the same."""
 
-import functools
-
 from anybit.choose.families import FAMILIES, Candidate, Layout, tiles_of
 from anybit.errors import KernelError
 from anybit.kernels.bitplane import bitplane
@@ -18,7 +16,7 @@ _TILES, _ROWS = ("sm90_packed_gemm", "sm80_packed_gemm"), ("sm90_packed_gemv", "
 
 def builtin_layout(product: LinearProblem) -> Layout:
     """The layout of weights that were not tuned."""
-    x, planes = product.activations, _planes_family(product)
+    x, planes = product.activations, bitplane.family(product) is not None
     if planes and x.integer and product.weights.bits * x.bits <= _TIE:
         return Layout.planes
     tiles = not planes or any(FAMILIES[name].why_not(product) is None for name in _TILES)
@@ -30,65 +28,50 @@ def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
 
     Raises KernelError if none does.
     """
-    reasons = []
-    for name in _order(product, layout or builtin_layout(product)):
+    gathered = product.activations.quantized and product.act_order  # no family for few tokens gathers codes
+    names: tuple[str, ...] = _TILES if product.m > FEW_TOKENS or gathered else (*_ROWS, *_TILES)
+    if (layout or builtin_layout(product)) is Layout.planes:
+        module = bitplane.family(product)
+        names = ("sm90_bitplane_gemm" if module is None else module.traits.name,)
+    reasons = dict[str, None]()
+    for name in names:
         try:
             return Candidate(name, FAMILIES[name].default(product), product.activations)
         except KernelError as error:
-            reasons.append(f"{name}: {FAMILIES[name].why_not(product) or error}")
+            reasons[f"{name}: {FAMILIES[name].why_not(product) or error}"] = None
     if layout is not None:
         raise KernelError(f"no kernel over {layout.value} runs {product}: {'; '.join(reasons)}")
-    reasons.append(f"sm90_bitplane_gemm: {FAMILIES['sm90_bitplane_gemm'].why_not(product)}")
+    reasons[f"sm90_bitplane_gemm: {FAMILIES['sm90_bitplane_gemm'].why_not(product)}"] = None
     reference = "the reference does, slowly, after anybit.ops.allow_fallback()"
-    raise KernelError(f"no kernel runs {product}: {'; '.join(dict.fromkeys(reasons))}; {reference}")
-
-
-def _order(product: LinearProblem, layout: Layout) -> tuple[str, ...]:
-    """The families over a layout, those to ask first in front."""
-    if layout is Layout.planes:
-        return (family,) if (family := _planes_family(product)) else ("sm90_bitplane_gemm",)
-    gathered = product.activations.quantized and product.act_order  # no family for few tokens gathers codes
-    return _TILES if product.m > FEW_TOKENS or gathered else (*_ROWS, *_TILES)
-
-
-def _planes_family(product: LinearProblem) -> str | None:
-    """The first family over bit planes that takes a product; None if none does."""
-    module = bitplane.family(product)
-    return None if module is None else module.traits.name
+    raise KernelError(f"no kernel runs {product}: {'; '.join(reasons)}; {reference}")
 
 
 # -------- how many tokens count as the same
 
 MOST_TOKENS = 8192
-INTERPOLATE_FROM = 64
-"""Token count up to which the next measured count decides, since one tile holds all tokens; above, the two around."""
+_STEPS, _MOST_PARTS = ((16, 4), (24, 16), (64, 8)), 64
+"""(token count, the parts of a power of two that kernels are chosen for up to it), and the parts above."""
 
 
-@functools.cache
 def bucket(tokens: int) -> int:
     """The token count that represents ``tokens`` in a map: the next power of two or midpoint between two.
 
     Above 64, where token tiles quantize into waves, also the quarters; beyond 8192 only powers of two.
     """
-    return _rounded(tokens, 8 if tokens > INTERPOLATE_FROM else 4)
+    return _rounded(tokens, 8 if tokens > 64 else 4)
 
 
-@functools.cache
 def step(tokens: int) -> int:
-    """The token count that kernels are chosen for: up to 16 that of ``bucket``, up to 24 the next eighth between two
-    powers of two, up to 64 the next quarter, above the next 32nd. Absent tokens of a tile cost time: at 24 tokens a
-    tile of 32 is nearly as fast as one of 24, but at 20 it takes 1.17 times as long.
+    """The token count that kernels are chosen for: that of ``bucket`` up to 16, finer above.
+
+    Absent tokens of a tile cost time: at 24 tokens a tile of 32 is nearly as fast as one of 24, but at 20 it takes 1.17
+    times as long.
     """
-    return _rounded(tokens, next(parts for most, parts in ((16, 4), (24, 16), (64, 8), (tokens, 64)) if tokens <= most))
+    return _rounded(tokens, next((parts for most, parts in _STEPS if tokens <= most), _MOST_PARTS))
 
 
 def _rounded(tokens: int, parts: int) -> int:
     """Round up to a multiple of the next power of two over ``parts``; beyond ``MOST_TOKENS`` to that power."""
-    power = power_of_two(tokens)
+    power = 1 << (tokens - 1).bit_length()
     unit = max(1, power // parts) if tokens <= MOST_TOKENS else power
     return -(-tokens // unit) * unit
-
-
-def power_of_two(tokens: int) -> int:
-    """The next power of two."""
-    return 1 << (tokens - 1).bit_length()

@@ -6,11 +6,10 @@ time wins. docs/design/choosing.md has the figures.
 """
 
 import bisect
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -18,8 +17,14 @@ from anybit.choose.builtin import FEW_TOKENS, MOST_TOKENS, builtin, builtin_layo
 from anybit.choose.families import FAMILIES, Candidate, Layout, layouts
 from anybit.choose.policy import Measured, Policy
 from anybit.device import Device
+from anybit.kernels.bitplane.bitplane_problem import ROWS
+from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
+from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
+from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import SkinnyFacts
+from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.kernels.packed.packed_layout import TILE_COLUMNS
+from anybit.kernels.packed.packed_layout import TILE_COLUMNS, TILE_ROWS
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import TOKENS
 from anybit.scheme import Scheme
 
@@ -32,6 +37,8 @@ _CODES, _GROUPS = 0.3, 0.05
 _TABLES = ("nf4", "iq4")
 _AROUND, _TILE = 12, 100
 """Steps of 128 inputs, and tokens, in whose time a tile begins and ends, whatever its size."""
+_TOGETHER = 4
+"""Blocks of a bit-plane kernel for few tokens that share a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -48,60 +55,54 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The measured configs of a layer that read one weight layout, by token count."""
+    """The measured configs of a layer that read one weight layout, by token count; ``made``: rebuilt, as asked for."""
 
     problem: LinearProblem
     by_tokens: dict[int, list[Measured]] = field(default_factory=dict)
-    made: dict[int, list[tuple[Candidate, float]]] = field(default_factory=dict)
+    made: dict[int, list[tuple[float, Candidate]]] = field(default_factory=dict)
 
-    @cached_property
-    def counts(self) -> list[int]:
-        """Token counts, ascending."""
-        return sorted(self.by_tokens)
-
-    def at(self, tokens: int) -> list[tuple[Candidate, float]]:
-        """(candidate, microseconds) of a measured count, fastest first."""
+    def at(self, tokens: int) -> list[tuple[float, Candidate]]:
+        """(microseconds, candidate) of a measured count, fastest first."""
         if tokens not in self.made:
             there = replace(self.problem, m=tokens)
-            found = [(one.rebuilt(there), one.us) for one in self.by_tokens[tokens]]
-            self.made[tokens] = sorted((one for one in found if one[0].why_not(there) is None), key=lambda one: one[1])
+            found = [(one.us, one.rebuilt(there)) for one in self.by_tokens[tokens]]
+            self.made[tokens] = sorted((one for one in found if one[1].why_not(there) is None), key=lambda one: one[0])
         return self.made[tokens]
 
     def around(self, tokens: int) -> list[int]:
         """The measured counts below and at or above, at most a factor of two away; of few tokens one, the one above."""
-        place, few = bisect.bisect_left(self.counts, tokens), tokens <= FEW_TOKENS
-        above = [m for m in self.counts[place : place + 1] if m <= 2 * tokens]
+        counts, few = sorted(self.by_tokens), tokens <= FEW_TOKENS
+        place = bisect.bisect_left(counts, tokens)
+        above = [m for m in counts[place : place + 1] if m <= 2 * tokens]
         if above == [tokens] or (few and above):
             return above
-        return [m for m in self.counts[max(place - 1, 0) : place] if few or tokens <= 2 * m] + above
+        return [m for m in counts[max(place - 1, 0) : place] if few or tokens <= 2 * m] + above
 
 
 class Map:
     """The points of several policy maps; the first that knows a layer decides."""
 
     def __init__(self, policies: Collection[Policy]) -> None:
-        self._kinds: dict[Any, list[_Layer]] = {}
-        self._near: dict[Any, list[tuple[float, _Layer]]] = {}
+        self._layers: dict[Hashable, list[_Layer]] = {}
+        self._near: dict[Hashable, list[tuple[float, _Layer]]] = {}
         last_first = reversed([(Device.named(policy.origin.arch), policy.layers) for policy in policies])
         merged = {key: (device, points) for device, layers in last_first for key, points in layers.items()}
         for (text, dtype, n, k), (device, points) in merged.items():
-            scheme, layers = Scheme.parse(text), dict[Any, _Layer]()
+            scheme, layers = Scheme.parse(text), dict[Hashable, _Layer]()
             for m, point in points.items():
                 problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, getattr(torch, dtype), device)
                 for one in point.strategies.values():
                     kind = _kind(problem, FAMILIES[one.kernel].layout(scheme.activations))
                     layers.setdefault(kind, _Layer(problem)).by_tokens.setdefault(m, []).append(one)
             for kind, layer in layers.items():
-                self._kinds.setdefault(kind, []).append(layer)
+                self._layers.setdefault(kind, []).append(layer)
 
     def near(self, product: LinearProblem, layout: Layout) -> list[tuple[float, _Layer]]:
-        """(distance in powers of two, layer) of the nearest layers, nearest first."""
-        kind = _kind(product, layout)
-        key = product.n, product.k, product.weights, product.activations, product.dtype, kind
+        """(distance in powers of two, layer) of the nearest layers, nearest first; of equals one of the same types."""
+        kind, own = _kind(product, layout), (product.activations, product.dtype)
+        key = kind, own, product.n, product.k, product.weights
         if key not in self._near:
-            layers = self._kinds.get(kind, ())
-            some = [(_distance(product, one.problem, layout), one) for one in layers]
-            own = product.activations, product.dtype
+            some = [(_distance(product, one.problem, layout), one) for one in self._layers.get(kind, ())]
             some.sort(key=lambda one: (one[0], (one[1].problem.activations, one[1].problem.dtype) != own))
             self._near[key] = some[:_LAYERS]
         return self._near[key]
@@ -114,14 +115,15 @@ class Map:
         everything: of other layers, too, where the layer's own points decide.
         """
         near = [self.near(product, each) for each in layouts(product.activations, layout)]
-        own = [one[0] for one in near if one and not one[0][0] and one[0][1].around(product.m)]
+        nearest = [one for some in near for one in some[:1]]
+        own = [(apart, layer) for apart, layer in nearest if not apart and layer.around(product.m)]
         found: list[tuple[float, Candidate, LinearProblem]] = []
-        for distance, layer in own if own and not everything else [one for some in near for one in some]:
+        for apart, layer in own if own and not everything else itertools.chain(*near):
             for m in layer.around(product.m):
                 there, unlike = replace(layer.problem, m=m), 1 + _TOKENS * abs(math.log2(m / product.m))
-                for candidate, us in layer.at(m):
+                for us, candidate in layer.at(m):
                     ratio = work(candidate, product) / work(candidate, there)
-                    found.append((us * ratio * (unlike + _SHAPE * distance), candidate, there))
+                    found.append((us * ratio * (unlike + _SHAPE * apart), candidate, there))
         return sorted(found, key=lambda one: one[0])
 
     def choose(self, product: LinearProblem, layout: Layout | None = None, kernel: str = "") -> Choice:
@@ -143,62 +145,61 @@ class Map:
         """The layout to store a layer's weights in: the one that loses least, at its worst token count."""
         usual, times = builtin_layout(product), dict[Layout, dict[int, float]]()
         for layout in sorted(layouts(product.activations), key=lambda one: one is not usual):
-            for part in (replace(product, m=1), replace(product, m=MOST_TOKENS)):
-                for _, layer in [one for one in self.near(part, layout)[:1] if not one[0]]:
-                    found = {m: layer.at(m)[0] for m in layer.counts if layer.at(m)}
-                    for m, (candidate, us) in found.items():
+            kinds = [self.near(replace(product, m=m), layout)[:1] for m in (FEW_TOKENS, MOST_TOKENS)]
+            for layer in [layer for nearest in kinds for apart, layer in nearest if not apart]:
+                for m in sorted(layer.by_tokens):
+                    for us, candidate in layer.at(m)[:1]:
                         if FAMILIES[candidate.kernel].why_not(replace(product, m=m)) is None:
                             times.setdefault(layout, {})[m] = us
         counts = {m for by in times.values() for m in by}
         least = {m: min(by[m] for by in times.values() if m in by) for m in counts}
-
-        def loss(layout: Layout) -> float:
-            return max(times[layout].get(m, math.inf) / least[m] for m in counts)
-
-        return min(times, key=loss, default=usual)
+        loss = {layout: max(by.get(m, math.inf) / least[m] for m in counts) for layout, by in times.items()}
+        return min(loss, key=loss.__getitem__, default=usual)
 
 
-def _kind(product: LinearProblem, layout: Layout) -> tuple[Any, ...]:
+def _kind(product: LinearProblem, layout: Layout) -> Hashable:
     """What two problems must share for one's configs to run the other: kernels for many tokens may promote sums."""
     x, w, few = product.activations, product.weights, product.m <= FEW_TOKENS
     promoted = x.quantized and not few and (not x.integer or w.group is not None)
     table = few and w.code in _TABLES  # kernels over 16-bit floats look these codes up
-    return (layout,) if layout is Layout.planes else (layout, few, promoted, w.sparse, few and x.integer, table)
+    return layout if layout is Layout.planes else (layout, few, promoted, w.sparse, few and x.integer, table)
 
 
 def _distance(one: LinearProblem, other: LinearProblem, layout: Layout) -> float:
     """How unlike two layers are, in powers of two; tiles multiply bytes, whatever the width of activations."""
     (w, x), (v, y) = (one.weights, one.activations), (other.weights, other.activations)
-    pairs = [(one.n, other.n), (one.k, other.k), (w.bits, v.bits), *[(x.bits, y.bits)] * (layout is Layout.planes)]
+    pairs = [(one.n, other.n), (one.k, other.k), (w.bits, v.bits)]
+    if layout is Layout.planes:
+        pairs.append((x.bits, y.bits))
     sizes = sum(abs(math.log2(mine / its)) for mine, its in pairs)
     return sizes + _CODES * (w.code != v.code) + _GROUPS * (w.group != v.group)
 
 
 def forms(candidate: Candidate, here: LinearProblem, there: LinearProblem) -> Iterator[tuple[Candidate, float]]:
     """A measured candidate as it can run here, and in the smallest tile for all tokens, each with a factor of time."""
-    family, tile_m = FAMILIES[candidate.kernel], getattr(candidate.config, "tile_m", 0)
-    tiles = [tile_m]
-    if candidate.kernel == "sm90_packed_gemm" and here.m <= TOKENS[-1] and here.m != there.m:
-        tiles.append(next(tile for tile in TOKENS if tile >= here.m))
-    for tile in dict.fromkeys(tiles):
-        config = candidate.config if tile == tile_m else replace(candidate.config, tile_m=tile)
-        if (one := family.fit(here, config, there)) is not None:
-            yield Candidate(candidate.kernel, one, here.activations), (_TILE + tile) / (_TILE + tile_m)
+    family, config = FAMILIES[candidate.kernel], candidate.config
+    factors = {config: 1.0}
+    if isinstance(config, sm90_packed_gemm.Config) and here.m <= max(TOKENS) and here.m != there.m:
+        tile = min(tile for tile in TOKENS if tile >= here.m)
+        factors.setdefault(replace(config, tile_m=tile), (_TILE + tile) / (_TILE + config.tile_m))
+    for tried, factor in factors.items():
+        if (one := family.fit(here, tried, there)) is not None:
+            yield Candidate(candidate.kernel, one, here.activations), factor
 
 
 def work(candidate: Candidate, product: LinearProblem) -> float:
     """The work of the busiest multiprocessor; comparable between problems for one config."""
     p, c, blocks, sms = product, candidate.config, -(-product.k // TILE_COLUMNS), product.device.sms
     tiles: float
-    if candidate.kernel == "sm90_packed_gemm":
+    if isinstance(c, sm90_packed_gemm.Config):
         tiles = -(-p.n // c.rows) * -(-p.m // c.tile_m) / (sms // c.cluster_k * c.min_blocks_per_sm)
         blocks = blocks // (c.cluster_k * c.split_k_warpgroups)
-    elif hasattr(c, "tile_n"):
-        share = getattr(c, "cluster_k", 4)  # some four skinny blocks share a multiprocessor
-        tiles = -(-p.n // c.tile_n) * -(-p.m // c.tile_m) / (sms * 4 / share)
-        blocks = blocks // getattr(c, "cluster_k", 1)
-    elif hasattr(c, "tail_tile_m") or hasattr(c, "stationary"):
-        tiles = -(-p.m // c.tile_m) * -(-p.n // 128) / sms
+    elif isinstance(c, sm90_bitplane_gemm.Config | sm90_bitplane_stacked.Config):
+        tiles = -(-p.m // c.tile_m) * -(-p.n // ROWS) / sms
+    elif isinstance(c, SkinnyFacts | sm80_bitplane_gemm.Config):
+        cluster = getattr(c, "cluster_k", 0)
+        tiles = -(-p.n // c.tile_n) * -(-p.m // c.tile_m) / (sms * _TOGETHER / (cluster or _TOGETHER))
+        blocks = blocks // max(cluster, 1)
     else:  # for few tokens: bytes
-        return max(1.0, p.n / 64 * max(1, p.m / 16) / sms) * (blocks + 4)
+        return max(1.0, p.n / TILE_ROWS * max(1, p.m / 16) / sms) * (blocks + 4)
     return float((math.ceil(tiles) if tiles <= 4 else tiles + 0.5) * (blocks + _AROUND))

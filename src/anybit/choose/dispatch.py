@@ -6,49 +6,40 @@ ones. A map of another GPU only offers neighbours.
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from anybit.choose.choose import Choice, Map
-from anybit.choose.families import Layout
+from anybit.choose.builtin import step
+from anybit.choose.choose import Map
+from anybit.choose.families import FAMILIES, GemmFamily, Layout
+from anybit.choose.heuristics import among_small, limit_occupancy
 from anybit.choose.policy import SHIPPED, Policy, own_file, usable
+from anybit.jit import Config
 from anybit.kernels.linear_problem import LinearProblem
-
-_MOST_CHOICES = 1 << 14
-
-Choices = dict[tuple[LinearProblem, Layout], Choice]
-"""Choices for problems whose weights are in a layout."""
 
 
 class Dispatcher(Map):
-    """The policy maps of one GPU. hints: maps of other GPUs.  choices: cache of ``kept``."""
+    """The policy maps of one GPU. hints: maps of other GPUs."""
 
     def __init__(self, gpu: str, policies: Collection[Policy]) -> None:
         self.gpu = gpu
         self.policies = [policy for policy in policies if policy.origin.gpu == gpu]
         self.hints = [policy for policy in policies if policy.origin.gpu != gpu]
-        self.choices: Choices = {}
         super().__init__([*self.policies, *self.hints])
 
-    def kept(self, product: LinearProblem, layout: Layout) -> Choice:
-        """``choose`` for one layout, cached."""
-        like = product, layout
-        found = self.choices.get(like)
-        if found is None:
-            if len(self.choices) >= _MOST_CHOICES:
-                self.choices.clear()
-            found = self.choices[like] = self.choose(product, layout)
-        return found
-
-
-# -------- the process's dispatchers
 
 _given: list[Policy] = []
 _dispatchers: dict[str, Dispatcher] = {}
-_told: set[str] = set()
-_generation = 0
-_decisions: list[dict[Any, Any]] = []
+_forgets: list[Callable[[], None]] = []
+
+
+def chosen(problem: LinearProblem, layout: Layout, fused: bool) -> tuple[GemmFamily, Config]:
+    """The kernel and config that run a problem of weights in a layout. fused: between the small kernels of a layer."""
+    like = replace(problem, m=step(problem.m))
+    candidate = dispatcher(problem.device.name).choose(like, layout).candidate
+    config = limit_occupancy(candidate.config, problem.device)
+    return FAMILIES[candidate.kernel].module, among_small(like, config) if fused else config
 
 
 def dispatcher(gpu: str) -> Dispatcher:
@@ -58,7 +49,8 @@ def dispatcher(gpu: str) -> Dispatcher:
         found = _dispatchers[gpu] = Dispatcher(gpu, [*_given, *_files(gpu)])
         for policy in _given:
             if reason := policy.why_hint(gpu):
-                tell(f"{policy.path} only offers neighbours to choose by: {reason}; measure with `anybit tune`")
+                told = f"{policy.path} only offers neighbours to choose by: {reason}; measure with `anybit tune`"
+                warnings.warn(told, stacklevel=2)
     return found
 
 
@@ -73,32 +65,12 @@ def use(*paths: str | Path) -> None:
     Prepared layers keep their layout, and CUDA graphs what they captured; all other choices are made again. Files that
     are not policy maps are ignored with a warning.
     """
-    global _generation
-    _generation += 1
-    for decided in _decisions:
-        decided.clear()
+    for forget in _forgets:
+        forget()
     _dispatchers.clear()
-    _given.clear()
-    _given.extend(found for path in paths if (found := usable(Path(path))))
+    _given[:] = [found for path in paths if (found := usable(Path(path)))]
 
 
-def given() -> bool:
-    """Whether maps were given to ``use``."""
-    return bool(_given)
-
-
-def forget_with_maps(decided: dict[Any, Any]) -> None:
-    """Register a cache of decisions, to be cleared by ``use``."""
-    _decisions.append(decided)
-
-
-def generation() -> int:
-    """A number that changes with every ``use``."""
-    return _generation
-
-
-def tell(message: str) -> None:
-    """Warn, once per process."""
-    if message not in _told:
-        _told.add(message)
-        warnings.warn(message, stacklevel=3)
+def forget_with_maps(forget: Callable[[], None]) -> None:
+    """Register what clears a cache of decisions, to be called by ``use``."""
+    _forgets.append(forget)

@@ -17,7 +17,7 @@ import torch
 
 from anybit.choose import heuristics
 from anybit.errors import KernelError, dtype_name
-from anybit.jit import Kernel
+from anybit.jit import Config, Kernel
 from anybit.kernels.bitplane import bitplane_problem
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
@@ -38,6 +38,10 @@ from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import ActivationFormat
 
 FieldValue = int | bool | str
+GemmFamily = GemmKernel[Any]
+"""A kernel, whatever its configs."""
+
+
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
 """Strategies to compute a product (ADAngel, section 4.3)."""
@@ -65,7 +69,7 @@ def layouts(activations: ActivationFormat, only: Layout | None = None) -> tuple[
 class KernelFamily:
     """A family of kernels. beaten_on: architectures on which another family is faster, and why."""
 
-    module: GemmKernel[Any]
+    module: GemmFamily
     beaten_on: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -82,7 +86,7 @@ class KernelFamily:
         """The weight layout that the family reads."""
         return Layout.planes if self.target is Target.planes else tiles_of(activations)
 
-    def why_not(self, product: LinearProblem, config: Any = None) -> str | None:
+    def why_not(self, product: LinearProblem, config: Config | None = None) -> str | None:
         """Why the family, or one of its configs, cannot run a product; None if it can."""
         if product.dtype not in _SIXTEEN_BITS:
             return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
@@ -93,7 +97,7 @@ class KernelFamily:
         except ZeroDivisionError:
             return f"one of the sizes in {config} is 0"
 
-    def configs(self, product: LinearProblem) -> list[Any]:
+    def configs(self, product: LinearProblem) -> list[Config]:
         """Every legal config of a product, without duplicates; may be empty."""
         if self.why_not(product) is not None:
             return []
@@ -102,27 +106,28 @@ class KernelFamily:
         except KernelError:
             return []
 
-    def default(self, product: LinearProblem) -> Any:
+    def default(self, product: LinearProblem) -> Config:
         """The config where nothing was measured. Raises KernelError if there is none."""
         if (reason := self.why_not(product)) is not None:
             raise KernelError(f"{self.name} cannot run {product}: {reason}")
         return self._ready(self.module.default(product), product)
 
-    def _ready(self, config: Any, product: LinearProblem) -> Any:
+    def _ready(self, config: Config, product: LinearProblem) -> Config:
         """A config as a model's layers run it: with its occupancy limited."""
         return heuristics.limit_occupancy(config, product.device)
 
-    def fields(self, config: Any) -> dict[str, FieldValue]:
+    def fields(self, config: Config) -> dict[str, FieldValue]:
         """The tunable fields of a config, by name; the inverse of ``rebuild``."""
         values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _FACTS}
         return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
 
-    @property
+    @functools.cached_property
     def tunable(self) -> Mapping[str, type]:
         """The types of a config's tunable fields, by name: bool, int, or an enum."""
-        return _kinds(self)
+        hints = typing.get_type_hints(self.module.Config)
+        return {name: kind for name, kind in hints.items() if name not in _FACTS}
 
-    def rebuild(self, product: LinearProblem, fields: Mapping[str, FieldValue]) -> Any:
+    def rebuild(self, product: LinearProblem, fields: Mapping[str, FieldValue]) -> Config:
         """The config with these fields, all that are tunable, for a product; not checked to be legal there.
 
         Raises KernelError for a field that is unknown, missing, or of the wrong type.
@@ -130,9 +135,10 @@ class KernelFamily:
         values = self.parsed(fields)
         if missing := self.tunable.keys() - values.keys():
             raise KernelError(f"a config of {self.name} needs the field {min(missing)!r}")
-        return self.module.Config(**_facts(self, product), **values)
+        made: Config = self.module.Config(**_facts(self, product), **values)
+        return made
 
-    def fit(self, product: LinearProblem, config: Any, there: LinearProblem) -> Any | None:
+    def fit(self, product: LinearProblem, config: Config, there: LinearProblem) -> Config | None:
         """A config measured for another problem as it can run this one: as it is, refitted by the family, or None.
 
         Configs for few tokens follow a layer's shape, so those of other shapes are always refitted.
@@ -142,12 +148,17 @@ class KernelFamily:
         if few and product.act_order and product.activations.quantized:
             return None  # their activations are gathered before they are quantized
         same = not few or (there.n, there.k) == (product.n, product.k)
-        return found if same and self.why_not(product, found) is None else _refitted(self, product, found)
+        if same and self.why_not(product, found) is None:
+            return found
+        if not hasattr(self.module, "refit") or self.why_not(product) is not None:
+            return None
+        tried = (self._ready(one, product) for one in self.module.refit(product, found))
+        return next((one for one in tried if self.why_not(product, one) is None), None)
 
-    def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, Any]:
+    def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, FieldValue | Enum]:
         """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong type."""
-        kinds = _kinds(self)
-        found: dict[str, Any] = {}
+        kinds = self.tunable
+        found: dict[str, FieldValue | Enum] = {}
         for name, value in fields.items():
             kind = kinds.get(name)
             if kind is None:
@@ -163,12 +174,12 @@ class KernelFamily:
                 found[name] = value
         return found
 
-    def estimate(self, product: LinearProblem, config: Any) -> float | None:
+    def estimate(self, product: LinearProblem, config: Config) -> float | None:
         """A config's relative time, to rank a space by; None if the family has no estimate."""
-        estimate: Callable[[LinearProblem, Any], float] | None = getattr(self.module, "estimate", None)
+        estimate: Callable[[LinearProblem, Config], float] | None = getattr(self.module, "estimate", None)
         return None if estimate is None else estimate(product, config)
 
-    def promising(self, product: LinearProblem, count: int, like: Any = None) -> list[Any]:
+    def promising(self, product: LinearProblem, count: int, like: Config | None = None) -> list[Config]:
         """The configs that a search times: ``like`` (default: the family's own), the ``count`` most like it, and as
         many more, spread over the better half by the estimate (families without one: over the whole space).
         """
@@ -184,22 +195,7 @@ class KernelFamily:
         return list(dict.fromkeys([own, *close, *spread]))
 
 
-@functools.cache
-def _kinds(family: KernelFamily) -> dict[str, type]:
-    """The types of a family's tunable fields, by name: bool, int, or an enum."""
-    hints = typing.get_type_hints(family.module.Config)
-    return {name: kind for name, kind in hints.items() if name not in _FACTS}
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _refitted(family: KernelFamily, product: LinearProblem, config: Any) -> Any | None:
-    if family.why_not(product) is not None or not hasattr(family.module, "refit"):
-        return None
-    tried = (family._ready(one, product) for one in family.module.refit(product, config))
-    return next((one for one in tried if family.why_not(product, one) is None), None)
-
-
-def _facts(family: KernelFamily, product: LinearProblem) -> dict[str, Any]:
+def _facts(family: KernelFamily, product: LinearProblem) -> dict[str, object]:
     """The fields of a family's config that follow from the problem."""
     names = {field.name for field in dataclasses.fields(family.module.Config)}
     if family.target is Target.planes:
@@ -248,7 +244,7 @@ class Candidate:
     """One way to run a product: the kernel family, its config, and what activations are quantized to."""
 
     kernel: str
-    config: Any
+    config: Config
     activations: ActivationFormat
 
     @property
@@ -290,7 +286,7 @@ class Candidate:
         yield family.module.kernel(self.config)
 
 
-def strategy_of(kernel: str, activations: ActivationFormat, config: Any = None) -> str:
+def strategy_of(kernel: str, activations: ActivationFormat, config: Config | None = None) -> str:
     """The name of what a family does with activations."""
     if FAMILIES[kernel].target is Target.planes:
         return "bitwise"

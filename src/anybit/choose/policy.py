@@ -207,7 +207,7 @@ def _parse_config(
 
 
 def _parse_strategies(
-    rows: dict[str, Any], configs: list[tuple[str, tuple[tuple[str, FieldValue], ...]] | str]
+    rows: dict[str, tuple[float, int]], configs: list[tuple[str, tuple[tuple[str, FieldValue], ...]] | str]
 ) -> tuple[dict[str, Measured], list[str]]:
     """(the best of each strategy, sentences about what is unknown to this version)."""
     found: dict[str, Measured] = {}
@@ -221,7 +221,7 @@ def _parse_strategies(
     return found, unknown
 
 
-def _positive(value: Any, whole: bool = False) -> Any:
+def _positive(value: object, whole: bool = False) -> Any:
     kinds = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{value!r} is not a positive {'whole number' if whole else 'number'}")
@@ -244,8 +244,8 @@ def text(policy: Policy) -> str:
     """A map as JSON, with one line per layer and config."""
     numbers: dict[tuple[str, tuple[tuple[str, FieldValue], ...]], int] = {}
 
-    def row(point: Point) -> dict[str, Any]:
-        best = {
+    def row(point: Point) -> dict[str, object]:
+        best: dict[str, object] = {
             name: [one.us, numbers.setdefault((one.kernel, one.fields), len(numbers))] for name, one in point.ordered()
         }
         return {"default": point.default_us} | best

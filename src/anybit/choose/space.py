@@ -16,6 +16,7 @@ from anybit.errors import KernelError
 from anybit.kernels.bitplane.bitplane_problem import half_bytes
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import CODES
 
 _INT4_TENSOR_CORES = ("sm_80", "sm_86", "sm_89")
@@ -108,9 +109,10 @@ def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate, own: Can
     """
     if product.m > FEW_TOKENS:
         return True
-    gemm = candidate.kernel == "sm90_packed_gemm"
-    blocks = candidate.config.min_blocks_per_sm > getattr(own.config, "min_blocks_per_sm", 1) if gemm else False
-    return not blocks and candidate.shared_bytes <= max(own.shared_bytes, half_bytes(product.device))
+    config = candidate.config
+    blocks = config.min_blocks_per_sm if isinstance(config, sm90_packed_gemm.Config) else 1
+    more = blocks > getattr(own.config, "min_blocks_per_sm", 1)
+    return not more and candidate.shared_bytes <= max(own.shared_bytes, half_bytes(product.device))
 
 
 def _hopeless(product: LinearProblem, kernel: str) -> bool:

@@ -3,15 +3,16 @@
 from anybit.errors import KernelError
 from anybit.jit.cache import cached
 from anybit.jit.compile import Compiled, CompileError, compile
-from anybit.jit.launch import MOST_BLOCKS, Grid, Launch, Launcher, launch, load
+from anybit.jit.launch import MOST_BLOCKS, Grid, Launch, Launcher, launch, launcher
 from anybit.jit.params import Float32, Int32, Int64, Pointer, Slot, UInt32, UInt64
 from anybit.jit.plan import Plan
-from anybit.jit.source import Kernel
+from anybit.jit.source import Config, Kernel
 
 __all__ = [
     "MOST_BLOCKS",
     "CompileError",
     "Compiled",
+    "Config",
     "Float32",
     "Grid",
     "Int32",
@@ -28,5 +29,5 @@ __all__ = [
     "cached",
     "compile",
     "launch",
-    "load",
+    "launcher",
 ]

@@ -1,6 +1,6 @@
-"""Cache of compiled kernels, in memory and on disk.
+"""Cache of compiled kernels, on disk.
 
-A disk entry is one file, named by a hash of everything that decides the machine code: generated source, reachable
+An entry is one file, named by a hash of everything that decides the machine code: generated source, reachable
 headers, flags, compiler version, architecture. It is written to a temporary file and renamed; it contains its name, the
 architecture and a checksum; and only one process at a time compiles it.
 
@@ -17,7 +17,6 @@ import logging
 import os
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -41,16 +40,13 @@ ten thousand entries takes a fifth of the time of compiling one."""
 _MAGIC = b"anybit kernel 2\n"
 _SUFFIX = ".kernel"
 _NEW = ".new-"
-_memory: dict[tuple[Kernel, str], Compiled] = {}
-_memory_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
 _added: int | None = None
 """Bytes added since this process last checked the folder's size; None: never checked."""
 
 
-@cache
 def folder() -> Path:
-    """The cache folder: ANYBIT_CACHE_DIR, else ~/.cache/anybit (XDG_CACHE_HOME is honoured). Determined once.
+    """The cache folder: ANYBIT_CACHE_DIR, else ~/.cache/anybit (XDG_CACHE_HOME is honoured).
 
     Raises KernelError for an empty or relative ANYBIT_CACHE_DIR, or an unknown home directory.
     """
@@ -72,32 +68,25 @@ def folder() -> Path:
 
 
 def cached(kernel: Kernel, arch: str) -> Compiled:
-    """The machine code of `kernel` for `arch`: from memory, else from disk, else compiled. Raises like `compile`."""
-    found = _memory.get((kernel, arch))
-    if found is None:
-        found = _from_disk(kernel, arch)
-        with _memory_lock:
-            found = _memory.setdefault((kernel, arch), found)
-    return found
-
-
-def fetch(kernel: Kernel, arch: str) -> bool:
-    """Load a kernel's machine code from disk unless it is in memory. Returns whether it was found; never compiles."""
-    if (kernel, arch) not in _memory:
-        with _opened(folder()) as place:
-            found = None if place is None else _load(place, key(kernel, arch), arch)
+    """The machine code of `kernel` for `arch`: from disk, else compiled. Raises like `compile`."""
+    with _opened(folder()) as place:
+        if place is None:
+            return compile(kernel, arch)
+        name = key(kernel, arch)
+        found = _load(place, name, arch)
         if found is None:
-            return False
-        with _memory_lock:
-            _memory.setdefault((kernel, arch), found)
-    return True
+            with _locked(place, name):
+                found = _load(place, name, arch)  # another process may have been first
+                if found is None:
+                    found = compile(kernel, arch)
+                    _store(place, name, found)
+        return found
 
 
-def clear_memory() -> None:
-    """Clear the in-memory cache and the remembered folder; the disk is untouched."""
-    with _memory_lock:
-        _memory.clear()
-    folder.cache_clear()
+def fetch(kernel: Kernel, arch: str) -> Compiled | None:
+    """The machine code of a kernel, if it is on disk; never compiles."""
+    with _opened(folder()) as place:
+        return None if place is None else _load(place, key(kernel, arch), arch)
 
 
 def key(kernel: Kernel, arch: str) -> str:
@@ -122,21 +111,6 @@ def compiler_version() -> str:
 
     _, major, minor = nvrtc.nvrtcVersion()
     return f"nvrtc {major}.{minor}"
-
-
-def _from_disk(kernel: Kernel, arch: str) -> Compiled:
-    with _opened(folder()) as place:
-        if place is None:
-            return compile(kernel, arch)
-        name = key(kernel, arch)
-        found = _load(place, name, arch)
-        if found is None:
-            with _locked(place, name):
-                found = _load(place, name, arch)  # another process may have been first
-                if found is None:
-                    found = compile(kernel, arch)
-                    _store(place, name, found)
-        return found
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ asserts the size of the C struct and the offset and size of each field (`layout_
 
 import dataclasses
 import struct
-from functools import cache
 from typing import Annotated, NamedTuple, get_type_hints
 
 import torch
@@ -58,7 +57,6 @@ class Layout(NamedTuple):
     packer: struct.Struct
 
 
-@cache
 def layout_of(params: type) -> Layout:
     """The C layout of a Params dataclass. Raises TypeError for a field not annotated with this module's types."""
     if not dataclasses.is_dataclass(params):

@@ -4,36 +4,37 @@ A plan is data until it runs: making one needs neither a GPU nor tensors, so tha
 before its first step. It holds no tensor of a call: each run supplies the addresses of its slots.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from anybit.jit.launch import Grid, Launch, Launcher, launcher
+from anybit.jit.launch import Grid, Launch, Launcher, Value, launcher
 from anybit.jit.params import Slot
 from anybit.jit.source import Kernel
 from anybit.jit.tensor_map import Matrix
 
 
-class _Step(NamedTuple):
+class _Ready(NamedTuple):
     """A launch that is ready: its constant fields, and (field, slot, offset) of those that each run fills in."""
 
     launcher: Launcher
     grid: Grid
-    values: list[Any]
+    pdl: bool
+    values: list[Value]
     pointers: list[tuple[int, int, int]]
     maps: list[tuple[int, int, int, Matrix]]
 
 
+@dataclass(eq=False)
 class Plan:
-    """Launches on one device. slots: the names that their parameters may use, in the order in which ``run`` gets
-    addresses.
+    """Launches on one device, complete before the first run. slots: the names that their parameters may use, in the
+    order in which ``run`` gets addresses.
     """
 
-    __slots__ = ("_slots", "_steps", "device", "launches")
-
-    def __init__(self, launches: Iterable[Launch], slots: Sequence[str], device: int) -> None:
-        self.launches, self.device = tuple(launches), device
-        self._slots = {name: place for place, name in enumerate(slots)}
-        self._steps: list[_Step] | None = None
+    launches: list[Launch]
+    slots: Sequence[str]
+    device: int
+    _ready: list[_Ready] = field(default_factory=list, init=False, repr=False)
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -42,27 +43,27 @@ class Plan:
 
     def run(self, addresses: Sequence[int]) -> None:
         """Launch on the device's current stream. addresses: of the slots, 0 for tensors that a call does not have."""
-        for step in self._steps or self._load():
-            values = step.values.copy()
-            for place, slot, offset in step.pointers:
+        for one in self._ready or self._load():
+            values = one.values.copy()
+            for place, slot, offset in one.pointers:
                 values[place] = addresses[slot] + offset
-            for place, slot, offset, matrix in step.maps:
+            for place, slot, offset, matrix in one.maps:
                 values[place] = matrix.encoded(addresses[slot] + offset)
-            step.launcher.start(values, step.grid)
+            one.launcher.start(values, one.grid, one.pdl)
 
-    def _load(self) -> list[_Step]:
-        steps = list[_Step]()
+    def _load(self) -> list[_Ready]:
+        found, places = list[_Ready](), {name: place for place, name in enumerate(self.slots)}
         for launch in self.launches:
-            found = launcher(launch.kernel, self.device, launch.pdl)
-            step = _Step(found, launch.grid, found.values(launch.params), [], [])
-            for place, value in enumerate(step.values):
+            loaded = launcher(launch.kernel, self.device)
+            one = _Ready(loaded, launch.grid, launch.pdl, loaded.values(launch.params), [], [])
+            for place, value in enumerate(one.values):
                 slot = value.at if isinstance(value, Matrix) else value
                 if isinstance(slot, Slot):
-                    where = place, self._slots[slot.name], slot.offset
+                    where = place, places[slot.name], slot.offset
                     if isinstance(value, Matrix):
-                        step.maps.append((*where, value))
+                        one.maps.append((*where, value))
                     else:
-                        step.pointers.append(where)
-            steps.append(step)
-        self._steps = steps
-        return steps
+                        one.pointers.append(where)
+            found.append(one)
+        self._ready = found
+        return found

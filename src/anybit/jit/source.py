@@ -5,12 +5,18 @@ import enum
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Protocol
 
 from anybit.jit.params import layout_assertions
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 """The folder of the .cuh files."""
+
+
+class Config(Protocol):
+    """A kernel's config: a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,8 @@ class Kernel:
     """The .cuh file: a path below the package's kernels folder, or an absolute one."""
     entry: str
     """The kernel template's name, with its namespace if it has one."""
-    config: Any
-    """A frozen dataclass; its fields become the constants of `struct Config`."""
+    config: Config
+    """Its fields become the constants of `struct Config`."""
     params: type
     """The dataclass of its parameters, see anybit.jit.params."""
     threads: int
@@ -36,14 +42,13 @@ class Kernel:
     cluster: int = 1
     """Blocks per cluster, along x; Config::cluster on the device."""
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __hash__(self) -> int:  # computed once: every launch looks its kernel up
+        if (found := self.__dict__.get("_hash")) is None:
+            parts = self.header, self.entry, self.config, self.params, self.threads, self.shared_bytes, self.cluster
+            found = self.__dict__["_hash"] = hash(parts)
+        return int(found)
 
-    @cached_property
-    def _hash(self) -> int:  # computed once: every launch looks its kernel up
-        return hash((self.header, self.entry, self.config, self.params, self.threads, self.shared_bytes, self.cluster))
-
-    def __getstate__(self) -> dict[str, Any]:  # string hashes differ between processes
+    def __getstate__(self) -> dict[str, object]:  # string hashes differ between processes
         return {key: value for key, value in self.__dict__.items() if key != "_hash"}
 
     @property
@@ -74,7 +79,7 @@ class Kernel:
         )
 
 
-def config_struct(config: Any, constants: dict[str, int] | None = None, name: str = "Config") -> str:
+def config_struct(config: Config, constants: dict[str, int] | None = None, name: str = "Config") -> str:
     """A dataclass as a C++ struct of constants.
 
     int, bool and float become `static constexpr` members; an Enum member becomes the enumerator of the same name in the
@@ -89,7 +94,7 @@ def config_struct(config: Any, constants: dict[str, int] | None = None, name: st
     return f"struct {name} {{\n{members}}};\n"
 
 
-def _member(name: str, value: Any) -> str:
+def _member(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"static constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, enum.Enum):

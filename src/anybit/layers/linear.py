@@ -399,7 +399,7 @@ class _Differentiable(torch.autograd.Function):
         return layer._multiply(x.detach(), None if bias is None else bias.detach())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
         """Save the layer for backward and jvp."""
         ctx.layer = inputs[2]
 

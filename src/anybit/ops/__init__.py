@@ -23,7 +23,7 @@ from anybit.ops.bitwise import Bitwise
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
 from anybit.ops.library import COMPLIANT, define
 from anybit.ops.packed import PackedTiles
-from anybit.ops.plans import find
+from anybit.ops.plans import PLANS, key_of
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.scheme import ActivationFormat
 
@@ -56,22 +56,21 @@ register(ReferencePacked())
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight in a backend's layout: its tensors, and the text of its LinearSpec, passed to every op call.
+    """A weight in a backend's layout: its tensors, and its spec, whose text is passed to every op call.
 
     number: unique for the life of the process (an ``id`` may be reused).
     """
 
     tensors: list[Tensor]
-    spec_text: str
-    number: int = field(default_factory=itertools.count().__next__)
+    spec: LinearSpec
+    spec_text: str = field(init=False)
+    number: int = field(init=False, default_factory=itertools.count().__next__)
 
-    @property
-    def spec(self) -> LinearSpec:
-        """The spec parsed from the text."""
-        return LinearSpec.parse(self.spec_text)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec_text", str(self.spec))
 
-    def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], str]]:
-        return Prepared, (self.tensors, self.spec_text)  # a copy gets its own number
+    def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], LinearSpec]]:
+        return Prepared, (self.tensors, self.spec)  # a copy gets its own number
 
     def restore(self) -> QuantizedWeight:
         """The packed weight, exactly as it was before ``prepare``."""
@@ -79,7 +78,7 @@ class Prepared:
 
     def in_fused(self, fused: bool) -> "Prepared":
         """The same weight, marked as part of a fused layer or not."""
-        return Prepared(self.tensors, str(replace(self.spec, fused=fused)))
+        return Prepared(self.tensors, replace(self.spec, fused=fused))
 
 
 def prepare(
@@ -95,7 +94,7 @@ def prepare(
     n, k = weight.shape
     _check_groups(weight)
     spec = LinearSpec(name, n, k, weight.format, activations, fused)
-    return Prepared(backends[name].prepare(weight, activations), str(spec))
+    return Prepared(backends[name].prepare(weight, activations), spec)
 
 
 def ends_with_silu(weight: QuantizedWeight, activations: ActivationFormat, backend: str | None = None) -> bool:
@@ -132,9 +131,9 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
     width or device does not fit the prepared weight; on a GPU, also for such a bias.
     """
     if _alone(x):
-        plan = find(product.linear_key(x, prepared.tensors, bias, prepared.spec_text))
+        plan = PLANS.get(key_of((prepared.spec_text, False), (x, bias), prepared.tensors))
         if plan is not None:
-            return product.run(plan, x, prepared.tensors, bias)
+            return plan.call(x, bias, *prepared.tensors[:4])
     y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
     return y
 
@@ -162,11 +161,6 @@ def _alone(x: Tensor) -> bool:
     )
 
 
-def _linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
-    parsed = LinearSpec.parse(spec)
-    return backends[parsed.backend].linear(x, weight, bias, parsed)
-
-
 def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n)
 
@@ -176,6 +170,8 @@ def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
 
     On a GPU dtype must be float16 or bfloat16, and an id out of range gives NaN; on a CPU it raises IndexError.
     """
+    if _alone(ids) and ids.device == prepared.tensors[0].device:
+        return backends[prepared.spec.backend].rows(ids, prepared.tensors, prepared.spec, dtype)
     found: Tensor = torch.ops.anybit.rows(ids, prepared.tensors, dtype, prepared.spec_text)
     return found
 
@@ -206,7 +202,7 @@ def _hadamard_cuda(x: Tensor) -> Tensor:
 # A Library rather than custom_op: calls cost a few microseconds less, and decoding makes hundreds of them per token.
 _library = torch.library.Library("anybit", "DEF")
 define(
-    _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", _linear_fake, _linear,
+    _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", _linear_fake, product.linear,
     tags=COMPLIANT,
 )  # fmt: skip
 define(

@@ -3,7 +3,7 @@
 Autocast is disabled inside the op: the reference must not have its sums rounded.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ def under_autocast(library: torch.library.Library, *names: str) -> None:
             library.impl(name, _outside(op, device), f"Autocast{device.upper()}")
 
 
-def _outside(op: Any, device: str) -> Any:
-    def run(x: Tensor, *rest: Any) -> Any:
+def _outside(op: Callable[..., object], device: str) -> Callable[..., object]:
+    def run(x: Tensor, *rest: object) -> object:
         wanted = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return op(x.to(wanted) if x.dtype == torch.float32 else x, *rest)

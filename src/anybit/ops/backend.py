@@ -3,7 +3,6 @@
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,29 +27,17 @@ class LinearSpec:
     activations: ActivationFormat
     fused: bool = False
 
-    @cached_property
-    def _text(self) -> str:
+    def __str__(self) -> str:
         text = f"{self.backend}:{self.n}x{self.k}:{Scheme(self.weights, self.activations)}"
         return f"{text}:fused" if self.fused else text
-
-    def __str__(self) -> str:
-        return self._text
 
     @staticmethod
     def parse(text: str) -> "LinearSpec":
         """The inverse of ``str``."""
-        found = _specs.get(text)
-        if found is None:
-            backend, shape, scheme, *rest = text.split(":")
-            n, k = map(int, shape.split("x"))
-            parsed = Scheme.parse(scheme)
-            found = LinearSpec(backend, n, k, parsed.weights, parsed.activations, rest == ["fused"])
-            _specs[text] = found
-        return found
-
-
-_specs: dict[str, LinearSpec] = {}
-"""Parsed texts: a dictionary, as torch.compile warns of functools' caches."""
+        backend, shape, scheme, *rest = text.split(":")
+        n, k = map(int, shape.split("x"))
+        parsed = Scheme.parse(scheme)
+        return LinearSpec(backend, n, k, parsed.weights, parsed.activations, rest == ["fused"])
 
 
 class Backend(ABC):

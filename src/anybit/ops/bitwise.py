@@ -61,7 +61,7 @@ class Bitwise(Backend):
 
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """Two launches: quantize-and-pack, then the GEMM with its epilogue."""
-        return product.linear(x, tensors, bias, spec)
+        return product.linear(x, tensors, bias, str(spec))
 
 
 def why_not(

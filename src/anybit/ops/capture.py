@@ -4,7 +4,6 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ _lock, _captures, _collects = threading.Lock(), 0, False
 
 
 @contextmanager
-def capture(graph: Any, stream: Any = None) -> Iterator[None]:
+def capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Capture this thread's launches into a ``torch.cuda.CUDAGraph``; other threads may keep launching.
 
     Python's garbage collector is disabled meanwhile: it may collect a dead model, and destroying that model's CUDA

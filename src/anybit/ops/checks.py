@@ -33,18 +33,6 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None
             raise KernelError(f"the bias is on {bias.device}, and x is on {x.device}: move one of them")
 
 
-def rows_of(x: Tensor, k: int) -> Tensor:
-    """X [..., k] as rows [M, k] with unit stride that do not overlap; a copy only if necessary.
-
-    Also copies rows 2 GiB or more apart (views of long prompts): kernels use 32-bit row strides.
-    """
-    rows = x.reshape(-1, k)
-    step = rows.stride(0)
-    if rows.stride(1) != 1 or (rows.shape[0] > 1 and step < k) or step * rows.element_size() >= 2**31:
-        return copy_of(rows)
-    return rows
-
-
 def copy_of(x: Tensor) -> Tensor:
     """A contiguous copy of x, as the fakes promise: an op must not return its input."""
     return x.clone(memory_format=torch.contiguous_format)

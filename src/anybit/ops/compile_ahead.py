@@ -83,13 +83,14 @@ def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | N
     """Compile kernels that the disk cache lacks, and load all on a CUDA device. start: perf_counter to time from."""
     start = time.perf_counter() if start is None else start
     arch = Device.of(torch.empty(0, device=device)).arch
-    missing = [kernel for kernel in kernels if not fetch(kernel, arch)]
+    found = {kernel: fetch(kernel, arch) for kernel in kernels}
+    missing = [kernel for kernel, code in found.items() if code is None]
     random.Random(os.getpid()).shuffle(missing)  # ranks that start together compile different ones first
     decided = time.perf_counter()
     refused = compile_kernels([(kernel, arch) for kernel in missing])
     compiled = time.perf_counter()
-    for kernel in kernels:
-        jit.load(kernel, device.index or 0)
+    for kernel, code in found.items():
+        jit.launcher(kernel, device.index or 0, code)
     return CompiledAhead(len(kernels), len(missing), time.perf_counter() - start, compiled - decided, refused)
 
 
@@ -115,7 +116,7 @@ def kernels_of(kind: LayerKind, tensors: list[Tensor], tokens: int) -> Iterator[
         yield from norm_plan(x, norm).kernels
     else:
         for silu in (False, True) if kind.paired else (False,):
-            yield from layer_plan(asked, x, silu, norm=norm, rotated=inside).kernels
+            yield from layer_plan(asked, x, (), silu, norm=norm, rotated=inside).kernels
         if coded:
             yield from layer_plan(asked, rows(2 * spec.k), source=Source.silu_mul, rotated=inside).kernels
     if spec.n % 16 == 0:

@@ -3,6 +3,7 @@
 On a GPU they take float16 and bfloat16; on a CPU they are plain torch with the same rounding where it matters.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from anybit.kernels.block.rope import Norms as Norms
 from anybit.kernels.block.rope import paired_channels as paired_channels
 from anybit.ops import product
 from anybit.ops.library import define
-from anybit.ops.plans import Draft, OpPlan, Rows, find, planned, signature
+from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
 from anybit.ops.product import Norm
 
 
@@ -120,39 +121,32 @@ def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
 
 
 def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    key = "rms_norm", signature(x), signature(residual), signature(gamma), epsilon
-    plan = find(key)
+    key = key_of(("rms_norm", epsilon), (x, residual, gamma))
+    plan = PLANS.get(key)
     if plan is None:
         check_norm(x, residual, gamma)
-        rows = _rows_in_place(x)
-        if rows is None or (residual is not None and not residual.is_contiguous()):
+        rows = Rows.of(x)
+        if rows.copied or (residual is not None and not residual.is_contiguous()):
             return _norm_cuda(x.contiguous(), None if residual is None else residual.contiguous(), gamma, epsilon)
         aligned = all(one is None or one.data_ptr() % 16 == 0 for one in (residual, gamma))
         norm = Norm(epsilon, residual is not None, aligned)
-        plan = planned(key, lambda: norm_plan(Rows.of(rows), norm))
-    y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
-    plan.run(x, x, y, gamma, residual, total)
-    return y, total
+        plan = PLANS[key] = norm_plan(rows, norm, x.shape)
+    total = None if residual is None else x.new_empty(x.shape)
+    return plan.call(x, gamma, residual, total), total
 
 
-def norm_plan(rows: Rows, norm: Norm) -> OpPlan:
-    """The plan of RMSNorm."""
-    draft = Draft()
-    product.rms_norm(draft, rows, norm, Slot("y"))
-    return draft.done(("x", "y", "gamma", "residual", "total"), rows.device)
+def norm_plan(rows: Rows, norm: Norm, shape: Sequence[int] = ()) -> OpPlan:
+    """The plan of RMSNorm. shape: of the result."""
+    plan = new_plan(shape, rows.device, "gamma", "residual", "total")
+    product.rms_norm(plan, rows, norm, Slot("y"))
+    return plan
 
 
-def silu_plan(rows: Rows, paired: bool) -> OpPlan:
-    """The plan of SiLU(gate) * up."""
-    draft = Draft()
-    product.silu_mul(draft, rows, Slot("y"), paired)
-    return draft.done(("x", "y"), rows.device)
-
-
-def _rows_in_place(x: Tensor) -> Tensor | None:
-    """X [..., k] as rows with adjacent columns; None if that takes a copy."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.data_ptr() == x.data_ptr() and rows.stride(1) == 1 else None
+def silu_plan(rows: Rows, paired: bool, shape: Sequence[int] = ()) -> OpPlan:
+    """The plan of SiLU(gate) * up. shape: of the result."""
+    plan = new_plan(shape, rows.device)
+    product.silu_mul(plan, rows, Slot("y"), paired)
+    return plan
 
 
 def _rms_norm_cuda(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -166,18 +160,16 @@ def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: floa
 
 
 def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
-    key = "silu_mul", signature(gate_up), paired
-    plan = find(key)
+    key = key_of(("silu_mul", paired), (gate_up,))
+    plan = PLANS.get(key)
     if plan is None:
         if gate_up.shape[-1] % 2:
             raise KernelError(f"gate_up holds gate and up, so its last dimension must be even, not {gate_up.shape[-1]}")
-        rows = _rows_in_place(gate_up)
-        if rows is None:
+        rows = Rows.of(gate_up)
+        if rows.copied:
             return _silu_mul_cuda(gate_up.contiguous(), paired)
-        plan = planned(key, lambda: silu_plan(Rows.of(rows), paired))
-    y = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    plan.run(gate_up, gate_up, y)
-    return y
+        plan = PLANS[key] = silu_plan(rows, paired, (*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    return plan.call(gate_up)
 
 
 def _rotate_cuda(
@@ -296,7 +288,7 @@ def check_counts(lengths: Tensor, sequences: Tensor | None, device: torch.device
 
 
 def _rotate_fake(
-    qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, *_: Any
+    qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, *_: object
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = cosine.shape
     return qkv.new_empty(tokens, query_heads, dim), qkv.new_empty(tokens, key_heads, dim)

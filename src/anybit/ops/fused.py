@@ -25,7 +25,7 @@ from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import check_input, copy_of, dense_bias
 from anybit.ops.elementwise import STEP, add_rms_norm, check_norm, check_step, rms_norm, rotate_store, silu_mul
 from anybit.ops.library import define
-from anybit.ops.plans import Draft, OpPlan, Rows, find, planned, signature, weight_signature
+from anybit.ops.plans import PLANS, Rows, key_of, new_plan
 from anybit.ops.product import Norm
 from anybit.scheme import ActivationFormat
 
@@ -85,41 +85,35 @@ def norm_turn(
 
     None if no kernel does that. check: raises KernelError unless the step fits rows x [M, K] with so many outputs.
     """
-    parsed = LinearSpec.parse(spec)
-    norms = backends[parsed.backend].norm_tokens
-    if parsed.activations.quantized or not x.is_cuda or not 0 < x.numel() <= norms * parsed.k:
-        return None
     x, residual = x.contiguous(), residual.contiguous()
     if isinstance(step, RopeStoreArgs):
         step = replace(step, cosine=step.cosine.contiguous(), sine=step.sine.contiguous())
     names = _TURNED[type(step)]
     tensors = [getattr(step, name) for name in names]
     sizes = step.query_heads, step.key_heads, getattr(step, "tokens", 0)
-    signatures = [signature(one) for one in (x, residual, gamma, bias, *tensors)]
-    key = "norm_turn", names, spec, epsilon, sizes, *signatures, weight_signature(weight)
-
-    def make() -> OpPlan:
-        check_norm(x, residual, gamma)
-        check_input(x, weight[0], parsed, bias)
-        rows = Rows.of(x.view(-1, parsed.k))
-        check(x.view(-1, parsed.k), parsed.n, step)
-        norm = Norm(epsilon, True, _aligned(gamma, residual))
-        asked, draft = product.asked_of(parsed, weight, bias), Draft()
-        if parsed.n % packed_layout.UNIT_ROWS == 0 and (config := product.norm_config(asked, rows, norm)) is not None:
-            problem, arguments = product.norm_arguments(asked, rows, norm)
-            turned = sm90_packed_gemv.rotary_arguments(arguments, step)
-            slots: dict[str, Any] = {
-                name: Slot(name) for name, one in zip(names, tensors, strict=True) if one is not None
-            }
-            draft.launches.append(sm90_packed_gemv.norm_launch(problem, config, replace(turned, **slots)))
-        return draft.done((*product.SLOTS, *names), x.device)
-
-    plan = planned(key, make)
-    if not plan.kernels:
+    key = key_of(("norm_turn", names, spec, epsilon, sizes), (x, residual, gamma, bias, *tensors), weight)
+    plan = PLANS.get(key)
+    if plan is None:
+        layer = LinearSpec.parse(spec)
+        tokens, head_dim = x.numel() // layer.k, step.head_dim
+        plan = new_plan((tokens, step.query_heads, head_dim), x.device, *product.SLOTS, *names)
+        if 0 < tokens <= backends[layer.backend].norm_tokens and not layer.activations.quantized and x.is_cuda:
+            check_norm(x, residual, gamma)
+            check_input(x, weight[0], layer, bias)
+            check(x.view(-1, layer.k), layer.n, step)
+            rows, norm = Rows.of(x.view(-1, layer.k)), Norm(epsilon, True, _aligned(gamma, residual))
+            asked = product.asked_of(layer, weight, bias)
+            config = product.norm_config(asked, rows, norm) if layer.n % packed_layout.UNIT_ROWS == 0 else None
+            if config is not None:
+                problem, arguments = product.norm_arguments(asked, rows, norm)
+                slots: dict[str, Any] = {name: Slot(name) for name in names if getattr(step, name) is not None}
+                turned = replace(sm90_packed_gemv.rotary_arguments(arguments, step), **slots)
+                plan.launches.append(sm90_packed_gemv.norm_launch(problem, config, turned))
+        PLANS[key] = plan
+    if not plan.launches:
         return None
-    q, total = x.new_empty(x.numel() // parsed.k, step.query_heads, step.head_dim), x.new_empty(x.shape)
-    plan.run(x, x, q, dense_bias(bias, x.dtype), *weight[:4], gamma, residual, total, *tensors)
-    return q, total
+    total = x.new_empty(x.shape)
+    return plan.call(x, dense_bias(bias, x.dtype), *weight[:4], gamma, residual, total, *tensors), total
 
 
 def _aligned(*tensors: Tensor | None) -> bool:
@@ -157,39 +151,41 @@ def _norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
     weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    how = signature(x), signature(residual), signature(gamma), signature(bias), weight_signature(weight)
-    key = "norm_linear", spec, epsilon, silu, rotated, how
-    plan = find(key)
+    key = key_of(("norm_linear", spec, epsilon, silu, rotated), (x, residual, gamma, bias), weight)
+    plan = PLANS.get(key)
     if plan is None:
-        parsed = LinearSpec.parse(spec)
-        if not _planned(x, weight, parsed, rotated):
-            return _apart(x, residual, gamma, epsilon, weight, bias, parsed, silu, rotated)
-        if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        layer = LinearSpec.parse(spec)
+        if not _planned(x, weight, layer, rotated):
+            plan = new_plan((), x.device)
+        elif not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
             other = None if residual is None else residual.contiguous()
             return _norm_linear(x.contiguous(), other, gamma, epsilon, weight, bias, spec, silu, rotated)
-        check_norm(x, residual, gamma)
-        check_input(x, weight[0], parsed, bias)
-        norm = Norm(epsilon, residual is not None, _aligned(gamma, residual))
-        asked, rows = product.asked_of(parsed, weight, bias), Rows.of(x.view(-1, parsed.k))
-        plan = planned(key, lambda: product.layer_plan(asked, rows, silu, norm=norm, rotated=rotated))
+        else:
+            check_norm(x, residual, gamma)
+            check_input(x, weight[0], layer, bias)
+            norm = Norm(epsilon, residual is not None, _aligned(gamma, residual))
+            asked, rows = product.asked_of(layer, weight, bias), Rows.of(x)
+            plan = product.layer_plan(asked, rows, x.shape[:-1], silu, norm=norm, rotated=rotated)
+        PLANS[key] = plan
+    if not plan.launches:
+        return _apart(x, residual, gamma, epsilon, weight, bias, spec, silu, rotated)
     total = None if residual is None else x.new_empty(x.shape)
-    y = product.run(plan, x, weight, bias, gamma, residual, total)
-    return y.view(*x.shape[:-1], -1), copy_of(x) if total is None else total
+    y = plan.call(x, bias, *weight[:4], gamma, residual, total)
+    return y, copy_of(x) if total is None else total
 
 
 def _apart(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None,
-    spec: LinearSpec, silu: bool, rotated: bool,
+    spec: str, silu: bool, rotated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``norm_linear`` op by op."""
     normed, total = (rms_norm(x, gamma, epsilon), copy_of(x)) if residual is None else (
         add_rms_norm(x, residual, gamma, epsilon)
     )  # fmt: skip
     normed = torch.ops.anybit.hadamard(normed) if rotated else normed
-    if silu and backends[spec.backend].codes:
-        return product.linear(normed, weight, bias, spec, silu), total
-    y = backends[spec.backend].linear(normed, weight, bias, spec)
-    return silu_mul(y, paired=True) if silu else y, total
+    ends = silu and backends[spec.partition(":")[0]].codes
+    y = product.linear(normed, weight, bias, spec, ends)
+    return silu_mul(y, paired=True) if silu and not ends else y, total
 
 
 def _silu_linear(
@@ -206,22 +202,26 @@ def _coded(
     op: str, x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, source: Source, rotated: bool
 ) -> Tensor:
     """A layer after SiLU or a rotation, inside the kernel that quantizes activations if they are quantized."""
-    key = op, spec, rotated, signature(x), weight_signature(weight), signature(bias)
-    plan = find(key)
+    key = key_of((op, spec, rotated), (x, bias), weight)
+    plan, gated = PLANS.get(key), source is Source.silu_mul
     if plan is None:
-        parsed, gated = LinearSpec.parse(spec), source is Source.silu_mul
-        if not parsed.activations.quantized or not _planned(x, weight, parsed, rotated):
-            x = silu_mul(x) if gated else x
-            x = torch.ops.anybit.hadamard(x) if rotated else x
-            return backends[parsed.backend].linear(x, weight, bias, parsed)
-        if not x.is_contiguous():
+        layer = LinearSpec.parse(spec)
+        if not layer.activations.quantized or not _planned(x, weight, layer, rotated):
+            plan = new_plan((), x.device)
+        elif not x.is_contiguous():
             return _coded(op, x.contiguous(), weight, bias, spec, source, rotated)
-        if gated and x.shape[-1] != 2 * parsed.k:
-            raise KernelError(f"gate_up has shape {tuple(x.shape)}, and the layer takes {parsed.k} features of each")
-        check_input(x[..., : x.shape[-1] // 2] if gated else x, weight[0], parsed, bias)
-        asked, rows = product.asked_of(parsed, weight, bias), Rows.of(x.view(-1, parsed.k * (1 + gated)))
-        plan = planned(key, lambda: product.layer_plan(asked, rows, source=source, rotated=rotated))
-    return product.run(plan, x, weight, bias).view(*x.shape[:-1], -1)
+        else:
+            if gated and x.shape[-1] != 2 * layer.k:
+                raise KernelError(f"gate_up has shape {tuple(x.shape)}, and the layer takes {layer.k} features of each")
+            check_input(x[..., : x.shape[-1] // 2] if gated else x, weight[0], layer, bias)
+            asked = product.asked_of(layer, weight, bias)
+            plan = product.layer_plan(asked, Rows.of(x), x.shape[:-1], source=source, rotated=rotated)
+        PLANS[key] = plan
+    if not plan.launches:
+        x = silu_mul(x) if gated else x
+        x = torch.ops.anybit.hadamard(x) if rotated else x
+        return product.linear(x, weight, bias, spec)
+    return plan.call(x, bias, *weight[:4])
 
 
 _library = torch.library.Library("anybit", "FRAGMENT")

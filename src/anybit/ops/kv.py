@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
 
 def _stored(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor) -> list[jit.Launch]:
     k, v = (_aligned(x) for x in (k, v))
-    strides: dict[str, Any] = {
+    strides: dict[str, int] = {
         "k_batch_stride": k.stride(0),
         "v_batch_stride": v.stride(0),
         "k_token_stride": k.stride(1),
@@ -127,7 +127,7 @@ def _stored(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tens
     }
     step = k.shape[1] <= view.ring - view.window + 1
     return [
-        _quantize(view, rows, batch, k.shape[1], k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
+        _quantize(view, rows, batch, k.shape[1], None, k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
         for packs, keeps in (((1, 1),) if step else ((1, 0), (0, 1)))
     ]
 
@@ -144,7 +144,7 @@ def stored_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: 
     sequence, or if its new tokens begin at a window: otherwise a ring slot may be overwritten before it is read.
     """
     k, v = (_aligned(x[None]) for x in (k, v))
-    strides: dict[str, Any] = {
+    strides: dict[str, int] = {
         "k_batch_stride": 0,
         "v_batch_stride": 0,
         "k_token_stride": k.stride(1),
@@ -153,7 +153,7 @@ def stored_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: 
         "v_head_stride": v.stride(2),
     }
     return _quantize(
-        view, None, new.starts.shape[0] - 1, new.most, starts=new.starts, k=k, v=v, **strides,
+        view, None, new.starts.shape[0] - 1, new.most, new.starts, k=k, v=v, **strides,
         packs=int(packs), keeps=int(keeps), stored=0,
     )  # fmt: skip
 
@@ -161,8 +161,9 @@ def stored_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: 
 def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int = 0) -> None:
     """Pack the windows that the newest ``tokens`` tokens completed; all their tokens are already in the residual."""
     names = ("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride", "k_head_stride", "v_head_stride")
-    arguments: dict[str, Any] = dict.fromkeys(names, 0) | {"k": None, "v": None}
-    run([_quantize(view, rows, batch, tokens, **arguments, packs=1, keeps=0, stored=1)], view.pages.get_device(), layer)
+    strides = dict.fromkeys(names, 0)
+    made = _quantize(view, rows, batch, tokens, None, k=None, v=None, **strides, packs=1, keeps=0, stored=1)
+    run([made], view.pages.get_device(), layer)
 
 
 def run(launches: Sequence[jit.Launch], device: int, layer: int = 0) -> None:
@@ -174,12 +175,7 @@ def run(launches: Sequence[jit.Launch], device: int, layer: int = 0) -> None:
 
 
 def _quantize(
-    view: LayerView,
-    rows: Tensor | None,
-    batch: int,
-    tokens: int,
-    starts: Tensor | None = None,
-    **arguments: Any,
+    view: LayerView, rows: Tensor | None, batch: int, tokens: int, starts: Tensor | None, /, **arguments: Any
 ) -> jit.Launch:
     problem = kv_quantize.Problem(
         view.layout, batch, view.kv_heads, tokens, view.ring, view.window, view.bf16,
@@ -340,7 +336,18 @@ def decode(
     return launch.out, launch.lse
 
 
-def mask_params(masks: Masks, q: Tensor) -> dict[str, Any]:
+class MaskParams(TypedDict):
+    """The parameters of ``Masks``, as kernels take them."""
+
+    sinks: Tensor | None
+    slopes: Tensor | None
+    sliding: int
+    scale: float
+    cap: float
+    uncap: float
+
+
+def mask_params(masks: Masks, q: Tensor) -> MaskParams:
     """Kernel parameters for ``masks``, by name. q: queries [..., head_dim]."""
     return {
         "sinks": None if masks.sinks is None else in_log2(masks.sinks, q),
@@ -401,19 +408,22 @@ class Cache(Protocol):
     residual: Tensor
     lengths: Tensor
 
+    def write(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """Store new tokens of a layer."""
+
 
 _numbers = itertools.count(1)
-_live: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_live: "weakref.WeakValueDictionary[int, Cache]" = weakref.WeakValueDictionary()
 
 
-def register(cache: Any) -> int:
+def register(cache: Cache) -> int:
     """Register a cache (weakly). Returns its number for ``live``."""
     number = next(_numbers)
     _live[number] = cache
     return number
 
 
-def live(number: int) -> Any:
+def live(number: int) -> Cache:
     """The cache with this number. Raises LayerError if it no longer exists."""
     found = _live.get(number)
     if found is None:
@@ -436,7 +446,7 @@ def attend(q: Tensor, cache: Cache, layer: int, sequences: Sequence[int], masks:
 
 
 @contextmanager
-def _over(number: int, pages: Tensor, residual: Tensor) -> Iterator[Any]:
+def _over(number: int, pages: Tensor, residual: Tensor) -> Iterator[Cache]:
     """The cache, temporarily on the op's own arguments: a compiler may pass copies and copy them back."""
     cache = live(number)
     own = cache.pages, cache.residual

@@ -32,7 +32,7 @@ from anybit.ops import kv
 from anybit.ops.kv import MOST_QUERIES as MOST_QUERIES
 from anybit.ops.kv import NO_MASKS, LayerView, Masks
 from anybit.ops.kv import Ragged as Ragged
-from anybit.ops.plans import signature
+from anybit.ops.plans import key_of as plan_key
 from anybit.scheme import KVFormat
 
 
@@ -103,7 +103,7 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
     config, device = kv_unpack.default(problem), Device.of(of.pages)
     if (reason := kv_unpack.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
-    strides: dict[str, Any] = {
+    strides: dict[str, int] = {
         "k_token_stride": k.stride(0),
         "k_head_stride": k.stride(1),
         "v_token_stride": v.stride(0),
@@ -151,7 +151,7 @@ def key_of(
     if capture or masks.alibi is not None:
         return None
     how = masks.scale, masks.window, masks.softcap, masks.sinks is None, capacity, stream
-    return rows, how, *[signature(x) for x in (pages, q, k, v, out)]
+    return plan_key((rows, how), (pages, q, k, v, out))
 
 
 def plan(launches: Sequence[Launch], places: Sequence[int], device: int) -> Plan | None:

@@ -1,11 +1,10 @@
 """Definition of torch.library ops: schema, fake, and an implementation per device."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 COMPLIANT = (torch.Tag.pt2_compliant_tag,)
 
 

@@ -63,7 +63,7 @@ class PackedTiles(Backend):
 
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """One launch, after one that quantizes the activations if they are quantized."""
-        return product.linear(x, tensors, bias, spec)
+        return product.linear(x, tensors, bias, str(spec))
 
     def ends_with_silu(self, weight: QuantizedWeight) -> bool:
         """On sm_90a, for dense weights: all kernels that are fast with quantized activations have the epilogue."""

@@ -17,7 +17,7 @@ from anybit.kernels.block.rope_pages import RopePagesArgs as RopePagesArgs
 from anybit.ops.checks import copy_of
 from anybit.ops.elementwise import paired_channels, rms_norm, rotate
 from anybit.ops.fused import norm_linear, norm_turn
-from anybit.ops.plans import Draft, OpPlan, find, planned, signature
+from anybit.ops.plans import PLANS, OpPlan, key_of, new_plan
 
 
 def why_not(query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -35,9 +35,8 @@ def rotate_pages(
     paired: channels are in the order of ``rope.paired_channels``.  Raises KernelError as ``check_step`` does.
     """
     tensors = (q_gamma, k_gamma, step.table, step.positions, step.keys, step.values, step.slots)
-    how = step.query_heads, step.key_heads, epsilon, paired
-    key = "rotate_pages", how, tuple([signature(one) for one in (qkv, *tensors)])
-    plan = find(key)
+    key = key_of(("rotate_pages", step.query_heads, step.key_heads, epsilon, paired), (qkv, *tensors))
+    plan = PLANS.get(key)
     if plan is None:
         check_step(step, qkv.shape, qkv.dtype, q_gamma, k_gamma)
         if not qkv.is_cuda:
@@ -45,27 +44,26 @@ def rotate_pages(
         if qkv.stride(-1) != 1 or qkv.stride(0) % 8 or qkv.data_ptr() % 16:
             return rotate_pages(step, copy_of(qkv), q_gamma, k_gamma, epsilon, paired)
         problem = rope_pages.Problem(len(qkv), step.query_heads, step.key_heads, step.head_dim, qkv.dtype, paired)
-        plan = planned(key, lambda: _plan(problem, step, qkv, q_gamma, k_gamma, epsilon))
-    q = qkv.new_empty((len(qkv), step.query_heads, step.head_dim))
-    plan.run(qkv, qkv, q, *tensors)
-    return q
+        plan = PLANS[key] = _plan(problem, step, qkv, q_gamma, k_gamma, epsilon)
+    return plan.call(qkv, *tensors)
 
 
-_SLOTS = ("qkv", "q", "q_gamma", "k_gamma", "table", "positions", "keys", "values", "slots")
+_SLOTS = ("q_gamma", "k_gamma", "table", "positions", "keys", "values", "slots")
 
 
 def _plan(
     problem: rope_pages.Problem, step: RopePagesArgs, qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None,
     epsilon: float,
 ) -> OpPlan:  # fmt: skip
-    draft = Draft()
+    plan = new_plan((len(qkv), step.query_heads, step.head_dim), qkv.device, *_SLOTS)
     if problem.tokens:
         config = rope_pages.default(problem)
         params = rope_pages.arguments(step, qkv, qkv, q_gamma, k_gamma, epsilon)
         slots: dict[str, Any] = {name: Slot(name) for name in _SLOTS if getattr(params, name) is not None}
+        params = replace(params, qkv=Slot("x"), q=Slot("y"), **slots)
         kernel, grid = rope_pages.kernel(config), rope_pages.grid(problem, config)
-        draft.launches.append(Launch(kernel, replace(params, **slots), grid, pdl=True))
-    return draft.done(_SLOTS, qkv.device)
+        plan.launches.append(Launch(kernel, params, grid, pdl=True))
+    return plan
 
 
 def norm_rotate_pages(

@@ -12,46 +12,39 @@ from torch import Tensor
 
 from anybit.choose.dispatch import forget_with_maps
 from anybit.device import Device
-from anybit.jit import Kernel, Launch, Plan, Slot
+from anybit.jit import Plan, Slot
 
 _MOST = 4096
 """Most plans (kinds of layers x token counts). One takes a few kilobytes."""
-_plans: dict[Hashable, "OpPlan"] = {}
-forget_with_maps(_plans)
+PLANS: dict[Hashable, "OpPlan"] = {}
+forget_with_maps(PLANS.clear)
 _ROOM, _ZEROS = "room", "zeros"
 _PART = 256
 """Alignment of scratch memory, in bytes."""
 
 
-def signature(tensor: Tensor | None) -> Hashable:
-    """What a launch depends on in a tensor: everything but its values and address (except 16-byte alignment)."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % 16 == 0
+def key_of(how: Hashable, tensors: Sequence[Tensor | None], weight: Sequence[Tensor] = ()) -> Hashable:
+    """What launches depend on: ``how``, and of tensors all but values and address (except 16-byte alignment).
 
-
-def weight_signature(tensors: list[Tensor]) -> Hashable:
-    """The signature of a prepared weight, besides its spec."""
-    return tensors[0].get_device(), tuple([tensor.shape for tensor in tensors])
-
-
-def planned(key: Hashable, make: Callable[[], "OpPlan"]) -> "OpPlan":
-    """The plan of a key; ``make`` is called if there is none yet."""
-    found = _plans.get(key)
-    if found is None:
-        if len(_plans) >= _MOST:
-            _plans.clear()
-        found = _plans[key] = make()
-    return found
-
-
-find = _plans.get
-"""The plan of a key, or None."""
+    weight: the tensors of a prepared weight, whose spec is in ``how``: the device, and the length of the permutation.
+    """
+    of_weight = (weight[0].get_device(), weight[3].shape) if weight else None
+    return (
+        how,
+        of_weight,
+        *[
+            None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)
+            for x in tensors
+        ],
+    )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """16-bit rows [m, k], ``stride`` values apart, as a plan reads them. aligned: all begin on 16 bytes."""
+    """16-bit rows [m, k], ``stride`` values apart, as a plan reads them.
+
+    aligned: all begin on 16 bytes.  copied: they are a dense copy of x, whose own rows kernels cannot read.
+    """
 
     at: Slot
     m: int
@@ -61,13 +54,21 @@ class Rows:
     dtype: torch.dtype
     device: torch.device
     gpu: Device
+    copied: bool = False
 
     @staticmethod
-    def of(x: Tensor, name: str = "x") -> "Rows":
-        """A tensor [m, k] with adjacent columns."""
-        (m, k), stride = x.shape, x.stride(0)
-        aligned = x.data_ptr() % 16 == 0 and stride * x.itemsize % 16 == 0
-        return Rows(Slot(name), m, k, stride, aligned, x.dtype, x.device, Device.of(x))
+    def of(x: Tensor) -> "Rows":
+        """A tensor [..., k] as rows: a copy if columns have gaps, or rows overlap or lie 2 GiB or more apart.
+
+        Those are views of long prompts, and kernels use 32-bit strides.
+        """
+        k, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
+        (m, _), (stride, step) = rows.shape, rows.stride()
+        moved = rows.data_ptr() != x.data_ptr()
+        copied = moved or step != 1 or (m > 1 and stride < k) or stride * x.itemsize >= 2**31
+        stride, start = (k, 0) if copied else (stride, x.data_ptr())
+        aligned = (start | stride * x.itemsize) % 16 == 0
+        return Rows(Slot("x"), m, k, stride, aligned, x.dtype, x.device, Device.of(x), copied)
 
     @staticmethod
     def dense(m: int, k: int, like: "Rows", at: Slot) -> "Rows":
@@ -75,55 +76,47 @@ class Rows:
         return Rows(at, m, k, k, k * like.dtype.itemsize % 16 == 0, like.dtype, like.device, like.gpu)
 
 
-@dataclass(frozen=True, eq=False)
-class OpPlan:
-    """An op's plan. plan: its launches.  room, zeros: bytes of scratch, and of scratch filled with zeros, per run.
-
-    ordered: see ``Draft``.  shape: of the result.  prepare: lays out x and the bias as kernels read them, if they are
-    not laid out so: (x, weight, bias) -> (rows, bias).
-    """
-
-    plan: Plan
-    room: int
-    zeros: int
-    ordered: bool
-    shape: tuple[int, ...] = ()
-    prepare: Callable[[Tensor, list[Tensor], Tensor | None], tuple[Tensor, Tensor | None]] | None = None
-
-    @property
-    def kernels(self) -> list[Kernel]:
-        """The kernels to compile before the plan runs."""
-        return self.plan.kernels
-
-    def run(self, like: Tensor, *tensors: Tensor | None) -> None:
-        """Run on the device of ``like``. tensors: of the plan's slots, in order; None for those that a call lacks."""
-        room = like.new_empty(self.room, dtype=torch.uint8) if self.room else None
-        zeros = like.new_zeros(self.zeros, dtype=torch.uint8) if self.zeros else None
-        self.plan.run([0 if one is None else one.data_ptr() for one in (room, zeros, *tensors)])
-
-
-class Draft:
-    """A plan being made: its launches so far, and the scratch memory that they need.
+@dataclass(eq=False)
+class OpPlan(Plan):
+    """An op's plan. shape: of its result.  room_bytes, zeros_bytes: scratch of a run, and scratch filled with zeros.
 
     ordered: x must first be brought into the tiles' order, on 16 bytes (``packed_layout.in_order``).
+    prepare: lays out x and the bias as kernels read them, if they are not laid out so: it gets a call's x and the
+    tensors behind it, and returns both.
     """
 
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-        self.ordered = False
-        self._room = self._zeros = 0
+    shape: tuple[int, ...] = ()
+    room_bytes: int = 0
+    zeros_bytes: int = 0
+    ordered: bool = False
+    prepare: Callable[[Tensor, tuple[Tensor | None, ...]], tuple[Tensor, tuple[Tensor | None, ...]]] | None = None
 
     def room(self, size: int) -> Slot:
         """Scratch memory of ``size`` bytes."""
-        place, self._room = self._room, self._room + -(-size // _PART) * _PART
+        place, self.room_bytes = self.room_bytes, self.room_bytes + -(-size // _PART) * _PART
         return Slot(_ROOM, place)
 
     def zeros(self, size: int) -> Slot:
         """Scratch memory that is zero before a run."""
-        place, self._zeros = self._zeros, self._zeros + -(-size // _PART) * _PART
+        place, self.zeros_bytes = self.zeros_bytes, self.zeros_bytes + -(-size // _PART) * _PART
         return Slot(_ZEROS, place)
 
-    def done(self, slots: Sequence[str], device: torch.device) -> OpPlan:
-        """The plan. slots: the names of the tensors that ``OpPlan.run`` gets."""
-        index = -1 if device.index is None else device.index
-        return OpPlan(Plan(self.launches, (_ROOM, _ZEROS, *slots), index), self._room, self._zeros, self.ordered)
+    def call(self, x: Tensor, *more: Tensor | None) -> Tensor:
+        """The result, new and of the plan's shape. more: the tensors of the slots behind it; None for those that a call
+        lacks.
+        """
+        y, like = x.new_empty(self.shape), x
+        if self.prepare is not None:
+            x, more = self.prepare(x, more)
+        room = like.new_empty(self.room_bytes, dtype=torch.uint8) if self.room_bytes else None
+        zeros = like.new_zeros(self.zeros_bytes, dtype=torch.uint8) if self.zeros_bytes else None
+        self.run([0 if one is None else one.data_ptr() for one in (room, zeros, x, y, *more)])
+        return y
+
+
+def new_plan(shape: Sequence[int], device: torch.device, *more: str) -> OpPlan:
+    """A plan without launches. Its slots are "x", "y", which has a shape, and ``more``."""
+    if len(PLANS) >= _MOST:
+        PLANS.clear()
+    slots = (_ROOM, _ZEROS, "x", "y", *more)
+    return OpPlan([], slots, -1 if device.index is None else device.index, tuple(shape))

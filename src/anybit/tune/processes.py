@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import torch
 
@@ -16,10 +16,12 @@ from anybit import jit
 from anybit.choose.families import Candidate
 from anybit.errors import KernelError
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.tune.worker import Runner, Time, TimingBudget, WrongResultError
+from anybit.tune.worker import Facts, Runner, Time, TimingBudget, WrongResultError
 
 _REFUSED = (WrongResultError, KernelError, ValueError, torch.OutOfMemoryError)
 """Errors of a candidate after which the CUDA context is still usable; any other restarts the process."""
+_Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
 _QUICK_START = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 
 
@@ -30,10 +32,10 @@ class CrashError(Exception):
 class Worker:
     """The process that uses the GPU. facts: the device, as ``Runner.describe`` returns it."""
 
-    def __init__(self, factory: Callable[[], Any] = Runner) -> None:
+    def __init__(self, factory: Callable[[], Runner] = Runner) -> None:
         self._factory = factory
         self._pool: ProcessPoolExecutor | None = None
-        self.facts: dict[str, Any] = {}
+        self.facts: Facts
 
     def start(self, limit: float = 120.0) -> None:
         """Start the process and wait for its description of the GPU. Raises KernelError if it fails."""
@@ -64,13 +66,12 @@ class Worker:
         keep: indices always timed carefully.  limit: seconds.  Raises CrashError, after a restart, for a crash or hang.
         """
         try:
-            found: list[Time | str] = self._run(limit, _measure, product, candidates, keep, effort, guess_us)
+            return self._run(limit, _measure, product, candidates, keep, effort, guess_us)
         except CrashError:
             self.start()
             raise
-        return found
 
-    def _run(self, limit: float, job: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, limit: float, job: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
         assert self._pool is not None
         try:
             try:
@@ -92,10 +93,10 @@ def apart(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, multiprocessing.get_context(how), die_with_parent)
 
 
-_runner: Any = None
+_runner: Runner
 
 
-def _begin(factory: Callable[[], Any]) -> Any:
+def _begin(factory: Callable[[], Runner]) -> Facts:
     global _runner
     _runner = factory()
     return _runner.describe()
@@ -104,7 +105,7 @@ def _begin(factory: Callable[[], Any]) -> Any:
 def _measure(
     product: LinearProblem, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget, guess: float
 ) -> list[Time | str]:
-    found: list[Any] = [""] * len(candidates)
+    found: list[Time | str] = [""] * len(candidates)
     with contextlib.suppress(torch.OutOfMemoryError):
         bench, good = _runner.prepare(product), []
         for i, candidate in enumerate(candidates):
@@ -141,7 +142,7 @@ def die_with_parent() -> None:
 # -------- compiling
 
 
-def compilers(jobs: int, begin: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
+def compilers(jobs: int, begin: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
     """Processes that only compile; they can be forked even after CUDA is initialized."""
     return ProcessPoolExecutor(jobs, multiprocessing.get_context(_QUICK_START), begin, arguments)
 

@@ -8,8 +8,10 @@ import contextlib
 import logging
 import os
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,7 +20,6 @@ from typing import Any
 
 from anybit.choose.builtin import FEW_TOKENS
 from anybit.choose.choose import Map
-from anybit.choose.dispatch import tell
 from anybit.choose.families import Candidate
 from anybit.choose.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.choose.space import clearly_faster, defaults_of, hints_of, preserves_pdl_overlap, promising
@@ -111,7 +112,11 @@ def plans(products: Sequence[LinearProblem], by: Map, options: Options) -> Gener
     Problems without candidates are skipped.
     """
     jobs = options.jobs or os.cpu_count() or 1
-    pool, rest, ahead = compilers(jobs, _begin, by, options), iter(products), deque[tuple[LinearProblem, Any]]()
+    pool, rest, ahead = (
+        compilers(jobs, _begin, by, options),
+        iter(products),
+        deque[tuple[LinearProblem, Future[Planned] | None]](),
+    )
     try:
         while True:
             for product in islice(rest, 4 * jobs - len(ahead)):
@@ -143,7 +148,7 @@ def search(
     *,
     hints: Sequence[Policy] = (),
     report: Report | None = None,
-    factory: Callable[[], Any] = Runner,
+    factory: Callable[[], Runner] = Runner,
     child: Worker | None = None,
 ) -> Policy:
     """Measure products, return the map of results, and merge it into the file at ``path``.
@@ -185,7 +190,10 @@ def search_on(
     return found
 
 
-def _on(gpu: str, products: Sequence[LinearProblem], path: Any, options: Options, more: dict[str, Any]) -> Policy:
+def _on(
+    gpu: str, products: Sequence[LinearProblem], path: Path | Callable[[str], Path], options: Options,
+    more: dict[str, Any],
+) -> Policy:  # fmt: skip
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process initializes CUDA
     return search(products, path, options, **more)
 
@@ -239,7 +247,7 @@ def _search(
 
 def together(products: Sequence[LinearProblem]) -> list[LinearProblem]:
     """Products in order, but grouped by layer, so that its weights are generated once."""
-    layers: dict[Any, list[LinearProblem]] = {}
+    layers: dict[Hashable, list[LinearProblem]] = {}
     for product in dict.fromkeys(products):
         layers.setdefault((product.n, product.k, product.weights, product.dtype), []).append(product)
     return [product for group in layers.values() for product in group]
@@ -272,7 +280,7 @@ def race(
             elif answer:
                 policy.excluded[excluded_name(product, one)] = answer
             else:
-                tell("out of GPU memory: the next search tries again what was not timed")
+                warnings.warn("out of GPU memory: the next search tries again what was not timed", stacklevel=2)
                 if one in keep:
                     return []
         return found

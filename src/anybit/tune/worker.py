@@ -2,26 +2,28 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from anybit.choose.families import FAMILIES, Candidate, Layout, quantizer
+from anybit.choose.families import FAMILIES, Candidate, GemmFamily, Layout, quantizer
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight, words_per_row
 from anybit.device import Device
-from anybit.jit import Launch, Plan, Slot
+from anybit.jit import Config, Launch, Plan, Slot
 from anybit.kernels.bitplane import bitplane_layout
+from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed
-from anybit.kernels.gemm_kernel import GemmKernel, launches
+from anybit.kernels.gemm_kernel import launches
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.multiply import product
 from anybit.kernels.packed import packed_tiles
+from anybit.kernels.packed.packed_layout import PackedWeight
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROTATE_BYTES = 160 << 20
@@ -50,6 +52,17 @@ class Time:
     final: bool
 
 
+class Facts(TypedDict):
+    """What a map says about where it was measured; ``torch`` is its version."""
+
+    device: Device
+    driver: str
+    torch: str
+
+
+_Shared = TypeVar("_Shared")
+
+
 class WrongResultError(Exception):
     """A candidate's result differs from the reference."""
 
@@ -64,7 +77,7 @@ class Layer:
     weight: QuantizedWeight
     rows: Tensor
     sample: Tensor
-    copies: dict[Layout, list[Any]] = field(default_factory=dict)
+    copies: dict[Layout, list[PackedWeight | PlaneWeight]] = field(default_factory=dict)
 
     @staticmethod
     def random(n: int, k: int, format: WeightFormat, device: torch.device) -> "Layer":
@@ -86,7 +99,7 @@ class Layer:
         rows = torch.randint(0, n, (min(n, _SAMPLE),), device=device, generator=generator)
         return Layer(n, k, format, weight, rows, weight.rows(rows).dequantize(torch.float32).double())
 
-    def laid_out(self, layout: Layout) -> list[Any]:
+    def laid_out(self, layout: Layout) -> list[PackedWeight | PlaneWeight]:
         """Copies of the weights in a layout, enough to defeat the caches."""
         if layout not in self.copies:
             codes, first = _CODES[layout], _PREPARE[layout](self.weight)
@@ -98,7 +111,7 @@ class Layer:
 
 _CODES = {Layout.planes: "planes", Layout.tiles_a16: "tiles", Layout.tiles_a8: "tiles"}
 """The attribute that holds the codes, by layout."""
-_PREPARE: dict[Layout, Callable[[QuantizedWeight], Any]] = {
+_PREPARE: dict[Layout, Callable[[QuantizedWeight], PackedWeight | PlaneWeight]] = {
     Layout.planes: bitplane_layout.prepare,
     Layout.tiles_a16: packed_tiles.prepare,
     Layout.tiles_a8: lambda weight: packed_tiles.prepare(weight, "a8"),
@@ -120,7 +133,7 @@ class Bench:
         if m > _SAMPLE:
             self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
         self._plans: dict[Candidate, Plan] = {}
-        self._shared: dict[Any, Any] = {}
+        self._shared: dict[Hashable, Any] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
         """The reference's result for the sampled tokens and rows, float64."""
@@ -131,14 +144,14 @@ class Bench:
                 return x.double() @ self.layer.sample.T
             return reference.quantize_activations(x, activations).dequantize(torch.float64) @ self.layer.sample.T
 
-        found: Tensor = self._once(activations, make)
-        return found
+        return self._once(activations, make)
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _once(self, key: Hashable, make: Callable[[], _Shared]) -> _Shared:
         """A value shared by all candidates, created once."""
         if key not in self._shared:
             self._shared[key] = make()
-        return self._shared[key]
+        found: _Shared = self._shared[key]
+        return found
 
     def plan(self, candidate: Candidate) -> Plan:
         """The launches of a candidate, activation quantization included; its slots are a copy of the weights."""
@@ -164,7 +177,7 @@ class Bench:
         return Plan([*before, *made], "0123", self.y.get_device())
 
     def _scratch(
-        self, kernel: GemmKernel[Any], problem: LinearProblem, config: Any
+        self, kernel: GemmFamily, problem: LinearProblem, config: Config
     ) -> tuple[Tensor | None, Tensor | None]:
         """Scratch memory for every config of a kernel: one for each candidate would add up to some 10 GB."""
         if not any(kernel.traits.scratch(problem, config)):
@@ -175,8 +188,7 @@ class Bench:
             room, zeros = (torch.zeros(max(size), dtype=torch.uint8, device=self.y.device) for size in sizes)
             return room, zeros
 
-        found: tuple[Tensor, Tensor] = self._once((kernel.traits.name, problem), make)
-        return found
+        return self._once((kernel.traits.name, problem), make)
 
     def again(self, candidate: Candidate) -> Callable[[int], object]:
         """A function that runs a candidate on the i-th copy of the weights."""
@@ -238,7 +250,7 @@ class Runner:
         self.stream = torch.cuda.Stream(self.device)
         self._layer: Layer | None = None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Facts:
         """The Device, and the driver and torch versions for a map's origin."""
         from cuda.bindings import driver
 

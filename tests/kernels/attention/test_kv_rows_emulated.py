@@ -37,20 +37,20 @@ def launched(monkeypatch):
     class Launcher:
         """Like jit's; plans pass addresses, of tensors in ``known``."""
 
-        def __init__(self, kernel, device, pdl):
-            self.kernel, self.pdl = kernel, pdl
+        def __init__(self, kernel, device, code=None):
+            self.kernel = kernel
             kernels.add(kernel)
 
         def values(self, params):
             return [getattr(params, f.name) for f in dataclasses.fields(params)]
 
-        def start(self, values, grid):
+        def start(self, values, grid, pdl):
             fields = dataclasses.fields(self.kernel.params)
             values = [
                 (known[x] if x else None) if isinstance(x, int) and f.name in MOVED else x
                 for f, x in zip(fields, values, strict=True)
             ]
-            dependent = [f.name for f in fields if f.name in ("k", "v", "q")] if self.pdl else ()
+            dependent = [f.name for f in fields if f.name in ("k", "v", "q")] if pdl else ()
             emulate.run(self.kernel, self.kernel.params(*values), grid, resident=64, dependent=dependent)
 
     def in_log2(values, like, plain=kv.in_log2):

@@ -8,7 +8,7 @@ import torch
 
 from anybit.codes.rtn import quantize_weight
 from anybit.layers.linear import QuantLinear
-from anybit.ops import plans, product
+from anybit.ops import plans
 from anybit.scheme import CODES, Scheme
 from cases import random_weight
 from cases_launches import multiplied
@@ -67,8 +67,8 @@ def test_plans_give_what_kernels_give(scheme):
             xs = torch.randn(4, m, k, device="cuda").half()
             expected = [multiplied(x, prepared, layer.bias) for x in xs]
             got = [layer(x) for x in xs]
-            key = product.linear_key(xs[0], prepared.tensors, layer.bias, prepared.spec_text)
-            assert plans.find(key) is not None
+            key = plans.key_of((prepared.spec_text, False), (xs[0], layer.bias), prepared.tensors)
+            assert plans.PLANS.get(key) is not None
             other.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(other):
                 got += [layer(x) for x in xs]
