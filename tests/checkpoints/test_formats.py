@@ -100,7 +100,7 @@ def test_a_layer_is_what_its_tool_makes_of_it(name: str) -> None:
     format = format_of(folder.config)
     assert format is not None and case.format == format.NAME
     expected = load_file(FIXTURES / name / "expected.safetensors")
-    layers = layers_of(format, folder, folder.config)
+    layers = layers_of(format, folder, folder.config["quantization_config"])
     assert set(layers) == set(expected) and len(expected) == 2
     for layer_name, layer in layers.items():
         assert str(format.scheme(layer)) == getattr(case, layer_name.rpartition(".")[2])

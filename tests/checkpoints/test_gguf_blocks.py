@@ -13,12 +13,12 @@ import torch
 import transformers
 from tests.cases_damage import random_blocks, save_gguf
 
-from anybit.checkpoints import local_folder
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
 from anybit.checkpoints.formats.gguf_file import open_gguf
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.gguf_summary import summary
+from anybit.checkpoints.source import local_folder
 from anybit.errors import CheckpointError, ConversionError
 from anybit.hf.loading import load_model
 from anybit.layers.linear import QuantLinear

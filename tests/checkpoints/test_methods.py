@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
+from anybit.checkpoints.folder import Folder
 from anybit.errors import (
     CalibrationError,
     CheckpointError,

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import anybit
-from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
+from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.write import convert_into
 from anybit.cli import app
 from anybit.errors import ConversionError, LayerError, OptionError, SchemeError

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tests.cases_models import save_tiny
 
-from anybit.checkpoints import new_folder, writing
+from anybit.checkpoints import writing
+from anybit.checkpoints.writing import new_folder
 from anybit.errors import CheckpointError
 from anybit.quantization.methods.registry import quantize_folder
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit.cache import kvcache
-from anybit.checkpoints import Folder
+from anybit.checkpoints.folder import Folder
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError, SchemeError
 from anybit.hf import graph

@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
 from anybit import AnyBitConfig
-from anybit.checkpoints import Folder, local_folder, read_header
 from anybit.checkpoints.companions import companions
 from anybit.checkpoints.configuration import Quantization, configuration
+from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import FORMATS
 from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.safetensors import read_header
 from anybit.checkpoints.scratch import PREFIX
+from anybit.checkpoints.source import local_folder
 from anybit.checkpoints.verify import check_config, check_values
 from anybit.codes.packing import pack_words
 from anybit.errors import AnyBitError, CheckpointError, LayerError

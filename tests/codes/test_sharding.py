@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
-from anybit.codes.sharding import shard, shard_format
+from anybit.codes.sharding import shard_format, shard_groups, shard_ordered, shard_words
 from anybit.device import Device
 from anybit.errors import LayerError
 from anybit.kernels.packed.packed_tiles import is_ordered
@@ -18,6 +19,24 @@ from cases import random_weight, seeds
 
 FORMATS = ("w4a16g128", "w3a16g64asym", "w8a8", "w1a16g32", "w5a16", "w2a16g256asym", "w4a16g128s24")
 FOREIGN = ("w4a16g32min", "w2a16g16min", "w4a16g16e2m1", "w4a16g64nf4")
+
+
+def shard(weight: QuantizedWeight, start: int, inputs: int) -> QuantizedWeight:
+    """Inputs ``start`` to ``start + inputs`` of a layer as a layer; it dequantizes to the same bits as the whole."""
+    fmt = weight.format
+    n, kept = weight.shape[0], 2 if fmt.sparse else 1
+    words = shard_words(weight.words, fmt.bits, start // kept, inputs // kept).contiguous()
+    indices = None if weight.indices is None else shard_words(weight.indices, 2, start // kept, inputs // kept)
+    if weight.group_index is not None and fmt.group is not None:
+        index = weight.group_index[start : start + inputs]
+        values = (weight.scale, weight.zero, weight.minimum)
+        (scale, zero, minimum), index, fmt = shard_ordered(values, index, fmt)
+        return QuantizedWeight(words, scale, zero, (n, inputs), fmt, index, indices, minimum)
+    scale = shard_groups(weight.scale, fmt, start, inputs)
+    zero = None if weight.zero is None else shard_groups(weight.zero, fmt, start, inputs)
+    minimum = None if weight.minimum is None else shard_groups(weight.minimum, fmt, start, inputs)
+    fmt = shard_format(fmt, start, inputs)
+    return QuantizedWeight(words, scale, zero, (n, inputs), fmt, None, indices, minimum=minimum)
 
 
 @settings(max_examples=60, deadline=None)

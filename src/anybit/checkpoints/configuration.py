@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from anybit.errors import CheckpointError, SchemeError
 from anybit.models.patterns import LONGEST_PATTERN, MOST_REPETITIONS, check_pattern
@@ -43,7 +42,7 @@ class Quantization:
     overrides: dict[str, Scheme] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], where: object = "config.json") -> "Quantization | None":
+    def of(cls, config: Mapping[str, object], where: object = "config.json") -> "Quantization | None":
         """Read a config.json that anybit wrote; None for a model that it did not quantize.
 
         Raises CheckpointError, naming ``where`` and the entry, for settings that are missing, unknown or of the wrong
@@ -55,21 +54,35 @@ class Quantization:
         if settings is None:
             return None
         place = f"{where}: quantization_config"
-        _check_settings(settings, place)
+        text, group_index = settings.get("scheme"), settings.get("group_index", False)
+        if not isinstance(text, str):
+            raise CheckpointError(f"{place} names anybit, but no scheme")
+        if "input_scale" in settings:
+            raise CheckpointError(
+                f"{place} has input_scale: the model was written by method onebit, which is gone: quantize the "
+                "original model again, for example to w1a16 with method gptq"
+            )
+        unknown = sorted(set(settings) - _SETTINGS)
+        if unknown:
+            raise CheckpointError(
+                f"{place} has {unknown[0]}, which this version of anybit does not know; "
+                f"it knows {', '.join(sorted(_SETTINGS))}"
+            )
+        if not isinstance(group_index, bool):
+            raise CheckpointError(f"{place}.group_index must be true or false, not {group_index!r}")
+        kept, hadamard = (_names(settings, name, place) for name in ("modules_to_not_convert", "hadamard"))
+        if not isinstance(settings.get("backend"), str | None):
+            raise CheckpointError(f"{place}.backend must be a name, not {_short(settings['backend'])}")
         try:
-            scheme = Scheme.parse(settings["scheme"])
+            scheme = Scheme.parse(text)
         except SchemeError as error:
             raise CheckpointError(f"{place}: {error}") from None
         _check_version(settings.get("version"), place)
-        kept = settings.get("modules_to_not_convert")
         for pattern in kept or ():
             check_pattern(pattern, f"{place}.modules_to_not_convert")
-        assert isinstance(entry, Mapping)
-        if entry.get("quant_method") == COMPRESSED_TENSORS:
+        if isinstance(entry, Mapping) and entry.get("quant_method") == COMPRESSED_TENSORS:
             _check_agreement(entry, scheme, place)
-        hadamard = list(settings.get("hadamard") or ())
-        overrides = _overrides(settings.get("overrides"), place)
-        return cls(scheme, kept, settings.get("group_index", False), hadamard, overrides)
+        return cls(scheme, kept, group_index, hadamard or [], _overrides(settings.get("overrides"), place))
 
     def scheme_of(self, layer: str) -> Scheme:
         """The scheme of one layer."""
@@ -110,7 +123,7 @@ def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, S
     return found
 
 
-def settings_of(quantization: object) -> dict[str, Any] | None:
+def settings_of(quantization: object) -> dict[str, object] | None:
     """Anybit's own settings in a ``quantization_config``, unchecked; None if there are none."""
     if not isinstance(quantization, Mapping):
         return None
@@ -129,12 +142,12 @@ def configuration(
     hadamard: list[str] | None = None,
     ignore: list[str] | None = None,
     overrides: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The ``quantization_config`` of a model in ``scheme``; the first parameters are ``Quantization``'s fields.
 
     ignore: all unquantized Linears, if compressed-tensors can represent the model; None if it cannot.
     """
-    settings = {
+    settings: dict[str, object] = {
         "version": __version__,
         "scheme": str(scheme),
         **({"overrides": dict(overrides)} if overrides else {}),
@@ -147,7 +160,7 @@ def configuration(
     return {**compressed_tensors_settings(scheme.weights, ignore), METHOD: settings}
 
 
-def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[str, Any]:
+def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[str, object]:
     """compressed-tensors' ``quantization_config`` for weights in a format: all Linear layers except ``ignore``."""
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -159,7 +172,7 @@ def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[st
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": _weights_settings(fmt),
+                "weights": weights_settings(fmt),
                 "input_activations": None,
                 "output_activations": None,
                 "format": FORMAT,
@@ -183,13 +196,13 @@ def why_not(scheme: Scheme) -> str | None:
     return None
 
 
-def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+def scheme_of(config: Mapping[str, object]) -> Scheme | None:
     """The scheme of a config.json written by anybit, else None (also for other quantization methods)."""
     quantization = Quantization.of(config)
     return None if quantization is None else quantization.scheme
 
 
-def method_of(config: Mapping[str, Any]) -> str | None:
+def method_of(config: Mapping[str, object]) -> str | None:
     """The quantization method of a model: "anybit", another one's name, or None if it is not quantized."""
     entry = config.get("quantization_config")
     if not entry:
@@ -200,17 +213,18 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     return method if isinstance(method, str) else "an unknown method"
 
 
-def refuse_quantized(config: Mapping[str, Any], what: str) -> None:
+def refuse_quantized(config: Mapping[str, object], what: str) -> None:
     """Raise CheckpointError if a model is quantized already."""
     method = method_of(config)
     if method is not None:
-        settings = settings_of(config["quantization_config"]) or config["quantization_config"]
-        named = isinstance(settings, Mapping) and isinstance(settings.get("scheme"), str)
-        scheme = f", {settings['scheme']}" if named else ""
-        raise CheckpointError(f"{what} is quantized already ({method}{scheme}): start from the original model")
+        entry = config["quantization_config"]
+        settings = settings_of(entry) or entry
+        scheme = settings.get("scheme") if isinstance(settings, Mapping) else None
+        named = f"{method}, {scheme}" if isinstance(scheme, str) else method
+        raise CheckpointError(f"{what} is quantized already ({named}): start from the original model")
 
 
-def unreadable(config: Mapping[str, Any], what: object, reason: str) -> CheckpointError:
+def unreadable(config: Mapping[str, object], what: object, reason: str) -> CheckpointError:
     """The error for a model whose quantization method cannot be read: what it is, why it failed, what to do."""
     entry = config.get("quantization_config")
     settings = entry if isinstance(entry, Mapping) else {}
@@ -221,28 +235,14 @@ def unreadable(config: Mapping[str, Any], what: object, reason: str) -> Checkpoi
     )
 
 
-def _check_settings(settings: dict[str, Any], place: str) -> None:
-    if not isinstance(settings.get("scheme"), str):
-        raise CheckpointError(f"{place} names anybit, but no scheme")
-    if "input_scale" in settings:
-        raise CheckpointError(
-            f"{place} has input_scale: the model was written by method onebit, which is gone: quantize the original "
-            "model again, for example to w1a16 with method gptq"
-        )
-    unknown = sorted(set(settings) - _SETTINGS)
-    if unknown:
-        raise CheckpointError(
-            f"{place} has {unknown[0]}, which this version of anybit does not know; "
-            f"it knows {', '.join(sorted(_SETTINGS))}"
-        )
-    if not isinstance(settings.get("group_index", False), bool):
-        raise CheckpointError(f"{place}.group_index must be true or false, not {settings['group_index']!r}")
-    for name in ("modules_to_not_convert", "hadamard"):
-        value = settings.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise CheckpointError(f"{place}.{name} must be a list of names, not {_short(value)}")
-    if not isinstance(settings.get("backend"), str | None):
-        raise CheckpointError(f"{place}.backend must be a name, not {_short(settings['backend'])}")
+def _names(entry: Mapping[str, object], key: str, place: str) -> list[str] | None:
+    """A list of names in a quantization_config; None without one."""
+    value = entry.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{place}.{key} must be a list of names, not {_short(value)}")
+    return value
 
 
 def _overrides(value: object, place: str) -> dict[str, Scheme]:
@@ -263,15 +263,14 @@ def _check_version(version: object, place: str) -> None:
     match = re.match(r"(\d{1,9})\.(\d{1,9})\b", version) if isinstance(version, str) else None
     if match is None:
         raise CheckpointError(f"{place}.version must be a version such as {__version__!r}, not {_short(version)}")
-    own = re.match(r"(\d+)\.(\d+)", __version__)
-    assert own is not None
-    if tuple(map(int, match.groups())) > tuple(map(int, own.groups())):
+    if [*map(int, match.groups())] > [*map(int, __version__.split(".")[:2])]:
         raise CheckpointError(
             f"{place} was written by anybit {version}, and this is {__version__}: pip install --upgrade anybit"
         )
 
 
-def _weights_settings(fmt: WeightFormat) -> dict[str, Any]:
+def weights_settings(fmt: WeightFormat) -> dict[str, object]:
+    """compressed-tensors' settings of weights in a format."""
     return {
         "num_bits": fmt.bits,
         "type": "int",
@@ -282,22 +281,20 @@ def _weights_settings(fmt: WeightFormat) -> dict[str, Any]:
     }
 
 
-def _check_agreement(entry: Mapping[str, Any], scheme: Scheme, place: str) -> None:
+def _check_agreement(entry: Mapping[str, object], scheme: Scheme, place: str) -> None:
     """Raise CheckpointError if compressed-tensors' settings contradict anybit's."""
     groups = entry.get("config_groups")
     (group,) = groups.values() if isinstance(groups, Mapping) and len(groups) == 1 else (None,)
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or entry.get("format") != FORMAT:
         raise CheckpointError(f"{place} must describe one group of weights in the format {FORMAT}, and does not")
-    for name, value in _weights_settings(scheme.weights).items():
+    for name, value in weights_settings(scheme.weights).items():
         if weights.get(name) != value:
             raise CheckpointError(
                 f"{place} contradicts itself: its scheme is {scheme}, "
                 f"and {name} of its weights {_short(weights.get(name))}"
             )
-    ignore = entry.get("ignore")
-    if ignore is not None and not (isinstance(ignore, list) and all(isinstance(item, str) for item in ignore)):
-        raise CheckpointError(f"{place}.ignore must be a list of names, not {_short(ignore)}")
+    _names(entry, "ignore", place)
 
 
 def _short(value: object) -> str:

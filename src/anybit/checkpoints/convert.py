@@ -1,9 +1,10 @@
 """Convert between anybit's and compressed-tensors' checkpoints: same tensors, different config.json."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+
+from torch import nn
 
 from anybit.checkpoints.configuration import (
     COMPRESSED_TENSORS,
@@ -13,22 +14,23 @@ from anybit.checkpoints.configuration import (
     compressed_tensors_settings,
     configuration,
     settings_of,
+    weights_settings,
     why_not,
 )
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.compressed_tensors import PADDED, packing
 from anybit.checkpoints.formats.stored import StoredLayer
-from anybit.checkpoints.verify import layer_shapes
+from anybit.checkpoints.verify import check_layers
 from anybit.checkpoints.writing import write_text
 from anybit.codes.packing import WORD, words_per_row
 from anybit.errors import ConversionError
-from anybit.scheme import GROUPS, Scheme, WeightFormat
+from anybit.scheme import GROUPS, Code, Scheme, WeightFormat
 
 TARGETS = (COMPRESSED_TENSORS, METHOD)
 _MARK = ".weight_packed"
 
 
-def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dict[str, Any]:
+def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dict[str, object]:
     """Rewrite the config.json of a quantized model for ``to`` ("compressed-tensors" or "anybit"), atomically.
 
     Tensors are not touched. Returns the new quantization_config. Raises ConversionError, naming the layer and changing
@@ -44,7 +46,9 @@ def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dic
     return quantization
 
 
-def shared_ignore(model: Any, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False) -> list[str] | None:
+def shared_ignore(
+    model: nn.Module, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False
+) -> list[str] | None:
     """The unquantized Linear layers of a model, if compressed-tensors can represent the others; None if it cannot.
 
     model: on the meta device, before its layers are replaced.  quantized: names of the quantized layers, which have no
@@ -53,13 +57,11 @@ def shared_ignore(model: Any, scheme: Scheme, quantized: Iterable[str], hadamard
     quantized = set(quantized)
     if hadamard or why_not(scheme) is not None or _experts(model) is not None:
         return None
-    for name, module in model.named_modules():
-        if name in quantized and _why_not_layer(name, module, scheme.weights) is not None:
-            return None
-    return _unquantized_linears(model, quantized)
+    refused = _why_not_model(model, quantized, scheme.weights) is not None
+    return None if refused else _unquantized_linears(model, quantized)
 
 
-def _experts(model: Any) -> str | None:
+def _experts(model: nn.Module) -> str | None:
     """The name of a parameter that holds several experts, if there is one.
 
     In a compressed-tensors folder transformers and vLLM expect quantized experts; transformers even if ignored.
@@ -68,13 +70,19 @@ def _experts(model: Any) -> str | None:
     return next((name for name in found if ".experts." in name or ".block_sparse_moe." in name), None)
 
 
-def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
+def _why_not_model(model: nn.Module, quantized: Collection[str], fmt: WeightFormat) -> str | None:
+    """Why the format cannot represent the quantized layers, in a sentence about the first, or None."""
+    modules = ((name, module) for name, module in model.named_modules() if name in quantized)
+    return next((why for name, module in modules if (why := _why_not_layer(name, module, fmt))), None)
+
+
+def _why_not_layer(name: str, module: nn.Module, fmt: WeightFormat) -> str | None:
     """Why the format cannot represent a layer, in a sentence, or None."""
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):
         return f"layer {name} was a Conv1D, whose weight compressed-tensors expects transposed"
-    k = module.weight.shape[1]
+    k = module.get_parameter("weight").shape[1]
     codes = WORD // fmt.bits
     both = fmt.bits in PADDED and -(-k // codes) == words_per_row(k, fmt.bits)
     if both and (k > codes or fmt.code == "asym"):
@@ -92,7 +100,7 @@ def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
     return None
 
 
-def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
+def _to_compressed_tensors(source: Folder) -> dict[str, object]:
     from anybit.models.modules import skeleton
 
     found, quantization = source.config.get("quantization_config"), source.quantization
@@ -114,19 +122,19 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
     if (reason := why_not(scheme)) is not None:
         raise ConversionError(f"compressed-tensors cannot express {scheme}: {reason}")
     layers = _layers(source)
-    _check_layers(source, layers, scheme.weights)
+    if quantization.group_index:
+        raise ConversionError(f"layer {layers[0]} has an activation order, which a compressed-tensors folder has not")
     model = skeleton(source.path, source.trust_remote_code)
     if (experts := _experts(model)) is not None:
         raise ConversionError(
             f"{source.path} has experts in 16 bits ({experts}): readers of compressed-tensors expect codes of them"
         )
-    for name, module in model.named_modules():
-        if name in layers and (why := _why_not_layer(name, module, scheme.weights)) is not None:
-            raise ConversionError(why)
-    return compressed_tensors_settings(scheme.weights, _unquantized_linears(model, layers))
+    if (why := _why_not_model(model, layers, scheme.weights)) is not None:
+        raise ConversionError(why)
+    return compressed_tensors_settings(scheme.weights, _unquantized_linears(model, set(layers)))
 
 
-def _to_anybit(source: Folder) -> dict[str, Any]:
+def _to_anybit(source: Folder) -> dict[str, object]:
     config = source.config.get("quantization_config")
     if settings_of(config) is not None:
         raise ConversionError(f"{source.path} is in anybit's format already: there is nothing to convert")
@@ -147,28 +155,27 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
         if group.get(name):
             raise ConversionError(f"{source.path} quantizes {name} by rules that anybit does not support")
     scheme = Scheme(_weight_format(source.path, group.get("weights") or {}))
-    layers = _layers(source)
     _check_foreign(source)
-    for name in layers:
+    for name in _layers(source):
         if scheme.weights.bits in PADDED and packing(StoredLayer(source, name, config)) == (scheme.weights.bits, True):
             raise ConversionError(
                 f"layer {name} holds {WORD // scheme.weights.bits} codes of {scheme.weights.bits} bits a word, as "
                 "compressed-tensors before 0.18 packed them, and anybit packs them without gaps: rewrite the model "
                 "with --output"
             )
-    _check_layers(source, layers, scheme.weights)
     ignore = [str(pattern) for pattern in config.get("ignore") or []]
     kept = [pattern.removeprefix("re:") for pattern in ignore]
     # Normalize what other tools omit or spell differently, so that the folder passes the checks of loading.
-    whole = compressed_tensors_settings(scheme.weights, ignore)
-    group = {**group, "weights": {**group["weights"], **whole["config_groups"]["group_0"]["weights"]}}
+    group = {**group, "weights": {**group["weights"], **weights_settings(scheme.weights)}}
     entry = {
         **config,
         "format": FORMAT,
         "config_groups": {title: group},
         METHOD: settings_of(configuration(scheme, kept)),
     }
-    Quantization.of({"quantization_config": entry}, source.path / "config.json")
+    quantization = Quantization.of({"quantization_config": entry}, source.path / "config.json")
+    assert quantization is not None
+    check_layers(quantization, source.entries)
     return entry
 
 
@@ -188,7 +195,7 @@ def _check_foreign(source: Folder) -> None:
         )
 
 
-def _weight_format(path: Path, weights: dict[str, Any]) -> WeightFormat:
+def _weight_format(path: Path, weights: Mapping[str, object]) -> WeightFormat:
     strategy, group = weights.get("strategy"), weights.get("group_size")
     if weights.get("type", "int") != "int" or strategy not in ("channel", "group"):
         raise ConversionError(
@@ -198,10 +205,11 @@ def _weight_format(path: Path, weights: dict[str, Any]) -> WeightFormat:
         raise ConversionError(f"{path} has an activation order ({weights['actorder']}) that its tensors do not store")
     if strategy == "group" and group not in GROUPS:
         raise ConversionError(f"{path} has groups of {group}; anybit has groups of {', '.join(map(str, GROUPS))}")
-    code, bits = "sym" if weights.get("symmetric", True) else "asym", weights.get("num_bits", 8)
+    code: Code = "sym" if weights.get("symmetric", True) else "asym"
+    bits = weights.get("num_bits", 8)
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
         raise ConversionError(f"{path} has weights of {bits!r} bits; anybit has those of 1 to 8")
-    return WeightFormat(bits, code, group if strategy == "group" else None)  # type: ignore[arg-type]
+    return WeightFormat(bits, code, group if strategy == "group" and isinstance(group, int) else None)
 
 
 def _layers(source: Folder) -> list[str]:
@@ -211,22 +219,7 @@ def _layers(source: Folder) -> list[str]:
     return layers
 
 
-def _check_layers(source: Folder, layers: list[str], fmt: WeightFormat) -> None:
-    for layer in layers:
-        for suffix, what in (("weight_g_idx", "an activation order"), ("weight_indices", "2:4 sparse weights")):
-            if f"{layer}.{suffix}" in source.entries:
-                raise ConversionError(f"layer {layer} has {what} ({suffix}), which the other format does not support")
-        n, k = source.read(f"{layer}.weight_shape").tolist()
-        for suffix, shape in layer_shapes(n, k, fmt).items():
-            entry = source.entries.get(f"{layer}.{suffix}")
-            if entry is None or entry.shape != shape:
-                found = "absent" if entry is None else f"of shape {entry.shape}"
-                raise ConversionError(f"layer {layer}: {suffix} is {found}; {shape} is what the configuration implies")
-
-
-def _unquantized_linears(model: Any, quantized: Iterable[str]) -> list[str]:
+def _unquantized_linears(model: nn.Module, quantized: Collection[str]) -> list[str]:
     """The unquantized Linears by name: compressed-tensors takes every Linear that is not ignored as quantized."""
-    from torch import nn
-
-    done = set(quantized)
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in done]
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name in linears if name not in quantized]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.companions import PICKLES, copy_companions
-from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_header, read_tensor
 from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.verify import check_config, check_layers
@@ -43,7 +42,7 @@ class Folder:
         refuse_adapter(self.path)
         self.config = with_quantization(read_json(self.path / "config.json"), self.path, read_json)
         self.entries = _entries(self.path)
-        self.quantization: Quantization | None = check_config(self.config, self.path / "config.json", self.entries)
+        self.quantization = check_config(self.config, self.path / "config.json", self.entries)
         if self.quantization is not None:
             check_layers(self.quantization, self.entries)
 

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anybit.errors import CheckpointError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -32,6 +35,9 @@ _COUNTS = re.compile(r"\.(block_count|expert_count|attention\.head_count(_kv)?)$
 _BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
 """Pre-tokenizers (``tokenizer.ggml.pre``) whose tokenizers add a BOS token unless the file says otherwise."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+Value = int | float | str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class GgufHeader:
     start: file offset of the tensor data.
     """
 
-    metadata: dict[str, Any]
+    metadata: dict[str, Value]
     tensors: dict[str, GgufTensor]
     start: int
 
@@ -86,7 +92,7 @@ class _Reader:
         tensors, entries = self.take("QQ")
         if max(tensors, entries) > _MOST_ENTRIES:
             raise self.fault(f"it announces {tensors} tensors and {entries} entries")
-        metadata: dict[str, Any] = {}
+        metadata: dict[str, Value] = {}
         for _ in range(entries):
             name = self.text(_LONGEST_NAME)
             if name in metadata:
@@ -100,38 +106,36 @@ class _Reader:
             table[tensor.name] = tensor
         return GgufHeader(metadata, table, self.check(metadata, table))
 
-    def check(self, metadata: dict[str, Any], table: dict[str, GgufTensor]) -> int:
+    def check(self, metadata: dict[str, Value], table: dict[str, GgufTensor]) -> int:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self.fault(f"general.alignment is {alignment}, and a power of two is needed")
-        parts = metadata.get("split.count", 1)
+        parts, architecture = metadata.get("split.count", 1), metadata.get("general.architecture")
         if isinstance(parts, int) and parts > 1:
             raise CheckpointError(
                 f"{self.file} is one of {parts} parts of a GGUF file: join them first, with llama.cpp's "
                 "llama-gguf-split --merge FIRST-PART WHOLE"
             )
-        if not isinstance(metadata.get("general.architecture"), str):
+        if not isinstance(architecture, str):
             raise self.fault("it names no general.architecture")
-        for name in ("block_count", "embedding_length"):  # parsers would default to another model's
-            if not isinstance(metadata.get(f"{metadata['general.architecture']}.{name}"), int):
-                raise self.fault(f"it lacks {metadata['general.architecture']}.{name}")
+        blocks = metadata.get(f"{architecture}.block_count")
+        if not isinstance(blocks, int):  # parsers would default to another model's
+            raise self.fault(f"it lacks {architecture}.block_count")
+        if not isinstance(metadata.get(f"{architecture}.embedding_length"), int):
+            raise self.fault(f"it lacks {architecture}.embedding_length")
         largest = max((size for tensor in table.values() for size in tensor.shape), default=0)
         for name, value in metadata.items():
             if isinstance(value, float) and math.isnan(value):
                 raise self.fault(f"{name} is NaN")
             match = _COUNTS.search(name)
             most = _LARGEST_SIZE if match is None else len(table) if match[1] == "block_count" else max(largest, 1)
-            sized = match is not None or name.startswith(f"{metadata['general.architecture']}.")
+            sized = match is not None or name.startswith(f"{architecture}.")
             if sized and isinstance(value, int | float) and value > most:
                 raise self.fault(f"{name} is {value}, and its tensors allow {most} at most")
-        blocks = metadata.get(f"{metadata['general.architecture']}.block_count")
-        beyond = [
-            name for name in table if (found := _BLOCK.match(name)) and blocks is not None and int(found[1]) >= blocks
-        ]
-        if beyond:
-            raise self.fault(f"it has tensor {beyond[0]}, but only {blocks} blocks")
         start = -(-self.at // alignment) * alignment
         for tensor in table.values():
+            if (found := _BLOCK.match(tensor.name)) and int(found[1]) >= blocks:
+                raise self.fault(f"it has tensor {tensor.name}, but only {blocks} blocks")
             if tensor.begin % alignment or start + tensor.begin >= len(self.data):
                 raise self.fault(
                     f"tensor {tensor.name} begins at byte {tensor.begin} of its data, where no tensor can begin"
@@ -150,10 +154,11 @@ class _Reader:
             raise self.fault(f"tensor {name} of shape {shape} does not fit {len(self.data)} bytes")
         return GgufTensor(name, shape, kind, begin)
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> Value:
         (kind,) = self.take("I")
         if kind in _SCALARS:
-            return self.take(_SCALARS[kind])[0]
+            value: int | float = self.take(_SCALARS[kind])[0]
+            return value
         if kind == _STRING:
             return self.text(len(self.data))
         if kind != _ARRAY:
@@ -214,7 +219,7 @@ def linked_alone(file: Path, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def tokenizer_of(folder: Path, name: str, header: GgufHeader) -> Any:
+def tokenizer_of(folder: Path, name: str, header: GgufHeader) -> "PreTrainedTokenizerBase":
     """The tokenizer of a GGUF file, with the file's BOS and EOS tokens: transformers 5.17 uses one for both.
 
     As in llama.cpp, pre-tokenizers of Llama 3's kind add BOS even if the file does not say so.

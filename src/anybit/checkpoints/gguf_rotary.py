@@ -8,13 +8,20 @@ is not stored: like llama.cpp, this recognizes the model by its number of layers
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anybit.checkpoints.gguf import GgufHeader
 from anybit.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_Rope = dict[str, Any]
+"""``rope_parameters`` of a config, or what a file says of RoPE."""
+_Factors = NDArray[np.float64]
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of a file that are not model parameters."""
 _FLOAT32 = 0
@@ -24,7 +31,7 @@ _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, whose queries are scaled by hidden_size / heads instead of head_dim."""
 
 
-def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
+def scale_rotary(config: "PretrainedConfig", file: Path, header: GgufHeader) -> None:
     """Set RoPE, query scale and sliding window of a config as the file has them.
 
     Raises CheckpointError for an unknown RoPE scaling or invalid factors.
@@ -36,7 +43,7 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
     _bound(text, file, header.metadata.get(f"{architecture}.attention.sliding_window"))
     known = getattr(text, "rope_parameters", None) or {}
     prefix = f"{architecture}.rope."
-    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    said: _Rope = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     if "scale_linear" in said:  # files of 2023
         said.setdefault("scaling.factor", said["scale_linear"])
     kind = said.setdefault("scaling.type", "linear" if "scaling.factor" in said else "none")
@@ -54,7 +61,7 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
         return
     said = {key.removeprefix("scaling."): value for key, value in said.items() if key.startswith("scaling.")}
     most = int(said.get("original_context_length", 0)) or int(text.max_position_embeddings)
-    found = dict[str, Any]()
+    found: _Rope = {}
     freqs, long, short = (_factors(file, header, name) for name in FACTORS)
     if long is not None and short is not None:
         found = _long_rope(long, short, most)
@@ -76,7 +83,7 @@ def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
         text.rope_parameters = {**known, **found}
 
 
-def _bound(text: Any, file: Path, window: Any) -> None:
+def _bound(text: "PretrainedConfig", file: Path, window: object) -> None:
     """Set the file's sliding window; warn if transformers' model has none."""
     has = getattr(text, "sliding_window", None)
     if not isinstance(window, int) or not 0 < window < text.max_position_embeddings or window == has:
@@ -91,7 +98,7 @@ def _bound(text: Any, file: Path, window: Any) -> None:
     )
 
 
-def _of_kinds(known: dict[str, Any], said: dict[str, Any], file: Path) -> dict[str, Any]:
+def _of_kinds(known: _Rope, said: _Rope, file: Path) -> _Rope:
     """RoPE of Gemma 3's layer types: sliding-window layers have their own base, and are never scaled."""
     kind, full = said["scaling.type"], known.get("full_attention") or {}
     if kind == "none" or full.get("rope_type", "default") != "default":
@@ -101,7 +108,7 @@ def _of_kinds(known: dict[str, Any], said: dict[str, Any], file: Path) -> dict[s
     return {**known, "full_attention": {**full, "rope_type": kind, "factor": float(said["scaling.factor"])}}
 
 
-def _factors(file: Path, header: GgufHeader, name: str) -> "np.ndarray[Any, np.dtype[np.float64]] | None":
+def _factors(file: Path, header: GgufHeader, name: str) -> _Factors | None:
     tensor = header.tensors.get(name)
     if tensor is None:
         return None
@@ -116,7 +123,7 @@ def _factors(file: Path, header: GgufHeader, name: str) -> "np.ndarray[Any, np.d
     return found
 
 
-def _llama3(factors: "np.ndarray[Any, np.dtype[np.float64]]", theta: float) -> dict[str, Any] | None:
+def _llama3(factors: _Factors, theta: float) -> _Rope | None:
     """Fit the parameters of Llama 3's RoPE scaling to these factors; None if none reproduce them.
 
     Between two bounds that scaling interpolates the inverse factor linearly in the frequency, from 1 / factor to 1. Of
@@ -147,7 +154,7 @@ def _llama3(factors: "np.ndarray[Any, np.dtype[np.float64]]", theta: float) -> d
     return found if np.allclose(inverse, 1 / factors, rtol=1e-4) else None
 
 
-def _long_rope(long: Any, short: Any, most: int) -> dict[str, Any]:
+def _long_rope(long: _Factors, short: _Factors, most: int) -> _Rope:
     return {
         "rope_type": "longrope",
         "long_factor": long.tolist(),

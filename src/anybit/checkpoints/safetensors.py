@@ -8,6 +8,7 @@ in at the end.
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +21,12 @@ from torch import Tensor
 from anybit.errors import CheckpointError, one_line
 
 DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-}
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000
 _LARGEST_SIZE = 1 << 48
@@ -77,9 +67,12 @@ def read_header(file: Path) -> list[Entry]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     try:
         header = json.loads(text, object_pairs_hook=lambda pairs: _without_doubles(file, pairs))
-        _check_metadata(file, header.pop("__metadata__", {}))
-        items = list(header.items())
-        entries = [_entry(file, name, value, 8 + length) for name, value in items]
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise CheckpointError(
+                f"{file} has a corrupt safetensors header: its __metadata__ must map names to strings"
+            )
+        entries = [_entry(file, name, value, 8 + length) for name, value in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -115,7 +108,7 @@ class FileWriter:
         self.names: list[str] = []
         self.bytes = 0
         self._room = max(-(-header_room // 8) * 8, 64)
-        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         # Data is contiguous: tensors that are not multiples of 8 bytes go last, to keep the others aligned.
         self._odd: list[tuple[str, Tensor]] = []
         self._stream: IO[bytes] = file.open("wb")
@@ -172,15 +165,9 @@ def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> Entry:
     return Entry(name, file, DTYPES[dtype], shape, base + begin, base + end)
 
 
-def _check_metadata(file: Path, metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{file} has a corrupt safetensors header: its __metadata__ must map names to strings")
-
-
-def _without_doubles(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise CheckpointError(f"{file}: tensor {name} appears twice")
-        result[name] = value
+def _without_doubles(file: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise CheckpointError(f"{file}: tensor {name} appears twice")
     return result

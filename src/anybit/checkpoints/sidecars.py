@@ -12,10 +12,11 @@ from typing import Any
 FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files beside config.json; not copied to a requantized model."""
 
-ReadJson = Callable[[Path], dict[str, Any]]
+Config = dict[str, Any]
+ReadJson = Callable[[Path], Config]
 
 
-def with_quantization(config: dict[str, Any], folder: Path, read_json: ReadJson) -> dict[str, Any]:
+def with_quantization(config: Config, folder: Path, read_json: ReadJson) -> Config:
     """A config.json with its one quantization_config at the top level; unchanged if there is none."""
     entry = config.get("quantization_config") or _elsewhere(config, folder, read_json)
     nested = entry.get("quantization") if isinstance(entry, Mapping) else None
@@ -30,7 +31,7 @@ def with_quantization(config: dict[str, Any], folder: Path, read_json: ReadJson)
     return {**{n: v for n, v in config.items() if n != "compression_config"}, "quantization_config": entry}
 
 
-def _elsewhere(config: Mapping[str, Any], folder: Path, read_json: ReadJson) -> dict[str, Any] | None:
+def _elsewhere(config: Config, folder: Path, read_json: ReadJson) -> Config | None:
     inner, old = config.get("text_config"), config.get("compression_config")
     if isinstance(inner, Mapping) and isinstance(inner.get("quantization_config"), Mapping):
         return dict(inner["quantization_config"])

@@ -5,10 +5,9 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from anybit.checkpoints.folder import Folder, path_of, read_json, refuse_adapter
 from anybit.checkpoints.formats.compressed_tensors import matches, unmasked
@@ -112,8 +111,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     import torch
     import transformers
 
-    arguments: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
-    options: dict[str, Any] = {"dtype": torch.float16, "output_loading_info": True}
+    options: dict[str, object] = {"dtype": torch.float16, "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):
         # By default newer versions keep the file's quantization, which can be neither cast nor saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -121,7 +119,9 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     alone.mkdir()
     try:
         with linked_alone(file, alone):
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(alone, **arguments, **options)
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                alone, gguf_file=file.name, trust_remote_code=False, **options
+            )
             scale_rotary(model.config, file, header)
             tokenizer = tokenizer_of(alone, file.name, header)
     finally:
@@ -134,7 +134,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def _refuse_mismatch(file: Path, found: dict[str, Any]) -> None:
+def _refuse_mismatch(file: Path, found: Mapping[str, Collection[object]]) -> None:
     """Raise CheckpointError for missing, surplus or misshapen tensors, which transformers tolerates."""
     surplus = [key for key in found.get("unexpected_keys") or () if not _FREQUENCIES.search(str(key))]
     for keys, what in (

@@ -14,7 +14,7 @@ which a folder is read. Each raises CheckpointError, naming the file and the ten
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.codes.packing import unpack_words, words_per_row
 from anybit.errors import CheckpointError, dtype_name
 from anybit.scheme import WeightFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.quantizers import HfQuantizer
 
 TRAP = "weight"
 """An empty tensor beside the codes of each layer that compressed-tensors cannot represent. A program without anybit
@@ -46,7 +50,7 @@ _MOST_LAYERS = 256
 
 
 def check_config(
-    config: Mapping[str, Any], where: object, entries: Mapping[str, Entry] | None = None
+    config: Mapping[str, object], where: object, entries: Mapping[str, Entry] | None = None
 ) -> Quantization | None:
     """Check a config.json before anything is built from it; returns how anybit quantized the model, or None.
 
@@ -109,10 +113,10 @@ def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> li
 
 
 def check_model(
-    model: Any,
+    model: "PreTrainedModel",
     entries: Mapping[str, Entry],
     where: object,
-    quantizer: Any = None,
+    quantizer: "HfQuantizer | None" = None,
     check_whole: Callable[[], None] | None = None,
 ) -> None:
     """Check the headers against a transformers model on the meta device, with its quantized layers in place.
@@ -147,11 +151,15 @@ def check_model(
     if check_whole is not None and (missing or surplus):
         check_whole()
         missing, surplus = [name for name in missing if not _is_new_head(model, name)], []
-    _refuse(model, missing, where, missing=True)
-    _refuse(model, sorted(surplus), where, missing=False)
+    _refuse_missing(model, missing, where)
+    if surplus:
+        raise CheckpointError(
+            f"{where} has tensor {_counted(sorted(surplus))}, which {type(model).__name__} has no place for: its "
+            "config.json is another model's"
+        )
 
 
-def _is_new_head(model: Any, name: str) -> bool:
+def _is_new_head(model: "PreTrainedModel", name: str) -> bool:
     """Whether a layer or tensor belongs to a classifier on top of a language model, which transformers initializes.
 
     An output head is none: with random weights the model would write nonsense.
@@ -223,7 +231,7 @@ def _check_kind(entry: Entry, wanted: torch.dtype) -> None:
         )
 
 
-def _numbers(config: Mapping[str, Any], where: object) -> Iterator[tuple[str, int | float]]:
+def _numbers(config: Mapping[str, object], where: object) -> Iterator[tuple[str, int | float]]:
     """Every number in a config.json with its key path; iterative, so that nesting cannot exhaust the stack."""
     rest: list[tuple[str, object, int]] = [("", config, 0)]
     while rest:
@@ -238,14 +246,15 @@ def _numbers(config: Mapping[str, Any], where: object) -> Iterator[tuple[str, in
             yield name, value
 
 
-def _check_names(config: Mapping[str, Any], where: object) -> None:
+def _check_names(config: Mapping[str, object], where: object) -> None:
     """Raise CheckpointError for a config that names files elsewhere, or code to fetch and run."""
     if config.get("transformers_weights") is not None:
         raise CheckpointError(f"{where}: transformers_weights names files that are not checked: remove it")
     if not isinstance(config.get("model_type", ""), str):
         raise CheckpointError(f"{where}: model_type must be a name, not {config['model_type']!r}")
     for name in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
-        if any("/" in str(text) for text in _texts(config.get(name))):
+        value = config.get(name)
+        if any("/" in str(text) for text in (value.values() if isinstance(value, Mapping) else (value,))):
             raise CheckpointError(f"{where}: {name} names code on the hub, which a model folder is not allowed to run")
     if not isinstance(config.get("quantization_config"), Mapping | None):
         raise CheckpointError(
@@ -253,12 +262,11 @@ def _check_names(config: Mapping[str, Any], where: object) -> None:
         )
 
 
-def _texts(value: object) -> Iterable[object]:
-    return value.values() if isinstance(value, Mapping) else () if value is None else (value,)
-
-
 def names_in(
-    model: Any, stored: Iterable[str], wanted: Mapping[str, Tensor], quantizer: Any = None
+    model: "PreTrainedModel",
+    stored: Iterable[str],
+    wanted: Mapping[str, Tensor],
+    quantizer: "HfQuantizer | None" = None,
 ) -> tuple[set[str], dict[str, str]]:
     """How transformers maps stored names: (targets of conversions, stored name -> the model's).
 
@@ -271,7 +279,8 @@ def names_in(
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
     prefix = model.base_model_prefix
-    ignored = _ignored(model)
+    # Surplus tensors that the model ignores: old buffers, or heads that it does not have.
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     converted, found = set(), {}
     for name in stored:
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
@@ -282,30 +291,20 @@ def names_in(
             converter = next(item for item in converters if pattern in item.source_patterns)
             targets = converter.target_patterns
             converted.update(renamed.replace(targets[0], other) for other in targets[1:])
-        elif renamed in wanted or ignored is None or ignored.search(renamed) is None:
+        elif renamed in wanted or not any(re.search(pattern, renamed) for pattern in ignored):
             found[name] = renamed
     return converted, found
 
 
-def _ignored(model: Any) -> re.Pattern[str] | None:
-    """A pattern of the surplus tensors that a model ignores: old buffers, or heads that it does not have."""
-    patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
-    return re.compile("|".join(f"({pattern})" for pattern in patterns))
-
-
-def _refuse(model: Any, names: list[str], where: object, missing: bool) -> None:
-    if not names:
-        return
-    if missing:
-        ignored = model._keys_to_ignore_on_load_missing or ()
-        names = [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
-    count = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    kind = type(model).__name__
-    if names and missing:
+def _refuse_missing(model: "PreTrainedModel", names: list[str], where: object) -> None:
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    names = [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
+    if names:
+        kind = type(model).__name__
         saved = (getattr(model.config, "architectures", None) or [kind])[0]
         other = "" if saved == kind else f": its config.json says {saved}, so load it as that"
-        raise CheckpointError(f"{where} has no tensor {names[0]}{count}, which {kind} needs{other}")
-    if names:
-        raise CheckpointError(
-            f"{where} has tensor {names[0]}{count}, which {kind} has no place for: its config.json is another model's"
-        )
+        raise CheckpointError(f"{where} has no tensor {_counted(names)}, which {kind} needs{other}")
+
+
+def _counted(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

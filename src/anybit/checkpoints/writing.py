@@ -3,10 +3,9 @@
 import filecmp
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -24,27 +23,12 @@ _MODEL = ("config.json", INDEX, SINGLE, "model-*-of-*.safetensors")
 # For folders without a manifest (older versions, transformers): files that may be deleted because tools generate them;
 # no documents, pickles or scripts.
 _MADE_BY_TOOLS = (
-    *_MODEL,
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-)
+    *_MODEL, "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model",
+    "sentencepiece.bpe.model", "spm.model", "tekken.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt",
+    "merges.txt", "spiece.model",
+)  # fmt: skip
 _OF_SYSTEMS = (MANIFEST, ".DS_Store")
 
 
@@ -89,7 +73,7 @@ def check_place(path: Path | str, overwrite: bool = False, source: Path | None =
     """
     given = Path(path)
     try:
-        path = _real(given)
+        path = Path(os.path.realpath(given))  # unlike Path.resolve, never raises for circular links
         here = [Path.cwd(), *Path.cwd().parents]
     except OSError as error:
         raise CheckpointError(f"{given} cannot be written: the current directory is gone ({error.strerror})") from None
@@ -102,7 +86,8 @@ def check_place(path: Path | str, overwrite: bool = False, source: Path | None =
         raise CheckpointError(f"{path} is {which}, which cannot be replaced: name a folder inside it")
     if source is not None:
         for read in _read_from(source):
-            if path in (_real(read), *_real(read).parents):
+            real = Path(os.path.realpath(read))
+            if path in (real, *real.parents):
                 raise CheckpointError(f"{path} holds the model that is read ({read}): choose another folder")
     if path.is_dir() and any(path.iterdir()):
         if not overwrite:
@@ -119,11 +104,6 @@ def _read_from(source: Path) -> Iterator[Path]:
     yield source
     yield from (file for file in source.iterdir() if not file.is_dir())
     yield from (source / name for name in companions(source)[0])
-
-
-def _real(path: Path) -> Path:
-    """Resolve links; unlike Path.resolve in some Python versions, this does not raise for circular ones."""
-    return Path(os.path.realpath(path))
 
 
 def _refuse_to_replace(path: Path, source: Path | None) -> None:
@@ -155,7 +135,7 @@ def _refuse_to_replace(path: Path, source: Path | None) -> None:
         )
 
 
-def _replaceable(folder: Path, name: Path, listed: dict[str, Any] | None, twin: Path | None) -> bool:
+def _replaceable(folder: Path, name: Path, listed: Mapping[str, object] | None, twin: Path | None) -> bool:
     """Whether a file or sub-folder of a folder may be deleted without loss. twin: the source's file of that name."""
     entry, own = folder / name, (listed or {}).get(name.as_posix())
     if entry.is_symlink() or not entry.is_file():  # a folder is judged by what is in it
@@ -182,7 +162,7 @@ def _write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _manifest(folder: Path) -> Mapping[str, object] | None:
     """The files that anybit wrote into a folder, from its manifest; None without one."""
     with suppress(CheckpointError):
         files = read_json(folder / MANIFEST).get("files")

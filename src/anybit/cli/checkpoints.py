@@ -212,9 +212,10 @@ def _cache_room(model: Any) -> list[str] | None:
 
 
 def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
-    from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import method_of
+    from anybit.checkpoints.folder import Folder
     from anybit.checkpoints.formats.translate import FolderTranslation, schemes_of
+    from anybit.checkpoints.source import local_folder
     from anybit.models.modules import embedding_layers, kept_modules, linear_layers, shared_heads, skeleton
     from anybit.quantization.pipeline.stream import experts_of
 

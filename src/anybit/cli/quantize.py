@@ -84,7 +84,7 @@ def quantize(
     _check_bits(bits, parsed)
     size = None if memory is None else _bytes(memory)
     how = _options(method, text, tokens, settings or [])
-    from anybit.checkpoints import local_folder
+    from anybit.checkpoints.source import local_folder
     from anybit.device import checked_device
 
     if device is not None:

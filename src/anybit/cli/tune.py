@@ -252,9 +252,10 @@ def _layers(
 
     ranks: of one tensor-parallel rank's parts.
     """
-    from anybit.checkpoints import Folder, is_gguf, local_folder
+    from anybit.checkpoints.folder import Folder
     from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
     from anybit.checkpoints.formats.translate import FolderTranslation
+    from anybit.checkpoints.source import is_gguf, local_folder
     from anybit.models.modules import kept_modules, linear_layers, skeleton
 
     if scheme is None and is_gguf(model):

@@ -6,7 +6,7 @@ first, padded only in a row's last word: compressed-tensors' ``pack-quantized`` 
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from anybit.scheme import WeightFormat
 WORD = 32
 # Fields of a QuantizedWeight with a row per output.
 _BY_ROW = ("words", "scale", "zero", "indices", "minimum")
+_Fields = dict[str, Any]
 
 
 def _period(bits: int) -> tuple[int, int]:
@@ -215,9 +216,7 @@ class QuantizedWeight:
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         """The same layer on another device."""
-        moved: dict[str, Any] = {
-            f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)
-        }
+        moved: _Fields = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)}
         return replace(self, **moved)
 
     def rows(self, rows: "Tensor | slice") -> "QuantizedWeight":
@@ -234,8 +233,9 @@ class QuantizedWeight:
         cast = replace(self, scale=self.scale.to(dtype), minimum=minimum)
         if torch.finfo(dtype).max < torch.finfo(self.scale.dtype).max or self.scale.dtype.itemsize > dtype.itemsize:
             lost = ((cast.scale == 0) & (self.scale != 0)) | (cast.scale.isinf() & ~self.scale.isinf())
-            over = False if minimum is None else bool((minimum.isinf() & ~self.minimum.isinf()).any())  # type: ignore[union-attr]
-            if over or bool(lost.any()):
+            if minimum is not None and self.minimum is not None:
+                lost = lost | (minimum.isinf() & ~self.minimum.isinf())
+            if bool(lost.any()):
                 sizes = self.scale[self.scale != 0].abs()
                 name = dtype_name(dtype)
                 raise LayerError(
@@ -328,9 +328,8 @@ def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:
         if not _same(weight.group_index, first.group_index):
             raise LayerError("layers with different activation orders cannot be stacked")
 
-    joined: dict[str, Any] = {
-        name: torch.cat([getattr(w, name) for w in weights]) for name in _BY_ROW if getattr(first, name) is not None
-    }
+    stored = [name for name in _BY_ROW if getattr(first, name) is not None]
+    joined: _Fields = {name: torch.cat([getattr(w, name) for w in weights]) for name in stored}
     return replace(first, **joined, shape=(sum(w.shape[0] for w in weights), first.shape[1]))
 
 
@@ -391,7 +390,13 @@ class DequantizedWeight(Tensor):
         return copy
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Call a function of torch; raises LayerError if it wrote, or tried to."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -407,7 +412,7 @@ class DequantizedWeight(Tensor):
                 raise LayerError(READ_ONLY)
             memory = set(map(_address, copies))
 
-            def marked(found: Any) -> Any:
+            def marked(found: object) -> object:
                 """A view as a DequantizedWeight, and any other tensor as a plain one."""
                 if not isinstance(found, Tensor) or any(found is t for t in copies):
                     return found
@@ -420,13 +425,14 @@ class DequantizedWeight(Tensor):
 
             return tree_map(marked, result)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "_is_param":  # the last thing that nn.Parameter does
             self.__class__ = nn.Parameter  # type: ignore[assignment]
         else:
             super().__setattr__(name, value)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        copied: Tensor
         memo[id(self)] = copied = self.as_subclass(Tensor).__deepcopy__(memo)
         return copied
 

@@ -5,12 +5,11 @@ inside a group, the shard gets smaller groups with repeated scales.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.codes.packing import QuantizedWeight, pack_words, unpack_words
+from anybit.codes.packing import pack_words, unpack_words
 from anybit.errors import LayerError
 from anybit.scheme import GROUPS, WeightFormat
 
@@ -54,7 +53,7 @@ def shard_groups(values: Tensor, format: WeightFormat, start: int, inputs: int) 
 
 def shard_ordered(
     values: tuple[Tensor | None, ...], group_index: Tensor, format: WeightFormat
-) -> tuple[tuple[Any, ...], Tensor, WeightFormat]:
+) -> tuple[tuple[Tensor | None, ...], Tensor, WeightFormat]:
     """``shard_groups`` for activation order.
 
     values: scales, zeros and minima [N, G] of the layer.  group_index: [inputs] of the shard, which may use any of the
@@ -79,21 +78,3 @@ def shard_ordered(
     format = replace(format, group=max(sizes))
     columns = used.long()[torch.arange(format.groups(inputs), device=used.device).clamp(max=count - 1)]
     return tuple(None if one is None else one[:, columns] for one in values), index.to(torch.int32), format
-
-
-def shard(weight: QuantizedWeight, start: int, inputs: int) -> QuantizedWeight:
-    """Inputs ``start`` to ``start + inputs`` of a layer as a layer; it dequantizes to the same bits as the whole."""
-    fmt = weight.format
-    n, kept = weight.shape[0], 2 if fmt.sparse else 1
-    words = shard_words(weight.words, fmt.bits, start // kept, inputs // kept).contiguous()
-    indices = None if weight.indices is None else shard_words(weight.indices, 2, start // kept, inputs // kept)
-    if weight.group_index is not None and fmt.group is not None:
-        index = weight.group_index[start : start + inputs]
-        values = (weight.scale, weight.zero, weight.minimum)
-        (scale, zero, minimum), index, fmt = shard_ordered(values, index, fmt)
-        return QuantizedWeight(words, scale, zero, (n, inputs), fmt, index, indices, minimum)
-    scale = shard_groups(weight.scale, fmt, start, inputs)
-    zero = None if weight.zero is None else shard_groups(weight.zero, fmt, start, inputs)
-    minimum = None if weight.minimum is None else shard_groups(weight.minimum, fmt, start, inputs)
-    fmt = shard_format(fmt, start, inputs)
-    return QuantizedWeight(words, scale, zero, (n, inputs), fmt, None, indices, minimum=minimum)

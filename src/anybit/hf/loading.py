@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from anybit.checkpoints import Folder, is_gguf, local_folder
 from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
-from anybit.checkpoints.folder import without_tokenizer
+from anybit.checkpoints.folder import Folder, without_tokenizer
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.gguf_summary import gguf_scheme
+from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.checkpoints.verify import check_model
 from anybit.device import checked_device
 from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line

@@ -4,7 +4,7 @@ To add a format, add a module and list it in ``FORMATS``. GGUF is separate: ``gg
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from anybit.checkpoints.formats import (
     auto_round,
@@ -40,7 +40,7 @@ class Format(Protocol):
     def TENSORS(self) -> tuple[str, ...]:  # noqa: N802
         """All tensor names that the format may store for a layer, except its bias."""
 
-    def matches(self, config: dict[str, Any], /) -> bool:
+    def matches(self, config: Mapping[str, object], /) -> bool:
         """Whether a quantization_config describes this format."""
 
     def scheme(self, layer: StoredLayer, /) -> Scheme:
@@ -55,17 +55,16 @@ FORMATS: tuple[Format, ...] = (
 )  # fmt: skip
 
 
-def format_of(config: Mapping[str, Any]) -> Format | None:
+def format_of(config: Mapping[str, object]) -> Format | None:
     """The format that reads another tool's config.json; None if there is none, or it is not quantized."""
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return None
-    return next((format for format in FORMATS if format.matches(quantization)), None)
+    found = quantization if isinstance(quantization, dict) else {}
+    return next((format for format in FORMATS if format.matches(found)), None)
 
 
-def layers_of(format: Format, source: Source, config: Mapping[str, Any]) -> dict[str, StoredLayer]:
-    """The quantized layers of a model in a format, by name."""
+def layers_of(format: Format, source: Source, quantization: Mapping[str, object]) -> dict[str, StoredLayer]:
+    """The quantized layers of a model in a format, by name. quantization: the config's quantization_config."""
     names = {
         name.removesuffix(f".{mark}") for mark in format.MARKS for name in source.entries if name.endswith(f".{mark}")
     }
-    return {name: StoredLayer(source, name, config["quantization_config"]) for name in sorted(names)}
+    return {name: StoredLayer(source, name, quantization) for name in sorted(names)}

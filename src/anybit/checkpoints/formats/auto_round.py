@@ -1,6 +1,7 @@
 """auto-round's own format: layers packed like GPTQ's or AWQ's, with a bit-width per layer."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from anybit.checkpoints.formats import awq, gptq
 from anybit.checkpoints.formats.stored import StoredLayer
@@ -13,16 +14,11 @@ TENSORS = gptq.TENSORS
 _EARLY = ("autoround:exllamav2", "auto_round:exllamav2", "auto_round:gptq:exllamav2")
 """Names of GPTQ's packing before version 0.4, which do not say whether zeros are stored minus one."""
 _PACKINGS = (
-    *_EARLY,
-    "auto_round:auto_gptq",
-    "auto_round:gptqmodel",
-    "auto_round",
-    "auto_round:auto_awq",
-    "auto_round:awq",
-)
+    *_EARLY, "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq",
+)  # fmt: skip
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     return config.get("quant_method") in ("auto-round", "intel/auto-round") and _packing(config) in _PACKINGS
 
@@ -42,9 +38,9 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     return awq.read(layer) if _as_awq(layer) else gptq.read(_as_gptq(layer))
 
 
-def _packing(config: dict[str, Any]) -> str:
-    said = (config.get(name) for name in ("packing_format", "backend"))
-    return str(next((packing for packing in said if packing is not None), "auto_round:auto_gptq"))
+def _packing(config: Mapping[str, object]) -> str:
+    said = config.get("packing_format")
+    return str(config.get("backend", "auto_round:auto_gptq") if said is None else said)
 
 
 def _as_awq(layer: StoredLayer) -> bool:
@@ -54,4 +50,4 @@ def _as_awq(layer: StoredLayer) -> bool:
 def _as_gptq(layer: StoredLayer) -> StoredLayer:
     """The layer with GPTQ's checkpoint_format: only auto_gptq's packing stores zeros minus one (v1)."""
     version = "gptq" if _packing(layer.config).endswith("auto_gptq") else "gptq_v2"
-    return StoredLayer(layer.source, layer.name, {**layer.config, "checkpoint_format": version})
+    return replace(layer, config={**layer.config, "checkpoint_format": version})

@@ -6,7 +6,7 @@ gemv: qweight int32 [N, K/8] and qzeros int32 [N, ...], packed in order along K 
 the last two are padded.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ TENSORS = ("qweight", "qzeros", "scales")
 _PLACE_OF = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "awq" and _version(config) in ("gemm", "gemv")
 
@@ -38,9 +38,8 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     groups = _groups(layer, k)
     scale = finite(layer, "scales", layer["scales"])
     if _version(layer.config) == "gemv":
-        stored = -(-k // layer.config["group_size"])
-        zero = unpack_words(layer["qzeros"], bits, layer.shape("qzeros")[1] * 32 // bits)[:, :stored]
-        words, scale = layer["qweight"].contiguous(), scale[:, :stored]
+        zero = unpack_words(layer["qzeros"], bits, layer.shape("qzeros")[1] * 32 // bits)[:, : groups.stored]
+        words, scale = layer["qweight"].contiguous(), scale[:, : groups.stored]
     else:
         words = pack_words(_in_order(unpack_words(layer["qweight"], bits, n)).t().contiguous(), bits)
         zero, scale = _in_order(unpack_words(layer["qzeros"], bits, n)).t(), scale.t()
@@ -48,15 +47,16 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     return QuantizedWeight(words, groups.spread(scale), groups.spread(zero), (n, k), format)
 
 
-def _version(config: dict[str, Any]) -> str:
+def _version(config: Mapping[str, object]) -> str:
     return str(config.get("version") or "gemm").lower()
 
 
 def _sizes(layer: StoredLayer) -> tuple[int, int, int]:
     """(bits, inputs, outputs)."""
     if _version(layer.config) == "gemv":
-        bits = int(layer.config.get("bits", 4))
-        n, words = layer.shape("qweight")
+        bits, (n, words) = layer.config.get("bits", 4), layer.shape("qweight")
+        if not isinstance(bits, int) or bits not in range(1, 9):
+            raise layer.refuse(f"its codes have {bits!r:.80} bits, and 1 to 8 are possible")
         return bits, words * 32 // bits, n
     n = layer.shape("scales")[1]
     k, words = layer.shape("qweight")

@@ -5,7 +5,7 @@ weight_scale: one float, by which bitlinear divides and autobitlinear multiplies
 Inputs are quantized to 8 bits per token, as in anybit's a8. Codes plus one are those of ``w2a8``.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -19,7 +19,7 @@ TENSORS = ("weight", "weight_scale")
 _SCHEME = Scheme.parse("w2a8")
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "bitnet"
 

@@ -7,6 +7,7 @@ bitsandbytes separates them in activations, which stay in 16 bits here.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ TENSORS = (
 )  # fmt: skip
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "bitsandbytes"
 
@@ -58,11 +59,11 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     return QuantizedWeight.from_codes(codes, scale, None, format)
 
 
-def _state(layer: StoredLayer) -> dict[str, Any]:
+def _state(layer: StoredLayer) -> Any:
+    """NF4's settings, JSON in a tensor of bytes."""
     if _STATE not in layer:
         raise layer.refuse("it is in bitsandbytes' FP4, which anybit does not read; save it as NF4")
-    state: dict[str, Any] = json.loads(bytes(layer[_STATE].tolist()))
-    return state
+    return json.loads(bytes(layer[_STATE].tolist()))
 
 
 def _groups(layer: StoredLayer) -> tuple[Groups, tuple[int, int]]:
@@ -74,11 +75,10 @@ def _groups(layer: StoredLayer) -> tuple[Groups, tuple[int, int]]:
 
 
 def _scales(layer: StoredLayer) -> Tensor:
-    absmax: Tensor = layer["weight.absmax"]
+    absmax = layer["weight.absmax"]
     if absmax.is_floating_point():
         return absmax.float()
     state = _state(layer)
     block = torch.arange(absmax.numel()) // state["nested_blocksize"]
     values = layer["weight.nested_quant_map"].float()[absmax.flatten().long()]
-    scales: Tensor = values * layer["weight.nested_absmax"].float()[block] + state["nested_offset"]
-    return scales
+    return values * layer["weight.nested_absmax"].float()[block] + float(state["nested_offset"])

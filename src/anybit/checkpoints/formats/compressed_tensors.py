@@ -13,8 +13,8 @@ file quantizes them: compressed-tensors rounds them differently.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ PADDED = (3, 5, 6, 7)
 """Widths that do not divide 32, whose words compressed-tensors padded before version 0.18."""
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "compressed-tensors" and config.get("format") in _KNOWN
 
@@ -60,12 +60,9 @@ def _refuse_rotations(layer: StoredLayer) -> None:
     """Refuse online rotations (transform_config); those merged into the weights need nothing."""
     transforms = layer.config.get("transform_config")
     groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
-    for group in groups.values() if isinstance(groups, dict) else ():
-        places = group.get("apply") if isinstance(group, dict) else None
-        for place in places if isinstance(places, list) else ():
-            where = place.get("location") if isinstance(place, dict) else None
-            if where not in ("weight_input", "weight_output"):
-                raise layer.refuse(f"its model rotates activations at run time (transform_config, at {where})")
+    for where in (place["location"] for group in (groups or {}).values() for place in group["apply"]):
+        if where not in ("weight_input", "weight_output"):
+            raise layer.refuse(f"its model rotates activations at run time (transform_config, at {where})")
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:
@@ -76,17 +73,17 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     if _is_fp8(layer):
         return fp8.read(_with_blocks(layer))
     format, groups, (n, k) = _format(layer)
-    places, padded = None, False
-    if format.sparse:
-        kept = layer["compressed"].to(torch.int16) + 2 ** (format.bits - 1)
-        words, indexed, places = pack_words(kept.to(torch.uint8), format.bits), False, _places(layer, n, k)
-    elif "weight_packed" in layer:
-        words, indexed = layer["weight_packed"], "weight_g_idx" in layer
+    index, places, padded = None, None, False
+    if "weight_packed" in layer:
+        words = layer["weight_packed"]
         if padded := packing(layer)[1]:
             words = pack_words(_unpadded(layer, words, format.bits, k), format.bits)
+        if "weight_g_idx" in layer and not unset(layer["weight_g_idx"]):
+            index = groups.order(layer["weight_g_idx"])
     else:
-        stored = layer["weight"].to(torch.int16) + 2 ** (format.bits - 1)
-        words, indexed = pack_words(stored.to(torch.uint8), format.bits), False
+        stored = layer["compressed" if format.sparse else "weight"]
+        words = pack_words(_unsigned(stored, format.bits), format.bits)
+        places = _places(layer, n, k) if format.sparse else None
     zero = None
     if format.code == "asym":
         zero = layer["weight_zero_point"]
@@ -94,9 +91,8 @@ def read(layer: StoredLayer) -> QuantizedWeight:
             zero = zero.t().contiguous()
             zero = (_unpadded(layer, zero, format.bits, n) if padded else unpack_words(zero, format.bits, n)).t()
         else:
-            zero = _of_rows((zero.to(torch.int16) + 2 ** (format.bits - 1)).to(torch.uint8), n)
+            zero = _of_rows(_unsigned(zero, format.bits), n)
         zero = groups.spread(zero)
-    index = groups.order(layer["weight_g_idx"]) if indexed and not unset(layer["weight_g_idx"]) else None
     scale = groups.spread(finite(layer, "scales", _of_rows(layer["weight_scale"], n)))
     return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
 
@@ -136,6 +132,11 @@ def _unpadded(layer: StoredLayer, words: Tensor, bits: int, length: int) -> Tens
         raise layer.refuse(f"{length} codes of {bits} bits, {each} a word, are not {words.shape[1]} words")
     codes = [(words >> bits * place & 2**bits - 1).to(torch.uint8) for place in range(each)]
     return torch.stack(codes, -1).flatten(1)[:, :length]
+
+
+def _unsigned(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes as unsigned ones, uint8."""
+    return (codes.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
 
 
 def _of_rows(values: Tensor, n: int) -> Tensor:
@@ -191,18 +192,17 @@ def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
     return pack_words(fours.argsort(dim=-1, descending=True, stable=True)[..., :2].to(torch.uint8).view(n, -1), 2)
 
 
-def _settings(layer: StoredLayer) -> dict[str, Any]:
+def _settings(layer: StoredLayer) -> Mapping[str, object]:
     """config.json's settings of a layer's weights: by its name, else by a pattern, else for all Linears."""
     groups = layer.config.get("config_groups")
-    targets: dict[str, Any] = {}
+    targets: dict[str, Mapping[str, object]] = {}
     for group in groups.values() if isinstance(groups, dict) else ():
         targets |= dict.fromkeys(map(str, group.get("targets") or ()), group.get("weights") or {})
     for target in [target for target in targets if target.startswith("re:")]:
         check_pattern(target[3:], "config.json: quantization_config.config_groups")
         if re.match(target[3:], layer.name):
             targets.setdefault(layer.name, targets[target])
-    found: dict[str, Any] = targets.get(layer.name, targets.get("Linear", {}))
-    return found
+    return targets.get(layer.name, targets.get("Linear", {}))
 
 
 def _with_blocks(layer: StoredLayer) -> StoredLayer:

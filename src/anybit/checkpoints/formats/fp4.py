@@ -6,7 +6,7 @@ ModelOpt: weight uint8 [N, K/2], weight_scale e4m3 [N, K/16], to be multiplied b
 The two levels of NVFP4's scales are combined in float32.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -19,7 +19,7 @@ MARKS = ("weight_scale_2",)
 TENSORS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes ModelOpt's NVFP4; ``compressed_tensors`` delegates here by itself."""
     return config.get("quant_method") == "modelopt" and config.get("quant_algo") == "NVFP4"
 

@@ -5,10 +5,9 @@ over N x K.  W = weight * scale, despite the name ``_inv``. Activations stay in 
 activations (``input_scale``) are ignored.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, powers_of_two
 from anybit.codes.packing import QuantizedWeight
@@ -21,7 +20,7 @@ TENSORS = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activat
 _METHODS = ("fp8", "fbgemm_fp8", "mxfp8")
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     modelopt = config.get("quant_method") == "modelopt" and config.get("quant_algo") == "FP8"
     return config.get("quant_method") in _METHODS or modelopt
@@ -44,7 +43,8 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     scale = finite(layer, "scales", scale.reshape(_shape(layer)))
     scale = groups.spread(scale.repeat_interleave(rows, dim=0)[:n])
     format = WeightFormat(8, "e4m3", groups.group)
-    return QuantizedWeight.from_codes(codes, _wide(scale), None, format)
+    scale = scale if scale.dtype in (torch.float16, torch.bfloat16) else scale.float()
+    return QuantizedWeight.from_codes(codes, scale, None, format)
 
 
 def _scale_name(layer: StoredLayer) -> str:
@@ -73,7 +73,3 @@ def _grid(layer: StoredLayer) -> tuple[Groups, int]:
         blocks = f"blocks of {block[0]} x {block[1]}" if block else "equal blocks"
         raise layer.refuse(f"a grid of {rows} x {columns} scales does not fit {n} x {k} weights in {blocks}")
     return Groups.of(layer, None if columns == 1 else k // columns, k), n // rows
-
-
-def _wide(scale: Tensor) -> Tensor:
-    return scale if scale.dtype in (torch.float16, torch.bfloat16) else scale.float()

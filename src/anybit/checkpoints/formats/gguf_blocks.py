@@ -1,42 +1,155 @@
-"""Decode GGUF's blocks (GGML's quantization types) to codes, scales and minima.
+"""GGUF's blocks (GGML's quantization types): bytes to codes, scales and minima, and back.
 
-A row is a sequence of blocks of 32 or 256 weights. Two-level scales (a float16 super-block scale times small integers
-for groups of 16 or 32 inputs) are multiplied in float32, where these products are exact.
+A row is a sequence of blocks of 32 or 256 weights. Two-level scales (a float16 factor times small integers for groups
+of 16 or 32 inputs) are multiplied in float32, where these products are exact.
 Layouts: ggml-quants.c and the ``gguf`` package, with which the tests compare bitwise.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.formats.stored import nibbles, powers_of_two
+from anybit.checkpoints.formats.stored import powers_of_two
 from anybit.checkpoints.gguf_summary import SCHEMES
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CheckpointError
 from anybit.scheme import Scheme
 
-# Codes [N, blocks, weights], scales and minima [N, blocks, groups of a block].
-_Decoded = tuple[Tensor, Tensor, Tensor | None]
+
+class _Part(Protocol):
+    """How some bytes of blocks hold unsigned integers, uint8 [N, blocks, count], or some bits of them."""
+
+    def unpack(self, data: Tensor) -> Tensor:
+        """Integers from the bytes of blocks, uint8 [N, blocks, size]."""
+
+    def pack(self, values: Tensor, data: Tensor) -> None:
+        """Write integers into the bytes of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """Bytes ``begin`` to ``end`` in runs: each holds 8 / bits runs of integers, one per bit position, lowest first.
+
+    shift: where these bits belong in the integers. 8 bits are two's complement, and become unsigned.
+    """
+
+    begin: int
+    end: int
+    run: int
+    bits: int
+    shift: int = 0
+
+    def unpack(self, data: Tensor) -> Tensor:
+        runs: Tensor = data[..., self.begin : self.end].unflatten(-1, (-1, self.run)).contiguous()
+        if self.bits == 8:
+            return runs.flatten(-2) ^ 0x80
+        mask = (1 << self.bits) - 1
+        planes = [runs >> place & mask for place in range(0, 8, self.bits)]
+        return torch.stack(planes, dim=-2).flatten(-3).bitwise_left_shift(self.shift)
+
+    def pack(self, values: Tensor, data: Tensor) -> None:
+        values = values ^ 0x80 if self.bits == 8 else values >> self.shift & (1 << self.bits) - 1
+        places = torch.arange(0, 8, self.bits, dtype=torch.uint8)[:, None]
+        runs: Tensor = values.unflatten(-1, (-1, 8 // self.bits, self.run)) << places
+        data[..., self.begin : self.end] = runs.sum(-2, dtype=torch.uint8).flatten(-2)
+
+
+class _SixBits:
+    """The eight 6-bit scales and eight 6-bit minima of Q4_K and Q5_K, in bytes 4 to 16."""
+
+    def unpack(self, data: Tensor) -> Tensor:
+        first, second, third = data[..., 4:16].chunk(3, -1)
+        upper = third & 15 | first >> 6 << 4, third >> 4 | second >> 6 << 4
+        return torch.cat([first & 63, upper[0], second & 63, upper[1]], -1)
+
+    def pack(self, values: Tensor, data: Tensor) -> None:
+        a, b, c, d = values.chunk(4, -1)
+        data[..., 4:16] = torch.cat([a | b >> 4 << 6, c | d >> 4 << 6, b & 15 | (d & 15) << 4], -1)
+
+
+class _Digits:
+    """TQ1_0's ternary digits, five per byte, as a fixed-point fraction: multiplying by 3 carries out the next digit."""
+
+    def unpack(self, data: Tensor) -> Tensor:
+        parts = []
+        for begin, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+            powers = torch.tensor([3**i for i in range(count)], dtype=torch.int16)[:, None]
+            shifted = data[..., begin:end].to(torch.int16)[..., None, :] * powers & 255
+            parts.append((shifted * 3 >> 8).to(torch.uint8).flatten(-2))
+        return torch.cat(parts, dim=-1)
+
+    def pack(self, values: Tensor, data: Tensor) -> None:
+        raise NotImplementedError("TQ1_0 is only read: TQ2_0 holds the same weights")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """A quantization type. weights, bytes: per block.
 
-    decode: bytes uint8 [N, blocks, size] -> (codes, scales, minima or None).
+    parts: of the codes.  scale, minimum: where the float16 scale and minimum begin.  exponent: byte 0 is the scale.
+    small: parts of the integers of two-level scales, and after them those of the minima, of ``width`` bits.
+    zero: the integer that stands for 0.  least: the code of the stored 0.
     """
 
     scheme: str
     weights: int
     bytes: int
-    decode: Callable[[Tensor], _Decoded]
+    parts: tuple[_Part, ...]
+    scale: int = 0
+    minimum: int | None = None
+    small: tuple[_Part, ...] = ()
+    width: int = 6
+    zero: int = 0
+    least: int = 0
+    exponent: bool = False
 
     @property
     def bits_per_weight(self) -> float:
         """Stored bits per weight, scales included."""
         return 8 * self.bytes / self.weights
+
+    def decode(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Bytes uint8 [N, blocks, size] -> codes [N, blocks, weights], scales and minima [N, blocks, groups].
+
+        Raises CheckpointError for bits that stand for no weight.
+        """
+        codes = _joined(self.parts, data) + self.least
+        if self.least and bool((codes > 3).any()):
+            raise CheckpointError("a pair of bits is 3, which stands for no ternary weight")
+        if self.exponent:
+            return codes, powers_of_two(data[..., :1]), None
+        scale, minimum = _half(data, self.scale), None if self.minimum is None else _half(data, self.minimum)
+        if not self.small:
+            return codes, scale, minimum
+        scales = _joined(self.small, data).float() - self.zero
+        if minimum is None:
+            return codes, scale.float() * scales, None
+        scales, minima = scales.chunk(2, -1)
+        return codes, scale.float() * scales, -(minimum.float() * minima)
+
+    def encode(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        """The inverse of ``decode``, from float32; bytes that decode to something else if the type cannot hold it."""
+        data = codes.new_zeros(*codes.shape[:2], self.bytes)
+        for part in self.parts:
+            part.pack(codes - self.least, data)
+        if self.small:
+            most = (1 << self.width) - 1
+            scale, integers = _factored(scale, -self.zero, most - self.zero)
+            if self.minimum is not None:
+                minimum, minima = _factored(-minimum, 0, most)
+                integers = torch.cat([integers, minima], -1)
+            for part in self.small:
+                part.pack((integers + self.zero).to(torch.uint8), data)
+        if self.exponent:
+            data[..., :1] = (torch.frexp(scale).exponent + 126).clamp(0, 254)
+            return data
+        data[..., self.scale : self.scale + 2] = scale.to(torch.float16).view(torch.uint8)
+        if self.minimum is not None:
+            data[..., self.minimum : self.minimum + 2] = minimum.to(torch.float16).view(torch.uint8)
+        return data
 
 
 def read_blocks(data: Tensor, kind: str, shape: tuple[int, int]) -> QuantizedWeight:
@@ -47,15 +160,17 @@ def read_blocks(data: Tensor, kind: str, shape: tuple[int, int]) -> QuantizedWei
     block, (n, k) = BLOCKS[kind], shape
     if k % block.weights or data.numel() != n * (k // block.weights) * block.bytes:
         raise CheckpointError(f"{data.numel()} bytes are no {n} x {k} matrix in {kind}")
-    codes, scale, minimum = block.decode(data.reshape(n, k // block.weights, block.bytes))
-    for values in (scale,) if minimum is None else (scale, minimum):
-        if not bool(torch.isfinite(values).all()):
-            raise CheckpointError("a block has a scale that is not finite")
-    format = Scheme.parse(block.scheme).weights
-    flat = None if minimum is None else minimum.reshape(n, -1).contiguous()
+    codes, *scales = block.decode(data.reshape(n, k // block.weights, block.bytes))
+    scale, minimum = (None if values is None else values.reshape(n, -1).contiguous() for values in scales)
+    if scale is None or not all(bool(values.isfinite().all()) for values in (scale, minimum) if values is not None):
+        raise CheckpointError("a block has a scale that is not finite")
     return QuantizedWeight.from_codes(
-        codes.reshape(n, k), scale.reshape(n, -1).contiguous(), None, format, minimum=flat
+        codes.reshape(n, k), scale, None, Scheme.parse(block.scheme).weights, minimum=minimum
     )
+
+
+def _joined(parts: tuple[_Part, ...], data: Tensor) -> Tensor:
+    return reduce(torch.bitwise_or, (part.unpack(data) for part in parts))
 
 
 def _half(data: Tensor, start: int) -> Tensor:
@@ -63,138 +178,54 @@ def _half(data: Tensor, start: int) -> Tensor:
     return data[..., start : start + 2].contiguous().view(torch.float16)
 
 
-def _halves(packed: Tensor) -> Tensor:
-    """Unpack bytes [..., B] to codes [..., 2 B]: all low nibbles, then all high nibbles."""
-    return _planes(packed, packed.shape[-1], 4)
+def _factored(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
+    """Factor values [..., G] exactly into a float16 [..., 1] times integers from ``least`` to ``most``.
+
+    Where that is impossible, the factors' product differs from the values.
+    """
+    at = values.abs().argmax(-1, keepdim=True)
+    largest = values.gather(-1, at)
+    unit, whole = torch.zeros_like(largest), torch.zeros_like(values)
+    found = largest == 0
+    for count in (*range(1, most + 1), *range(-1, least - 1, -1)):
+        tried = (largest / count).half().float()
+        steps = torch.where(tried == 0, 0.0, values / tried).round()
+        fits = ((steps * tried == values) & (steps >= least) & (steps <= most)).all(-1, keepdim=True) & ~found
+        unit, whole, found = torch.where(fits, tried, unit), torch.where(fits, steps, whole), found | fits
+        if bool(found.all()):
+            break
+    return unit, whole
 
 
-def _bits(data: Tensor) -> Tensor:
-    """Unpack bytes [..., B] to bits [..., 8 B], least significant first."""
-    return _BITS[data.int()].view(torch.uint8)
-
-
-_BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64)[:, 0]
-"""The bits of every byte value, one byte per bit, viewed as int64."""
-
-
-def _planes(data: Tensor, run: int, bits: int) -> Tensor:
-    """Unpack bytes in runs: each run holds 8 / bits runs of codes, one per bit position, lowest first."""
-    runs, mask = data.unflatten(-1, (-1, run)).contiguous(), (1 << bits) - 1
-    return torch.stack([runs >> shift & mask for shift in range(0, 8, bits)], dim=-2).flatten(-3)
-
-
-def _q4_0(data: Tensor) -> _Decoded:
-    return _halves(data[..., 2:]), _half(data, 0), None
-
-
-def _q4_1(data: Tensor) -> _Decoded:
-    return _halves(data[..., 4:]), _half(data, 0), _half(data, 2)
-
-
-def _q5_0(data: Tensor) -> _Decoded:
-    return _halves(data[..., 6:]) | _bits(data[..., 2:6]) << 4, _half(data, 0), None
-
-
-def _q5_1(data: Tensor) -> _Decoded:
-    return _halves(data[..., 8:]) | _bits(data[..., 4:8]) << 4, _half(data, 0), _half(data, 2)
-
-
-def _q8_0(data: Tensor) -> _Decoded:
-    return data[..., 2:] ^ 0x80, _half(data, 0), None  # two's complement to unsigned
-
-
-def _q2_k(data: Tensor) -> _Decoded:
-    small = data[..., :16]
-    codes = _planes(data[..., 16:80], 32, 2)
-    return codes, _half(data, 80).float() * (small & 15), -(_half(data, 82).float() * (small >> 4))
-
-
-def _q3_k(data: Tensor) -> _Decoded:
-    low = _planes(data[..., 32:96], 32, 2)
-    high = _planes(data[..., :32], 32, 1)
-    packed = data[..., 96:108]
-    small = _halves(packed[..., :8]) | _planes(packed[..., 8:], 4, 2) << 4
-    return low | high << 2, _half(data, 108).float() * (small.float() - 32), None
-
-
-def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack the eight 6-bit scales and eight 6-bit minima of Q4_K and Q5_K from twelve bytes."""
-    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
-    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
-    return scales, minima
-
-
-def _q4_k(data: Tensor) -> _Decoded:
-    scales, minima = _six_bits(data[..., 4:16])
-    codes = _planes(data[..., 16:], 32, 4)
-    return codes, _half(data, 0).float() * scales, -(_half(data, 2).float() * minima)
-
-
-def _q5_k(data: Tensor) -> _Decoded:
-    scales, minima = _six_bits(data[..., 4:16])
-    codes = _planes(data[..., 48:], 32, 4) | _planes(data[..., 16:48], 32, 1) << 4
-    return codes, _half(data, 0).float() * scales, -(_half(data, 2).float() * minima)
-
-
-def _q6_k(data: Tensor) -> _Decoded:
-    codes = _planes(data[..., :128], 64, 4) | _planes(data[..., 128:192], 32, 2) << 4
-    return codes, _half(data, 208).float() * data[..., 192:208].contiguous().view(torch.int8), None
-
-
-def _tq1_0(data: Tensor) -> _Decoded:
-    """Five ternary digits per byte, as a fixed-point fraction: multiplying by 3 carries out the next digit."""
-
-    def digits(packed: Tensor, count: int) -> Tensor:
-        powers = torch.tensor([3**i for i in range(count)], dtype=torch.int16)[:, None]
-        shifted = packed.to(torch.int16)[..., None, :] * powers & 255
-        return (shifted * 3 >> 8).to(torch.uint8).flatten(-2)
-
-    parts = [digits(data[..., :32], 5), digits(data[..., 32:48], 5), digits(data[..., 48:52], 4)]
-    return torch.cat(parts, dim=-1) + 1, _half(data, 52), None  # -1, 0, 1 are the codes 1, 2, 3 of two bits
-
-
-def _tq2_0(data: Tensor) -> _Decoded:
-    codes = _planes(data[..., :64], 32, 2) + 1
-    if bool((codes > 3).any()):
-        raise CheckpointError("a pair of bits is 3, which stands for no ternary weight")
-    return codes, _half(data, 64), None
-
-
-def _iq4_nl(data: Tensor) -> _Decoded:
-    return _halves(data[..., 2:]), _half(data, 0), None
-
-
-def _iq4_xs(data: Tensor) -> _Decoded:
-    low = nibbles(data[..., 4:8])
-    high = nibbles(data[..., 2:4]).unflatten(-1, (-1, 1)) >> torch.tensor([0, 2], dtype=torch.uint8) & 3
-    small = (low | high.flatten(-2) << 4).float() - 32
-    codes = _halves(data[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
-    return codes, _half(data, 0).float() * small, None
-
-
-def _mxfp4(data: Tensor) -> _Decoded:
-    return _halves(data[..., 1:]), powers_of_two(data[..., :1]), None
-
-
+_NIBBLES = (_Plane(2, 18, 16, 4),)
 BLOCKS = {
-    name: BlockType(SCHEMES[name], weights, size, decode)
-    for name, weights, size, decode in (
-        ("Q4_0", 32, 18, _q4_0),
-        ("Q4_1", 32, 20, _q4_1),
-        ("Q5_0", 32, 22, _q5_0),
-        ("Q5_1", 32, 24, _q5_1),
-        ("Q8_0", 32, 34, _q8_0),
-        ("Q2_K", 256, 84, _q2_k),
-        ("Q3_K", 256, 110, _q3_k),
-        ("Q4_K", 256, 144, _q4_k),
-        ("Q5_K", 256, 176, _q5_k),
-        ("Q6_K", 256, 210, _q6_k),
-        ("TQ1_0", 256, 54, _tq1_0),
-        ("TQ2_0", 256, 66, _tq2_0),
-        ("IQ4_NL", 32, 18, _iq4_nl),
-        ("IQ4_XS", 256, 136, _iq4_xs),
-        ("MXFP4", 32, 17, _mxfp4),
-    )
-}
+    "Q4_0": BlockType(SCHEMES["Q4_0"], 32, 18, _NIBBLES),
+    "Q4_1": BlockType(SCHEMES["Q4_1"], 32, 20, (_Plane(4, 20, 16, 4),), minimum=2),
+    "Q5_0": BlockType(SCHEMES["Q5_0"], 32, 22, (_Plane(6, 22, 16, 4), _Plane(2, 6, 1, 1, 4))),
+    "Q5_1": BlockType(SCHEMES["Q5_1"], 32, 24, (_Plane(8, 24, 16, 4), _Plane(4, 8, 1, 1, 4)), minimum=2),
+    "Q8_0": BlockType(SCHEMES["Q8_0"], 32, 34, (_Plane(2, 34, 32, 8),)),
+    "Q2_K": BlockType(
+        SCHEMES["Q2_K"], 256, 84, (_Plane(16, 80, 32, 2),), 80, 82, small=(_Plane(0, 16, 16, 4),), width=4
+    ),
+    "Q3_K": BlockType(
+        SCHEMES["Q3_K"], 256, 110, (_Plane(32, 96, 32, 2), _Plane(0, 32, 32, 1, 2)), 108,
+        small=(_Plane(96, 104, 8, 4), _Plane(104, 108, 4, 2, 4)), zero=32,
+    ),
+    "Q4_K": BlockType(SCHEMES["Q4_K"], 256, 144, (_Plane(16, 144, 32, 4),), minimum=2, small=(_SixBits(),)),
+    "Q5_K": BlockType(
+        SCHEMES["Q5_K"], 256, 176, (_Plane(48, 176, 32, 4), _Plane(16, 48, 32, 1, 4)), minimum=2, small=(_SixBits(),)
+    ),
+    "Q6_K": BlockType(
+        SCHEMES["Q6_K"], 256, 210, (_Plane(0, 128, 64, 4), _Plane(128, 192, 32, 2, 4)), 208,
+        small=(_Plane(192, 208, 16, 8),), width=8, zero=128,
+    ),
+    "TQ1_0": BlockType(SCHEMES["TQ1_0"], 256, 54, (_Digits(),), 52, least=1),
+    "TQ2_0": BlockType(SCHEMES["TQ2_0"], 256, 66, (_Plane(0, 64, 32, 2),), 64, least=1),
+    "IQ4_NL": BlockType(SCHEMES["IQ4_NL"], 32, 18, _NIBBLES),
+    "IQ4_XS": BlockType(
+        SCHEMES["IQ4_XS"], 256, 136, (_Plane(8, 136, 16, 4),), small=(_Plane(4, 8, 1, 4), _Plane(2, 4, 1, 2, 4)),
+        zero=32,
+    ),
+    "MXFP4": BlockType(SCHEMES["MXFP4"], 32, 17, (_Plane(1, 17, 16, 4),), exponent=True),
+}  # fmt: skip
 """The types that keep their codes, by GGML name; all others are dequantized."""

@@ -9,12 +9,13 @@ import mmap
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
@@ -27,6 +28,9 @@ from anybit.checkpoints.scratch import Scratch
 from anybit.codes.packing import QuantizedWeight, reorder
 from anybit.errors import CheckpointError
 from anybit.scheme import Scheme
+
+if TYPE_CHECKING:
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 
 class NotNative(Exception):  # noqa: N818  for control flow; never reaches a user
@@ -43,7 +47,7 @@ class GgufTranslation(Translation):
 
     name = "gguf"
 
-    def __init__(self, file: Path, model: Any) -> None:
+    def __init__(self, file: Path, model: PreTrainedModel) -> None:
         super().__init__()
         if importlib.util.find_spec("gguf") is None:
             raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
@@ -102,7 +106,7 @@ class GgufTranslation(Translation):
             raise CheckpointError(f"{self.path}: tensor {tensor.name} has a value that is not finite")
         return found
 
-    def _data(self, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    def _data(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """A copy of the bytes of a tensor."""
         size, begin = stored_bytes(tensor), self._start + tensor.begin
         with self.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -111,7 +115,7 @@ class GgufTranslation(Translation):
             return np.frombuffer(data[begin : begin + size], dtype=np.uint8).copy()
 
 
-def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor | None:
+def row_order(processor: "TensorProcessor", name: str, count: int, transposed: bool) -> Tensor | None:
     """The file's row for each row of the model's matrix, int64 [N]; None for the same order. transposed: a Conv1D.
 
     Raises NotNative if transformers does anything but permute rows.
@@ -132,7 +136,7 @@ def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor
     return None if torch.equal(rows, torch.arange(rows.numel())) else rows
 
 
-def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
+def open_gguf(file: Path) -> tuple[GgufTranslation, PreTrainedTokenizerBase, PreTrainedModel]:
     """(translation, tokenizer, model on the meta device) of a file. Raises CheckpointError for a corrupt file."""
     header = read_gguf_header(file)
     with Scratch(Path(tempfile.gettempdir())) as alone, linked_alone(file, alone):
@@ -144,7 +148,7 @@ def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
     return GgufTranslation(file, empty), tokenizer, empty
 
 
-def names_of(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
+def names_of(architecture: str, model: PreTrainedModel) -> tuple["TensorProcessor", dict[str, str]]:
     """Transformers' tensor processor for an architecture, and file tensor names -> the model's."""
     import gguf
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor

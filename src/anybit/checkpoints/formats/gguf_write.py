@@ -8,11 +8,13 @@ written; others raise ConversionError.
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.formats.gguf_encode import encode
@@ -22,13 +24,16 @@ from anybit.codes.packing import reorder
 from anybit.errors import ConversionError, dtype_name
 from anybit.models.families import FAMILIES
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
 """Pre-tokenizer regular expressions -> llama.cpp's names."""
 
 
-def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dict[str, str]:
+def write_gguf(source: Translation, empty: PreTrainedModel, folder: Path, file: Path) -> dict[str, str]:
     """Write a model to ``file``; returns the type of each tensor, by its name in the file.
 
     empty: transformers' model on the meta device.  folder: of the tokenizer's files.
@@ -67,7 +72,7 @@ def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dic
 class _Tensors:
     """The tensors of a model by their names in a GGUF file, with the file's row order."""
 
-    def __init__(self, source: Translation, empty: Any, architecture: str) -> None:
+    def __init__(self, source: Translation, empty: PreTrainedModel, architecture: str) -> None:
         self._source = source
         self._processor, known = names_of(architecture, empty)
         self._modules = dict(empty.named_modules())
@@ -81,7 +86,7 @@ class _Tensors:
         layer = name.removesuffix(".weight")
         return layer if layer != name and layer in self._source.layers else None
 
-    def read(self, name: str) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
+    def read(self, name: str) -> tuple[str, NDArray[np.generic]]:
         """(GGML type, data) of a tensor by its name in the file; blocks and bfloat16 as bytes."""
         model = self._theirs[name]
         layer = self._layer(model)
@@ -119,7 +124,7 @@ class _Tensors:
         return None if rows is None else torch.argsort(rows)
 
 
-def _floats(tensor: Tensor) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
+def _floats(tensor: Tensor) -> tuple[str, NDArray[np.generic]]:
     """(GGML type, data) of an unquantized tensor; vectors become float32, as readers expect."""
     if tensor.ndim == 1:
         tensor = tensor.float()
@@ -130,7 +135,7 @@ def _floats(tensor: Tensor) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
     return ("F16" if tensor.dtype == torch.float16 else "F32"), tensor.contiguous().numpy()
 
 
-def _describe(writer: Any, config: Any) -> None:
+def _describe(writer: "GGUFWriter", config: PretrainedConfig) -> None:
     """Write a model's hyperparameters."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
@@ -160,7 +165,7 @@ def _describe(writer: Any, config: Any) -> None:
     writer.add_quantization_version(2)
 
 
-def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
+def _add_tokenizer(writer: "GGUFWriter", folder: Path, size: int) -> None:
     """Write a byte-level tokenizer: tokens, merges, special tokens, and the chat template."""
     import gguf
 

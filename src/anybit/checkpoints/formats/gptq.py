@@ -8,7 +8,7 @@ v1 stores zeros minus one, so a zero may be 2^b, which does not fit b bits: such
 are 2^(b-1) - 1 in v1 and 2^(b-1) in v2.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 _KNOWN = (None, "gptq", "gptq_v2")
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "gptq" and config.get("checkpoint_format") in _KNOWN
 

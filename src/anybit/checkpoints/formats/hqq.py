@@ -7,7 +7,7 @@ W = (q - zero) * scale with a float zero, so a layer is read as ``min`` with min
 ``asym`` if all its zeros are valid codes.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ TENSORS = (
 )  # fmt: skip
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     return config.get("quant_method") == "hqq"
 

@@ -6,8 +6,8 @@ B_meta or meta: int16 [K/32, 2N], 2:4 metadata as CUTLASS reorders it for Ampere
 s or scale_packed: float16 [G, N], outputs permuted if G > 1.
 """
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _INTERLEAVED = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 """Order of codes within a word, least significant bits first."""
 
 
-def matches(config: dict[str, Any]) -> bool:
+def matches(config: Mapping[str, object]) -> bool:
     """Whether a quantization_config describes this format."""
     method, gptq = config.get("quant_method"), config.get("checkpoint_format") == NAME.replace("-", "_")
     return (method == "compressed-tensors" and config.get("format") == NAME) or (method in _METHODS and gptq)

@@ -1,7 +1,8 @@
 """Shared by all readers of other tools' layers: access to a layer's tensors, and conversion of groups to anybit's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class StoredLayer:
 
     source: Source
     name: str
-    config: dict[str, Any]
+    config: Mapping[str, object]
 
     def __contains__(self, suffix: str) -> bool:
         return f"{self.name}.{suffix}" in self.source.entries
@@ -46,7 +47,7 @@ class StoredLayer:
 
     def shape(self, suffix: str) -> tuple[int, ...]:
         """The shape of a tensor, from the file's header."""
-        return tuple(self.entry(suffix).shape)
+        return self.entry(suffix).shape
 
     def refuse(self, why: str) -> CheckpointError:
         """The error for a layer that cannot be read."""
@@ -66,30 +67,32 @@ class Groups:
     repeat: int
 
     @classmethod
-    def of(cls, layer: StoredLayer, size: int | None, k: int) -> "Groups":
+    def of(cls, layer: StoredLayer, size: object, k: int) -> "Groups":
         """Groups of ``size`` inputs (None or -1: whole rows) of a layer with k inputs.
 
         Unsupported sizes are split into smaller groups with the same scale, which changes no weight.
         Raises CheckpointError for a size that cannot be split.
         """
-        if size in GROUPS:
-            return cls(layer, size, -(-k // size), 1)
-        if size is None or size < 1 or size >= k:
+        if size is None or (isinstance(size, int) and size not in GROUPS and not 0 < size < k):
             return cls(layer, None, 1, 1)
-        fitting = [group for group in GROUPS if size % group == 0]
-        if not fitting:
-            raise layer.refuse(f"groups of {size} inputs; anybit's have {', '.join(map(str, GROUPS))} or a multiple")
+        fitting = [group for group in GROUPS if isinstance(size, int) and size % group == 0]
+        if not isinstance(size, int) or not fitting:
+            raise layer.refuse(f"groups of {size!r:.80} inputs; there are {', '.join(map(str, GROUPS))} or a multiple")
         group = max(fitting)
         return cls(layer, group, -(-k // group), size // group)
 
+    @property
+    def stored(self) -> int:
+        """Groups per row in the file."""
+        return -(-self.count // self.repeat)
+
     def spread(self, values: Tensor) -> Tensor:
         """Scales, zeros or minima [N, stored groups] -> [N, count], contiguous. Raises CheckpointError for others."""
-        stored = -(-self.count // self.repeat)
-        if values.shape[1] != stored:
-            raise self.layer.refuse(f"its scales or zeros have {values.shape[1]} groups per row, and it has {stored}")
-        if self.repeat > 1:
-            values = values.repeat_interleave(self.repeat, dim=1)
-        return values[:, : self.count].contiguous()
+        if values.shape[1] != self.stored:
+            raise self.layer.refuse(
+                f"its scales or zeros have {values.shape[1]} groups per row, and it has {self.stored}"
+            )
+        return values.repeat_interleave(self.repeat, dim=1)[:, : self.count].contiguous()
 
     def order(self, index: Tensor) -> Tensor | None:
         """The file's group index of each input, int32 [K], or None if inputs are in group order.
@@ -98,10 +101,10 @@ class Groups:
         """
         if self.group is None or torch.equal(index.int(), _in_runs(index, self.group * self.repeat)):
             return None
-        least, most, stored = int(index.min()), int(index.max()), -(-self.count // self.repeat)
-        if least < 0 or most >= stored:
+        least, most = int(index.min()), int(index.max())
+        if least < 0 or most >= self.stored:
             raise self.layer.refuse(
-                f"its activation order names groups {least} to {most}, and it has 0 to {stored - 1}"
+                f"its activation order names groups {least} to {most}, and it has 0 to {self.stored - 1}"
             )
         if self.repeat > 1:
             size = self.group * self.repeat

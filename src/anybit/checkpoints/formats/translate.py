@@ -8,12 +8,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import EllipsisType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.configuration import METHOD, configuration
@@ -31,8 +32,6 @@ Answer = TypeVar("Answer")
 
 _RECENT = 2
 """Layers cached: threads that load a model work on two at most."""
-
-
 _KV_SCALE = re.compile(r"\.(self_attn|attn|attention)\.(\w+_proj\.)?(attn\.)?((k|v|kv|q|prob)_scale|output_scale)$")
 """Scales for a KV cache (or queries) that the file's own server quantizes to 8 bits."""
 
@@ -85,7 +84,7 @@ class Translation(ABC):
         """The scheme of most layers."""
         return Counter(self.layers.values()).most_common(1)[0][0]
 
-    def check(self, model: Any) -> None:
+    def check(self, model: PreTrainedModel) -> None:
         """Check names, shapes and dtypes of the tensors against transformers' unquantized model on the meta device.
 
         Drops all-zero biases that it does not have. Raises CheckpointError, naming the tensor, also for a quantized
@@ -112,12 +111,12 @@ class Translation(ABC):
     def _as_wanted(self, name: str, wanted: dict[str, Tensor]) -> Entry:
         return Entry(name, self.path, wanted[name].dtype, tuple(wanted[name].shape), 0, 0)
 
-    def configuration(self, kept: list[str]) -> dict[str, Any]:
+    def configuration(self, kept: list[str]) -> dict[str, object]:
         """The quantization_config of the model as anybit would save it. kept: unquantized modules."""
         others = {name: str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
         return configuration(self.scheme, kept, self.group_index, overrides=others)
 
-    def state_dict(self, model: Any, dtype: torch.dtype) -> "dict[str, LazyTensor]":
+    def state_dict(self, model: PreTrainedModel, dtype: torch.dtype) -> "dict[str, LazyTensor]":
         """All tensors, lazily, by the names of a model on the meta device with its quantized layers in place.
 
         dtype: of floats, including scales and minima. Reading a tensor raises CheckpointError if its shape differs from
@@ -130,10 +129,10 @@ class Translation(ABC):
                     found[f"{name}.{part}"] = LazyTensor(self, name, part, dtype, parameter)
         return found
 
-    def take_names(self, model: Any) -> None:  # noqa: B027  most files use the model's names
+    def take_names(self, model: PreTrainedModel) -> None:  # noqa: B027  most files use the model's names
         """Rename tensors from those of older transformers versions to the model's."""
 
-    def drop_zero_biases(self, model: Any) -> None:
+    def drop_zero_biases(self, model: PreTrainedModel) -> None:
         """Drop all-zero biases that the model does not have: some GPTQ tools add one to every layer."""
         wanted = model.state_dict().keys()
         surplus = {f"{layer}.bias" for layer in self.layers} & set(self.plain) - wanted
@@ -158,13 +157,30 @@ class Translation(ABC):
             return self._recent[layer][part]
 
 
-class FolderTranslation(Translation):
+class _InFolder(Translation):
+    """A model folder. _plain: the model's names of unquantized tensors -> the folder's."""
+
+    def __init__(self, folder: Folder) -> None:
+        super().__init__()
+        self.path, self._folder = folder.path, folder
+        self._plain: dict[str, str] = {}
+
+    def read_plain(self, name: str) -> Tensor:
+        """Read one unquantized tensor."""
+        return self._folder.read(self._plain[name], finite=True)
+
+    def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
+        """The tensor's header in its file."""
+        return self._folder.entries[self._plain[name]]
+
+
+class FolderTranslation(_InFolder):
     """A model folder of another tool. Raises CheckpointError, naming the layer, for what cannot be read."""
 
     def __init__(self, folder: Folder, format: Format) -> None:
-        super().__init__()
-        self.name, self._format, self.path = format.NAME, format, folder.path
-        self._folder, self._stored = folder, layers_of(format, folder, folder.config)
+        super().__init__(folder)
+        self.name, self._format = format.NAME, format
+        self._stored = layers_of(format, folder, folder.config["quantization_config"])
         if not self._stored:
             marks = " or ".join(format.MARKS)
             raise CheckpointError(f"{folder.path} is quantized by {self.name}, and has no tensor *.{marks}")
@@ -182,7 +198,7 @@ class FolderTranslation(Translation):
         format = format_of(folder.config)
         return None if format is None else cls(folder, format)
 
-    def take_names(self, model: Any) -> None:
+    def take_names(self, model: PreTrainedModel) -> None:
         """Rename tensors from those of older transformers versions to the model's."""
         wanted = model.state_dict()
         weights = {f"{name}.weight": name for name in self._stored}
@@ -197,18 +213,10 @@ class FolderTranslation(Translation):
     def _read(self, name: str) -> QuantizedWeight:
         weight = _guarded(self._format.read, self._stored[name])
         if self.group_index and weight.group_index is None:
-            weight = replace(weight, group_index=weight.groups().to(torch.int32))
+            return weight.with_group_index()
         if not self.group_index and weight.group_index is not None:
             raise self._stored[name].refuse("its groups of inputs (g_idx) are of different sizes")
         return weight
-
-    def read_plain(self, name: str) -> Tensor:
-        """Read one unquantized tensor."""
-        return self._folder.read(self._plain[name], finite=True)
-
-    def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
-        """The tensor's header in its file."""
-        return self._folder.entries[self._plain[name]]
 
 
 def _guarded(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> Answer:
@@ -218,25 +226,26 @@ def _guarded(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> A
     except (AnyBitError, MemoryError):
         raise
     except Exception as error:
-        raise layer.refuse(f"its tensors contradict each other: {one_line(error)}") from error
+        raise layer.refuse(f"its tensors or settings contradict each other: {one_line(error)}") from error
 
 
-class OwnTranslation(Translation):
+class OwnTranslation(_InFolder):
     """A folder that anybit wrote. Raises CheckpointError if layers' inputs are rotated."""
 
     name = METHOD
 
     def __init__(self, folder: Folder) -> None:
-        super().__init__()
+        super().__init__(folder)
         quantization = folder.quantization
         assert quantization is not None
         if quantization.hadamard:
             raise CheckpointError(f"{folder.path} has layers with rotated inputs, which no other format supports")
-        self.path, self._folder, self.group_index = folder.path, folder, quantization.group_index
+        self.group_index = quantization.group_index
         names = [n.removesuffix(".weight_packed") for n in folder.entries if n.endswith(".weight_packed")]
         self.layers = {name: quantization.scheme_of(name) for name in sorted(names)}
         own = {n for n in folder.entries if n.rpartition(".")[0] in self.layers and not n.endswith(".bias")}
-        self.plain = [name for name in folder.entries if name not in own]
+        self._plain = {name: name for name in folder.entries if name not in own}
+        self.plain = [*self._plain]
         self.bytes = sum(folder.entries[name].bytes for name in own)
 
     def _read(self, name: str) -> QuantizedWeight:
@@ -250,23 +259,15 @@ class OwnTranslation(Translation):
         rest = (parts.get(part) for part in ("weight_g_idx", "weight_indices", "weight_minimum"))
         return QuantizedWeight(parts["weight_packed"], parts["weight_scale"], zero, (n, k), format, *rest)
 
-    def read_plain(self, name: str) -> Tensor:
-        """Read one unquantized tensor."""
-        return self._folder.read(name, finite=True)
-
-    def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
-        """The tensor's header in its file."""
-        return self._folder.entries[name]
-
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the linear layers of a transformers model, by name."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    shapes = {
-        name: module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
-        for name, module in layers.items()
-    }
-    return {name: (n, k) for name, (n, k) in shapes.items()}
+    shapes = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)):
+            n, k = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
+            shapes[name] = n, k
+    return shapes
 
 
 class LazyTensor:
@@ -277,7 +278,7 @@ class LazyTensor:
     ) -> None:
         self._source, self._name, self._part, self._dtype, self._like = source, name, part, dtype, like
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: EllipsisType | slice) -> Tensor:
         if self._part is None:
             return self._source.read_plain(self._name)[index]
         tensor = self._source.part(self._name, self._part, self._dtype)

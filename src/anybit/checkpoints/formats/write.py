@@ -5,14 +5,14 @@ Codes never change: what the target format cannot represent raises ConversionErr
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from anybit.checkpoints.configuration import METHOD
+from anybit.checkpoints.configuration import METHOD, why_not
 from anybit.checkpoints.convert import convert
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import gguf_encode, gptq_write
@@ -26,13 +26,14 @@ from anybit.checkpoints.verify import TRAP
 from anybit.checkpoints.writing import ShardWriter, new_folder
 from anybit.errors import ConversionError
 from anybit.layers.linear import QuantLinear
+from anybit.models.modules import skeleton, tied_heads, untied
 
 TARGETS = (METHOD, "compressed-tensors", "gptq", "gguf")
 
 
 def convert_into(
     model: str | Path, to: str, output: str | Path, overwrite: bool = False, trust_remote_code: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Rewrite a quantized model in another format; returns its quantization_config (GGUF: the type of each tensor).
 
     model: a folder in any supported format, a hub name or a GGUF file.  to: one of TARGETS.  output: a folder, or for
@@ -53,8 +54,6 @@ def convert_into(
             tokenizer.save_pretrained(work)
             config = json.loads((work / "config.json").read_text(encoding="utf-8"))
             return _write(source, to, work, empty, config, torch.float16)
-    from anybit.models.modules import skeleton
-
     with local_folder(model, trust_remote_code) as path:
         folder = Folder(path, trust_remote_code)
         translation = FolderTranslation.of(folder) if folder.quantization is None else OwnTranslation(folder)
@@ -62,18 +61,17 @@ def convert_into(
             raise ConversionError(
                 f"{model} is not quantized in a format that can be read: quantize it with anybit quantize"
             )
+        empty = skeleton(path, trust_remote_code)
         if to == "gguf":
-            return _write_gguf(
-                translation, skeleton(path, trust_remote_code), path, Path(output).expanduser(), overwrite
-            )
+            return _write_gguf(translation, empty, path, Path(output).expanduser(), overwrite)
         with new_folder(output, overwrite, path) as work:
             folder.copy_companions(work)
-            return _write(
-                translation, to, work, skeleton(path, trust_remote_code), folder.config, None, trust_remote_code
-            )
+            return _write(translation, to, work, empty, folder.config, None, trust_remote_code)
 
 
-def _write_gguf(source: Translation, empty: Any, folder: Path, file: Path, overwrite: bool) -> dict[str, Any]:
+def _write_gguf(
+    source: Translation, empty: PreTrainedModel, folder: Path, file: Path, overwrite: bool
+) -> dict[str, object]:
     if file.suffix != ".gguf":
         raise ConversionError(f"the name of a GGUF file must end in .gguf, not {file}")
     if file.exists() and not (overwrite and is_gguf(file)):
@@ -82,13 +80,13 @@ def _write_gguf(source: Translation, empty: Any, folder: Path, file: Path, overw
     for name, scheme in source.layers.items():
         if (reason := gguf_encode.why_not(scheme)) is not None:
             raise ConversionError(f"gguf cannot express layer {name} in {scheme}: {reason}")
-    kinds: dict[str, Any] = {}
+    kinds: dict[str, object] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, lambda path: kinds.update(write_gguf(source, empty, folder, path)))
     return kinds
 
 
-def _check(source: Translation, empty: Any) -> None:
+def _check(source: Translation, empty: PreTrainedModel) -> None:
     """Check the source against its model; ConversionError for a quantized embedding, which only anybit reads."""
     embeddings = {name for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
     for name in sorted(embeddings & set(source.layers)):
@@ -102,25 +100,21 @@ def _write(
     source: Translation,
     to: str,
     work: Path,
-    empty: Any,
-    config: dict[str, Any],
+    empty: PreTrainedModel,
+    config: Mapping[str, object],
     dtype: torch.dtype | None,
     trust_remote_code: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Fill a folder. dtype: of unquantized floats; None keeps theirs."""
     _check(source, empty)
-    from anybit.models.modules import tied_heads, untied
-
     kept = sorted(set(linear_shapes(empty)) - set(source.layers))
     if set(tied_heads(empty)) & set(source.layers):  # a head with its own codes is no longer tied
         config = {**config, **untied(config)}
-    if to == METHOD:
-        quantization = source.configuration(kept)
-    else:
+    quantization = source.configuration(kept)
+    if to != METHOD:
         _refuse_mixed(source, to)
-        quantization = source.configuration(kept)
-        if to == "gptq":
-            quantization = gptq_write.configuration(source.scheme, kept, source.group_index)
+    if to == "gptq":
+        quantization = gptq_write.configuration(source.scheme, kept, source.group_index)
     names = [*source.plain, *(f"{name}.{part}" for name in source.layers for part in (*_PARTS, TRAP))]
     with ShardWriter(work, header_room(names)) as writer:
         for name, tensor in _tensors(source, to):
@@ -147,8 +141,6 @@ def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
 
 def _refuse_mixed(source: Translation, to: str) -> None:
     """Raise ConversionError if layers have several schemes, or one that the format cannot represent."""
-    from anybit.checkpoints.configuration import why_not
-
     for name, scheme in source.layers.items():
         if (reason := (gptq_write.why_not if to == "gptq" else why_not)(scheme)) is not None:
             raise ConversionError(f"{to} cannot express layer {name} in {scheme}: {reason}")
