@@ -50,7 +50,7 @@ unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 
 # What CI runs a part of: 8,000 damaged folders by another seed, 200 kills, 20,000 histories of a cache. An hour on one core.
 fuzz: $(VENV)/.test
-	DAMAGE_SEED=$${SEED:-$$(date +%s)} DAMAGE_ROUNDS=4 ANYBIT_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/checkpoints/test_damage*.py tests/checkpoints/test_kills.py
+	DAMAGE_SEED=$${SEED:-$$(date +%s)} DAMAGE_ROUNDS=40 ANYBIT_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/checkpoints/test_damage*.py tests/checkpoints/test_kills.py
 	PYTHONPATH=src:tests $(BIN)/python tests/cases_kv.py 20000
 
 # The plug-in inside a real vLLM, on the CPU: an environment of its own, 1.5 GB beside the tests', and half an hour on two cores.

@@ -48,12 +48,14 @@ class Damage:
 Mutation = Callable[[random.Random, Path], Damage]
 
 
-def damaged(rng: random.Random, folder: Path, groups: tuple[str, ...]) -> Damage:
-    """Change one thing in a folder, in place."""
+def damaged(rng: random.Random, folder: Path, groups: tuple[str, ...], number: int) -> Damage:
+    """Change one thing in a folder, in place. number: kinds of damage take turns, so that few folders show them all."""
     while True:
-        damage = rng.choice(MUTATIONS[rng.choice(groups)])(rng, folder)
+        mutations = MUTATIONS[groups[number % len(groups)]]
+        damage = mutations[number // len(groups) % len(mutations)](rng, folder)
         if damage is not None:
             return damage
+        number += 1
 
 
 def copy(source: Path, target: Path) -> Path:
@@ -66,18 +68,10 @@ def copy(source: Path, target: Path) -> Path:
 
 
 HYPERPARAMETERS = {
-    *(
-        "attention_bias",
-        "attention_dropout",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "hidden_act",
-        "initializer_range",
-    ),
-    *("max_position_embeddings", "mlp_bias", "pad_token_id", "pretraining_tp", "rms_norm_eps", "rope_parameters"),
-    *("rope_theta", "rope_type", "tie_word_embeddings", "torch_dtype", "use_cache"),
-}
+    "attention_bias", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "hidden_act", "initializer_range",
+    "max_position_embeddings", "mlp_bias", "pad_token_id", "pretraining_tp", "rms_norm_eps", "rope_parameters",
+    "rope_theta", "rope_type", "tie_word_embeddings", "torch_dtype", "use_cache",
+}  # fmt: skip
 """Entries of config.json unrelated to the tensors: other values give another valid model."""
 
 UNREADABLE = {"config", "hyperparameter", "config: spoilt", "config: deep"}
@@ -138,24 +132,11 @@ def quantization_entry(rng: random.Random, folder: Path) -> Damage | None:
 
 def config_new_entry(rng: random.Random, folder: Path) -> Damage:
     config = json.loads((folder / "config.json").read_text())
-    names = (
-        "transformers_weights",
-        "attn_implementation",
-        "auto_map",
-        "num_hidden_layers",
-        "text_config",
-        "torch_dtype",
-    )
-    name = rng.choice(names)
-    config[name] = rng.choice(
-        [*NASTY, "model.safetensors", "a/b", {"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"}]
-    )
-    return _written(
-        folder / "config.json",
-        config,
-        "hyperparameter" if name in HYPERPARAMETERS else "config",
-        f"{name}={config[name]!r:.60}",
-    )
+    names = "transformers_weights attn_implementation auto_map num_hidden_layers text_config torch_dtype"
+    name, code = rng.choice(names.split()), {"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"}
+    config[name] = rng.choice([*NASTY, "model.safetensors", "a/b", code])
+    kind = "hyperparameter" if name in HYPERPARAMETERS else "config"
+    return _written(folder / "config.json", config, kind, f"{name}={config[name]!r:.60}")
 
 
 def _spoilt(rng: random.Random, file: Path, kind: str) -> Damage:

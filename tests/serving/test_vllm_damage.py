@@ -190,10 +190,10 @@ def _results(folders: dict[str, Path], tmp_path: Path, loader: Any, count: int) 
     """Results of randomly damaged folders; none may be wrong."""
     good = {name: loader(folder) for name, folder in folders.items()}
     rng, results = random.Random(SEED), []
-    for _ in range(count):
+    for number in range(count):
         name = rng.choice(list(folders))
         folder = copy(folders[name], tmp_path / name)
-        damage = damaged(rng, folder, GROUPS)
+        damage = damaged(rng, folder, GROUPS, number)
         results.append((damage, name, *_compared(lambda folder=folder: loader(folder), good[name])))
     judged(results, theirs=None)
     return [result for _, _, result, _ in results]
