@@ -60,7 +60,7 @@ def test_the_loss_is_the_divergence_that_is_measured() -> None:
         assert 0.5 * measured < found < 2 * measured, name
 
 
-def test_layers_of_one_input_are_one_unit() -> None:
+def test_layers_of_one_input_get_one_width() -> None:
     names = [f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"]
     samples = sample(tiny_model("llama"), [torch.tensor(row) for row in TEXT["sequences"]], names)
     assert samples.units == [tuple(names[:3]), (names[3],)]

@@ -156,7 +156,7 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict
         assert (tmp_path / str(i) / "config.json").read_text() == before
 
 
-def test_what_others_leave_out_is_written(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_convert_writes_settings_that_others_leave_out(sources: dict[str, Path], tmp_path: Path) -> None:
     """Defaults, group size -1 for whole rows, and a format only in the config group."""
     quantize_folder(sources["llama"], tmp_path / "out", "w4a16")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -192,7 +192,7 @@ def test_layers_whose_words_older_versions_would_take_for_their_own_stay_anybits
         assert (shared_ignore(model, Scheme.parse("w3a16"), ["layer"]) == []) == held
 
 
-def test_other_refusals(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_convert_refuses_what_it_cannot_express(sources: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(
         ConversionError, match="cannot convert to 'gguf' in place; there are compressed-tensors, anybit, and"
     ):

@@ -158,7 +158,7 @@ def judged(
 
 
 @pytest.mark.parametrize("door", ["load_model", "from_pretrained"])
-def test_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, door: str) -> None:
+def test_loaders_of_damaged_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, door: str) -> None:
     load = {"load_model": by_load_model, "from_pretrained": by_from_pretrained}[door]
     good = {name: load(folder) for name, folder in folders.items()}
     rng, results = random.Random(SEED), []
@@ -171,7 +171,7 @@ def test_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, door: 
     judged(results, theirs=UNREADABLE if door == "from_pretrained" else ())
 
 
-def test_folders_of_other_tools(tmp_path: Path, bounded: None) -> None:
+def test_loading_damaged_folders_of_other_tools(tmp_path: Path, bounded: None) -> None:
     good = {name: by_load_model(whole_model(name, tmp_path / name)) for name in OTHERS}
     rng, results = random.Random(SEED), []
     for number in range(ROUNDS * COUNTS["others"]):
@@ -183,7 +183,7 @@ def test_folders_of_other_tools(tmp_path: Path, bounded: None) -> None:
 
 
 @pytest.mark.parametrize("kinds", [{}, {"blk.0.ffn_up": "Q4_K", "blk.0.attn_q": "Q6_K", "output": "Q8_0"}])
-def test_gguf_files(tmp_path: Path, bounded: None, kinds: dict[str, str]) -> None:
+def test_loading_damaged_gguf_files(tmp_path: Path, bounded: None, kinds: dict[str, str]) -> None:
     pytest.importorskip("gguf")
     good_file = save_gguf(tmp_path / "good.gguf", hidden=256 if kinds else 32, kinds=kinds)
 
@@ -222,7 +222,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
     return command
 
 
-def test_commands(folders: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
+def test_commands_on_damaged_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
     commands = [("info", "--json"), ("generate", "--prompt", "It is", "--max-new-tokens", "3", "--device", "cpu")]
     rng, results = random.Random(SEED), []
     good = {}

@@ -64,7 +64,7 @@ def written(place: Path) -> Any:
     }
 
 
-def test_convert(sources: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
+def test_convert_of_damaged_models(sources: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
     def converted(source: Path, to: str) -> tuple[Any]:
         out = tmp_path / ("out.gguf" if to == "gguf" else "out")
         shutil.rmtree(out, ignore_errors=True)
@@ -96,7 +96,9 @@ def test_convert(sources: dict[str, Path], tmp_path: Path, bounded: None, run: R
     judged(results, NAMES)
 
 
-def test_commands_that_ask(sources: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
+def test_info_explain_and_eval_of_damaged_models(
+    sources: dict[str, Path], tmp_path: Path, bounded: None, run: Run
+) -> None:
     text = tmp_path / "text"
     text.write_text("1+2=3;(4*5)/6-7;" * 4)  # other tools' fixtures have 32 words
     commands: dict[str, tuple[str, ...]] = {
@@ -146,7 +148,7 @@ def spoil_memory(rng: random.Random, folder: Path) -> Damage:
     return Damage(f"memory: {what}", file.name)
 
 
-def test_a_calibration_goes_on_from_damaged_memory(tmp_path: Path, bounded: None) -> None:
+def test_calibration_resumes_from_damaged_blocks(tmp_path: Path, bounded: None) -> None:
     source, tokens = tmp_path / "source", [(row % 96).tolist() for row in sequences(16)]
     save_tiny("llama-tied", source)
 

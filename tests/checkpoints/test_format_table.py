@@ -57,7 +57,7 @@ def kinds_of(names: Iterable[str]) -> set[tuple[str, tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]} {row[1]}" for row in ROWS])
-def test_a_row_is_true(row: tuple[str, ...]) -> None:
+def test_a_row_of_the_format_table_is_true(row: tuple[str, ...]) -> None:
     name, layers, cell, runs, targets = row
     scheme = Scheme.parse(cell.strip("`"))
     if name == "gguf":

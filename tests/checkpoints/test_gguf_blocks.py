@@ -39,7 +39,7 @@ def test_blocks_are_what_gguf_makes_of_them(kind: str) -> None:
     assert (BLOCKS[kind].weights, BLOCKS[kind].bytes) == (count, size)
 
 
-def test_what_is_no_matrix_is_refused() -> None:
+def test_read_blocks_refuses_other_sizes() -> None:
     data = torch.from_numpy(random_blocks("Q4_0", N, K))
     with pytest.raises(CheckpointError, match=r"864 bytes are no 3 x 480 matrix in Q4_0"):
         read_blocks(data, "Q4_0", (3, 480))

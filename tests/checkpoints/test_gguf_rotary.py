@@ -54,7 +54,7 @@ def test_other_factors_divide_frequencies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_metadata(tmp_path: Path, kind: str) -> None:
+def test_rope_metadata_are_read(tmp_path: Path, kind: str) -> None:
     said = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
     found = read(save_gguf(tmp_path / "model.gguf", SIZE, 2, rope=said))
     assert found["rope_type"] == kind and found["factor"] == 4.0
@@ -145,6 +145,6 @@ def test_a_model_that_does_not_turn_is_left_alone(tmp_path: Path) -> None:
         ({"rope_freqs.weight": np.ones(HEAD // 2, np.float16)}, "row of float32"),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path: Path, rope: dict[str, Any], why: str) -> None:
+def test_unknown_rope_scaling_is_refused(tmp_path: Path, rope: dict[str, Any], why: str) -> None:
     with pytest.raises(CheckpointError, match=why):
         read(save_gguf(tmp_path / "model.gguf", SIZE, 2, rope=rope))

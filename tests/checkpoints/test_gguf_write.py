@@ -163,7 +163,7 @@ def test_rules_that_split_text() -> None:
         _rule({"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": "x"}}, last]})
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_convert_command_writes_gguf(tmp_path: Path) -> None:
     quantize_folder(model(tmp_path), tmp_path / "ours", "w4a16g32")
     done = CliRunner().invoke(app, ["convert", str(tmp_path / "ours"), "--to", "gguf", "-o", str(tmp_path / "a.gguf")])
     assert done.exit_code == 0 and "no code was changed" in done.stdout

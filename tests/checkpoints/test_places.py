@@ -50,7 +50,7 @@ def written(path: Path, **files: str) -> Path:
     return path
 
 
-def test_what_is_no_models_is_not_replaced(tmp_path: Path) -> None:
+def test_new_folder_replaces_no_other_files(tmp_path: Path) -> None:
     """Folders without a manifest: of an earlier version, or of another tool."""
     thesis = tmp_path / "thesis"
     thesis.mkdir()
@@ -79,7 +79,7 @@ def test_what_is_no_models_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(f.name for f in (tmp_path / "model").iterdir()) == [writing.MANIFEST, "config.json"]
 
 
-def test_what_anybit_wrote_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+def test_new_folder_replaces_what_its_manifest_lists_alone(tmp_path: Path) -> None:
     out = written(tmp_path / "out", README="of the model", LICENSE="free")
     (out / "config.json").write_text('{"converted": true}')
     (out / ".DS_Store").write_text("where the icons are")
@@ -102,7 +102,7 @@ def test_what_anybit_wrote_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     refused(wrong, r"it holds model\.safetensors, tokenizer\.json, which")
 
 
-def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_new_folder_keeps_files_that_came_meanwhile(tmp_path: Path) -> None:
     for overwrite, message in ((False, "exists already and is not empty"), (True, r"it holds thesis\.tex")):
         with pytest.raises(CheckpointError, match=message), new_folder(tmp_path / "out", overwrite):
             (tmp_path / "out").mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.rglob("*")] == ["out", "thesis.tex"]
 
 
-def test_what_was_copied_from_the_source_is_replaced(llama: Path, tmp_path: Path) -> None:
+def test_new_folder_replaces_copies_of_its_source(llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(llama, source)
     (source / "figure.png").write_bytes(b"of the model card")
@@ -125,7 +125,7 @@ def test_what_was_copied_from_the_source_is_replaced(llama: Path, tmp_path: Path
         quantize_folder(source, tmp_path / "out", "w4a16g32", overwrite=True)
 
 
-def test_the_source_is_never_replaced(llama: Path, tmp_path: Path) -> None:
+def test_new_folder_never_replaces_its_source(llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "around" / "source"
     shutil.copytree(llama, source)
     before = sorted(tmp_path.rglob("*"))
@@ -147,7 +147,7 @@ def test_the_source_is_never_replaced(llama: Path, tmp_path: Path) -> None:
     quantize_folder(source, source / "w4", "w4a16g32")  # a new folder beside its files is fine
 
 
-def test_the_current_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folder_never_replaces_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = model_at(tmp_path / "model") / "inner"
     inner.mkdir()
     monkeypatch.chdir(inner)
@@ -163,7 +163,7 @@ def test_the_current_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (inner / "out").is_dir()
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_new_folder_follows_links(tmp_path: Path) -> None:
     real = model_at(tmp_path / "real")
     (tmp_path / "link").symlink_to(real)
     (tmp_path / "dangling").symlink_to(tmp_path / "later")

@@ -51,7 +51,7 @@ def test_streamed_is_quantized_while_loading(architecture: str, tmp_path: Path) 
     assert tokens_of(streamed) == tokens_of(loaded)
 
 
-def test_figures_are_true(llama: Path, tmp_path: Path) -> None:
+def test_saved_figures_are_true(llama: Path, tmp_path: Path) -> None:
     saved = quantize_folder(llama, tmp_path / "out", "w3a16g32")
     folder = Folder(tmp_path / "out")
     assert saved.bytes_before == Folder(llama).bytes
@@ -178,7 +178,7 @@ def test_unknown_architectures_are_named(llama: Path, tmp_path: Path) -> None:
         quantize_folder(tmp_path / "odd", tmp_path / "out", "w4a16g32")
 
 
-def test_refusals(llama: Path, tmp_path: Path) -> None:
+def test_quantize_folder_refusals(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w4a16g32")
     with pytest.raises(CheckpointError, match=r"is quantized already \(anybit, w4a16g32\)"):
         quantize_folder(tmp_path / "out", tmp_path / "again", "w2a16g32")

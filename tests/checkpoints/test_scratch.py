@@ -30,7 +30,7 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_gone_when_it_is_closed_or_nobody_holds_it(tmp_path: Path) -> None:
+def test_scratch_goes_when_it_is_closed_or_nobody_holds_it(tmp_path: Path) -> None:
     with pytest.raises(KeyError), Scratch(tmp_path) as path:
         (path / "half").mkdir()
         assert path.stat().st_mode & 0o777 == 0o700
@@ -42,7 +42,7 @@ def test_gone_when_it_is_closed_or_nobody_holds_it(tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
-def test_what_a_killed_run_left_is_swept_and_what_it_was_replacing_put_back(tmp_path: Path) -> None:
+def test_sweep_removes_what_a_killed_run_left_and_restores_what_it_replaced(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

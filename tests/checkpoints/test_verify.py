@@ -254,7 +254,7 @@ def test_many_names_are_read_in_linear_time(tmp_path: Path) -> None:
         ({"scheme": "w4a16g64"}, "contradicts itself: its scheme is w4a16g64, and group_size"),
     ],
 )
-def test_words_are_checked(words: dict[str, Any], message: str) -> None:
+def test_quantization_config_is_checked(words: dict[str, Any], message: str) -> None:
     entry = configuration(Scheme.parse("w4a16g32"), ["lm_head"], ignore=["lm_head"])
     assert Quantization.of({"quantization_config": entry}) == Quantization(Scheme.parse("w4a16g32"), ["lm_head"])
     entry["anybit"].update(words)
@@ -274,7 +274,7 @@ def test_places_of_sparse_weights_are_two_in_order(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "hqq", "unheard-of", None])
-def test_other_methods_end_in_a_sentence(llama: Path, tmp_path: Path, method: str | None) -> None:
+def test_other_quant_methods_are_refused_by_name(llama: Path, tmp_path: Path, method: str | None) -> None:
     entry = {"quant_method": method, "bits": 4, "group_size": 128} if method else {"bits": 4}
     folder = changed(linked(llama, tmp_path / "model"), quantization_config=entry)
     named = method or "an unknown method"

@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_saved_folders(folders: Path) -> None:
+def test_saved_folders_without_anybit(folders: Path) -> None:
     pytest.importorskip("compressed_tensors")
     ways = ("quantize", "save")
     held = [folders / f"{way} {scheme}" for way in ways for scheme in HELD]

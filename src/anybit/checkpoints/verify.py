@@ -37,7 +37,7 @@ _SUFFIXES = ("packed", "scale", "zero_point", "minimum", "shape", "g_idx", "indi
 _MARK = ".weight_packed"
 
 # Counts that size a model's construction loops, bounded by what the tensors allow: every layer has a tensor, and every
-# other unit at least a row of one.
+# other part at least a row of one.
 _LAYERS = re.compile(r"(?:n|num|encoder|decoder|\w*_hidden|num_\w+)_layers?|n_blocks?|num_blocks|depths?")
 _UNITS = re.compile(r"\w*(?:experts|heads|labels|stages)(?:_per_\w+)?")
 _SIZES = re.compile(r"\w*(?:_size|_dim|_positions?|_embeddings|_features|_channels)")

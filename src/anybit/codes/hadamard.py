@@ -59,12 +59,12 @@ def transform(x: Tensor) -> Tensor:
     order, power = factor(size)
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(work).reshape(-1, order, power)
-    step = 1
-    while step < power:
-        pairs = y.reshape(-1, order, power // (2 * step), 2, step)
+    stride = 1
+    while stride < power:
+        pairs = y.reshape(-1, order, power // (2 * stride), 2, stride)
         y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), dim=-2)
         y = y.reshape(-1, order, power)
-        step *= 2
+        stride *= 2
     if order > 1:
         y = torch.matmul(_signs_on(order, y.device, y.dtype), y)
     result: Tensor = (y * size**-0.5).reshape(x.shape).to(x.dtype)

@@ -275,7 +275,7 @@ class QuantizedWeight:
         return kept.scatter_(-1, places, True).view(n, k)
 
     def zeros(self) -> Tensor:
-        """The zero of each group in code units, float32 [N, G]."""
+        """The zero of each group as a code, float32 [N, G]."""
         if self.zero is not None:
             return self.zero.float()
         zero = self.format.zero

@@ -5,7 +5,7 @@ codes), and takes the one with the smallest sum of cubed errors. Squared error w
 many small ones, which hurts: on one text SmolLM2-135M at w3a16g128asym has a perplexity of 123 with no clipping, 151 by
 squares and 91 by cubes.
 
-Symmetric codes reach one step further down than up, so scales may be negative: the sign points the longer side at the
+Symmetric codes reach one code further down than up, so scales may be negative: the sign points the longer side at the
 group's largest weight.
 """
 
@@ -125,10 +125,10 @@ def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search:
     # Fourth powers in the loss over- or underflow far from 1: such groups are first scaled by a power of two.
     largest = groups.abs().amax(-1)
     far = (largest > _FAR) | (largest < 1 / _FAR)
-    unit = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0) if bool(far.any()) else None
-    groups = groups if unit is None else groups / unit[..., None]
+    power = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0) if bool(far.any()) else None
+    groups = groups if power is None else groups / power[..., None]
     scale, zero = best_scale(groups, format, search)
-    scale = scale if unit is None else scale * unit
+    scale = scale if power is None else scale * power
     # Limits the scale so that no code dequantizes beyond the dtype's range, even after rounding.
     kind = torch.finfo(dtype)
     most = kind.max / torch.maximum(zero, 2**format.bits - 1 - zero) * (1 - kind.eps)
@@ -138,7 +138,7 @@ def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search:
             f"the weight has values up to {float(largest.max()):.5g}, and their w{format.bits} scale overflows "
             f"{dtype_name(dtype)}: quantize it to 2 bits or more, or divide it by a power of two"
         )
-    own = stored.float() if unit is None else stored.float() / unit
+    own = stored.float() if power is None else stored.float() / power
     return nearest_codes(groups, own, zero, format.bits).to(torch.uint8), stored, zero
 
 
@@ -185,22 +185,22 @@ def _cover(groups: Tensor, format: WeightFormat, threshold: float) -> tuple[Tens
     largest = torch.maximum(-low, high)
     if format.code == "bipolar":
         return largest * (threshold * 2 / top), torch.full_like(low, top / 2)
-    # The scale's sign gives the largest weight's side 2^(bits-1) steps; the other has one less.
+    # The scale's sign gives the largest weight's side 2^(bits-1) codes; the other has one less.
     reach = torch.where(high > -low, -largest, largest)
     return reach * (threshold / 2 ** (bits - 1)), torch.full_like(low, 2.0 ** (bits - 1))
 
 
 def _least_squares(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """The least-squares scale for the codes that ``scale`` gives."""
-    steps = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
-    square = torch.linalg.vecdot(steps, steps)
-    return torch.where(square > 0, torch.linalg.vecdot(groups, steps) / square, scale)
+    centered = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
+    square = torch.linalg.vecdot(centered, centered)
+    return torch.where(square > 0, torch.linalg.vecdot(groups, centered) / square, scale)
 
 
 def _loss(groups: Tensor, scale: Tensor, zero: Tensor, format: WeightFormat) -> Tensor:
     """Sum of |error|^3 for groups, of error^4 for whole rows: what measured best."""
-    steps = nearest_codes(groups, scale, zero, format.bits).sub_(zero[..., None])
-    error = torch.addcmul(groups, steps, scale[..., None], value=-1)
+    centered = nearest_codes(groups, scale, zero, format.bits).sub_(zero[..., None])
+    error = torch.addcmul(groups, centered, scale[..., None], value=-1)
     square = error.square()
     loss: Tensor = torch.linalg.vecdot(square, square if format.group is None else error.abs_())
     return loss

@@ -47,8 +47,8 @@ def shard_groups(values: Tensor, format: WeightFormat, start: int, inputs: int) 
     """Scales or zeros [N, G] of the whole layer in ``format`` -> those of the shard, in its ``shard_format``."""
     if format.group is None:
         return values
-    step = shard_format(format, start, inputs).group or format.group
-    return values[:, torch.arange(start, start + inputs, step, device=values.device) // format.group]
+    size = shard_format(format, start, inputs).group or format.group
+    return values[:, torch.arange(start, start + inputs, size, device=values.device) // format.group]
 
 
 def shard_ordered(

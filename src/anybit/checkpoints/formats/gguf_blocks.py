@@ -185,16 +185,16 @@ def _factored(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
     """
     at = values.abs().argmax(-1, keepdim=True)
     largest = values.gather(-1, at)
-    unit, whole = torch.zeros_like(largest), torch.zeros_like(values)
+    factor, whole = torch.zeros_like(largest), torch.zeros_like(values)
     found = largest == 0
     for count in (*range(1, most + 1), *range(-1, least - 1, -1)):
         tried = (largest / count).half().float()
-        steps = torch.where(tried == 0, 0.0, values / tried).round()
-        fits = ((steps * tried == values) & (steps >= least) & (steps <= most)).all(-1, keepdim=True) & ~found
-        unit, whole, found = torch.where(fits, tried, unit), torch.where(fits, steps, whole), found | fits
+        integers = torch.where(tried == 0, 0.0, values / tried).round()
+        fits = ((integers * tried == values) & (integers >= least) & (integers <= most)).all(-1, keepdim=True) & ~found
+        factor, whole, found = torch.where(fits, tried, factor), torch.where(fits, integers, whole), found | fits
         if bool(found.all()):
             break
-    return unit, whole
+    return factor, whole
 
 
 _NIBBLES = (_Plane(2, 18, 16, 4),)

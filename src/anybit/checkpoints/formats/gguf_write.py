@@ -212,17 +212,17 @@ def _add_tokenizer(writer: "GGUFWriter", folder: Path, size: int) -> None:
 
 def _rule(found: dict[str, Any]) -> str:
     """llama.cpp's name of a pre-tokenizer. Raises ConversionError for one without a name here."""
-    steps = found.get("pretokenizers") or [found]
-    kinds = [step.get("type") for step in steps]
-    if any(step.get("add_prefix_space") for step in steps):
+    parts = found.get("pretokenizers") or [found]
+    kinds = [part.get("type") for part in parts]
+    if any(part.get("add_prefix_space") for part in parts):
         raise ConversionError("the model's tokenizer puts a space before the text, which readers of GGUF files do not")
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+    if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
+    if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and parts[1].get("use_regex", True):
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        name = _SPLITS.get((steps[0].get("pattern") or {}).get("Regex", ""))
-        if name is not None and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
+    if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
+        name = _SPLITS.get((parts[0].get("pattern") or {}).get("Regex", ""))
+        if name is not None and parts[0].get("behavior") == "Isolated" and not parts[0].get("invert"):
             return name
     rule = ", ".join(map(str, kinds))
     raise ConversionError(
