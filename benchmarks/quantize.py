@@ -10,7 +10,6 @@ and with anybit's kernels: APT-LLM's Table V.
 
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one, replacing those of the same case,
 scheme, method and options. `--missing` skips cases that have a row, `--seconds S` starts no case after S seconds.
-`--masks FOLDER` keeps learned 2:4 masks for later cases, whose seconds include theirs.
 """
 
 import argparse
@@ -23,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from anybit.errors import KernelError
 from anybit.hf import evaluate
@@ -31,10 +29,6 @@ from anybit.hf.cache import AnyBitCache
 from anybit.hf.loading import load_model
 from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import METHODS, quantize_folder
-from anybit.quantization.pipeline.calibrate import Calibration
-from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of
-from anybit.quantization.pipeline.masks import sparse_model
-from anybit.quantization.pipeline.stream import Job
 from rows import RESULTS, Row, add, origin
 
 SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
@@ -44,30 +38,46 @@ CASES = [
     "w6a6g64asym-xasym:smooth_rotate",
     # What the papers compare with and without their kernels, in schemes that we have kernels for.
     *("w2a4:rtn:op", "w4a4:rtn:op", "w4a8:rtn:op", "w6a6:rtn:op", "w4a16g128:rtn:op"),
-    *("w4a16g64asym-kv4:rtn", "w4a16g64asym-kv4:gptq+distill", "w4a16g64asym-kv2g32:rtn"),
+    *("w4a16g64asym-kv4:rtn", "w4a16g64asym-kv4:gptq", "w4a16g64asym-kv4:distill", "w4a16g64asym-kv2g32:rtn"),
     "float32:rtn",
     *(f"{scheme}:rtn" for scheme in SCHEMES),
-    *(f"{scheme}:gptq+distill" for scheme in SCHEMES),
-    *("w4a4:smooth:op", "w4a4:rotate:op", "w4a4:smooth_rotate:op"),
-    *("w6a6:smooth:op", "w6a6:distill:op", "w8a8:smooth:op"),
+    *(f"{scheme}:{method}" for scheme in SCHEMES for method in ("gptq", "distill")),
+    *(
+        "w4a4:smooth:op",
+        "w4a4:rotate:op",
+        "w4a4:smooth_rotate:op",
+        "w6a6:smooth:op",
+        "w6a6:distill:op",
+        "w8a8:smooth:op",
+    ),
     "w4a16g64asyms24:rtn",
-    "float16s24:distill",  # only masks, in 16 bits
     *(f"{scheme}g64s24:{method}" for scheme in ("w4a16", "w2a16", "w8a16", "w4a8") for method in ("gptq", "distill")),
-    *("w3a16g128asym:blockwise", "w2a16g64asym:blockwise", "w4a4g64asym-xasym:rotate", "w1a16:gptq+distill"),
+    *("w4a4g64asym-xasym:rotate", "w1a16g64:distill", "w4a4g64asym-xasym-kv4:smooth_rotate"),
 ]
 KEY = ("case", "scheme", "method", "options")
 CASE = "smollm2-135m wikipedia, first half"
 FLOAT32, HALF = torch.float32, torch.float16
-MASKS = "float16s24"
+
+
+class Told:
+    """Prints progress every ten seconds."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Print it, unless it is too soon."""
+        if time.monotonic() - self.last > 10:
+            self.last = time.monotonic()
+            print(f"# {what} ({done} of {total})", file=sys.stderr, flush=True)
 
 
 def measure(
     model: Path, text: Path, scheme: str, method: str, options: Row, op: bool, blocks: Path | None = None,
-    masks: Path | None = None,
 ) -> Row:  # fmt: skip
     """Quantize, reload, evaluate through the layers that users get.
 
-    blocks: a folder of calibrated blocks, shared by methods that begin alike. masks: a folder of 2:4 masks.
+    blocks: a folder of calibrated blocks, shared by methods that begin alike.
     """
     content = evaluate.read_text(text)
     cut = len(content) // 2
@@ -78,15 +88,7 @@ def measure(
         started = time.perf_counter()
         folder, bits = model, 16.0
         shared, note = (None, None) if blocks is None else (blocks / scheme, blocks / scheme / "seconds.txt")
-        if masks is not None and method == "distill" and "s24" in scheme:
-            shared, note = Path(scratch) / "resume", masks / "seconds.txt"
-            shared.mkdir()
-            masks.mkdir(parents=True, exist_ok=True)
-            (shared / "masks").symlink_to(masks.resolve())
-        if scheme == MASKS:
-            folder, bits = Path(scratch) / "model", 9.0  # half of 16 bits, and a bit of place
-            save_masks(model, folder, {"text": Path(scratch) / "second.txt", "resume": shared, **options})
-        elif scheme != "float32":
+        if scheme != "float32":
             given, bits = dict(options), options.get("bits")
             given.pop("bits", None)
             if METHODS[method].calibrated or bits is not None:
@@ -94,13 +96,14 @@ def measure(
             if shared is not None and METHODS[method].calibrated:
                 given["resume"] = shared
             folder = Path(scratch) / "model"
-            bits = quantize_folder(model, folder, scheme, method, bits=bits, options=given).bits_per_weight
+            bits = quantize_folder(
+                model, folder, scheme, method, bits=bits, options=given, progress=Told()
+            ).bits_per_weight
         seconds = time.perf_counter() - started
         print(f"# {scheme} {method}: quantized in {seconds:.1f} s", file=sys.stderr, flush=True)
         if shared is not None and note is not None and shared.is_dir():
             seconds += float(note.read_text()) if note.exists() else 0.0
-            if scheme == MASKS or blocks is not None:
-                note.write_text(str(seconds))
+            note.write_text(str(seconds))
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
     return {
@@ -111,28 +114,11 @@ def measure(
     }  # fmt: skip
 
 
-def save_masks(model: Path, folder: Path, given: Row) -> None:
-    """Save the 16-bit 2:4 sparse model that ``distill`` quantizes."""
-    job = Job.of(model, folder, "w8a16g64s24", "distill")
-    options = Options.of(given)
-    masks = options.masks("distill", job.scheme)
-    assert masks is not None, "mask_passes and learn_tokens must not be 0"
-    learning, generated = masks
-    text = sequences_of(job, options, max(options.calibration_tokens, options.learning("distill", job.scheme)[0]))
-    first = text[: options.calibration_tokens // options.length]
-    batch = 16384 if options.on_gpu else 4096
-    settings = Calibration(device=options.where, resume=options.resume, batch_tokens=batch)
-    names = {layer.name for layer in job.layers}
-    sparse = sparse_model(load_whole(job), first, text, names, learning, HALF, settings, generated, options.drift)
-    sparse.model.half().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-
-
 def perplexities(folder: Path, text: str, scheme: str, op: bool) -> Row:
     """Perplexity in float32, and optionally in 16 bits: dequantized, and through the kernels."""
     through_cache = "-kv" in scheme
     ways: dict[str, tuple[str | None, torch.dtype]] = {
-        "perplexity": (None if scheme in ("float32", MASKS) else "reference-decoded", FLOAT32)
+        "perplexity": (None if scheme == "float32" else "reference-decoded", FLOAT32)
     }
     if through_cache and torch.cuda.is_available():
         ways["perplexity"] = (None, HALF)  # its kernels need 16 bits
@@ -177,7 +163,7 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
                 continue
             blocks = Path(scratch) if "+" in methods else None
             try:
-                row = measure(arguments.model, arguments.text, scheme, method, options, op, blocks, arguments.masks)
+                row = measure(arguments.model, arguments.text, scheme, method, options, op, blocks)
             except Exception:  # a failed case must not lose the others
                 print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
                 continue
@@ -193,7 +179,6 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="of the method, as JSON; bits: widths are chosen"
     )
-    parser.add_argument("--masks", type=Path, help="a folder to keep learned 2:4 masks in for later cases")
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")

@@ -16,7 +16,7 @@ def perplexity() -> str:
 
 _FIRST = ("w4a16g64asym", "w3a16g128asym", "w3a16g64asym", "w2a16g64asym", "w2a16g32asym")
 """Schemes that head the table."""
-_METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate")
+_METHODS = ("rtn", "gptq", "distill", "smooth", "rotate", "smooth_rotate")
 _COLUMNS = ("rtn", "gptq", "distill")
 
 

@@ -108,7 +108,7 @@ def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: flo
         ({"bits": float("nan"), "options": TEXT}, OptionError, "bits must be a number, not nan"),
         ({"memory": float("nan"), "options": TEXT}, OptionError, "memory must be a number, not nan"),
         ({"bits": 4.0}, TextError, "name a file with --text"),
-        ({"bits": 4.0, "method": "distill"}, OptionError, "a search for widths works with rtn and gptq"),
+        ({"bits": 4.0, "method": "smooth"}, OptionError, "a search for widths works with rtn, gptq, distill"),
         ({"bits": 4.0, "options": TEXT, "scheme": "w4a16g32nf4"}, LayerError, "quantize to sym, asym"),
         ({"bits": 9.0, "options": TEXT, "overrides": {"*": "w4a16"}}, OptionError, "every layer has an override"),
     ],

@@ -34,8 +34,8 @@ from anybit.errors import (
     TextError,
 )
 from anybit.layers.linear import QuantLinear
-from anybit.quantization.methods.registry import METHODS, quantize_folder
-from anybit.quantization.pipeline.calibrated import Options
+from anybit.quantization.methods.registry import METHODS, default_method, quantize_folder
+from anybit.quantization.pipeline.options import Learning, Options
 from anybit.scheme import Scheme
 
 TOKENS = [(s % 96).tolist() for s in sequences(30)]
@@ -125,12 +125,39 @@ def test_activation_order_is_saved(llama: Path, tmp_path: Path) -> None:
 
 
 def test_learning_begins_at_nearest_rounding_too(llama: Path, tmp_path: Path) -> None:
-    for name, method, more in (("rtn", "rtn", {}), ("blockwise", "blockwise", FAST | {"start": "nearest", "drift": 0})):
+    learn = FAST | {"start": "nearest", "drift": 0, "learn_tokens": 3000, "step_tokens": 256}
+    for name, method, more in (("rtn", "rtn", {}), ("distill", "distill", learn)):
         quantize_folder(llama, tmp_path / name, "w3a16g32asym", method, options=more)
-    assert divergence(llama, tmp_path / "blockwise") < divergence(llama, tmp_path / "rtn")
+    assert divergence(llama, tmp_path / "distill") < divergence(llama, tmp_path / "rtn")
 
 
-@pytest.mark.parametrize("method", ["gptq", "blockwise", "distill", "smooth"])
+def test_without_a_text_distill_writes_its_own(llama: Path, tmp_path: Path) -> None:
+    options = {"tokens": 900, "length": 60, "learn_tokens": 3000, "step_tokens": 256, "generated_tokens": 600}
+    said: list[str] = []
+    for name in ("out", "again"):
+        quantize_folder(
+            llama, tmp_path / name, "w3a16g32asym", "distill", options=options, progress=lambda *s: said.append(s[0])
+        )
+    assert any("generating text" in what for what in said) and said[-1].startswith("learning, KL divergence")
+    a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again"))
+    assert a == b
+    quantize_folder(llama, tmp_path / "rtn", "w3a16g32asym", "rtn")
+    assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
+
+
+def test_the_default_method_follows_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(scheme: str, **rest: Any) -> str:
+        return default_method(Scheme.parse(scheme), **rest)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [chosen(scheme) for scheme in ("w2a16g64asym", "w3a4", "w4a16g64")] == ["distill", "distill", "rtn"]
+    assert chosen("w3a16", device="cpu") == chosen("w3a16", bits=4.5) == "rtn"
+    assert chosen("w4a16", bits=3.5) == "distill"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen("w2a16g64asym") == "rtn" and chosen("w2a16", device="cuda:0") == "distill"
+
+
+@pytest.mark.parametrize("method", ["gptq", "distill", "smooth"])
 @pytest.mark.parametrize("scheme", ["w2a16g32asym", "w4a16g32"])
 def test_what_was_calibrated_converts_and_comes_back(method: str, scheme: str, llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
@@ -157,15 +184,10 @@ def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) ->
     assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
 
 
-def test_masks_learn_before_codes(llama: Path, tmp_path: Path) -> None:
-    learn = {"learn_tokens": 1500, "step_tokens": 256, "mask_passes": 4, "weight_rate": 0.02}
-    said: list[str] = []
+def test_weights_that_masks_keep_learn(llama: Path, tmp_path: Path) -> None:
+    learn = {"learn_tokens": 6000, "step_tokens": 256, "weight_rate": 0.02, "choosing": 0.3}
     for name, method, more in (("gptq", "gptq", {}), ("out", "distill", learn)):
-        options = FAST | more
-        quantize_folder(
-            llama, tmp_path / name, "w4a16g32s24", method, options=options, progress=lambda what, *_: said.append(what)
-        )
-    assert any(what.startswith("learning masks") for what in said)
+        quantize_folder(llama, tmp_path / name, "w4a16g32s24", method, options=FAST | more)
     assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "gptq")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
@@ -181,32 +203,12 @@ def test_masks_learn_before_codes(llama: Path, tmp_path: Path) -> None:
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()(CHECK).logits, before)
 
 
-def test_masks_of_one_width_serve_others(llama: Path, tmp_path: Path) -> None:
-    learn = FAST | {"learn_tokens": 1500, "step_tokens": 256, "mask_passes": 4, "weight_rate": 0.02}
-    masks: list[Tensor] = []
-    for scheme in ("w8a16g32s24", "w2a16g32s24", "w4a8s24", "w4a8g32asyms24"):
-        said: list[tuple[object, ...]] = []
-        resume, out = tmp_path / f"{scheme}-resume", tmp_path / scheme
-        if masks:
-            shutil.copytree(tmp_path / "w8a16g32s24-resume" / "masks", resume / "masks")
-        options, tell = learn | {"resume": resume}, lambda *what, said=said: said.append(what)
-        quantize_folder(llama, out, scheme, "distill", options=options, progress=tell)
-        assert masks == [] or not any("masks" in str(what) for what in said)
-        quantize_folder(llama, tmp_path / "rtn" / scheme, scheme)
-        assert divergence(llama, out) < divergence(llama, tmp_path / "rtn" / scheme)
-        model = AutoModelForCausalLM.from_pretrained(out)
-        kept = [module.quantized_weight().mask() for module in model.modules() if isinstance(module, QuantLinear)]
-        masks = masks or kept
-        # Error feedback moves pruned weights, further than kept ones at few bits.
-        assert torch.cat([(a == b).flatten() for a, b in zip(kept, masks, strict=True)]).float().mean() > 0.9
-
-
 @pytest.mark.parametrize(
     ("scheme", "method", "more", "dtype"),
     [
         ("w4a16g32", "gptq", {}, torch.float16),
         ("w4a16g32asym", "gptq", {}, torch.bfloat16),
-        ("w3a16g32", "blockwise", {}, torch.float16),
+        ("w3a16g32asym", "distill", {"learn_tokens": 600, "step_tokens": 256}, torch.bfloat16),
         ("w4a4g32", "smooth_rotate", {"scale_steps": 2}, torch.float32),
         ("w6a6g32", "smooth", {"scale_steps": 2}, torch.bfloat16),
         ("w4a16g32s24", "distill", {"learn_tokens": 600, "step_tokens": 256, "generated_tokens": 80}, torch.float16),
@@ -230,7 +232,7 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
     quantize_folder(
         source, tmp_path / "out", scheme, method, options=options, progress=lambda what, *_: said.append(what)
     )
-    assert not any("scales" in what or "masks" in what for what in said)  # they come from the folder
+    assert not any("scales" in what for what in said)  # they come from the folder
     quantize_folder(source, tmp_path / "whole", scheme, method, options=FAST | more)
     a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "whole"))
     assert a == b
@@ -255,9 +257,10 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
         ({"passes": 2.9}, OptionError, r"option passes must be a whole number, not 2\.9"),
         ({"tokens": True}, OptionError, "option tokens must be a whole number, not True"),
         ({"drift": math.nan}, OptionError, "option drift must be a finite number, not nan"),
-        ({"place_rate": math.inf}, OptionError, "option place_rate must be a finite number, not inf"),
+        ({"scale_rate": math.inf}, OptionError, "option scale_rate must be a finite number, not inf"),
         ({"gain_rate": "nan"}, OptionError, "option gain_rate must be a finite number, not 'nan'"),
         ({"learn_tokens": -5}, OptionError, "option learn_tokens must be at least 0, not -5"),
+        ({"minutes": 1, "learn_tokens": 9}, OptionError, "minutes and learn_tokens both say how long to learn"),
         ({"step_tokens": 0}, OptionError, "option step_tokens must be at least 1, not 0"),
         ({"generated_tokens": -1}, OptionError, "option generated_tokens must be at least 0, not -1"),
         ({"choosing": 1.5}, OptionError, "option choosing must be at least 0 and at most 1, not 1.5"),
@@ -337,19 +340,24 @@ def test_failures_under_way_name_the_layer_and_leave_nothing(fault, method, llam
 
 
 def test_what_learns_by_itself() -> None:
-    def tokens(method: str, scheme: str, **given: object) -> int:
-        return Options.of(given).learning(method, Scheme.parse(scheme))[0]
+    def learning(method: str, scheme: str, **given: object) -> Learning | None:
+        return Options.of(given).learning(method, Scheme.parse(scheme))
 
     for device in ("cpu", "cuda"):
-        assert tokens("distill", "w3a16g64", device=device) > 0
-        assert tokens("gptq", "w4a4g64", device=device) == 0
-        assert tokens("rotate", "w4a16g64", device=device) == 0
-        assert tokens("gptq", "w3a16", device=device, learn_tokens=700) == 700
-    assert tokens("rotate", "w4a4g64", device="cuda") > tokens("rotate", "w4a4g64", device="cpu") == 0
-    chosen = Options.of({"learn_passes": "2.5", "step_tokens": 64, "device": "cpu"}).learning(
-        "distill", Scheme.parse("w2a16")
-    )
-    assert (chosen[1].passes, chosen[1].step_tokens, chosen[1].gain_rate) == (2.5, 64, 0.0)
+        assert learning("gptq", "w4a4g64", device=device) is None
+        assert learning("rotate", "w4a16g64", device=device) is None
+        given = learning("gptq", "w3a16", device=device, learn_tokens=700)
+        assert given is not None and (given.minutes, given.settings.tokens) == (0, 700)
+        assert learning("distill", "w3a16", device=device, learn_tokens=0) is None
+    assert learning("rotate", "w4a4g64", device="cpu") is None
+    rotated, ours = learning("rotate", "w4a4g64", device="cuda"), learning("distill", "w3a16g64", device="cuda")
+    assert rotated is not None and (rotated.minutes, rotated.settings.tokens) == (0, 1 << 21)
+    assert ours is not None and (ours.minutes, ours.settings.tokens, ours.generated) == (20, 0, None)
+    small = learning("distill", "w3a16g64", device="cpu")
+    assert small is not None and (small.minutes, small.generated) == (0, 0) and small.settings.tokens > 0
+    chosen = learning("distill", "w2a16", minutes="2.5", step_tokens=64, device="cpu", weight_rate=0.5)
+    assert chosen is not None and (chosen.minutes, chosen.settings.step_tokens) == (2.5, 64)
+    assert chosen.settings.rates.weight == 0.5
     for device, scheme, steps in (("cuda", "w6a6", 64), ("cpu", "w6a6", 0), ("cuda", "w4a16g64", 0)):
         assert Options.of({"device": device}).scale_learning(Scheme.parse(scheme)).steps == steps
     assert Options.of({"device": "cpu", "scale_steps": 3}).scale_learning(Scheme.parse("w6a6")).steps == 3

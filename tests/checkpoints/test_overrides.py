@@ -137,12 +137,23 @@ def test_gptq_takes_overrides_and_says_true_bits(tmp_path: Path) -> None:
     assert kinds["model.layers.1.self_attn.v_proj"] == "w3a16g32"
     stored = sum(e.bytes for name, e in Folder(tmp_path / "out").entries.items() if name.rpartition(".")[0] in kinds)
     assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
-    with pytest.raises(OptionError, match=r"distill has one scheme for all layers; overrides work with rtn and gptq"):
-        quantize_folder(source, tmp_path / "no", "w3a16g32", "distill", overrides=MIXED, options=text)
-    with pytest.raises(OptionError, match="leave out the overrides, or block_passes"):
-        quantize_folder(
-            source, tmp_path / "no", "w3a16g32", "gptq", overrides=MIXED, options={**text, "block_passes": 1}
-        )
+    with pytest.raises(OptionError, match=r"smooth has one scheme for all layers; overrides work with rtn, gptq, dis"):
+        quantize_folder(source, tmp_path / "no", "w3a16g32", "smooth", overrides=MIXED, options=text)
+
+
+def test_widths_embeddings_and_heads_learn_together(tmp_path: Path) -> None:
+    source = save_tiny("llama-tied", tmp_path / "source")
+    text = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)], "passes": 1}
+    overrides = {"*.down_proj": "w4a8g32", "model.embed_tokens": "w4a16g32", "lm_head": "w6a16g32"}
+    options = text | {"learn_tokens": 2048, "step_tokens": 256, "weight_rate": 0.03, "device": "cpu"}
+    saved = quantize_folder(source, tmp_path / "out", "w3a16g32", "distill", overrides=overrides, options=options)
+    assert saved.schemes == {"w3a16g32": 12, "w4a8g32": 2, "w4a16g32": 1, "w6a16g32": 1}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weight = Folder(source).read("model.embed_tokens.weight")
+    for name, scheme in (("model.embed_tokens", "w4a16g32"), ("lm_head", "w6a16g32")):
+        nearest = anybit.quantize_weight(weight, anybit.Scheme.parse(scheme).weights).dequantize()
+        learned = model.get_submodule(name).dequantize()
+        assert 0 < float((learned - nearest).norm() / nearest.norm()) < 0.2
 
 
 @pytest.mark.parametrize(

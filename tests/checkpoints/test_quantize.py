@@ -191,9 +191,9 @@ def test_quantize_folder_refusals(llama: Path, tmp_path: Path) -> None:
         quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"speed": 3})
     with pytest.raises(OptionError, match="method rtn needs no text: leave out text, or choose one of gptq"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"text": tmp_path / "text.txt"})
-    with pytest.raises(
-        SchemeError, match="method 'learned' is unknown; there are rtn, gptq, blockwise, distill, smooth"
-    ):
+    with pytest.raises(SchemeError, match="method blockwise is gone: distill learns"):
+        quantize_folder(llama, tmp_path / "x", "w2a16g32", "blockwise")
+    with pytest.raises(SchemeError, match="method 'learned' is unknown; there are rtn, gptq, distill, smooth"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", "learned")
     with pytest.raises(SchemeError, match="a scheme is wBaB"):
         quantize_folder(llama, tmp_path / "x", "w2")

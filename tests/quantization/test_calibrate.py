@@ -143,16 +143,17 @@ def test_found_once_and_remembered(tmp_path):
         return [torch.arange(3), torch.ones(2, 2)]
 
     for times in (1, 1):
-        found = resume.remembered(tmp_path / "new", "key", make)
+        found = resume.remembered(resume.SavedState(tmp_path / "new", "before", "key"), make)
         assert [x.tolist() for x in found] == [[0, 1, 2], [[1, 1], [1, 1]]]
         assert len(made) == times
     with pytest.raises(CalibrationError, match="another calibration"):
-        resume.remembered(tmp_path / "new", "other", make)
+        resume.remembered(resume.SavedState(tmp_path / "new", "before", "other"), make)
     (tmp_path / "new" / "before").write_bytes(b"torn")
-    resume.remembered(tmp_path / "new", "key", make)
+    resume.remembered(resume.SavedState(tmp_path / "new", "before", "key"), make)
     assert len(made) == 2
-    assert resume.remembered(tmp_path / "none", "key", list) == []
-    assert resume.remembered(tmp_path / "none", "key", make) == []
+    none = resume.SavedState(tmp_path / "none", "before", "key")
+    assert resume.remembered(none, list) == []
+    assert resume.remembered(none, make) == []
 
 
 def test_drift_correction_helps():

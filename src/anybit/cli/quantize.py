@@ -15,7 +15,7 @@ import typer
 from anybit.cli import options
 from anybit.cli.common import errors, megabytes, output, overrides_of, print_json, progress_bar, status
 from anybit.errors import OptionError, SchemeError, TextError
-from anybit.quantization.methods.registry import METHODS, quantize_folder
+from anybit.quantization.methods.registry import METHODS, checked_method, default_method, quantize_folder
 from anybit.scheme import Scheme
 
 
@@ -26,12 +26,13 @@ def quantize(
         str, typer.Option("--scheme", "-s", help="The scheme: what is quantized, and how.")
     ] = "w4a16g128",
     method: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help=", ".join(f"{name} ({method.summary})" for name, method in METHODS.items()),
+            help=", ".join(f"{name} ({method.summary})" for name, method in METHODS.items())
+            + ". Default: distill below 4 bits on a GPU, else rtn.",
             autocompletion=lambda: list(METHODS),
         ),
-    ] = "rtn",
+    ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(help="A layer, or a pattern of layers, to keep in 16 bits; may be repeated. Default: lm_head."),
@@ -53,6 +54,9 @@ def quantize(
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Use this many tokens of the text.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="How long a method that learns may take in all (distill on a GPU: 20).")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method; may be repeated.")
     ] = None,
@@ -83,12 +87,12 @@ def quantize(
     parsed, others = Scheme.parse(scheme), overrides_of(override)
     _check_bits(bits, parsed)
     size = None if memory is None else _bytes(memory)
-    how = _options(method, text, tokens, settings or [])
     from anybit.checkpoints.source import local_folder
     from anybit.device import checked_device
 
-    if device is not None:
-        how["device"] = checked_device(device)
+    device = None if device is None else checked_device(device)
+    method = method or default_method(parsed, bits, device)
+    how = _options(method, text, {"tokens": tokens, "minutes": minutes, "device": device}, settings or [])
     for each in dict.fromkeys([parsed, *map(Scheme.parse, others.values())]):
         _say_if_nothing_runs(each)
     with ExitStack() as stack:
@@ -178,14 +182,13 @@ def _bytes(text: str) -> float:
     return count * float(1024 if match[3] else 1000) ** power
 
 
-def _options(method: str, text: Path | None, tokens: int | None, settings: list[str]) -> dict[str, Any]:
-    """Options of a job: ``text`` (a path), ``tokens``, and the method's settings, parsed as JSON where possible."""
-    if method not in METHODS:
-        raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
-    if METHODS[method].calibrated and text is None:
+def _options(
+    method: str, text: Path | None, given: dict[str, float | str | None], settings: list[str]
+) -> dict[str, Any]:
+    """Options of a job: ``text`` (a path), others as given, and the method's settings, parsed as JSON if possible."""
+    if METHODS[checked_method(method)].calibrated and method != "distill" and text is None:
         raise TextError(f"method {method} calibrates on a text: name a file with --text")
-    found: dict[str, Any] = {} if text is None else {"text": text}
-    found |= {} if tokens is None else {"tokens": tokens}
+    found: dict[str, Any] = {name: value for name, value in {"text": text, **given}.items() if value is not None}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:

@@ -8,24 +8,29 @@ Gradients are deterministic: fused attention kernels accumulate query gradients 
 math backend wherever the GPU has memory for the attention weights.
 """
 
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anybit.ops.capture import without_collector
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Rows of logits per softmax.
 _ROWS_AT_ONCE = 2048
 # Batches of a shape to run before capture, so that allocations and algorithm choices settle.
 _WARM = 2
-# Most bytes of cached hidden states.
-_KEPT = 8 << 30
+# Most bytes of cached hidden states, and of a GPU's free memory the share.
+_KEPT, _KEPT_ON_A_GPU = 8 << 30, 0.3
 # Share of a GPU's memory for one copy of all layers' attention weights under the math backend, which needs about three.
 # Of total memory, not of free memory, so that every run decides alike.
 _ATTENTION = 1 / 8
@@ -39,15 +44,17 @@ def fast_in_half(device: torch.device | str) -> bool:
 class Teacher:
     """A teacher's predictions, with final hidden states cached per sequence if its logits depend on nothing else."""
 
-    def __init__(self, model: Any, half: bool, device: torch.device) -> None:
-        self.model, self.half, self.device = model, half, device
+    def __init__(self, model: "PreTrainedModel", half: bool) -> None:
+        self.model, self.half, self.device = model, half, model.device
         self._kept: dict[bytes, Tensor] = {}
-        self._bytes = 0
+        self._room = _KEPT
+        if self.device.type == "cuda":
+            self._room = int(_KEPT_ON_A_GPU * torch.cuda.mem_get_info(self.device)[0])
         self._splits: bool | None = None
 
     def states(self, tokens: Tensor) -> Tensor | None:
         """Final hidden states [B, L, D] of token ids int64 [B, L], or None if logits are not just the head of them."""
-        keys = [row.numpy().tobytes() for row in tokens.cpu()]
+        keys = [hashlib.sha256(row.numpy().tobytes()).digest() for row in tokens.cpu()]
         if self._splits is None:
             self._splits = self._can_split(tokens[:1, :16].to(self.device))
         if not self._splits:
@@ -57,10 +64,11 @@ class Teacher:
                 found: Tensor = self.model.base_model(
                     input_ids=tokens.to(self.device), use_cache=False
                 ).last_hidden_state
-            if self._bytes + found.nbytes > _KEPT:
+            found = found.to(torch.bfloat16 if self.half else found.dtype)
+            if found.nbytes > self._room:
                 return found
-            self._bytes += found.nbytes
-            self._kept.update(zip(keys, found.to(torch.bfloat16 if self.half else found.dtype), strict=True))
+            self._room -= found.nbytes
+            self._kept.update(zip(keys, found, strict=True))
         return torch.stack([self._kept[key] for key in keys])
 
     def logits(self, tokens: Tensor, states: Tensor | None) -> Tensor:
@@ -76,7 +84,7 @@ class Teacher:
         head = self.model.get_output_embeddings()
         if head is None or getattr(self.model, "base_model", self.model) is self.model:
             return False
-        with torch.no_grad():
+        with self._context():
             whole = self.model(input_ids=tokens, use_cache=False).logits
             parts = head(self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
         return whole.shape == parts.shape and bool(torch.allclose(whole, parts, rtol=1e-3, atol=1e-3))
@@ -90,16 +98,13 @@ class Teacher:
 
 
 @contextmanager
-def written_out(config: Any, shape: Sequence[int], device: torch.device, layers: int | None = None) -> Iterator[None]:
-    """Use the deterministic math backend for attention on a GPU, if its memory allows for token ids of shape [B, L].
-
-    layers: how many keep their attention weights; by default all of config's.
-    """
+def written_out(config: "PretrainedConfig", shape: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Use the deterministic math backend for attention on a GPU, if its memory allows for token ids of shape [B, L]."""
     if device.type != "cuda":
         yield
         return
     unknown = 1 << 20  # too much for any GPU
-    count = layers or getattr(config, "num_hidden_layers", 0) or unknown
+    count = getattr(config, "num_hidden_layers", 0) or unknown
     heads = getattr(config, "num_attention_heads", 0) or unknown
     weights = count * heads * shape[0] * shape[1] ** 2
     if 4 * weights > _ATTENTION * torch.cuda.get_device_properties(device).total_memory:
@@ -122,8 +127,9 @@ class KLGradient:
     Gradient tensors must keep their addresses between calls. half: run in bfloat16.
     """
 
-    def __init__(self, teacher: Any, student: Any, half: bool, device: torch.device) -> None:
-        self.teacher, self.student, self.half, self.device = Teacher(teacher, half, device), student, half, device
+    def __init__(self, teacher: "PreTrainedModel", student: "PreTrainedModel", half: bool) -> None:
+        self.teacher, self.student, self.half = Teacher(teacher, half), student, half
+        self.device = device = teacher.device
         self._seen: Counter[tuple[int, ...]] = Counter()
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._records = True
@@ -195,7 +201,7 @@ class Divergence(torch.autograd.Function):
     """Mean KL(wanted || found) of logits [T, V]; computes the gradient in forward, to keep few copies of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, wanted: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, found: Tensor, wanted: Tensor) -> Tensor:
         """The loss, float32 []."""
         gradient = torch.empty_like(found)
         total = torch.zeros((), device=found.device)
@@ -209,7 +215,7 @@ class Divergence(torch.autograd.Function):
         return total / len(found)
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, outer: Tensor) -> tuple[Tensor, None]:
         """The gradient of ``found``."""
-        (gradient,) = ctx.saved_tensors
+        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return gradient * outer.to(gradient.dtype), None

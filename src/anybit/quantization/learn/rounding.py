@@ -1,15 +1,19 @@
-"""Fake quantization of activations during training: rounded as at inference, with straight-through gradients."""
+"""Fake quantization of activations, keys and values: rounded as at inference, with straight-through gradients."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
+from anybit.cache.kvcache import hadamard
 from anybit.codes.reference import _steps
-from anybit.scheme import ActivationFormat
+from anybit.kernels.attention import kv_page
+from anybit.scheme import ActivationFormat, KVFormat
 
-Hook = Callable[..., Any]
+Hook = Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""A forward pre-hook."""
 
 
 class RoundedThrough(torch.autograd.Function):
@@ -20,7 +24,7 @@ class RoundedThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: ActivationFormat) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, format: ActivationFormat) -> Tensor:
         """The dequantized activations, in x's dtype."""
         rows = x.reshape(-1, x.shape[-1]).float()
         steps, scale, _ = _steps(rows, format)
@@ -39,9 +43,9 @@ class RoundedThrough(torch.autograd.Function):
         return rounded.to(x.dtype).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         """The gradient of the activations."""
-        lost, weights, places = ctx.saved_tensors
+        lost, weights, places = ctx.saved_tensors  # type: ignore[attr-defined]
         rows = gradient.reshape(lost.shape)
         cost = (rows * lost).sum(1, dtype=torch.float32)
         found = rows.scatter_add(1, places, (weights * cost[:, None]).to(rows.dtype))
@@ -74,3 +78,28 @@ class Shared:
                 made = hook(module, made)
             self._seen, self._made = args[0], made[0]
         return (self._made, *args[1:])
+
+
+_rotation = cache(hadamard)
+
+
+def keys_and_values_through(key: Tensor, value: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
+    """Fake-quantize keys and values [B, heads, L, dim], all but the newest tokens, if they do not fill a group."""
+    rotation = _rotation(key.shape[-1], key.dtype, key.device) if format.rotate else None
+    by_channel = format.key_axis == "channel"
+
+    def through(x: Tensor, bits: int, by_channel: bool) -> Tensor:
+        if bits == 16:
+            return x
+        y = x.detach() if rotation is None else x.detach() @ rotation
+        group = format.group if by_channel else min(format.group, y.shape[-1])
+        whole = y.shape[-2] // group * group if by_channel else y.shape[-2]
+        runs = y[..., :whole, :].unflatten(-2, (-1, group)) if by_channel else y.unflatten(-1, (-1, group))
+        codes, scale, zero = kv_page.quantize(runs, bits, -2 if by_channel else -1)
+        stored = (codes * scale + zero).to(y.dtype).reshape(*y.shape[:-2], whole, y.shape[-1])
+        rounded = torch.cat([stored, y[..., whole:, :]], dim=-2)
+        if rotation is not None:
+            rounded = rounded @ rotation.T
+        return x + (rounded - x).detach()
+
+    return through(key, format.key_bits, by_channel), through(value, format.value_bits, False)

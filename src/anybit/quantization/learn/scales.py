@@ -6,25 +6,26 @@ scales s; without Q this is the identity. Gradients pass Q as in ``learn.roundin
 scales into the model's scaling pairs (``methods.scaling_pairs``), which leaves its function unchanged.
 """
 
-import copy
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from anybit.codes import hadamard
-from anybit.errors import CalibrationError
 from anybit.models.llama_block import llama_blocks
-from anybit.quantization.learn.fake_quant import GivenLinear
+from anybit.quantization.learn.adam import Adam
 from anybit.quantization.learn.kl_gradient import KLGradient
+from anybit.quantization.learn.loop import Course, Progress, learn
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import RoundedThrough, Shared
-from anybit.quantization.methods.distill import batches_of, shuffled
+from anybit.quantization.learn.student import GivenLinear, placed
 from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.scheme import ActivationFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,12 @@ class _ScaledRounding:
 
 @torch.enable_grad()
 def learn_scales(
-    model: Any,
+    model: "PreTrainedModel",
     sequences: Sequence[Tensor],
     activations: ActivationFormat,
     rotated: bool = False,
     settings: ScaleLearning | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Tensor]:
     """Learn scales for every scaling pair of a Llama-like model, float32 [channels] each, for ``put_scales``.
 
@@ -72,52 +73,39 @@ def learn_scales(
     not Llama-like.
     """
     settings = settings or ScaleLearning()
-    device = torch.device(settings.device)
-    home = model.device
-    teacher = model.to(device)
-    student = copy.deepcopy(teacher).requires_grad_(False)
-    kind = torch.bfloat16 if settings.half else torch.float32
+    teacher = placed(model, torch.device(settings.device), torch.bfloat16 if settings.half else None)
+    student = placed(teacher, teacher.device)
     log_scales: list[nn.Parameter] = []
     for part in list(llama_blocks(student)):
         for pair in scaling_pairs(part):
-            log_scale = nn.Parameter(torch.zeros(pair.channels, device=device))
+            log_scale = nn.Parameter(torch.zeros(pair.channels, device=teacher.device))
             log_scale.grad = torch.zeros_like(log_scale)
             log_scales.append(log_scale)
             hook = Shared([_ScaledRounding(pair, log_scale, activations, rotated)])
             for name, reader in pair.readers.items():
-                layer = GivenLinear(reader.weight.data.to(kind), reader.bias)
+                layer = GivenLinear(reader.weight.data, reader.bias)
                 layer.register_forward_pre_hook(hook)
                 student.set_submodule(name, layer, strict=False)
-    if device.type == "cuda":
+    if teacher.device.type == "cuda":
         fuse_norms(student)
-    optimizer = torch.optim.Adam(log_scales, lr=settings.rate, betas=(0.9, 0.99))
-    warm = max(settings.steps // 10, 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
-    )
-    run = KLGradient(teacher, student, settings.half, device)
-    ahead: list[list[Tensor]] = []
-    for step in range(settings.steps):
-        # Shuffled from the start, so that few steps still sample all of the text.
-        ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
-        for log_scale in log_scales:
+    moving = [Adam(log_scale.data) for log_scale in log_scales]
+    course = Course(settings.steps)
+
+    def update(rate: float) -> None:
+        for log_scale, adam in zip(log_scales, moving, strict=True):
             assert log_scale.grad is not None
+            adam.step(log_scale.grad, settings.rate * rate, course.step + 1)
             log_scale.grad.zero_()
-        loss = run(ahead.pop(0))
-        if not math.isfinite(loss):
-            raise CalibrationError(f"the loss of step {step} of learning scales is not finite; lower between_rate")
-        optimizer.step()
-        schedule.step()
-        if progress is not None:
-            progress(step + 1, settings.steps, loss)
-    model.to(home)
+
+    gradient = KLGradient(teacher, student, settings.half)
+    learn(gradient, sequences, settings.step_tokens, settings.step_tokens, course, update, progress)
     # Remove the common factor, which per-token activation scales absorb.
     found = [log_scale.detach().cpu() for log_scale in log_scales]
     return [(log_scale - log_scale.mean()).exp() for log_scale in found]
 
 
 @torch.no_grad()
-def put_scales(model: Any, scales: Sequence[Tensor]) -> None:
+def put_scales(model: nn.Module, scales: Sequence[Tensor]) -> None:
     """Apply scales in the order of ``learn_scales``; the model computes the same function, up to rounding."""
     found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
     for pair, scale in zip(found, scales, strict=True):

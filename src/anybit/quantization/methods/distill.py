@@ -1,230 +1,182 @@
-"""End-to-end distillation: learn rounding and scales against the original model's predictions.
+"""Distillation: all weights learn together, rounded as they will be stored, to predict what the 16-bit model predicts.
 
-Per-layer and per-block methods minimize errors where they arise; only the model's output shows what they cost. At 2 and
-3 bits a few hundred steps on the calibration text, from a calibrated start, gain more than any of those.
+Methods that work layer by layer minimize errors where they arise; only the model's output shows what they cost. From a
+calibrated start weights move freely, with their scales, zeros and the norms' gains (``anybit.quantization.learn``).
+Few bits need millions of tokens, so the model also writes text to learn from.
 """
 
-import copy
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from anybit.codes.packing import QuantizedWeight
-from anybit.codes.sparse import SparseWeight
-from anybit.errors import CalibrationError, TextError
+from anybit.errors import CalibrationError
 from anybit.models.blocks import weight_of
-from anybit.quantization.learn.fake_quant import Bank, FakeQuantWeight, GivenLinear, L, banks, parameter_groups
+from anybit.quantization.learn.adam import Adam
 from anybit.quantization.learn.kl_gradient import KLGradient
+from anybit.quantization.learn.latent import Rates, banks
+from anybit.quantization.learn.loop import Course, Progress, learn
 from anybit.quantization.learn.norms import fuse_norms
-from anybit.quantization.learn.rounding import Shared, rounded_through
-from anybit.scheme import ActivationFormat
+from anybit.quantization.learn.student import gains_of, placed, student_of
+from anybit.quantization.pipeline.resume import SavedState
+from anybit.scheme import Scheme
 
-Progress = Callable[[int, int, float], None]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Seconds between saved states at least, and how many times as long as saving one.
+_SAVE, _TIMES = 240, 20
+# Share of a GPU's memory that weights, gradients and moments may take.
+_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
     """Settings of a distillation.
 
-    passes: over the text.  step_tokens: tokens per optimizer step.  run_tokens: tokens per forward pass.
-    place_rate: Adam's learning rate of code positions, in code units.  scale_rate: of the scales' logarithms.
-    gain_rate: of the norms' gains.  half: run forward and backward in bfloat16.
-    For 2:4 masks: weight_rate: learning rate of weights, relative to their row's root mean square.
-    choosing: the fraction of steps in which masks may change.  decay: of pruned weights, per such step.
+    tokens: to learn from in all, repeats included; or, if 0, seconds: as long as these last.
+    step_tokens: tokens per step.  choosing: for 2:4 schemes, the fraction of the course in which masks may change.
+    half: run forward and backward in bfloat16.
     """
 
-    passes: float = 1.0
+    tokens: int = 49152
+    seconds: float = 0.0
     step_tokens: int = 1024
-    run_tokens: int = 1024
-    place_rate: float = 0.006
-    scale_rate: float = 0.003
-    gain_rate: float = 0.0
-    weight_rate: float = 0.003
-    choosing: float = 0.5
-    decay: float = 0.0
+    rates: Rates = field(default_factory=Rates)
+    choosing: float = 0.0
     half: bool = True
     device: torch.device | str = "cpu"
+    seed: int = 0
 
-    def batch_rows(self, tokens: Tensor) -> int:
-        """Rows of a batch per forward pass."""
-        return max(self.run_tokens // tokens.shape[1], 1)
+    @property
+    def course(self) -> Course:
+        """The course at its start."""
+        return Course(max(-(-self.tokens // self.step_tokens), 1) if self.tokens else 0, self.seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What a distillation changed: quantized weights, and gains of norms, by name."""
+
+    weights: dict[str, QuantizedWeight]
+    gains: dict[str, Tensor]
 
 
 def distill(
-    model: Any,
-    weights: dict[str, QuantizedWeight],
-    sequences: Sequence[Tensor],
-    settings: Distillation | None = None,
-    activations: ActivationFormat | None = None,
-    progress: Progress | None = None,
-    tuned: dict[str, Tensor] | None = None,
-    teacher: Any = None,
-) -> dict[str, QuantizedWeight]:
-    """Improve a model's quantized weights; the model itself, with its original weights, is not changed.
-
-    sequences: token ids, any lengths; those of equal length are batched within a step.  activations: their format.
-    progress: called with steps done, steps in all, and the last loss (nats per token).
-    tuned: if given, norms' gains are learned too (at ``gain_rate``) and stored here by name.
-    teacher: the model to imitate; by default ``model``.
-    Raises CalibrationError if the loss is not finite.
-    """
-    settings = settings or Distillation()
-    learned = _banks(model, weights, settings, FakeQuantWeight)
-    groups = parameter_groups(learned, settings.place_rate, settings.scale_rate)
-    _learn(teacher or model, model, learned, groups, sequences, settings, activations, progress, tuned)
-    hard = {name: weight.to("cpu") for bank in learned for name, weight in bank.harden().items()}
-    return {name: hard[name] for name in weights}
-
-
-def learn_masks(
-    model: Any,
-    start: dict[str, QuantizedWeight],
-    sequences: Sequence[Tensor],
+    model: "PreTrainedModel",
+    weights: Mapping[str, QuantizedWeight],
+    text: Sequence[Tensor],
+    scheme_of: Callable[[str], Scheme],
     settings: Distillation | None = None,
     progress: Progress | None = None,
-    tuned: dict[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """Learn 2:4 masks and the remaining weights of a model's layers: float32 [N, K] by name, zero where pruned.
+    saved: SavedState | None = None,
+) -> Learned:
+    """Learn a model's quantized weights; the model itself, with its original weights, is not changed.
 
-    start: sparse weights to start from, such as gptq's in 8 bits.  The rest as in ``distill``.
+    weights: the start, of linear layers and the input embedding.  text: token ids, any lengths; those of equal length
+    are batched.  scheme_of: the scheme of a layer; "" for the whole model's.  saved: where an interrupted run goes on.
+    Raises CalibrationError if the loss is not finite, or the model does not fit on the GPU.
     """
     settings = settings or Distillation()
-
-    def learnable(weight: QuantizedWeight, original: Tensor) -> SparseWeight:
-        return SparseWeight(weight, original, decay=settings.decay)
-
-    learned = _banks(model, start, settings, learnable)
-    groups: list[dict[str, object]] = [{"params": [bank.soft.latent for bank in learned], "lr": settings.weight_rate}]
-
-    def choose(done: float) -> None:
-        for bank in learned:
-            bank.soft.choosing = done < settings.choosing
-
-    _learn(model, model, learned, groups, sequences, settings, None, progress, tuned, choose)
-    return {name: weight.cpu() for bank in learned for name, weight in bank.harden().items()}
-
-
-def _banks(
-    model: Any,
-    weights: dict[str, QuantizedWeight],
-    settings: Distillation,
-    learnable: Callable[[QuantizedWeight, Tensor], L],
-) -> list[Bank[L]]:
-    """Learnable weights of a model, on the settings' device."""
     device = torch.device(settings.device)
-    originals = {name: weight_of(model.get_submodule(name)).to(device) for name in weights}
-    kind = torch.bfloat16 if settings.half else torch.float32
-    return banks({name: weight.to(device) for name, weight in weights.items()}, originals, kind, learnable)
+    half = torch.bfloat16 if settings.half else None
+    latent_dtype, run_tokens = _room(model, weights, settings)
+    teacher = placed(model, device, half)
+    start = {name: weight.to(device) for name, weight in weights.items()}
 
+    def original(name: str) -> Tensor:
+        return weight_of(model.get_submodule(name)).to(device)
 
-def _learn(
-    teacher: Any,
-    model: Any,
-    learned: Sequence[Bank[L]],
-    groups: list[dict[str, object]],
-    sequences: Sequence[Tensor],
-    settings: Distillation,
-    activations: ActivationFormat | None,
-    progress: Progress | None,
-    tuned: dict[str, Tensor] | None,
-    before_step: Callable[[float], None] | None = None,
-) -> None:
-    """Train a model's learnable layers to match its teacher. before_step: called with the fraction of steps done."""
-    device = torch.device(settings.device)
-    teacher, model = teacher.to(device), model.to(device)
-    student = copy.deepcopy(model).requires_grad_(False)
-    _replace_layers(model, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
+    learned = banks(start, original, half or torch.float32, latent_dtype)
+    leaves = {name: leaf for bank in learned for name, leaf in bank.leaves.items()}
+    student = student_of(teacher, leaves, lambda name: scheme_of(name).activations, scheme_of("").kv)
     if device.type == "cuda":
         fuse_norms(student)
-    gains = gains_of(student) if tuned is not None and settings.gain_rate > 0 else {}
-    for gain in gains.values():
-        gain.data = gain.data.float()
-        gain.requires_grad_()
-    if gains:
-        groups = [*groups, {"params": list(gains.values()), "lr": settings.gain_rate}]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=device.type == "cuda")
-    ahead = batches_of(sequences, settings.step_tokens)
-    steps = max(math.ceil(len(ahead) * settings.passes), 1)
-    warm = max(steps // 20, 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
-    )
-    run = KLGradient(teacher, student, settings.half, device)
-    for step in range(steps):
-        ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
-        if before_step is not None:
-            before_step(step / steps)
+    gains = _own_gains(student) if settings.rates.gain else {}
+    moving = {name: Adam(gain.data) for name, gain in gains.items()}
+    course = settings.course
+    state = {f"{i}.{name}": tensor for i, bank in enumerate(learned) for name, tensor in bank.state().items()}
+    state |= {key: tensor for name, adam in moving.items() for key, tensor in adam.state(name).items()}
+    if saved is not None:
+        _restore(saved, course, state)
+    for bank in learned:
+        bank.refresh()
+    last, cost = time.monotonic(), 0.0
+
+    def update(rate: float) -> None:
+        nonlocal last, cost
+        count, rates = course.step + 1, settings.rates.times(rate)
         for bank in learned:
+            bank.step(rates, count, course.done < settings.choosing)
             bank.refresh()
-        for gain in gains.values():
-            gain.grad = torch.zeros_like(gain) if gain.grad is None else gain.grad.zero_()
-        loss = run([part for tokens in ahead.pop(0) for part in tokens.split(settings.batch_rows(tokens))])
-        if not math.isfinite(loss):
-            raise CalibrationError(
-                f"the loss of step {step} is not finite; lower place_rate, scale_rate and weight_rate"
-            )
-        for bank in learned:
-            bank.receive()
-        optimizer.step()
-        for bank in learned:
-            bank.soft.project()
-        schedule.step()
-        if progress is not None:
-            progress(step + 1, steps, loss)
-    if tuned is not None:
-        tuned.update({name: gain.detach().cpu() for name, gain in gains.items()})
+        for name, gain in gains.items():
+            assert gain.grad is not None
+            moving[name].step(gain.grad, rates.gain, count)
+            gain.grad.zero_()
+        began = time.monotonic()
+        if saved is not None and began - last > max(_SAVE, _TIMES * cost):
+            saved.write({"step": count, "elapsed": course.elapsed}, state)
+            last, cost = time.monotonic(), time.monotonic() - began
+
+    gradient = KLGradient(teacher, student, settings.half)
+    learn(gradient, text, settings.step_tokens, run_tokens, course, update, progress, settings.seed)
+    hard = {name: weight for bank in learned for name, weight in bank.harden().items()}
+    return Learned(hard, {name: gain.detach().cpu() for name, gain in gains.items()})
 
 
-def _replace_layers(
-    teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None
-) -> None:
-    """Replace the student's layers, by name, by GivenLinears over the learnable weights."""
-    rounding = [rounded_through(activations)] if activations is not None and activations.quantized else []
-    shared: dict[object, Shared] = {}
-    for name, leaf in leaves.items():
-        module = teacher.get_submodule(name)
-        bias = getattr(module, "bias", None)
-        layer = GivenLinear(leaf, None if bias is None else bias.detach())
-        # Hooks transform the input, such as an online rotation; neighbours with the same input share the result.
-        hooks = [*module._forward_pre_hooks.values(), *rounding]
-        if hooks:
-            key = (name.rpartition(".")[0], *map(id, hooks))
-            layer.register_forward_pre_hook(shared.setdefault(key, Shared(hooks)))
-        student.set_submodule(name, layer, strict=False)
+def _own_gains(student: nn.Module) -> dict[str, nn.Parameter]:
+    """Give a student's norms gains of its own, in float32, with gradients."""
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    for gain in gains_of(student).values():
+        own[gain] = nn.Parameter(gain.detach().float().clone())
+        own[gain].grad = torch.zeros_like(own[gain])
+    for module in student.modules():
+        weight = module._parameters.get("weight")
+        if weight in own:
+            module._parameters["weight"] = own[weight]
+    return gains_of(student)
 
 
-def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The gains of a model's norms, by name."""
-    found: dict[str, nn.Parameter] = {}
-    for name, module in model.named_modules():
-        gain = getattr(module, "weight", None)
-        if isinstance(gain, nn.Parameter) and gain.ndim == 1 and "Norm" in type(module).__name__:
-            found[f"{name}.weight"] = gain
-    return found
+def _restore(saved: SavedState, course: Course, state: Mapping[str, Tensor]) -> None:
+    """Continue where an interrupted run saved its state, if it did."""
+    found = saved.read()
+    if found is None:
+        return
+    note, tensors = found
+    for name, tensor in tensors.items():
+        state[name].copy_(tensor)
+    course.step, course.elapsed = int(note["step"]), float(note["elapsed"])
 
 
-def shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """The sequences in a random order, so that passes do not repeat the same steps."""
-    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))
-    return [sequences[i] for i in order.tolist()]
+def _room(
+    model: "PreTrainedModel", weights: Mapping[str, QuantizedWeight], settings: Distillation
+) -> tuple[torch.dtype, int]:
+    """The dtype of latents and moments, and the tokens per forward pass, that a device has memory for.
 
-
-def batches_of(sequences: Sequence[Tensor], step_tokens: int) -> list[list[Tensor]]:
-    """The batches of each step, int64 [B, L] for each length in it, in the order of the text."""
-    steps: list[dict[int, list[Tensor]]] = [{}]
-    held = 0
-    for sequence in sequences:
-        if held and held + len(sequence) > step_tokens:
-            steps.append({})
-            held = 0
-        if len(sequence) > 1:
-            steps[-1].setdefault(len(sequence), []).append(sequence)
-            held += len(sequence)
-    batches = [[torch.stack(rows) for rows in step.values()] for step in steps if step]
-    if not batches:
-        raise TextError("distillation needs sequences of at least 2 tokens")
-    return batches
+    Raises CalibrationError if a GPU has not even enough for 16 bits.
+    """
+    device, run_tokens = torch.device(settings.device), settings.step_tokens
+    if device.type != "cuda":
+        return torch.float32, min(run_tokens, 1024)
+    # Not free memory, so that every run decides alike.
+    total = torch.cuda.get_device_properties(device).total_memory
+    learned = sum(weight.shape[0] * weight.shape[1] for weight in weights.values())
+    rest = 4 * sum(parameter.numel() for parameter in model.parameters()) - 4 * learned
+    fixed = 6 if settings.half else 12
+    # Teacher, weight and gradient; latent and two moments.
+    needed = {kind: learned * (fixed + 3 * kind.itemsize) + rest for kind in (torch.float32, torch.bfloat16)}
+    kind = next((kind for kind, size in needed.items() if size < _SHARE * total), None)
+    if kind is None:
+        least = min(needed.values()) / _SHARE / 2**30
+        raise CalibrationError(
+            f"distill needs the whole model on the GPU: {least:.0f} GiB, and this one has {total / 2**30:.0f} GiB; use "
+            "method gptq, which needs one block"
+        )
+    config = model.config.get_text_config(decoder=True)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    token = config.num_hidden_layers * (40 * config.hidden_size + 12 * inner) + 10 * config.vocab_size
+    return kind, max(min(run_tokens, int((0.9 * total - needed[kind]) / 2 / token)), 1)

@@ -49,10 +49,9 @@ _START = 16.0
 _CALIBRATED = "pipeline.calibrated.run"
 _INPUTS = ("text", "sequences", "tokens", "device")
 _SETTINGS = (
-    *("length", "start", "drift", "order", "damping", "passes", "resume", "spill"),
-    *("block_passes", "learn_tokens", "learn_passes", "step_tokens", "place_rate", "scale_rate", "gain_rate"),
+    *("length", "start", "drift", "order", "damping", "passes", "resume", "spill", "seed"),
+    *("minutes", "learn_tokens", "generated_tokens", "step_tokens", "weight_rate", "scale_rate", "gain_rate"),
 )
-_MASKS = ("mask_passes", "weight_rate", "choosing", "decay", "generated_tokens")
 _SMOOTH = ("strength", "scale_steps", "between_rate")
 METHODS: dict[str, Method] = {
     "rtn": Method(
@@ -63,10 +62,9 @@ METHODS: dict[str, Method] = {
         "error feedback, calibrated on a text; also for 2:4 sparse schemes", _CALIBRATED, True, mixed=True,
         pace=(2.0, 0.02), settings=_SETTINGS,
     ),
-    "blockwise": Method("gptq, then learns codes and scales block by block", _CALIBRATED, True, settings=_SETTINGS),
     "distill": Method(
-        "gptq, then learns codes and scales from the original model", _CALIBRATED, True, pace=(12.0, 0.3),
-        settings=(*_SETTINGS, *_MASKS),
+        "gptq, then learns from the original model's predictions, for 20 minutes on a GPU", _CALIBRATED, True,
+        mixed=True, pace=(12.0, 0.3), settings=(*_SETTINGS, "choosing"),
     ),
     "smooth": Method(
         "moves outliers of activations into the weights, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
@@ -74,20 +72,40 @@ METHODS: dict[str, Method] = {
     ),
     "rotate": Method(
         "spreads outliers by a Hadamard rotation, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
-        settings=(*_SETTINGS, "seed", "mix_heads"),
+        settings=(*_SETTINGS, "mix_heads"),
     ),
     "smooth_rotate": Method(
         "smooths and rotates the input of every layer, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
-        settings=(*_SETTINGS, *_SMOOTH, "seed"),
+        settings=(*_SETTINGS, *_SMOOTH),
     ),
 }  # fmt: skip
+
+
+def checked_method(name: str) -> str:
+    """The name of a method. Raises SchemeError for any other name."""
+    if name == "blockwise":
+        raise SchemeError("method blockwise is gone: distill learns from the same start, and loses less")
+    if name not in METHODS:
+        raise SchemeError(f"method {name!r} is unknown; there are {', '.join(METHODS)}")
+    return name
+
+
+def default_method(scheme: Scheme, bits: float | None = None, device: str | None = None) -> str:
+    """The method for a scheme, or a budget of ``bits`` a weight: ``distill`` below 4 bits on a GPU, else ``rtn``.
+
+    device: to work on, if it is chosen.
+    """
+    import torch
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return "distill" if (bits or scheme.weights.bits) < 4 and torch.device(kind).type == "cuda" else "rtn"
 
 
 def quantize_folder(
     source: Path | str,
     output: Path | str,
     scheme: Scheme | str,
-    method: str = "rtn",
+    method: str | None = None,
     modules_to_not_convert: list[str] | None = None,
     *,
     overrides: Mapping[str, str | Scheme] | None = None,
@@ -102,6 +120,7 @@ def quantize_folder(
 ) -> "Saved":
     """Quantize a model folder into another folder.
 
+    method: one of ``METHODS``; None is ``default_method``'s.
     modules_to_not_convert: layers to leave unquantized; by default the output head, and always a head that is tied to
     the embedding. overrides: per-layer schemes, by name or by a pattern such as "*.down_proj"; a name takes precedence
     over patterns, and the last matching pattern over earlier ones. A head that is named is quantized, tied or not.
@@ -116,8 +135,9 @@ def quantize_folder(
     name that matches no layer, SchemeError for an unknown scheme or method, OptionError for an unknown option,
     KernelError for a device that does not exist. A failed run leaves no output behind.
     """
-    if method not in METHODS:
-        raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
+    scheme = Scheme.parse(scheme)
+    if method is not None:
+        checked_method(method)
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"options must be a dict of names and values, not {options!r}")
     options = dict(options or {})
@@ -125,6 +145,7 @@ def quantize_folder(
         from anybit.device import checked_device
 
         options["device"] = checked_device(options["device"])
+    method = method or default_method(scheme, bits, options.get("device"))
     search = bits is not None or memory is not None or context is not None
     if not METHODS[method].calibrated and not search:
         for name in ("text", "tokens"):
@@ -141,7 +162,7 @@ def quantize_folder(
     mixed = [name for name in METHODS if METHODS[name].mixed]
     if (overrides or search) and method not in mixed:
         what = "a search for widths works" if search else "overrides work"
-        raise OptionError(f"method {method} has one scheme for all layers; {what} with {' and '.join(mixed)}")
+        raise OptionError(f"method {method} has one scheme for all layers; {what} with {', '.join(mixed)}")
     from anybit.quantization.pipeline.stream import Job
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}

@@ -28,7 +28,8 @@ from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.models.blocks import weight_of
 from anybit.models.modules import LinearLayer
-from anybit.quantization.pipeline.calibrated import Options, first_of, load_whole, sequences_of
+from anybit.quantization.pipeline.calibrated import first_of, load_whole, sequences_of
+from anybit.quantization.pipeline.options import Options
 from anybit.quantization.pipeline.stream import Job, experts_of
 from anybit.scheme import KVFormat, WeightFormat
 

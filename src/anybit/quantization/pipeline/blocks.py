@@ -1,6 +1,6 @@
 """Run a transformer's blocks one at a time: their inputs, and which linear layers share an input."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +26,7 @@ class Call:
 
     def to(self, device: torch.device) -> "Call":
         """The same call with its tensors on another device."""
-        return self._with(lambda tensor: tensor.to(device))
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the call, in the order of ``with_tensors``."""
-        found: list[Tensor] = []
-
-        def look(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        self._with(look)
-        return found
-
-    def with_tensors(self, tensors: Iterable[Tensor]) -> "Call":
-        """The same call with other tensors."""
-        given = iter(tensors)
-        return self._with(lambda _: next(given))
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "Call":
-        return Call(_changed(self.args, change), _changed(self.kwargs, change))
+        return Call(_moved(self.args, device), _moved(self.kwargs, device))
 
 
 class Store:
@@ -270,16 +251,14 @@ def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
         block.to(home)
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nested value with ``change`` applied to all its tensors."""
+def _moved(value: Any, device: torch.device) -> Any:
+    """A nested value with all its tensors on a device."""
     if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(_changed(item, change) for item in value)
-    if isinstance(value, list):
-        return [_changed(item, change) for item in value]
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(item, device) for item in value)
     if isinstance(value, dict):
-        return {key: _changed(item, change) for key, item in value.items()}
+        return {key: _moved(item, device) for key, item in value.items()}
     return value
 
 

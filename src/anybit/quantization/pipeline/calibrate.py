@@ -68,28 +68,6 @@ class LayerQuantizer(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class BlockTask:
-    """A block with quantized layers, for a ``Refiner`` to improve.
-
-    weights: to be updated in place; the modules of ``block`` hold their dequantized values.  inputs, wanted: the
-    quantized model's inputs and the original's outputs, by batch.  config: of the model.
-    """
-
-    index: int
-    block: nn.Module
-    linears: dict[str, nn.Module]
-    weights: dict[str, QuantizedWeight]
-    originals: dict[str, Tensor]
-    inputs: Callable[[int], Tensor]
-    wanted: Callable[[int], Tensor]
-    calls: Sequence[walk.Call]
-    scheme: Scheme
-    device: torch.device
-    config: object
-
-
-Refiner = Callable[[BlockTask], None]
 Progress = Callable[[int, int, float], None]
 
 
@@ -202,7 +180,6 @@ def calibrate(
     names: set[str],
     quantizer: LayerQuantizer,
     settings: Calibration | None = None,
-    refine: Refiner | None = None,
     progress: Progress | None = None,
     overrides: Mapping[str, Scheme] | None = None,
 ) -> dict[str, QuantizedWeight]:
@@ -216,9 +193,7 @@ def calibrate(
     """
     settings = settings or Calibration()
     batches = batched(sequences, settings.batch_tokens)
-    run = _Run(
-        model, batches, Quantization(scheme, overrides=dict(overrides or {})), names, quantizer, settings, refine
-    )
+    run = _Run(model, batches, Quantization(scheme, overrides=dict(overrides or {})), names, quantizer, settings)
     started = time.monotonic()
     fresh = 0
     try:
@@ -243,20 +218,15 @@ class _Run:
         names: set[str],
         quantizer: LayerQuantizer,
         settings: Calibration,
-        refine: Refiner | None,
     ) -> None:
-        self.schemes, self.names, self.quantizer = schemes, names, quantizer
-        self.settings, self.refine = settings, refine
-        self.config = getattr(model, "config", None)
+        self.schemes, self.names, self.quantizer, self.settings = schemes, names, quantizer, settings
         self.device = torch.device(settings.device)
         self.prefix, self.blocks = find_blocks(model)
         home = next(model.parameters()).device
         self.count = len(batches)
         self.stores: list[walk.Store] = []
         self.quantized = self._store()
-        # Refiners need the original's outputs as targets.
-        self.follow = settings.drift or refine is not None
-        self.reference = self._store() if self.follow else None
+        self.reference = self._store() if settings.drift else None
         hidden: dict[int, Tensor] = {}
         # With a spill folder, inputs go straight to the stores; otherwise they are all in memory anyway.
         keep = hidden.__setitem__ if settings.spill is None else self._enter
@@ -303,8 +273,6 @@ class _Run:
             else:
                 weights = saved
                 self._advance(self.reference, original, calls)
-            if saved is None and self.refine is not None and linears:
-                self._refine(index, work, linears, weights, calls)
         for layer, module in linears.items():
             set_weight(module, weights[layer].to(self.device).dequantize())
         self._advance(self.quantized, work, calls, name)
@@ -340,8 +308,7 @@ class _Run:
         self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
     ) -> dict[str, walk.Store]:
         """Advance the reference stream past a block; returns the inputs of some of its layers if drift is followed."""
-        if self.reference is None or not self.settings.drift:
-            self._advance(self.reference, original, calls)
+        if self.reference is None:
             return {}
         seen = {name: self._store(4) for name in layers}
         for i in range(self.count):
@@ -392,35 +359,6 @@ class _Run:
                 raise CalibrationError(f"the outputs of {name} hold NaN or infinity after it was quantized")
             stream[i] = out.to(stream[i].device)
 
-    def _refine(
-        self,
-        index: int,
-        work: nn.Module,
-        linears: dict[str, nn.Module],
-        weights: dict[str, QuantizedWeight],
-        calls: list[walk.Call],
-    ) -> None:
-        """Let the refiner improve a block; ``reference`` already holds its target outputs, ``quantized`` its inputs."""
-        assert self.reference is not None and self.refine is not None
-        reference = self.reference
-        plain = linear_modules(self.blocks[index], f"{self.prefix}.{index}", self.names)
-        originals = {layer: weight_of(module).float() for layer, module in plain.items()}
-        self.refine(
-            BlockTask(
-                index,
-                work,
-                linears,
-                weights,
-                originals,
-                lambda i: self.quantized[i].to(self.device),
-                lambda i: reference[i].to(self.device),
-                calls,
-                self.schemes.scheme,
-                self.device,
-                self.config,
-            )
-        )
-
 
 def _fits(hidden: list[Tensor], device: torch.device, settings: Calibration) -> bool:
     """Whether both streams fit on the GPU with room for activations, so that they need no host copies."""
@@ -439,7 +377,6 @@ def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> No
         x = args[0]
         return (quantize_activations(x, format).dequantize().reshape(x.shape).to(x.dtype), *args[1:])
 
-    rounded.rounds = True  # type: ignore[attr-defined]
     for module in linears.values():
         module.register_forward_pre_hook(rounded)
 

@@ -1,22 +1,20 @@
-"""The calibrated methods behind ``anybit quantize``: load the model, calibrate on a text, quantize, save.
+"""The calibrated methods behind ``anybit quantize``: load the model, calibrate on a text, quantize, learn, save.
 
     gptq           error feedback, block by block
-    blockwise      gptq, then rounding and scales learned block by block
-    distill        gptq, then rounding and scales learned end to end
+    distill        gptq, then weights, scales, zeros and norms learned end to end
     smooth         SmoothQuant: activation outliers move into the weights, then gptq
     rotate         QuaRot: a Hadamard rotation spreads outliers, then gptq
     smooth_rotate  smoothing and an online rotation of every layer's input, then gptq
 
-``block_passes`` or ``learn_tokens`` add learning to any of them; the last three learn by default on a GPU, if
-activations are quantized.
+``minutes`` or ``learn_tokens`` add learning to any of them; the last three learn by default on a GPU, if activations
+are quantized.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+import time
+from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,13 +24,12 @@ from anybit.checkpoints.folder import without_tokenizer
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError, TextError, one_line
-from anybit.models.blocks import find_blocks
+from anybit.models.blocks import find_blocks, weight_of
 from anybit.models.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads, without_rescaling
-from anybit.quantization.learn.kl_gradient import fast_in_half
-from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
+from anybit.quantization.learn.generated import written
+from anybit.quantization.learn.scales import learn_scales, put_scales
 from anybit.quantization.methods import gptq
-from anybit.quantization.methods.blockwise import BlockLearning
-from anybit.quantization.methods.distill import Distillation, distill
+from anybit.quantization.methods.distill import Learned, distill
 from anybit.quantization.methods.rotate import rotate
 from anybit.quantization.methods.smooth import smooth
 from anybit.quantization.methods.smooth_rotate import smooth_rotate
@@ -47,219 +44,63 @@ from anybit.quantization.pipeline.calibrate import (
     read_text,
     tokenized,
 )
-from anybit.quantization.pipeline.masks import sparse_model
-from anybit.quantization.pipeline.resume import make_folder, remembered
+from anybit.quantization.pipeline.options import Learning, Options
+from anybit.quantization.pipeline.resume import SavedState, make_folder, remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def _as_bool(value: object) -> bool:
-    return {"true": True, "false": False}[str(value).lower()]
-
-
-def _as_int(value: Any) -> int:
-    number = int(value)
-    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
-        raise ValueError(value)
-    return number
-
-
-def _as_float(value: Any) -> float:
-    number = float(value)
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise ValueError(value)
-    return number
-
-
-_READERS: dict[type, Callable[[Any], object]] = {bool: _as_bool, int: _as_int, float: _as_float}
-_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number"}
-_AT_LEAST_0 = (
-    *("block_passes", "learn_tokens", "learn_passes", "place_rate", "scale_rate", "gain_rate", "mask_passes"),
-    *("weight_rate", "generated_tokens", "scale_steps", "between_rate"),
-)
-_RANGES: dict[str, tuple[int, int | None]] = {
-    "tokens": (1, None),
-    "length": (2, None),
-    "step_tokens": (1, None),
-    "seed": (0, 2**64 - 1),
-    **dict.fromkeys(("drift", "strength", "choosing", "decay"), (0, 1)),
-    **dict.fromkeys(_AT_LEAST_0, (0, None)),
-}
-"""The least and greatest values of options."""
+_LEARNED = 1 << 20
+"""Tokens of a text that learning uses at most."""
+_WRITING, _WRITTEN = 3.0, 1e8
+"""Seconds to write a folder, and weights written per second beyond these."""
 _SAME = 0.05
 """The largest relative change of logits by a transformation that should not change the model's function."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Settings of the calibrated methods.
-
-    text: a file to calibrate on; a .json file holds lists of token ids.  sequences: the same, as Python lists.
-    tokens: how many to calibrate on, in sequences of ``length`` (default 16384; on a GPU 32768, or 131072 if blocks
-    learn).
-    start: how codes start: "gptq", or "nearest", which rounds the (corrected) weights to nearest.
-    drift: how far each layer corrects earlier layers' errors, from 0 (plain GPTQ) to 1.
-    order, damping, passes: see ``gptq.GPTQ``.  block_passes: passes over the text that train each block against its
-    original output (``methods.blockwise``).  learn_tokens: tokens to distill on.  learn_passes, step_tokens,
-    place_rate, scale_rate, gain_rate: see ``methods.distill``.  ``learning`` chooses for None.
-    mask_passes: passes over the text in which ``distill`` first learns 2:4 masks and the weights they keep
-    (``pipeline.masks``); 0 keeps gptq's masks.  weight_rate, choosing, decay: see ``methods.distill``.
-    generated_tokens: text that the model generates to learn 2:4 masks from; None is 2^20 on a GPU, else 0.
-    strength: smoothing's exponent; None chooses it per scaling pair (0.5 if a rotation follows).
-    scale_steps, between_rate: steps and learning rate to train these scales (``learn.scales``); None is 64 steps on a
-    GPU, else 0.
-    seed: of the rotation.
-    mix_heads: also rotate attention's output across heads, at run time.
-    device: to work on; None takes a GPU if there is one.
-    resume: a folder for finished blocks.  spill: a folder for activations beyond the memory budget.
-    """
-
-    text: Path | None = None
-    sequences: list[list[int]] | None = None
-    tokens: int | None = None
-    length: int = 512
-    start: str = "gptq"
-    drift: float = 0.5
-    order: str = "grouped"
-    damping: float = 0.01
-    passes: int = 3
-    block_passes: int | None = None
-    learn_tokens: int | None = None
-    learn_passes: float | None = None
-    step_tokens: int | None = None
-    place_rate: float = 0.006
-    scale_rate: float = 0.003
-    gain_rate: float | None = None
-    mask_passes: float | None = None
-    weight_rate: float = 0.003
-    choosing: float = 0.0
-    decay: float = 0.0
-    generated_tokens: int | None = None
-    strength: float | None = None
-    scale_steps: int | None = None
-    between_rate: float = 0.02
-    seed: int = 0
-    mix_heads: bool = False
-    device: str | None = None
-    resume: Path | None = None
-    spill: Path | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Options from names and values, which may be strings. Raises OptionError for a bad name or value."""
-        known = {field.name: field for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            if name not in known:
-                raise OptionError(f"option {name!r} is unknown; there are {', '.join(known)}")
-            kinds = (known[name].type, *get_args(known[name].type))
-            if value is None and NoneType not in kinds:
-                raise OptionError(f"option {name} cannot be null: leave it out, and it is {known[name].default!r}")
-            kind = next((kind for kind in (bool, int, float, str, Path) if kind in kinds), None)
-            try:
-                read = None if kind is None else _READERS.get(kind, kind)
-                values[name] = value if value is None or read is None else read(value)
-            except (TypeError, ValueError, KeyError, OverflowError):
-                wanted = _KINDS.get(kind or Path, "a path")
-                raise OptionError(f"option {name} must be {wanted}, not {value!r}") from None
-        options = cls(**values)
-        if options.start not in ("gptq", "nearest"):
-            raise OptionError(f"option start must be gptq or nearest, not {options.start!r}")
-        for name, (low, high) in _RANGES.items():
-            value = getattr(options, name)
-            if value is not None and (value < low or (high is not None and value > high)):
-                most = "" if high is None else f" and at most {high}"
-                raise OptionError(f"option {name} must be at least {low}{most}, not {value}")
-        return options
-
-    @property
-    def where(self) -> str:
-        """The device to work on."""
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    @property
-    def calibration_tokens(self) -> int:
-        """How many tokens layers are calibrated on."""
-        usual = (131072 if self.block_passes else 32768) if self.on_gpu else 16384
-        return self.tokens if self.tokens is not None else usual
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the work runs on a GPU, whose defaults are larger."""
-        return torch.device(self.where).type == "cuda"
-
-    def learning(self, method: str, scheme: Scheme) -> tuple[int, Distillation]:
-        """(tokens to distill on, settings); 0 tokens for no distillation.
-
-        ``distill`` always learns. On a GPU, where it takes seconds, so do smoothing and rotation with quantized
-        activations. Defaults: on a GPU several passes over the text, with gains; on a CPU one, over part of it.
-        """
-        gpu, coded, sparse = self.on_gpu, scheme.activations.quantized, scheme.weights.sparse
-        learns = method == "distill" or (gpu and coded and method in ("smooth", "rotate", "smooth_rotate"))
-        narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
-        passes = (5.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
-        # Far from the optimum, many steps beat low-variance ones.
-        usual = (4096 if coded and narrow else 8192) if gpu else 1024
-        step = self.step_tokens if self.step_tokens is not None else usual
-        settings = Distillation(
-            passes=passes if self.learn_passes is None else self.learn_passes,
-            step_tokens=step,
-            run_tokens=min(step, 8192) if gpu else 1024,
-            place_rate=self.place_rate,
-            scale_rate=self.scale_rate,
-            gain_rate=self.gain_rate if self.gain_rate is not None else (0.002 if gpu and (coded or sparse) else 0.0),
-            weight_rate=self.weight_rate,
-            choosing=self.choosing,
-            decay=self.decay,
-            half=fast_in_half(self.where),
-            device=self.where,
-        )
-        if self.learn_tokens is not None:
-            return self.learn_tokens, settings
-        return (1 << 19 if gpu else 49152) if learns else 0, settings
-
-    def masks(self, method: str, scheme: Scheme) -> tuple[Distillation, int] | None:
-        """(settings, tokens to generate) for learning 2:4 masks; None if masks are not learned."""
-        gpu = self.on_gpu
-        passes = self.mask_passes if self.mask_passes is not None else (4.0 if gpu else 1.0)
-        tokens, settings = self.learning(method, scheme)
-        if not (method == "distill" and scheme.weights.sparse and passes and tokens):
-            return None
-        generated = self.generated_tokens if self.generated_tokens is not None else (1 << 20 if gpu else 0)
-        return replace(settings, passes=passes), generated
-
-    def scale_learning(self, scheme: Scheme) -> ScaleLearning:
-        """Settings for learning scales; 0 steps if they are not learned."""
-        usual = 64 if self.on_gpu else 0
-        steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
-        half, tokens = fast_in_half(self.where), 8192 if self.on_gpu else 1024
-        return ScaleLearning(steps, tokens, self.between_rate, half, device=self.where)
 
 
 def run(job: Job) -> Saved:
     """Run a job by one of the methods above. Raises CalibrationError, OptionError or TextError."""
     method, options = job.method, Options.of(job.options)
-    if options.block_passes is None:
-        # A GPU takes more passes: some two hundred steps in all.
-        options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "blockwise" else 0)
-    learn, distillation = options.learning(method, job.scheme)
-    passes = options.block_passes
-    refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
+    learning = options.learning(method, job.scheme)
     # The text first: it is cheaper to check than the model.
-    sequences = sequences_of(job, options, max(options.calibration_tokens, learn))
+    writes = method == "distill" and options.text is None and options.sequences is None
+    text: list[Tensor] = []
+    if not writes:
+        text = sequences_of(job, options, _LEARNED if learning is not None else options.calibration_tokens)
     if options.resume is not None:
         make_folder(options.resume)
     if options.spill is not None:
         make_folder(options.spill, "spill", "activations")
-    used = first_of(sequences, options.calibration_tokens)
     model = load_whole(job)
-    names = {layer.name for layer in job.layers}
-    changes = _prepare(job, model, method, sequences, options)
+    if writes:
+        text = _generated(job, model, [], options, "start", options.calibration_tokens)
+    used = first_of(text, options.calibration_tokens)
+    changes = _prepare(job, model, method, text, options)
+    weights = _calibrated(job, model, used, options)
+    if learning is not None:
+        learned = _learned(job, model, weights, text, [] if writes else text, options, learning)
+        weights = learned.weights
+        changes = replace(changes, tensors={**changes.tensors, **learned.gains})
+    scattered = any(weight.group_index is not None for weight in weights.values())
+
+    def quantize(layer: LinearLayer, source: Tensor) -> QuantizedWeight:
+        weight = weights.get(layer.name)
+        if weight is None:
+            # No statistics are collected outside the blocks: round to nearest.
+            own = changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype)
+            weight = quantize_weight(own, job.scheme_of(layer.name).weights)
+        return weight.with_group_index() if scattered and weight.group_index is None else weight
+
+    # Writing is fast beside calibration: it reports no progress.
+    return write_quantized(replace(job, progress=None), quantize, changes)
+
+
+def _calibrated(job: Job, model: "PreTrainedModel", text: list[Tensor], options: Options) -> dict[str, QuantizedWeight]:
+    """The layers inside the blocks, by GPTQ or rounded to nearest."""
     kind = _scale_dtype(job)
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
-    if job.overrides and (learn or refine is not None):
-        cause = "learn_tokens" if learn else "block_passes"
-        raise OptionError(f"learning needs one scheme for all layers: leave out the overrides, or {cause}")
 
     def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
         format = job.scheme_of(name.partition(", ")[0]).weights
@@ -278,63 +119,114 @@ def run(job: Job) -> Saved:
         device=options.where,
         resume=options.resume,
         spill=options.spill,
-        # 4096 tokens would leave a GPU launch-bound; but with a refiner a batch is also an optimizer step.
-        batch_tokens=16384 if options.on_gpu and refine is None else 4096,
+        batch_tokens=16384 if options.on_gpu else 4096,  # less would leave a GPU launch-bound
         # Not the method: methods that calibrate alike share finished blocks.
-        options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
+        options={"start": options.start, "gptq": str(settings), "drift": options.drift},
     )
-    teacher, text = model, first_of(sequences, learn)
-    masks = options.masks(method, job.scheme)
-    if masks is not None:
-        sparse = sparse_model(
-            model, used, text, names, masks[0], kind, calibration, masks[1], options.drift, job.progress
-        )
-        model, text = sparse.model, sparse.text
-        changes = replace(changes, tensors={**changes.tensors, **sparse.gains})
-    weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell, job.overrides)
-    if learn:
-        weights, tuned = _learn(job, model, weights, text, distillation, teacher)
-        changes = replace(changes, tensors={**changes.tensors, **tuned})
-    scattered = any(weight.group_index is not None for weight in weights.values())
-
-    def quantize(layer: LinearLayer, source: Tensor) -> QuantizedWeight:
-        weight = weights.get(layer.name)
-        if weight is None:
-            # No statistics are collected outside the blocks: round to nearest.
-            own = changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype)
-            weight = quantize_weight(own, job.scheme_of(layer.name).weights)
-        return weight.with_group_index() if scattered and weight.group_index is None else weight
-
-    # Writing is fast beside calibration: it reports no progress.
-    return write_quantized(replace(job, progress=None), quantize, changes)
+    names = {layer.name for layer in job.layers}
+    return calibrate(model, text, job.scheme, names, quantizer, calibration, tell, job.overrides)
 
 
-def _learn(
+def _learned(
     job: Job,
-    model: Any,
+    model: "PreTrainedModel",
     weights: dict[str, QuantizedWeight],
-    sequences: list[Tensor],
-    settings: Distillation,
-    teacher: Any,
-) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
-    """Distill; returns the learned weights, and the norms' gains if they were learned."""
+    text: list[Tensor],
+    starts: list[Tensor],
+    options: Options,
+    learning: Learning,
+) -> Learned:
+    """Distill, within the job's minutes, on a text and on what the model writes from pieces of ``starts``.
+
+    Layers outside the blocks, such as the head, start rounded to nearest.
+    """
+    kind = _scale_dtype(job)
+    weights = dict(weights)
+    for layer in (*job.layers, *job.embeddings):
+        if layer.name not in weights:
+            own = weight_of(model.get_submodule(layer.name))
+            weights[layer.name] = quantize_weight(own.to(kind), job.scheme_of(layer.name).weights)
+
+    def left() -> float:
+        """The seconds left, without those that writing the result may take."""
+        writing = _WRITING + sum(layer.n * layer.k for layer in job.layers) / _WRITTEN
+        return 60 * learning.minutes - (time.perf_counter() - job.began) - writing
+
+    share = left() / 4 if learning.generated is None else math.inf
+    generated = _generated(job, model, starts, options, "generated", learning.generated, share)
+    settings = learning.settings
+    if learning.minutes:
+        settings = replace(settings, seconds=max(left(), 1.0))
+    full = [sequence for sequence in text if len(sequence) == options.length]
+    if 10 * sum(map(len, full)) > 9 * sum(map(len, text)):
+        text = full  # every step has the same shape, and is replayed as one CUDA graph
+    repeats = max(sum(map(len, generated)) // (4 * sum(map(len, text))), 1)
+    saved = None
+    if options.resume is not None:
+        told = {"learning": str(learning), "text": sum(map(len, text)), "start": options.start}
+        saved = SavedState(options.resume, "learning", _fingerprint(job, model, text, told))
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:
             job.progress(f"learning, KL divergence {loss:.3f} nats", done, total)
 
-    tuned: dict[str, Tensor] = {}
-    return distill(model, weights, sequences, settings, job.scheme.activations, tell, tuned, teacher), tuned
+    def scheme_of(name: str) -> Scheme:
+        return job.scheme_of(name) if name else job.scheme
+
+    return distill(model, weights, [*generated, *text * repeats], scheme_of, settings, tell, saved)
 
 
-def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
+def _generated(
+    job: Job,
+    model: "PreTrainedModel",
+    text: list[Tensor],
+    options: Options,
+    name: str,
+    tokens: int | None,
+    seconds: float = math.inf,
+) -> list[Tensor]:
+    """Text that the model continues from pieces of ``text``: so many tokens, or as many as it writes in some seconds.
+
+    name: of the file that keeps it in the resume folder.
+    """
+
+    def tell(done: int) -> None:
+        if job.progress is not None:
+            job.progress(f"generating text, {done} tokens so far", 0, 1)
+
+    def write() -> list[Tensor]:
+        began, rows = time.monotonic(), []
+        tell(0)
+        most = 1 << 40 if tokens is None else max(tokens, options.length)
+        for part in written(model, text, most, options.length, torch.device(options.where), options.seed):
+            rows.append(part)
+            tell(sum(part.numel() for part in rows))
+            spent = time.monotonic() - began
+            if spent * (1 + 0.5 / len(rows)) > seconds:
+                break
+        return [torch.cat(rows)]
+
+    if tokens == 0:
+        return []
+    saved = None
+    if options.resume is not None:
+        told: dict[str, object] = {"tokens": tokens, "length": options.length, "seed": options.seed}
+        saved = SavedState(options.resume, name, _fingerprint(job, model, text, told))
+    return list(remembered(saved, write)[0])
+
+
+def _fingerprint(job: Job, model: "PreTrainedModel", text: list[Tensor], told: dict[str, object]) -> str:
+    return fingerprint(model, text, Quantization(job.scheme, overrides=job.overrides), set(), Calibration(options=told))
+
+
+def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Tensor], options: Options) -> Changes:
     """Smooth or rotate the model, or both; returns what that changes about the checkpoint."""
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
     home = model.device
     model.to(_device_with_room(options.where, model))
     hadamard: list[str] = []
-    config: dict[str, Any] = {}
+    config: dict[str, object] = {}
     batches = batched(first_of(sequences, options.calibration_tokens), 4096)
     before = _logits(model, batches[0])
 
@@ -343,14 +235,16 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
         if not settings.steps:
             return
         told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
-        key = fingerprint(model, batches, Quantization(job.scheme), set(), Calibration(options=told))
+        saved = None
+        if options.resume is not None:
+            saved = SavedState(options.resume, "before", _fingerprint(job, model, batches, told))
         rotated = method == "smooth_rotate"
 
         def learn() -> list[Tensor]:
             return learn_scales(model, sequences, job.scheme.activations, rotated, settings, tell)
 
         # A resumed run takes learned scales from the resume folder.
-        put_scales(model, remembered(options.resume, key, learn))
+        put_scales(model, remembered(saved, learn))
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:
@@ -371,7 +265,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     if 0 < size < math.inf and not apart < _SAME:
         raise LayerError(
             f"{type(model).__name__} does not support method {method}: its logits changed by {apart:.0%}, and must not "
-            "change; use gptq, blockwise or distill"
+            "change; use gptq or distill"
         )
     model.to(home)
     quantized = {f"{layer.name}.weight" for layer in job.layers}
@@ -389,13 +283,13 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
 
 
 @torch.no_grad()
-def _logits(model: Any, batch: Tensor) -> Tensor:
+def _logits(model: "PreTrainedModel", batch: Tensor) -> Tensor:
     """The logits of the first tokens of a batch."""
     found: Tensor = model(input_ids=batch[:1, :64].to(model.device), use_cache=False).logits.float()
     return found
 
 
-def _device_with_room(device: str, model: Any) -> torch.device:
+def _device_with_room(device: str, model: "PreTrainedModel") -> torch.device:
     """The device if the whole model fits there with room to run, else the model's own."""
     if torch.device(device).type != "cuda":
         return torch.device(device)
@@ -460,7 +354,7 @@ def first_of(sequences: list[Tensor], tokens: int) -> list[Tensor]:
     return chosen
 
 
-def load_whole(job: Job) -> Any:
+def load_whole(job: Job) -> "PreTrainedModel":
     """The model of a job in float32, on the CPU. Raises CheckpointError."""
     try:
         model = auto_class(job.model.config).from_pretrained(

@@ -23,6 +23,8 @@ _OTHERS = (
     "{} holds blocks of another calibration (another model, text, scheme or options): "
     "name another folder, or remove this one"
 )
+Note = dict[str, Any]
+"""What a file says besides its tensors, as JSON."""
 _PARTS = ("words", "scale", "zero", "group_index", "indices")
 
 
@@ -68,24 +70,38 @@ class Folder:
         return self.path / f"block-{index:04d}"
 
 
-def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Tensors that are computed once, before any block, and cached in the resume folder, if there is one.
+class SavedState:
+    """A file of the resume folder with a note and tensors: what was made before any block, or a learner's state.
 
-    key: a fingerprint of what they depend on. Raises CalibrationError if the folder's tensors have another.
+    key: a fingerprint of what they depend on.
     """
-    if path is None:
+
+    def __init__(self, path: Path, name: str, key: str) -> None:
+        make_folder(path)  # fail before the work, not after
+        self._folder, self._file, self._key = path, path / name, key
+
+    def read(self) -> tuple[Note, dict[str, Tensor]] | None:
+        """The note and the tensors, or None. Raises CalibrationError if they have another key."""
+        found = _read(self._file)
+        if found is not None and found[0].get("key") != self._key:
+            raise CalibrationError(_OTHERS.format(self._folder))
+        return found
+
+    def write(self, note: Note, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the file, atomically."""
+        _write(self._file, {"key": self._key, **note}, dict(tensors))
+
+
+def remembered(saved: SavedState | None, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Tensors that are computed once, and then taken from the resume folder, if there is one."""
+    if saved is None:
         return make()
-    file = path / "before"
-    stored = _read(file)
-    if stored is not None:
-        note, tensors = stored
-        if note.get("key") != key:
-            raise CalibrationError(_OTHERS.format(path))
-        return [tensors[f"{i:05d}"] for i in range(len(tensors))]
-    make_folder(path)  # fail before the work, not after
-    found = make()
-    _write(file, {"key": key}, {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(found)})
-    return found
+    stored = saved.read()
+    if stored is None:
+        stored = {}, {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(make())}
+        saved.write(*stored)
+    tensors = stored[1]
+    return [tensors[f"{i:05d}"] for i in range(len(tensors))]
 
 
 def make_folder(path: Path, option: str = "resume", content: str = "finished blocks") -> None:
@@ -99,7 +115,7 @@ def make_folder(path: Path, option: str = "resume", content: str = "finished blo
         ) from None
 
 
-def _write(file: Path, note: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _write(file: Path, note: Note, tensors: dict[str, Tensor]) -> None:
     """Write a note and tensors, preceded by their SHA-256."""
     content = json.dumps(note).encode() + b"\n" + save(tensors)
     try:
@@ -108,7 +124,7 @@ def _write(file: Path, note: dict[str, Any], tensors: dict[str, Tensor]) -> None
         raise CalibrationError(f"option resume: {file} cannot be written: {error.strerror or error}") from None
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+def _read(file: Path) -> tuple[Note, dict[str, Tensor]] | None:
     """Read a file of ``_write``; None if it is missing, unreadable or damaged."""
     try:
         if not file.is_file():  # reading a pipe would hang

@@ -209,8 +209,10 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                 write(writer, layer, weight)
             for name, layer in embeddings.items():
                 tensor = changes.tensors.get(name, job.source.read(job.names[name], finite=True))
-                weight = quantize_weight(tensor, job.scheme_of(layer.name).weights)
-                write(writer, layer, weight.with_group_index() if group_index else weight)
+                weight = quantize(layer, tensor)
+                write(
+                    writer, layer, weight.with_group_index() if group_index and weight.group_index is None else weight
+                )
             for name in new:
                 writer.add(name, changes.tensors[name].contiguous())
             ignore = None if group_index else _shared_ignore(job, changes)

@@ -1,0 +1,194 @@
+"""Latent weights: they learn in floating point, and are rounded to codes in every forward pass.
+
+    W = scale * (clamp(round(latent / scale + zero), 0, 2^bits - 1) - zero)
+
+Rounding passes gradients straight through (Bengio et al., 2013); scales and zeros get those of LSQ+ (Bhalgat et al.,
+2020). A clipped weight gets a gradient only if that leads back into the range. Of 2:4 sparse weights the kept ones
+learn; while masks are chosen, pruned ones do, too (SR-STE; Zhou et al., 2021).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anybit.codes.packing import QuantizedWeight, stack, unstack
+from anybit.codes.sparse import two_of_four
+from anybit.quantization.learn.adam import Adam
+from anybit.quantization.methods.grid import Grid
+
+# Latents start this near to the middle of their code's cell (in code units), on the side of the original weight: Adam's
+# first steps move all of them alike, and would flip those at an edge at once.
+_NEAR = 0.35
+# Pruned weights start at no more than this fraction of the smallest kept magnitude of their four.
+_APART = 0.5
+# Weights that are updated at once: temporary tensors hold as many floats.
+_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Adam's learning rates. weight: of latents, in code units, or in root mean squares of a layer where that is less
+    or the layer is sparse.  scale: of the logarithms of scales, and of zeros.  gain: of norms' gains.
+    """
+
+    weight: float = 0.002
+    scale: float = 0.001
+    gain: float = 0.001
+
+    def times(self, factor: float) -> "Rates":
+        """All rates times a factor."""
+        return Rates(self.weight * factor, self.scale * factor, self.gain * factor)
+
+
+class Bank:
+    """Weights of one format and number of inputs, learned as one tall matrix: rows of layer after layer.
+
+    Hundreds of layers, one by one, would leave a GPU waiting for launches. ``refresh`` computes all weights into
+    ``leaves``, whose addresses never change and whose gradients accumulate in one tensor; ``step`` learns from them.
+    Tensors by group are [N, G, g]: the last group is padded, and columns are sorted by group.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, QuantizedWeight],
+        original: Callable[[str], Tensor],
+        dtype: torch.dtype,
+        latent_dtype: torch.dtype,
+    ) -> None:
+        """original: [N, K] by name, on the weights' device.  dtype: of computed weights."""
+        self._rows = {name: weight.shape[0] for name, weight in weights.items()}
+        self._like = like = stack(list(weights.values()))
+        n, k = like.shape
+        self._size, self._top = like.format.group or k, 2**like.format.bits - 1
+        groups = like.groups()
+        self._order = None if bool((groups.diff() >= 0).all()) else groups.argsort(stable=True)
+        self._back = None if self._order is None else self._order.argsort()
+        count = max(_AT_ONCE // k, 1)
+        # Rows that are updated together.
+        self._parts = [slice(start, min(start + count, n)) for start in range(0, n, count)]
+        self._grid = Grid.of(like.format, like.scale.dtype)
+        self._base = self._grid.store(like.scale.float())  # scales of dead groups may be 0
+        mask = like.mask()
+        self.kept = None if mask is None else self._grouped(mask)
+        latent = torch.empty(*self._base.shape, self._size, dtype=latent_dtype, device=like.device)
+        self.latent, self.log_scale, self.zero = Adam(latent), Adam(torch.zeros_like(self._base)), Adam(like.zeros())
+        self._unit = torch.empty(n, 1, 1, device=like.device)
+        self._weight = torch.empty(n, k, dtype=dtype, device=like.device)
+        self._gradient = torch.zeros_like(self._weight)
+        self.leaves: dict[str, Tensor] = {}
+        start = 0
+        for name, weight in weights.items():
+            rows = slice(start, start + weight.shape[0])
+            self._start(rows, weight, original(name))
+            self.leaves[name] = self._weight[rows].detach().requires_grad_()
+            self.leaves[name].grad = self._gradient[rows]
+            start = rows.stop
+
+    def _start(self, rows: slice, weight: QuantizedWeight, original: Tensor) -> None:
+        scale, zero = self._base[rows, :, None], self.zero.value[rows, :, None]
+        codes = self._grouped(weight.codes().float())
+        wanted = self._grouped(original.to(codes)) / scale
+        latent = wanted.add_(zero).sub_(codes).clamp_(-_NEAR, _NEAR).add_(codes).sub_(zero).mul_(scale)
+        size = original.float().square().mean().sqrt()
+        unit = size if weight.format.sparse else torch.minimum(size, scale.abs().mean())
+        self._unit[rows] = unit.clamp(min=torch.finfo(torch.float32).tiny)
+        if self.kept is not None:
+            fours = latent.abs().view(-1, 4)
+            kept = self.kept[rows].view(-1, 4)
+            limit = fours.where(kept, torch.inf).amin(-1, keepdim=True) * _APART
+            pruned = self._grouped(original.to(codes)).view(-1, 4).clamp(-limit, limit)
+            latent = torch.where(kept, latent.view(-1, 4), pruned).view(latent.shape)
+        self.latent.value[rows] = latent
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute the weights, and zero their gradients."""
+        for rows in self._parts:
+            codes, scale, zero = self._codes(rows)
+            weight = codes.sub_(zero).mul_(scale)
+            self._weight[rows] = self._flat(weight if self.kept is None else weight.mul_(self.kept[rows]))
+        self._gradient.zero_()
+
+    @torch.no_grad()
+    def step(self, rates: Rates, count: int, choosing: bool = False) -> None:
+        """Take a step of Adam, the ``count``-th, from the accumulated gradients. choosing: whether masks may change."""
+        for rows in self._parts:
+            codes, scale, zero = self._codes(rows)
+            places = self.latent.value[rows].float().div(scale).add_(zero)
+            gradient = self._grouped(self._gradient[rows].float())
+            steps = gradient * scale  # the gradient of codes
+            if self.kept is not None:
+                steps.mul_(self.kept[rows])
+            below, above = places < 0, places > self._top
+            felt = codes - places
+            felt = torch.where(below | above, codes - zero, felt).mul_(steps)
+            self.log_scale.step(felt.sum(-1), rates.scale, count, rows)
+            if self._like.zero is not None:
+                felt = steps.where(below | above, 0).sum(-1).neg_()
+                self.zero.step(felt, rates.scale, count, rows)
+            stuck = (below & (steps >= 0)) | (above & (steps <= 0))
+            learning = ~stuck if choosing or self.kept is None else ~stuck & self.kept[rows]
+            self.latent.step(gradient.mul_(learning), rates.weight * self._unit[rows], count, rows)
+        if self.kept is not None and choosing:
+            self.kept.copy_(two_of_four(self.latent.value.abs().view(-1, 4)).view(self.kept.shape))
+        if self._like.zero is not None:
+            self.zero.value.clamp_(0, self._top)
+
+    @torch.no_grad()
+    def harden(self) -> dict[str, QuantizedWeight]:
+        """The learned weights by name, on the CPU."""
+        like = self._like
+        found = [self._codes(rows)[0].to(torch.uint8) for rows in self._parts]
+        codes = torch.cat([self._flat(part) for part in found]).cpu()
+        scale, zero = self._scale(slice(None)).to("cpu", like.scale.dtype), None
+        if like.zero is not None:
+            zero = self.zero.value.round().to("cpu", torch.uint8)
+        if self.kept is not None:
+            whole = QuantizedWeight.from_sparse_codes(codes, self._flat(self.kept).cpu(), scale, zero, like.format)
+        else:
+            index = None if like.group_index is None else like.group_index.cpu()
+            whole = QuantizedWeight.from_codes(codes, scale, zero, like.format, index)
+        return dict(zip(self._rows, unstack(whole, list(self._rows.values())), strict=True))
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that changes while learning, by name; tensors to save, or to copy saved ones into."""
+        own = self.latent.state("latent") | self.log_scale.state("log_scale") | self.zero.state("zero")
+        return own if self.kept is None else own | {"kept": self.kept}
+
+    def _codes(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes float32 [n, G, g], scales and zeros [n, G, 1] of some rows."""
+        scale, zero = self._scale(rows)[..., None], self.zero.value[rows, :, None]
+        if self._like.zero is not None:
+            zero = zero.round()
+        return self.latent.value[rows].float().div(scale).add_(zero).round_().clamp_(0, self._top), scale, zero
+
+    def _scale(self, rows: slice) -> Tensor:
+        """Scales [n, G] as they will be stored."""
+        return self._grid.store(self._base[rows] * self.log_scale.value[rows].exp())
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[n, K] -> [n, G, g]."""
+        x = x if self._order is None else x[:, self._order]
+        short = self._base.shape[1] * self._size - x.shape[1]
+        return (nn.functional.pad(x, (0, short)) if short else x).view(len(x), -1, self._size)
+
+    def _flat(self, x: Tensor) -> Tensor:
+        """[n, G, g] -> [n, K]."""
+        x = x.flatten(1)[:, : self._like.shape[1]]
+        return x if self._back is None else x[:, self._back]
+
+
+def banks(
+    weights: Mapping[str, QuantizedWeight],
+    original: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    latent_dtype: torch.dtype,
+) -> list[Bank]:
+    """Weights in as few banks as possible; each layer with activation order gets its own. The arguments are Bank's."""
+    together: dict[object, list[str]] = {}
+    for name, weight in weights.items():
+        key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
+        together.setdefault(key, []).append(name)
+    return [Bank({name: weights[name] for name in names}, original, dtype, latent_dtype) for names in together.values()]

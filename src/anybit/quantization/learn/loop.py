@@ -1,0 +1,103 @@
+"""The loop of everything that learns from a teacher's predictions: which text, how fast, how long."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.errors import CalibrationError, TextError
+from anybit.quantization.learn.kl_gradient import KLGradient
+
+Progress = Callable[[int, int, float], None]
+"""Called with steps or seconds done, those in all, and the last loss (nats a token)."""
+
+# The rate rises over so many steps, and falls to this fraction of the whole.
+_WARM, _LEAST = 50, 0.02
+
+
+@dataclass(slots=True)
+class Course:
+    """How far learning has come. Give steps, which two runs repeat exactly, or seconds, which are kept.
+
+    step, elapsed: so far; a resumed run continues those of the interrupted one.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    step: int = 0
+    elapsed: float = 0.0
+
+    @property
+    def done(self) -> float:
+        """The fraction done."""
+        return self.step / self.steps if self.steps else min(self.elapsed / self.seconds, 1.0)
+
+    @property
+    def over(self) -> bool:
+        """Whether it ends here: another step would take too long, or there are no more."""
+        mean = self.elapsed / max(self.step, 1)
+        return self.step >= self.steps if self.steps else self.step > 0 and self.elapsed + mean > self.seconds
+
+    @property
+    def rate(self) -> float:
+        """The factor of all learning rates: a short rise, then a cosine."""
+        warm = min(_WARM, self.steps // 20 + 1) if self.steps else _WARM
+        return min((self.step + 1) / warm, max(0.5 * (1 + math.cos(math.pi * self.done)), _LEAST))
+
+
+def learn(
+    gradient: KLGradient,
+    text: Sequence[Tensor],
+    step_tokens: int,
+    run_tokens: int,
+    course: Course,
+    update: Callable[[float], None],
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> None:
+    """Run a course. text: token ids, any lengths.  update: takes a step at a rate, and prepares the next gradients.
+
+    Raises CalibrationError if a loss is not finite, TextError for a text without sequences of at least 2 tokens.
+    """
+    steps = itertools.islice(steps_of(text, step_tokens, seed), course.step, None)
+    began = time.monotonic() - course.elapsed
+    while not course.over:
+        loss = gradient(
+            [part for tokens in next(steps) for part in tokens.split(max(run_tokens // tokens.shape[1], 1))]
+        )
+        if not math.isfinite(loss):
+            raise CalibrationError(f"the loss of step {course.step} is not finite: lower the learning rates")
+        update(course.rate)
+        course.step += 1
+        course.elapsed = time.monotonic() - began
+        if progress is not None:
+            done = (course.step, course.steps) if course.steps else (int(course.elapsed), int(course.seconds) + 1)
+            progress(*done, loss)
+
+
+def steps_of(text: Sequence[Tensor], step_tokens: int, seed: int = 0) -> Iterator[list[Tensor]]:
+    """Endless steps of about ``step_tokens`` tokens: batches int64 [B, L], one for each length; passes are shuffled."""
+    usable = [sequence for sequence in text if len(sequence) > 1]
+    if not usable:
+        raise TextError("learning needs sequences of at least 2 tokens")
+    held: list[Tensor] = []
+    count = 0
+    for epoch in itertools.count():
+        order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed + epoch))
+        for sequence in (usable[i] for i in order.tolist()):
+            if held and count + len(sequence) > step_tokens:
+                yield _batches(held)
+                held, count = [], 0
+            held.append(sequence)
+            count += len(sequence)
+
+
+def _batches(sequences: Sequence[Tensor]) -> list[Tensor]:
+    by_length: dict[int, list[Tensor]] = {}
+    for sequence in sequences:
+        by_length.setdefault(len(sequence), []).append(sequence)
+    return [torch.stack(rows) for rows in by_length.values()]

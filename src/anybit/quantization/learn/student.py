@@ -1,0 +1,123 @@
+"""The student: a model whose layers read learnable weights, and round activations, keys and values as at inference."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from anybit.models.modules import tied_heads
+from anybit.quantization.learn.rounding import Hook, Shared, keys_and_values_through, rounded_through
+from anybit.scheme import ActivationFormat, KVFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class GivenLinear(nn.Module):
+    """A linear layer over a given weight tensor, [N, K], that is not a parameter."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.given, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y = x W^T + bias, in the weight's dtype."""
+        kind = self.given.dtype
+        return nn.functional.linear(x.to(kind), self.given, None if self.bias is None else self.bias.to(kind))
+
+
+class GivenEmbedding(nn.Module):
+    """An embedding over a given weight tensor, [tokens, K]; rows are returned in float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.given = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The rows of token ids."""
+        return nn.functional.embedding(tokens, self.given).float()
+
+
+def placed(model: "PreTrainedModel", device: torch.device, linear: torch.dtype | None = None) -> "PreTrainedModel":
+    """A copy of a model on a device that shares the tensors that are there already.
+
+    linear: the dtype of linear layers' weights, if not their own.
+    """
+    embedding = model.get_input_embeddings().weight
+    layers = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))}
+    memo: dict[int, object] = {id(buffer): buffer.to(device) for buffer in model.buffers()}
+    for parameter in model.parameters():
+        kind = linear if id(parameter) in layers and parameter is not embedding else None
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to(device, kind or parameter.dtype), requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+def student_of(
+    teacher: "PreTrainedModel",
+    leaves: Mapping[str, Tensor],
+    activations: Callable[[str], ActivationFormat],
+    kv: KVFormat | None,
+) -> "PreTrainedModel":
+    """A copy of a model that reads ``leaves``, weights by layer name, and shares everything else.
+
+    activations: the format of a layer's input.  kv: of keys and values; those of kvfp4 are not rounded.
+    """
+    student = placed(teacher, teacher.device)
+    rounding: dict[ActivationFormat, Hook] = {}
+    shared: dict[object, Shared] = {}
+    for name, leaf in leaves.items():
+        module = teacher.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            student.set_submodule(name, GivenEmbedding(leaf), strict=False)
+            for head, source in tied_heads(teacher).items():
+                if source == f"{name}.weight" and head not in leaves:
+                    student.set_submodule(head, GivenLinear(leaf, None), strict=False)
+            continue
+        bias = getattr(module, "bias", None)
+        layer = GivenLinear(leaf, None if bias is None else bias.detach())
+        # Hooks transform the input, such as an online rotation; neighbours with the same input share the result.
+        hooks: list[Hook] = list(module._forward_pre_hooks.values())
+        format = activations(name)
+        if format.quantized:
+            hooks.append(rounding.setdefault(format, rounded_through(format)))
+        if hooks:
+            key = (name.rpartition(".")[0], *map(id, hooks))
+            layer.register_forward_pre_hook(shared.setdefault(key, Shared(hooks)))
+        student.set_submodule(name, layer, strict=False)
+    if kv is not None and not kv.float4:
+        _attend_through(student, kv)
+    return student
+
+
+def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The gains of a model's norms, by name."""
+    found: dict[str, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        gain = getattr(module, "weight", None)
+        if isinstance(gain, nn.Parameter) and gain.ndim == 1 and "Norm" in type(module).__name__:
+            found[f"{name}.weight"] = gain
+    return found
+
+
+def _attend_through(model: "PreTrainedModel", format: KVFormat) -> None:
+    """Make a model round its keys and values before attention."""
+    usual = model.config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS[usual]
+
+    def rounding(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        key, value = keys_and_values_through(key, value, format)
+        found: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
+        return found
+
+    name = f"anybit-{format}-{usual}"
+    AttentionInterface.register(name, rounding)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
+    model.config._attn_implementation = name
