@@ -6,7 +6,7 @@ by head, and the output projection undoes it. Before the down projection the rot
 as ``anybit::hadamard``, and its inverse is in the weights.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,12 @@ from anybit.errors import LayerError
 from anybit.models.llama_block import LlamaBlock, gain_of, llama_blocks
 from anybit.models.modules import beside_text
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @torch.no_grad()
-def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = False) -> list[str]:
+def rotate(model: "PreTrainedModel", seed: int = 0, online: bool = True, mix_heads: bool = False) -> list[str]:
     """Rotate a Llama-like model in place; it computes the same function, up to rounding.
 
     A tied output head is untied, because the final norm's gain is folded into it. online: also rotate the down
@@ -86,7 +89,7 @@ def rotate_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return (hadamard.transform(args[0]), *args[1:])
 
 
-def _fold_gain(norm: Any, readers: list[nn.Linear]) -> None:
+def _fold_gain(norm: nn.Module, readers: list[nn.Linear]) -> None:
     """Fold a norm's gain into the layers that read it."""
     gain = gain_of(norm)
     for reader in readers:

@@ -6,7 +6,7 @@ The migration strength a is one number for the whole model, or is chosen per sca
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.quantization.pipeline.blocks import reduce_inputs
 from anybit.scheme import Scheme
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Strengths to try for each pair if none is given.
 _STRENGTHS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Tokens that these trials use.
@@ -26,7 +29,9 @@ _SAMPLE = 512
 
 
 @torch.no_grad()
-def smooth(model: Any, batches: Sequence[Tensor], strength: float | None = 0.5, scheme: Scheme | None = None) -> None:
+def smooth(
+    model: "PreTrainedModel", batches: Sequence[Tensor], strength: float | None = 0.5, scheme: Scheme | None = None
+) -> None:
     """Smooth a Llama-like model in place; it computes the same function, up to rounding.
 
     batches: token ids, int64 [B, L] each.  strength: the exponent a; 0 leaves the model unchanged, 1 flattens
@@ -70,7 +75,10 @@ def _loss(x: Tensor, weight: Tensor, scale: Tensor, scheme: Scheme) -> float:
 
 @torch.no_grad()
 def channel_peaks(
-    model: Any, modules: list[nn.Linear], batches: Sequence[Tensor], samples: dict[nn.Module, Tensor] | None = None
+    model: "PreTrainedModel",
+    modules: list[nn.Linear],
+    batches: Sequence[Tensor],
+    samples: dict[nn.Module, Tensor] | None = None,
 ) -> dict[nn.Module, Tensor]:
     """The largest magnitude of every input channel of some layers over a text, float32 [K] each.
 

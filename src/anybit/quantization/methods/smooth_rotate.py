@@ -8,7 +8,7 @@ per channel (and can be learned with the codes), and rotations run online.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,13 @@ from anybit.quantization.methods.rotate import rotate_input
 from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.quantization.pipeline.blocks import reduce_inputs
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @torch.no_grad()
 def smooth_rotate(
-    model: Any,
+    model: "PreTrainedModel",
     batches: Sequence[Tensor],
     strength: float = 0.5,
     seed: int = 0,
@@ -54,7 +57,7 @@ def smooth_rotate(
     return list(layers)
 
 
-def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
+def _power(model: "PreTrainedModel", modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
     """The mean square of every input channel of some layers over a text, float64 [K] each."""
 
     def add(module: nn.Module, rows: Tensor, before: Tensor | None) -> Tensor:

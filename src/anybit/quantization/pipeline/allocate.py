@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from anybit.quantization.pipeline.calibrated import first_of, load_whole, sequen
 from anybit.quantization.pipeline.options import Options
 from anybit.quantization.pipeline.stream import Job, experts_of
 from anybit.scheme import KVFormat, WeightFormat
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """The candidate widths, in bits."""
@@ -143,7 +146,7 @@ class Samples:
     gradients: dict[str, Tensor]
 
 
-def sample(model: Any, sequences: Iterable[Tensor], names: Sequence[str], seed: int = 0) -> Samples:
+def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequence[str], seed: int = 0) -> Samples:
     """Run a floating-point model forward and backward over sequences int64 [T]; the model is not changed.
 
     Raises CalibrationError, naming the layer, if no token reaches it.
@@ -162,7 +165,7 @@ def sample(model: Any, sequences: Iterable[Tensor], names: Sequence[str], seed: 
         return flat[picked[picked < len(flat)].to(flat.device)].float()
 
     def hook(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0]
             if not any(name in unit for unit in units):
                 same = (i for i, seen in enumerate(held) if seen.data_ptr() == x.data_ptr() and seen.shape == x.shape)
@@ -178,7 +181,7 @@ def sample(model: Any, sequences: Iterable[Tensor], names: Sequence[str], seed: 
 
         return look
 
-    def begin(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def begin(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output.requires_grad_(True)
 
     handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
@@ -216,7 +219,11 @@ def loss_of(weight: Tensor, format: WeightFormat, x: Tensor, squares: Tensor) ->
 
 
 def _measure(
-    job: Job, model: Any, layers: Mapping[str, LinearLayer], samples: Samples, formats: Mapping[int, WeightFormat]
+    job: Job,
+    model: "PreTrainedModel",
+    layers: Mapping[str, LinearLayer],
+    samples: Samples,
+    formats: Mapping[int, WeightFormat],
 ) -> dict[tuple[str, ...], list[Choice]]:
     """Stored bits and loss of every width, for each unit of layers that share an input."""
     total, done = sum(layer.n * layer.k for layer in layers.values()), 0
@@ -279,7 +286,7 @@ def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: f
     return 8 * (memory - rest) - fixed
 
 
-def cache_bytes(config: Any, kv: KVFormat | None, tokens: int) -> float:
+def cache_bytes(config: "PretrainedConfig", kv: KVFormat | None, tokens: int) -> float:
     """Bytes of a model's KV cache of ``tokens`` tokens, in a format or in 16 bits; layers without one count nothing."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

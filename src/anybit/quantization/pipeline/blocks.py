@@ -4,13 +4,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CalibrationError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class _Stop(Exception):  # noqa: N818  control flow, not an error
@@ -127,7 +130,7 @@ def _returned_beside(model: nn.Module, block: nn.Module, tokens: Tensor) -> int 
     """How many values a block returns in a tuple beside hidden states; None if it returns no tuple."""
     found: list[int | None] = []
 
-    def look(module: nn.Module, args: Any, output: Any) -> None:
+    def look(module: nn.Module, args: object, output: object) -> None:
         found.append(len(output) - 1 if isinstance(output, tuple) else None)
         raise _Stop
 
@@ -177,7 +180,7 @@ def stages(block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Cal
     seen: list[Tensor] = []  # kept alive, so that no address is reused
 
     def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             for stage, tensor in zip(found, seen, strict=True):
                 if tensor.data_ptr() == args[0].data_ptr() and tensor.shape == args[0].shape:
                     stage.append(name)
@@ -204,7 +207,7 @@ def input_of(block: nn.Module, module: nn.Module, x: Tensor, call: Call) -> Tens
     """The input of one linear layer of a block, [tokens, K]; nothing after it runs."""
     found: list[Tensor] = []
 
-    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         found.append(args[0])
         raise _Stop
 
@@ -226,7 +229,7 @@ def run_and_look(
     found: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             found[name] = args[0].reshape(-1, args[0].shape[-1])
 
         return record
@@ -263,7 +266,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def reduce_inputs(
-    model: Any,
+    model: "PreTrainedModel",
     modules: Sequence[nn.Module],
     batches: Sequence[Tensor],
     merge: Callable[[nn.Module, Tensor, Tensor | None], Tensor],
