@@ -15,7 +15,9 @@ from anybit.kernels.bitplane import bitplane
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.block import norm_act, quantize_activations, rope, rope_pages
 from anybit.kernels.block.quantize_activations import Source, Target
+from anybit.kernels.gemm_kernel import Operands, launches
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm80_digits import sm80_packed_digits
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
@@ -49,7 +51,16 @@ def small_kernels() -> list[jit.Kernel]:
         rope.kernel(rope.default(head)),
         rope.kernel(rope.default(replace(head, stores=False))),
         rope_pages.kernel(rope_pages.default(rope_pages.Problem(1, 32, 8, 128))),
+        digits()[0],
     ]
+
+
+def digits() -> list[jit.Kernel]:
+    """Activations to digits, and their product."""
+    x, problem = jit.Slot("x"), LinearProblem(8, 4096, 4096, WeightFormat(2, "sym", 128))
+    given = Operands(x, 4096, (x,) * 4, x, 4096, scratch=(x, None))
+    config = sm80_packed_digits.default(problem)
+    return [launch.kernel for launch in launches(sm80_packed_digits, given, problem, config)]
 
 
 def few() -> list[jit.Kernel]:
@@ -64,6 +75,7 @@ def few() -> list[jit.Kernel]:
         sm90_packed_gemv.rotary_kernel(norm, pages=True),
         *(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(replace(problem, m=m))) for m in (4, 16)),
         *(sm90_packed_skinny.kernel(sm90_packed_skinny.default(replace(problem, m=m))) for m in (1, 8)),
+        digits()[1],
     ]
 
 

@@ -30,6 +30,7 @@ from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_problem
 from anybit.kernels.packed.repack import repack
+from anybit.kernels.packed.sm80_digits import sm80_packed_digits
 from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
@@ -232,6 +233,7 @@ FAMILIES: dict[str, KernelFamily] = {
         KernelFamily(sm90_packed_gemv),
         KernelFamily(sm90_packed_skinny),
         KernelFamily(sm90_packed_skinny_f16),
+        KernelFamily(sm80_packed_digits),
         KernelFamily(sm90_packed_gemm),
         KernelFamily(sm80_packed_gemm, beaten_on=(_WGMMA,)),
     )

@@ -69,6 +69,7 @@ class Traits(Generic[C]):
     (PDL).  silu: the kernel of a config with a SiLU epilogue, y [m, n / 2] = silu(gate) * up of outputs that alternate
     eight of gate and eight of up; None if it has none.  scratch: bytes of a launch's scratch memory, and of further
     scratch that is zero before and after it.  at_once: the problem with no more tokens than one launch takes.
+    prepares: a launch ahead of it, which turns x into what it reads; None if there is none.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Traits(Generic[C]):
     silu: Callable[[C], jit.Kernel | None] = lambda config: None
     scratch: Callable[[LinearProblem, C], tuple[int, int]] = lambda problem, config: (0, 0)
     at_once: Callable[[LinearProblem], LinearProblem] = lambda problem: problem
+    prepares: Callable[[Operands, LinearProblem, C], Launch] | None = None
 
 
 class GemmKernel(Protocol[C]):
@@ -115,6 +117,9 @@ def launches(
     most, found = kernel.traits.at_once(problem).m, []
     for first in range(0, problem.m, most):
         part = replace(problem, m=min(most, problem.m - first))
-        arguments = kernel.traits.arguments(operands.behind(first, problem), part, config)
+        mine = operands.behind(first, problem)
+        if kernel.traits.prepares is not None:
+            found.append(kernel.traits.prepares(mine, part, config))
+        arguments = kernel.traits.arguments(mine, part, config)
         found.append(Launch(made, arguments, kernel.grid(part, config), kernel.traits.overlaps))
     return found

@@ -1,0 +1,1 @@
+"""The kernel sm80_digits: device code and host side."""

@@ -1,0 +1,103 @@
+// 16-bit activations to the digits of digit_layout.cuh: a warp converts a token's block of 128 columns.
+#ifndef ANYBIT_DIGITIZE_CUH
+#define ANYBIT_DIGITIZE_CUH
+
+#include "packed/sm80_digits/digit_layout.cuh"
+
+struct Params {
+    const uint16_t* x;           // [m, k], rows x_stride elements apart
+    const int32_t* permutation;  // act-order: the input channel of each column, else null
+    uint8_t* digits;             // [column blocks][block_bytes]
+    int32_t m, k, x_stride;
+};
+
+namespace packed {
+
+// Packs a number below 256 for each operand word into one constant; the i-th is for lanes 4i to 4i + 3.
+template <class C, class F> __device__ constexpr uint64_t of_words(F&& of) {
+    uint64_t all = 0;
+    for (int i = 0; i < 8; i++) all |= static_cast<uint64_t>(of(fields_of(C::bits, C::group, i))) << (8 * i);
+    return all;
+}
+struct LowField { __device__ constexpr int operator()(Fields f) const { return column_of_register(f.low); } };
+struct HighField { __device__ constexpr int operator()(Fields f) const { return column_of_register(f.high); } };
+
+}  // namespace packed
+
+template <class C> __global__ void __launch_bounds__(C::threads) digitize(const __grid_constant__ Params p) {
+    using L = packed::DigitLayout<C>;
+    static_assert(C::tile_m % (C::threads / 32) == 0, "a warp a token");
+    constexpr bool bf16 = C::operand == Operand::bf16;
+    ptx::griddepcontrol_launch_dependents();
+    const uint32_t lane = ptx::lane_id(), word = lane >> 2, token = blockIdx.y * (C::threads / 32) + ptx::warp_id();
+    const uint32_t tile = token / 4, place = token % 4;
+    const int block = static_cast<int>(blockIdx.x);
+    constexpr uint64_t low = packed::of_words<C>(packed::LowField{}), high = packed::of_words<C>(packed::HighField{});
+    const int first = block * 128 + static_cast<int>(lane & 3) * 2;
+    const int columns[2] = {first + static_cast<int>(low >> (8 * word) & 255), first + static_cast<int>(high >> (8 * word) & 255)};
+    ptx::griddepcontrol_wait();
+
+    uint32_t pairs[2] = {0, 0};
+    if (token < static_cast<uint32_t>(p.m)) {
+        const uint16_t* x = p.x + static_cast<size_t>(token) * p.x_stride;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (!C::gather && (!C::ragged || columns[h] + 1 < p.k)) {
+                pairs[h] = ptx::ld_global_cg_u32(x + columns[h]);
+            } else {  // any order of columns, any alignment
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int column = columns[h] + e;
+                    const int channel = C::gather && p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
+                    if (channel >= 0) pairs[h] |= static_cast<uint32_t>(x[channel]) << (16 * e);
+                }
+            }
+        }
+    }
+
+    uint32_t largest = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const uint32_t magnitude = pairs[e >> 1] >> (16 * (e & 1)) & 0x7fffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    largest = ptx::redux_max(largest);
+    constexpr int mantissa = bf16 ? 7 : 10, bias = bf16 ? 127 : 15;
+    const bool finite = largest >> mantissa < 2 * bias + 1;
+    // |v| < 2^14, and at most 16319 where it is doubled, whose high digit would be 128 else: eight units more round up.
+    constexpr int doubled = packed::high_bit(C::bits, C::group) - packed::low_bit(C::bits, C::group);
+    const int exponent = max(static_cast<int>(largest + (doubled ? bf16 ? 1 : 8 : 0) >> mantissa) - bias, -100);
+    const float up = __uint_as_float(static_cast<uint32_t>(127 + 13 - exponent) << 23);
+    const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent) << 23) : __uint_as_float(0x7fc00000u);
+    uint32_t digits[4];
+    int sum = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const uint16_t bits = static_cast<uint16_t>(pairs[e >> 1] >> (16 * (e & 1)));
+        // Adding 1.5 * 2^23 rounds to an integer in the low bits, without the slow F2I.
+        const float rounded = fmaf(bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits), up, 12582912.0f);
+        const int v = static_cast<int>(__float_as_uint(rounded)) - 0x4b400000;
+        sum += v;
+        digits[e] = (static_cast<uint32_t>(v) << (e < 2 ? doubled : 0)) + 0x80u;  // carries; ^ 0x80 below makes the byte signed
+    }
+    const uint32_t even = ptx::prmt(digits[0], digits[2], 0x5410), odd = ptx::prmt(digits[1], digits[3], 0x5410);
+    uint8_t* out = p.digits + static_cast<size_t>(block) * L::block_bytes;
+    const uint32_t at = C::wgmma ? (word * (2 * C::tile_m) + tile * 8 + place * 2) * 4 + (lane & 3)
+                                 : tile * 256 + ((word >> 2) * 32 + place * 8 + (lane & 3)) * 4 + (word & 3);
+    uint32_t* to = reinterpret_cast<uint32_t*>(out) + at;
+    to[0] = ptx::prmt(even, odd, 0x6420) ^ 0x80808080u;
+    to[C::wgmma ? 4 : 16] = ptx::prmt(even, odd, 0x7531);
+
+    constexpr int lanes = 32 / L::flushes;  // a group's columns lie in adjacent lanes
+    if constexpr (L::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
+    else
+#pragma unroll
+        for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
+    constexpr float zero = C::code == Code::asym ? 1.0f : C::code == Code::bipolar ? ((1 << C::bits) - 1) * 0.5f : static_cast<float>(1 << (C::bits - 1));
+    float2* facts = reinterpret_cast<float2*>(out + L::facts);
+    if (lane % lanes == 0)
+        facts[lane / lanes * C::tile_m + token] = make_float2(scale * (1.0f / (1 << packed::high_bit(C::bits, C::group))),
+                                                              static_cast<float>(sum) * scale * -zero);
+}
+
+#endif  // ANYBIT_DIGITIZE_CUH
