@@ -74,6 +74,16 @@ def test_imports_of_kernels_go_through_ops(path: Path) -> None:
     assert not other, f"{path.name} imports {other}: reach kernels through anybit.ops"
 
 
+def test_imports_below_hf_take_model_classes_for_types_alone() -> None:
+    """Loading them runs anybit.registration, which imports hf and, from there, the module that is half loaded."""
+    registered = {path for room in ("layers", "cache", "models") for path in (PACKAGE / room).rglob("*.py")}
+    for path in sorted({*registered, *(PACKAGE / "checkpoints").glob("*.py")}):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
+                found = [alias.name for alias in node.names if alias.name.startswith(("PreTrained", "Pretrained"))]
+                assert not found, f"{path.name} imports {found} at run time: import them under TYPE_CHECKING"
+
+
 def test_imports_have_no_circle() -> None:
     """Imports inside functions and under TYPE_CHECKING count, too."""
     modules = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}

@@ -6,25 +6,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from anybit.errors import CheckpointError, LayerError, one_line
 from anybit.models.patterns import check_pattern
+
+if TYPE_CHECKING:  # at run time it would make anybit.registration import hf, and with it this module, half-way here
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class LinearLayer:
     transposed: bool
 
 
-def skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+def skeleton(folder: Path, trust_remote_code: bool = False) -> "PreTrainedModel":
     """Build the model of a folder's config.json on the meta device. Raises CheckpointError if that fails."""
     file = folder / "config.json"
     try:
@@ -53,7 +50,7 @@ def skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
         raise CheckpointError(f"{file}: transformers cannot build {why}") from error
 
 
-def described_model(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+def described_model(folder: Path, trust_remote_code: bool = False) -> "PreTrainedModel":
     """Build the model that a config.json names as its architecture on the meta device, or ``skeleton`` without one."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
@@ -63,7 +60,7 @@ def described_model(folder: Path, trust_remote_code: bool = False) -> PreTrained
         return kind(config)
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: "PreTrainedConfig") -> Any:
     """The auto class for a config: AutoModelForCausalLM, or AutoModelForImageTextToText for vision-language models.
 
     AutoModelForCausalLM builds only the text part of some of those, and does not know others.
@@ -76,7 +73,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM if plain else AutoModelForImageTextToText
 
 
-def beside_text(model: PreTrainedModel) -> list[str]:
+def beside_text(model: "PreTrainedModel") -> list[str]:
     """The outermost modules outside a model's language part: vision or audio towers, projectors.
 
     Empty for text-only models.
@@ -119,7 +116,7 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
     return layers
 
 
-def embedding_layers(model: PreTrainedModel, overrides: Collection[str]) -> list[LinearLayer]:
+def embedding_layers(model: "PreTrainedModel", overrides: Collection[str]) -> list[LinearLayer]:
     """The input embedding as a layer with an output per token, if overrides name it (not by a pattern); else none.
 
     Raises LayerError for an embedding that is not a plain nn.Embedding.
@@ -137,7 +134,7 @@ def embedding_layers(model: PreTrainedModel, overrides: Collection[str]) -> list
     return [LinearLayer(name, n, k, transposed=False)]
 
 
-def shared_heads(model: PreTrainedModel, overrides: Mapping[str, object]) -> list[str]:
+def shared_heads(model: "PreTrainedModel", overrides: Mapping[str, object]) -> list[str]:
     """The output heads tied to a quantized embedding that have no scheme of their own: they share its codes."""
     name = _embedding_name(model)
     if name not in overrides:
@@ -146,13 +143,13 @@ def shared_heads(model: PreTrainedModel, overrides: Mapping[str, object]) -> lis
     return [head for head in tied if str(overrides.get(head, overrides[name])) == str(overrides[name])]
 
 
-def _embedding_name(model: PreTrainedModel) -> str:
+def _embedding_name(model: "PreTrainedModel") -> str:
     found = model.get_input_embeddings()
     return next((name for name, module in model.named_modules() if module is found), "")
 
 
 def kept_modules(
-    model: PreTrainedModel, modules_to_not_convert: list[str] | None, overrides: Mapping[str, object] | None = None
+    model: "PreTrainedModel", modules_to_not_convert: list[str] | None, overrides: Mapping[str, object] | None = None
 ) -> list[str]:
     """Modules to leave unquantized: those named (by default the output head), tied heads, and everything but text.
 
@@ -165,14 +162,14 @@ def kept_modules(
     return sorted({*keep, *tied_heads(model), *beside_text(model)} - chosen)
 
 
-def tied_heads(model: PreTrainedModel) -> dict[str, str]:
+def tied_heads(model: "PreTrainedModel") -> dict[str, str]:
     """Linear layers that share their weight with another module, mapped to the name of that weight."""
     heads = {f"{name}.weight": name for name in _linear_names(model)}
     ties = model.all_tied_weights_keys.items()
     return {heads[name]: str(source) for name, source in ties if name in heads}
 
 
-def untie(model: PreTrainedModel, head: str, config: PreTrainedConfig) -> None:
+def untie(model: "PreTrainedModel", head: str, config: "PreTrainedConfig") -> None:
     """Forget that a model on the meta device, and a configuration, tie an output head to the embedding."""
     del model.all_tied_weights_keys[f"{head}.weight"]
     for part in (config, config.get_text_config(decoder=True)):
@@ -185,7 +182,7 @@ def untied(config: Mapping[str, object]) -> dict[str, object]:
     return {**changed, "text_config": {**inner, **changed}} if isinstance(inner, Mapping) else {**changed}
 
 
-def check_overrides(model: PreTrainedModel, overrides: Mapping[str, object], quantized: Iterable[str]) -> None:
+def check_overrides(model: "PreTrainedModel", overrides: Mapping[str, object], quantized: Iterable[str]) -> None:
     """Raise LayerError for an override that matches no quantized layer, and would silently do nothing."""
     embedding = [layer.name for layer in embedding_layers(model, overrides)]
     quantized = [*quantized, *embedding, *shared_heads(model, overrides)]
@@ -242,7 +239,7 @@ def _suggestion(pattern: str) -> str:
     return f": {mended!r}?" if mended != pattern else ""
 
 
-def without_rescaling(model: PreTrainedModel) -> None:
+def without_rescaling(model: "PreTrainedModel") -> None:
     """Keep RWKV from dividing weights in place at its first call (``rescale_every``): codes would not follow."""
     if hasattr(model.config, "rescale_every"):
         model.config.rescale_every = 0
@@ -260,7 +257,7 @@ def _architecture(file: Path) -> str:
         return "what it names"
 
 
-def check_tokens(model: PreTrainedModel, ids: Sequence[int] | torch.Tensor, where: object) -> None:
+def check_tokens(model: "PreTrainedModel", ids: Sequence[int] | torch.Tensor, where: object) -> None:
     """Raise CheckpointError for a token id beyond a model's embedding, which a GPU might not report."""
     largest = max(ids, default=0) if isinstance(ids, Sequence) else int(ids.max()) if ids.numel() else 0
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
@@ -271,7 +268,7 @@ def check_tokens(model: PreTrainedModel, ids: Sequence[int] | torch.Tensor, wher
         )
 
 
-def positions_of(config: PreTrainedConfig) -> int | None:
+def positions_of(config: "PreTrainedConfig") -> int | None:
     """How many positions a model was trained for; None if its config does not say (``Loaded.positions``)."""
     text = config.get_text_config(decoder=True)
     count, rotary = getattr(text, "max_position_embeddings", None), _rotary(config)
@@ -284,10 +281,10 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return count
 
 
-def last_position(config: PreTrainedConfig) -> int | None:
+def last_position(config: "PreTrainedConfig") -> int | None:
     """The size of a model's position table, a hard limit; None without one."""
     return None if _rotary(config) else positions_of(config)
 
 
-def _rotary(config: PreTrainedConfig) -> dict[str, object]:
+def _rotary(config: "PreTrainedConfig") -> dict[str, object]:
     return getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
