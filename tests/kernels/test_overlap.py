@@ -15,6 +15,7 @@ from anybit.kernels.bitplane import bitplane
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.block import norm_act, quantize_activations, rope, rope_pages
 from anybit.kernels.block.quantize_activations import Source, Target
+from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.gemm_kernel import Operands, launches
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm80_digits import sm80_packed_digits
@@ -79,6 +80,16 @@ def few() -> list[jit.Kernel]:
     ]
 
 
+def of_experts() -> list[jit.Kernel]:
+    """Both products of a mixture, for one token and for several."""
+    format, found = WeightFormat(4, "sym", 128), []
+    for tokens in (1, 4):
+        gate_up = sm90_experts_gemv.Problem(tokens, 8, 128, 1536, 2048, format, False)
+        for problem in (gate_up, replace(gate_up, n=2048, k=768, down=True)):
+            found.append(sm90_experts_gemv.kernel(sm90_experts_gemv.default(problem)))
+    return found
+
+
 def large() -> list[jit.Kernel]:
     """Products whose MMA threads may leave waiting to producer threads."""
     found = []
@@ -104,7 +115,9 @@ def matching(names: set[str], pattern: str) -> set[str]:
     return {name for name in names if re.match(pattern, name)}
 
 
-@pytest.mark.parametrize("kernel", [*quantizers(), *small_kernels(), *few(), sync()], ids=lambda k: k.entry)
+@pytest.mark.parametrize(
+    "kernel", [*quantizers(), *small_kernels(), *few(), *of_experts(), sync()], ids=lambda k: k.entry
+)
 def test_all_threads_wait_before_they_write_or_end(kernel: jit.Kernel) -> None:
     code = jit.cached(kernel, "sm_90a").cubin
     assert any(one.startswith("ACQBULK") for one in sass(code))
@@ -129,7 +142,17 @@ def test_large_tiles_ask_for_activations_after_the_wait(kernel: jit.Kernel) -> N
     assert not matching(before_wait(code), "UTMALDG")
 
 
-@pytest.mark.parametrize("kernel", [*quantizers(), *small_kernels(), *few(), *large(), sync()], ids=lambda k: k.entry)
+@pytest.mark.parametrize("kernel", of_experts()[::2], ids=lambda k: k.entry)
+def test_gate_up_reads_ids_and_lets_down_start_after_the_wait(kernel: jit.Kernel) -> None:
+    """down reads ids before its own wait, so they must be complete when it starts."""
+    early = before_wait(jit.cached(kernel, "sm_90a").cubin)
+    assert not matching(early, LOADS) and not matching(early, "PREEXIT")
+    assert any(one.startswith("PREEXIT") for one in sass(jit.cached(kernel, "sm_90a").cubin))
+
+
+@pytest.mark.parametrize(
+    "kernel", [*quantizers(), *small_kernels(), *few(), *of_experts(), *large(), sync()], ids=lambda k: k.entry
+)
 def test_nothing_is_read_as_constant(kernel: jit.Kernel) -> None:
     """ld.global.nc is for data that nobody writes while a kernel runs; the preceding kernel may still be writing."""
     assert not [one for one in sass(jit.cached(kernel, "sm_90a").cubin) if "CONSTANT" in one]

@@ -201,3 +201,54 @@ def _divide(numerator: Tensor, denominator: float) -> Tensor:
     torch divides a tensor by a number by multiplying with the reciprocal, which rounds twice and differs by device.
     """
     return numerator / torch.full_like(numerator, denominator)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, rows: tuple[int, int],
+    count: int, activations: ActivationFormat, gate: str, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The sum over a token's experts of weight * down(join(gate_up(x))), [T, H] in x's dtype, summed in float32.
+
+    x: float [T, H].  ids: int [T, k]; others than 0 to count - 1 add nothing.  weights: float [T, k].
+    gate_up, down: of all experts one below the other, ``rows`` apart; gate and up rows alternate eight by eight.
+    gate_up_bias [count, 2 I], down_bias [count, H].  Loops over the experts hit.
+    """
+    check_activations(x, gate_up.shape[1])
+    outputs = 2 * down.shape[1], gate_up.shape[1]
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    parts = torch.zeros(*ids.shape, outputs[1], dtype=work, device=x.device)
+    for expert in torch.unique(ids).tolist():
+        if not 0 <= expert < count:
+            continue
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        layers = [
+            weight.rows(slice(expert * padded, expert * padded + n))
+            for weight, padded, n in zip((gate_up, down), rows, outputs, strict=True)
+        ]
+        biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
+        h = join(linear(x[token], layers[0], activations, biases[0]), gate)
+        y = linear(h.to(work), layers[1], activations, biases[1])
+        parts[token, choice] = weights[token, choice].to(work)[:, None] * y
+    total = torch.zeros(len(x), outputs[1], dtype=work, device=x.device)
+    for choice in range(ids.shape[1]):
+        total += parts[:, choice]
+    return total.to(x.dtype)
+
+
+GATES = ("silu", "gelu_tanh", "swigluoai")
+"""What joins gate and up: silu(gate) * up, gelu(gate) * up, and gpt-oss's clamped SwiGLU, (up + 1) * glu(gate)."""
+
+
+def join(gate_up: Tensor, gate: str = "silu") -> Tensor:
+    """Gate and up, eight by eight [..., 2 I], to [..., I], each step rounded to the dtype. gate: of ``GATES``."""
+    a, b = gate_up.unflatten(-1, (-1, 2, 8)).unbind(-2)
+    a, b = a.flatten(-2), b.flatten(-2)
+    if gate == "swigluoai":
+        a, b = a.float().clamp(max=7.0), b.float().clamp(-7.0, 7.0)
+        joined: Tensor = (b + 1) * (a * torch.sigmoid(1.702 * a))
+    elif gate == "gelu_tanh":
+        joined = torch.nn.functional.gelu(a, approximate="tanh") * b
+    else:
+        joined = torch.nn.functional.silu(a) * b
+    return joined.to(gate_up.dtype)

@@ -239,21 +239,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
         if (++x_slot == C::x_stages) x_slot = 0;
     }
 
-    // Combines a token's digits, then the warps' sums: [token][row] in shared memory, over each warp's drained ring.
-    const float place = S::columns > 2 && (lane & 1) ? 65536.0f : 1.0f;
-    UNROLL for (int u = 0; u < S::units; u++)
-        UNROLL for (int n = 0; n < S::token_tiles; n++)
-            UNROLL for (int r = 0; r < 2; r++) {
-                float v = sums[u][n][r] * place;
-                if constexpr (S::floats) {
-                    UNROLL for (int step = S::wide / 2; step < S::wide / 2 * S::spread; step *= 2) v += ptx::shfl_xor(v, step);
-                } else if constexpr (S::columns > 2) {
-                    v += ptx::shfl_xor(v, 1);
-                }
-                const uint32_t column = S::floats ? (lane & 3) * 2 + n : n * 8 + (lane & 3) * 2, token = column / S::columns;
-                if (column % S::columns == 0 && token < C::tile_m)
-                    ptx::st_shared_f32(ring + (token * S::rows + u * 16 + r * 8 + (lane >> 2)) * 4, v);
-            }
+    packed::store_sums<C>(sums, ring, lane);  // over each warp's drained ring
     __syncthreads();
     const auto result = [&](int token, int row) {
         float sum = 0;

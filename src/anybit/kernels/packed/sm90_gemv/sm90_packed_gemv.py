@@ -121,9 +121,9 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     return why_not_config(problem, config, shared_bytes(config))
 
 
-def _columns(c: Config) -> int:
+def _columns(c: FewFacts) -> int:
     """MMA columns per token: 4 if codes are at different bits of their bytes, else 2."""
-    if c.sparse:
+    if getattr(c, "sparse", False):
         return 2
     free = c.group in (0, 128)
     if c.code is Code.iq4:
@@ -131,16 +131,20 @@ def _columns(c: Config) -> int:
     return 2 if c.code is not Code.bipolar and (c.bits in (6, 7, 8) or (c.bits in (3, 5) and not free)) else 4
 
 
+def slot_bytes(c: FewFacts, tile_m: int) -> int:
+    """Bytes of a k block of activations: digits, scales and sums, or floats."""
+    if c.code in _FLOATS:
+        return tile_m * 272 + 16
+    flushes = max(1, packed_layout.subgroups(c.group))
+    return round_up(tile_m * (_columns(c) * 144 + flushes * 8), 16)
+
+
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and digits; factors; barriers."""
-    c = config
-    rows, columns = c.stage_units * c.chunks * UNIT_ROWS, _columns(c)
-    flushes = max(1, packed_layout.subgroups(c.group))
+    c, rows = config, config.stage_units * config.chunks * UNIT_ROWS
     ring = round_up(max(c.stages * c.stage_units * c.unit_bytes, c.tile_m * rows * 4), 128)
-    slot = round_up(c.tile_m * (columns * 144 + flushes * 8), 16)
-    if c.code in _FLOATS:
-        slot = c.tile_m * 272 + 16
-    return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.min_shared_bytes)
+    a_warp = ring + c.x_stages * slot_bytes(c, c.tile_m) + c.stages * 8
+    return max(c.warps * a_warp + rows * 8, c.min_shared_bytes)
 
 
 def kernel(config: Config) -> jit.Kernel:

@@ -159,28 +159,30 @@ template <class C> struct Incoming {
 
     // Loads four adjacent columns per lane (coalesced); `deal` then shuffles them to the lanes that need them.
     DEVICE void load(const Params& p, int k_block, uint32_t lane) {
-        int at[2];
-        columns(at, lane);
         UNROLL for (int token = 0; token < C::tile_m; token++) {
             const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x) + static_cast<size_t>(token) * p.x_stride;
             pairs[token][0] = pairs[token][1] = 0;
-            if (token < p.m) {
-                if constexpr (C::gather) {  // any order of columns, any alignment
-                    UNROLL for (int e = 0; e < 4; e++) {
-                        const int column = k_block * 128 + at[e >> 1] + (e & 1);
-                        const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
-                        if (channel >= 0) pairs[token][e >> 1] |= static_cast<uint32_t>(x[channel]) << (16 * (e & 1));
-                    }
-                } else {
-                    const int column = k_block * 128 + static_cast<int>(lane) * 4;
-                    if (!C::ragged || column + 4 <= p.k) {
-                        const uint2 v = ptx::ld_global_cg_v2(x + column);
-                        pairs[token][0] = v.x, pairs[token][1] = v.y;
-                    } else {
-                        UNROLL for (int e = 0; e < 4; e++)
-                            if (column + e < p.k) pairs[token][e >> 1] |= static_cast<uint32_t>(x[column + e]) << (16 * (e & 1));
-                    }
-                }
+            if (token < p.m) load_row(token, x, p.k, p.permutation, k_block, lane);
+        }
+    }
+    // The same of one token, whose row is x, over zeros.
+    DEVICE void load_row(int token, const uint16_t* x, int k, const int32_t* permutation, int k_block, uint32_t lane) {
+        if constexpr (C::gather) {  // any order of columns, any alignment
+            int at[2];
+            columns(at, lane);
+            UNROLL for (int e = 0; e < 4; e++) {
+                const int column = k_block * 128 + at[e >> 1] + (e & 1);
+                const int channel = permutation != nullptr ? permutation[column] : column < k ? column : -1;
+                if (channel >= 0) pairs[token][e >> 1] |= static_cast<uint32_t>(x[channel]) << (16 * (e & 1));
+            }
+        } else {
+            const int column = k_block * 128 + static_cast<int>(lane) * 4;
+            if (!C::ragged || column + 4 <= k) {
+                const uint2 v = ptx::ld_global_cg_v2(x + column);
+                pairs[token][0] = v.x, pairs[token][1] = v.y;
+            } else {
+                UNROLL for (int e = 0; e < 4; e++)
+                    if (column + e < k) pairs[token][e >> 1] |= static_cast<uint32_t>(x[column + e]) << (16 * (e & 1));
             }
         }
     }
@@ -201,8 +203,8 @@ template <class C> struct Incoming {
     }
 
     // Converts to fixed point, x = scale * v (v: 14 bits and sign, scale: a power of two), and stores the digits of
-    // v * 2^shift, the scale, and the zero-point term or the sum that minima multiply.
-    DEVICE void store(uint32_t slot, uint32_t lane) {
+    // v * 2^shift, the scale, and the zero-point term or the sum that minima multiply. there: tokens, a bit each; zeros for others.
+    DEVICE void store(uint32_t slot, uint32_t lane, uint32_t there = ~0u) {
         if constexpr (S::floats) {
             UNROLL for (int token = 0; token < C::tile_m; token++)
                 ptx::st_shared_v2(slot + token * S::pitch + lane * 8, {pairs[token][0], pairs[token][1]});
@@ -218,6 +220,7 @@ template <class C> struct Incoming {
         uint32_t largest[C::tile_m];
         UNROLL for (int token = 0; token < C::tile_m; token++) {
             largest[token] = 0;
+            if (!(there >> token & 1)) continue;
             UNROLL for (int e = 0; e < 4; e++) {
                 const uint32_t magnitude = (pairs[token][e >> 1] >> (16 * (e & 1))) & 0x7fffu;
                 largest[token] = magnitude > largest[token] ? magnitude : largest[token];
@@ -225,6 +228,12 @@ template <class C> struct Incoming {
             largest[token] = ptx::redux_max(largest[token]);
         }
         UNROLL for (int token = 0; token < C::tile_m; token++) {
+            if (!(there >> token & 1)) {
+                UNROLL for (int column = 0; column < S::columns; column++)
+                    ptx::st_shared_u32(slot + (token * S::columns + column) * S::pitch + lane * 4, 0);
+                if (lane < S::flushes) ptx::st_shared_v2(slot + S::facts + (token * S::flushes + lane) * 8, {0, 0});
+                continue;
+            }
             int exponent = static_cast<int>(largest[token] >> mantissa) - bias;  // |x| < 2^(exponent + 1)
             const bool finite = exponent <= bias;
             exponent = exponent < -100 ? -100 : exponent;
@@ -452,6 +461,25 @@ template <class C> struct FloatProduct {
         });
     }
 };
+
+// Combines a token's digits, or groups side by side, and stores a warp's sums: [token][row] in shared memory at `to`.
+template <class C> DEVICE void store_sums(const float (&sums)[DigitShape<C>::units][DigitShape<C>::token_tiles][2], uint32_t to, uint32_t lane) {
+    using S = DigitShape<C>;
+    const float place = S::columns > 2 && (lane & 1) ? 65536.0f : 1.0f;
+    UNROLL for (int u = 0; u < S::units; u++)
+        UNROLL for (int n = 0; n < S::token_tiles; n++)
+            UNROLL for (int r = 0; r < 2; r++) {
+                float v = sums[u][n][r] * place;
+                if constexpr (S::floats) {
+                    UNROLL for (int step = S::wide / 2; step < S::wide / 2 * S::spread; step *= 2) v += ptx::shfl_xor(v, step);
+                } else if constexpr (S::columns > 2) {
+                    v += ptx::shfl_xor(v, 1);
+                }
+                const uint32_t column = S::floats ? (lane & 3) * 2 + n : n * 8 + (lane & 3) * 2, token = column / S::columns;
+                if (column % S::columns == 0 && token < C::tile_m)
+                    ptx::st_shared_f32(to + (token * S::rows + u * 16 + r * 8 + (lane >> 2)) * 4, v);
+            }
+}
 
 }  // namespace packed
 

@@ -1,0 +1,1 @@
+"""The kernel sm90_experts_gemv: device code and host side."""
