@@ -34,7 +34,9 @@ from anybit.errors import (
     TextError,
 )
 from anybit.layers.linear import QuantLinear
+from anybit.quantization.methods import registry
 from anybit.quantization.methods.registry import METHODS, default_method, quantize_folder
+from anybit.quantization.pipeline import calibrated
 from anybit.quantization.pipeline.options import Learning, Options
 from anybit.scheme import Scheme
 
@@ -155,6 +157,35 @@ def test_the_default_method_follows_scheme_and_device(monkeypatch: pytest.Monkey
     assert chosen("w4a16", bits=3.5) == "distill"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert chosen("w2a16g64asym") == "rtn" and chosen("w2a16", device="cuda:0") == "distill"
+
+
+def test_a_default_that_does_not_fit_is_rtn(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "default_method", lambda *_: "distill")
+    monkeypatch.setattr(registry, "_too_large", lambda job: "distill needs more")
+    scheme, options = "w2a16g32asym", FAST | {"minutes": 1, "device": "cpu"}
+    with pytest.raises(CalibrationError, match="distill needs more"):
+        quantize_folder(llama, tmp_path / "named", scheme, "distill", options=options)
+    with pytest.warns(UserWarning, match="distill needs more; this run takes rtn"):
+        quantize_folder(llama, tmp_path / "out", scheme, options=options)
+    quantize_folder(llama, tmp_path / "rtn", scheme, "rtn")
+    a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "rtn"))
+    assert a == b and not (tmp_path / "named").exists()
+
+
+@pytest.mark.parametrize(("minutes", "first"), [(0.1, "generating"), (1000, "block 1 of 2")])
+def test_short_budgets_learn(minutes: float, first: str, llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    said: list[str] = []
+
+    def told(what: str, done: int, total: int) -> None:
+        said.append(what)
+        if len(said) == 2:
+            raise InterruptedError
+
+    monkeypatch.setattr(calibrated, "_ON_A_CPU", 1e3)
+    options = FAST | {"minutes": minutes, "generated_tokens": 64, "device": "cpu"}
+    with pytest.raises(InterruptedError):
+        quantize_folder(llama, tmp_path / "out", "w2a16g32asym", "distill", options=options, progress=told)
+    assert "within" in said[0] and said[1].startswith(first)
 
 
 @pytest.mark.parametrize("method", ["gptq", "distill", "smooth"])

@@ -9,7 +9,7 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, LayerError
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.grid import Grid
-from anybit.scheme import WeightFormat
+from anybit.scheme import Scheme, WeightFormat
 from cases_calibration import layer_error
 
 
@@ -191,3 +191,17 @@ def test_two_of_four_are_kept_by_what_losing_them_costs():
     weight = torch.tensor([[1.0], [3.0], [2.0], [4.0]])
     diagonal = torch.tensor([0.1, 1.0, 1.0, 1.0])  # the first is small, but nothing can compensate for it
     assert gptq.keep_two(weight, diagonal)[:, 0].tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("k", [64, 72])
+@pytest.mark.parametrize("text", ["w2a16g32asym", "w3a16", "w1a16g32", "w2a16g32s24"])
+def test_nearest_clips_for_the_least_squares(text, k):
+    format = Scheme.parse(text).weights
+    weight = torch.randn(16, k, generator=torch.Generator().manual_seed(0))
+    found = gptq.nearest(weight, format, torch.float32)
+    spared = quantize_weight(weight, format)
+    assert (found.shape, found.scale.shape, found.format) == (spared.shape, spared.scale.shape, format)
+    lost, more = ((part.dequantize() - weight).square().sum() for part in (found, spared))
+    assert float(lost) < 1.02 * float(more)
+    with pytest.raises(CalibrationError, match="weights of a layer hold NaN"):
+        gptq.nearest(weight / 0, format, torch.float32)

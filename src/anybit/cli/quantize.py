@@ -91,8 +91,8 @@ def quantize(
     from anybit.device import checked_device
 
     device = None if device is None else checked_device(device)
-    method = method or default_method(parsed, bits, device)
-    how = _options(method, text, {"tokens": tokens, "minutes": minutes, "device": device}, settings or [])
+    likely = method or default_method(parsed, bits, device)
+    how = _options(likely, text, {"tokens": tokens, "minutes": minutes, "device": device}, settings or [])
     for each in dict.fromkeys([parsed, *map(Scheme.parse, others.values())]):
         _say_if_nothing_runs(each)
     with ExitStack() as stack:
@@ -105,7 +105,7 @@ def quantize(
                     overwrite=overwrite, progress=update, options=how, trust_remote_code=trust_remote_code,
                 )  # fmt: skip
             except KeyboardInterrupt:
-                errors.print(_how_to_go_on(method, how, out))
+                errors.print(_how_to_go_on(likely, how, out))
                 raise
     if as_json:
         print_json(asdict(saved))

@@ -152,6 +152,30 @@ def _restore(saved: SavedState, course: Course, state: Mapping[str, Tensor]) -> 
     course.step, course.elapsed = int(note["step"]), float(note["elapsed"])
 
 
+def why_not(model: nn.Module, learned: int, device: torch.device | str) -> str | None:
+    """Why a device cannot distill ``learned`` weights of a model, or None."""
+    if torch.device(device).type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    needed = _needed(model, learned, half=True)
+    return None if min(needed.values()) < _SHARE * total else _too_large(needed, total)
+
+
+def _needed(model: nn.Module, learned: int, half: bool) -> dict[torch.dtype, int]:
+    """Bytes by the dtype of latents and moments: teacher, weight and gradient; latent and two moments; the rest."""
+    rest = 4 * sum(parameter.numel() for parameter in model.parameters()) - 4 * learned
+    fixed = 6 if half else 12
+    return {kind: learned * (fixed + 3 * kind.itemsize) + rest for kind in (torch.float32, torch.bfloat16)}
+
+
+def _too_large(needed: Mapping[torch.dtype, int], total: int) -> str:
+    least = min(needed.values()) / _SHARE / 2**30
+    return (
+        f"distill needs the whole model on the GPU: {least:.0f} GiB, and this one has {total / 2**30:.0f} GiB; use "
+        "method gptq, which needs one block"
+    )
+
+
 def _room(
     model: "PreTrainedModel", weights: Mapping[str, QuantizedWeight], settings: Distillation
 ) -> tuple[torch.dtype, int]:
@@ -164,18 +188,10 @@ def _room(
         return torch.float32, min(run_tokens, 1024)
     # Not free memory, so that every run decides alike.
     total = torch.cuda.get_device_properties(device).total_memory
-    learned = sum(weight.shape[0] * weight.shape[1] for weight in weights.values())
-    rest = 4 * sum(parameter.numel() for parameter in model.parameters()) - 4 * learned
-    fixed = 6 if settings.half else 12
-    # Teacher, weight and gradient; latent and two moments.
-    needed = {kind: learned * (fixed + 3 * kind.itemsize) + rest for kind in (torch.float32, torch.bfloat16)}
+    needed = _needed(model, sum(weight.shape[0] * weight.shape[1] for weight in weights.values()), settings.half)
     kind = next((kind for kind, size in needed.items() if size < _SHARE * total), None)
     if kind is None:
-        least = min(needed.values()) / _SHARE / 2**30
-        raise CalibrationError(
-            f"distill needs the whole model on the GPU: {least:.0f} GiB, and this one has {total / 2**30:.0f} GiB; use "
-            "method gptq, which needs one block"
-        )
+        raise CalibrationError(_too_large(needed, total))
     config = model.config.get_text_config(decoder=True)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     token = config.num_hidden_layers * (40 * config.hidden_size + 12 * inner) + 10 * config.vocab_size

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from anybit.codes.packing import QuantizedWeight, check_fours
+from anybit.codes.rtn import magnitude_mask
 from anybit.codes.sparse import two_of_four
 from anybit.errors import CalibrationError, OptionError
 from anybit.ops.gptq_update import sweep, sweep_choosing_cuda
@@ -26,6 +27,9 @@ from anybit.scheme import WeightFormat
 
 # The smallest clipping threshold to try: with few levels, clipping large weights in favour of small ones pays off.
 _HARDEST_CLIP = {1: 0.06, 2: 0.2, 3: 0.3}
+
+# Weights that ``nearest`` searches scales for at once.
+_AT_ONCE = 1 << 24
 
 _RECORDER = GraphRecorder()
 
@@ -119,6 +123,38 @@ def quantize(
     return QuantizedWeight.from_codes(packed, scales, zeros, format, index)
 
 
+def nearest(weight: Tensor, format: WeightFormat, scale_dtype: torch.dtype, name: str = "a layer") -> QuantizedWeight:
+    """Round weights [N, K] to nearest, clipped where that minimizes each group's squared error: a start to learn from.
+
+    On its own it loses more than ``codes.rtn``, which spares large weights. Raises CalibrationError for weights that
+    are not finite, LayerError for a 2:4 format if the inputs are not a multiple of 4.
+    """
+    check_finite(weight, f"the weights of {name}")
+    k = weight.shape[1]
+    size = min(format.group or k, k)
+    grid, clips = Grid.of(format, scale_dtype), _clips(format.bits, 24, weight.device)
+    mask = magnitude_mask(weight) if format.sparse else None
+    whole = weight.float() if mask is None else weight.float() * mask
+    parts = []
+    for rows in whole.split(max(_AT_ONCE // k, 1)):
+        columns = []
+        for part in rows.split([k - k % size, k % size], dim=1) if k % size else [rows]:
+            groups = part.reshape(-1, min(size, part.shape[1])).T.contiguous()
+            scale, zero = best_candidates(groups, torch.ones_like(groups[:, 0]), grid, clips, 1)
+            codes = grid.codes(groups, scale, zero).to(torch.uint8).T
+            columns.append([found.reshape(len(rows), -1) for found in (codes, scale, zero)])
+        parts.append([torch.cat(found, dim=1) for found in zip(*columns, strict=True)])
+    codes, scale, zero = (torch.cat(found) for found in zip(*parts, strict=True))
+    zeros = zero.to(torch.uint8) if format.code == "asym" else None
+    if mask is not None:
+        return QuantizedWeight.from_sparse_codes(codes, mask, scale.to(scale_dtype), zeros, format)
+    return QuantizedWeight.from_codes(codes, scale.to(scale_dtype), zeros, format)
+
+
+def _clips(bits: int, count: int, device: torch.device) -> Tensor:
+    return torch.linspace(1.0, _HARDEST_CLIP.get(bits, 0.5), count, device=device)
+
+
 def check_finite(tensor: Tensor, what: str) -> None:
     """Raise CalibrationError unless every element is finite."""
     if not bool(tensor.isfinite().all()):
@@ -174,7 +210,7 @@ def _feedback(
     """
     weight = target.clone()
     n = weight.shape[1]
-    clips = torch.linspace(1.0, _HARDEST_CLIP.get(grid.bits, 0.5), options.clips, device=weight.device)
+    clips = _clips(grid.bits, options.clips, weight.device)
     codes = torch.empty_like(weight)
     mask = torch.ones_like(weight, dtype=torch.bool) if sparse else None
     scales, zeros = (torch.empty(len(ranges), n, device=weight.device) for _ in range(2))

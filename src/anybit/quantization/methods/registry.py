@@ -1,12 +1,13 @@
 """The quantization methods, by name. A method's dependencies are imported when it runs."""
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybit.errors import OptionError, SchemeError, duration
+from anybit.errors import CalibrationError, OptionError, SchemeError, duration
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def quantize_folder(
 ) -> "Saved":
     """Quantize a model folder into another folder.
 
-    method: one of ``METHODS``; None is ``default_method``'s.
+    method: one of ``METHODS``; None is ``default_method``'s; where that does not fit the GPU, ``rtn`` with
+    a warning.
     modules_to_not_convert: layers to leave unquantized; by default the output head, and always a head that is tied to
     the embedding. overrides: per-layer schemes, by name or by a pattern such as "*.down_proj"; a name takes precedence
     over patterns, and the last matching pattern over earlier ones. A head that is named is quantized, tied or not.
@@ -133,7 +135,8 @@ def quantize_folder(
     file. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
     Raises CheckpointError for a bad source or output path, LayerError for a layer that does not fit the scheme or a
     name that matches no layer, SchemeError for an unknown scheme or method, OptionError for an unknown option,
-    KernelError for a device that does not exist. A failed run leaves no output behind.
+    KernelError for a device that does not exist, CalibrationError if ``distill`` is named and does not fit the GPU.
+    A failed run leaves no output behind.
     """
     scheme = Scheme.parse(scheme)
     if method is not None:
@@ -145,6 +148,7 @@ def quantize_folder(
         from anybit.device import checked_device
 
         options["device"] = checked_device(options["device"])
+    named = method is not None
     method = method or default_method(scheme, bits, options.get("device"))
     search = bits is not None or memory is not None or context is not None
     if not METHODS[method].calibrated and not search:
@@ -168,6 +172,13 @@ def quantize_folder(
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"overwrite": overwrite, "progress": progress, "options": options}
     job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, trust_remote_code, **rest)
+    if method == "distill" and (reason := _too_large(job)) is not None:
+        if named:
+            raise CalibrationError(reason)
+        method, inputs = "rtn", (*_INPUTS, "length", "seed") if search else ("device",)
+        warnings.warn(f"{reason}; this run takes rtn", stacklevel=2)
+        options = {name: value for name, value in options.items() if name in (*METHODS["rtn"].settings, *inputs)}
+        job = replace(job, method=method, options=options)
     if progress is not None:
         _say_how_long(job, progress)
     if search:
@@ -181,6 +192,16 @@ def quantize_folder(
     return METHODS[method].run(job)
 
 
+def _too_large(job: "Job") -> str | None:
+    """Why the GPU of a distillation has no room for it, or None."""
+    import torch
+
+    from anybit.quantization.methods.distill import why_not
+
+    learned = sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings))
+    return why_not(job.model, learned, job.options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def _say_how_long(job: "Job", progress: "Progress") -> None:
     """Report the expected time of a run of more than half a minute."""
     import torch
@@ -188,9 +209,16 @@ def _say_how_long(job: "Job", progress: "Progress") -> None:
     weights = sum(layer.n * layer.k for layer in job.layers)
     usual = "cuda" if METHODS[job.method].calibrated and torch.cuda.is_available() else "cpu"
     gpu = torch.device(job.options.get("device") or usual).type == "cuda"
+    learning = None
+    if METHODS[job.method].calibrated:
+        from anybit.quantization.pipeline.options import Options
+
+        learning = Options.of(job.options).learning(job.method, job.scheme)
     expected = METHODS[job.method].expected(weights, gpu)
     size = f"{job.method} of {weights / 1e6:,.0f} million weights"
-    if expected is None:
+    if learning is not None and learning.minutes:
+        progress(f"{size}: within {duration(60 * learning.minutes)}", 0, weights)
+    elif expected is None:
         progress(f"{size}: the first block shows how long it takes", 0, weights)
     elif expected > 30:
         progress(f"{size}: about {duration(expected)} on {'an H200' if gpu else 'two CPU cores'}", 0, weights)

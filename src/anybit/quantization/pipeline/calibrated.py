@@ -56,6 +56,10 @@ _LEARNED = 1 << 20
 """Tokens of a text that learning uses at most."""
 _WRITING, _WRITTEN = 3.0, 1e8
 """Seconds to write a folder, and weights written per second beyond these."""
+_SHARE, _ONCE, _A_BLOCK, _A_MILLION = 0.15, 18.0, 1.0, 0.02
+"""The share of a budget that GPTQ may take, and its seconds on an H200: at first, a block, a million weights."""
+_ON_A_CPU = 2.0
+"""Its seconds for a million weights on two CPU cores."""
 _SAME = 0.05
 """The largest relative change of logits by a transformation that should not change the model's function."""
 
@@ -78,7 +82,9 @@ def run(job: Job) -> Saved:
         text = _generated(job, model, [], options, "start", options.calibration_tokens)
     used = first_of(text, options.calibration_tokens)
     changes = _prepare(job, model, method, text, options)
-    weights = _calibrated(job, model, used, options)
+    start = options.start or _start(job, model, options, learning)
+    options = replace(options, start=start)
+    weights = _nearest(job, model, {}, options) if start == "nearest" else _calibrated(job, model, used, options)
     if learning is not None:
         learned = _learned(job, model, weights, text, [] if writes else text, options, learning)
         weights = learned.weights
@@ -97,17 +103,36 @@ def run(job: Job) -> Saved:
     return write_quantized(replace(job, progress=None), quantize, changes)
 
 
+def _start(job: Job, model: "PreTrainedModel", options: Options, learning: Learning | None) -> str:
+    """How codes start by default: short budgets are better spent on learning than on GPTQ."""
+    if job.method != "distill" or learning is None or not learning.minutes:
+        return "gptq"
+    millions = sum(layer.n * layer.k for layer in job.layers) / 1e6
+    blocks = len(find_blocks(model)[1])
+    seconds = _ONCE + _A_BLOCK * blocks + _A_MILLION * millions if options.on_gpu else _ON_A_CPU * millions
+    return "gptq" if seconds < _SHARE * 60 * learning.minutes else "nearest"
+
+
+def _nearest(
+    job: Job, model: "PreTrainedModel", weights: dict[str, QuantizedWeight], options: Options
+) -> dict[str, QuantizedWeight]:
+    """Weights, and all layers and embeddings that have none yet rounded to nearest."""
+    kind, found = _scale_dtype(job), dict(weights)
+    for layer in (*job.layers, *job.embeddings):
+        if layer.name not in weights:
+            own = weight_of(model.get_submodule(layer.name)).to(options.where)
+            found[layer.name] = gptq.nearest(own, job.scheme_of(layer.name).weights, kind, layer.name).to("cpu")
+    return found
+
+
 def _calibrated(job: Job, model: "PreTrainedModel", text: list[Tensor], options: Options) -> dict[str, QuantizedWeight]:
-    """The layers inside the blocks, by GPTQ or rounded to nearest."""
+    """The layers inside the blocks, by GPTQ."""
     kind = _scale_dtype(job)
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
 
     def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
         format = job.scheme_of(name.partition(", ")[0]).weights
         weight = statistics.corrected(weight, options.drift)
-        if options.start == "nearest":
-            gptq.check_finite(weight, f"the weights of {name}")
-            return quantize_weight(weight.to(kind), format)
         return gptq.quantize(weight, statistics.hessian, format, settings, name)
 
     def tell(done: int, total: int, left: float) -> None:
@@ -121,7 +146,7 @@ def _calibrated(job: Job, model: "PreTrainedModel", text: list[Tensor], options:
         spill=options.spill,
         batch_tokens=16384 if options.on_gpu else 4096,  # less would leave a GPU launch-bound
         # Not the method: methods that calibrate alike share finished blocks.
-        options={"start": options.start, "gptq": str(settings), "drift": options.drift},
+        options={"gptq": str(settings), "drift": options.drift},
     )
     names = {layer.name for layer in job.layers}
     return calibrate(model, text, job.scheme, names, quantizer, calibration, tell, job.overrides)
@@ -140,12 +165,7 @@ def _learned(
 
     Layers outside the blocks, such as the head, start rounded to nearest.
     """
-    kind = _scale_dtype(job)
-    weights = dict(weights)
-    for layer in (*job.layers, *job.embeddings):
-        if layer.name not in weights:
-            own = weight_of(model.get_submodule(layer.name))
-            weights[layer.name] = quantize_weight(own.to(kind), job.scheme_of(layer.name).weights)
+    weights = _nearest(job, model, weights, options)
 
     def left() -> float:
         """The seconds left, without those that writing the result may take."""

@@ -57,7 +57,8 @@ class Options:
 
     text: a file to calibrate on; a .json file holds lists of token ids.  sequences: the same, as Python lists.
     tokens: how many to calibrate on, in sequences of ``length`` (default 16384, on a GPU 32768).
-    start: how codes start: "gptq", or "nearest", which rounds the (corrected) weights to nearest.
+    start: how codes start: "gptq", or "nearest", which looks at no text (``gptq.nearest``); None is "gptq", and for
+    ``distill`` "nearest" where that would take too much of the minutes.
     drift: how far each layer corrects earlier layers' errors, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``gptq.GPTQ``.
     minutes: of the whole run, for methods that learn.  learn_tokens: to learn from instead, repeats included; two such
@@ -80,7 +81,7 @@ class Options:
     sequences: list[list[int]] | None = None
     tokens: int | None = None
     length: int = 512
-    start: str = "gptq"
+    start: str | None = None
     drift: float = 0.5
     order: str = "grouped"
     damping: float = 0.01
@@ -121,7 +122,7 @@ class Options:
                 wanted = _KINDS.get(kind or Path, "a path")
                 raise OptionError(f"option {name} must be {wanted}, not {value!r}") from None
         options = cls(**values)
-        if options.start not in ("gptq", "nearest"):
+        if options.start not in (None, "gptq", "nearest"):
             raise OptionError(f"option start must be gptq or nearest, not {options.start!r}")
         for name, (low, high) in _RANGES.items():
             value = getattr(options, name)
