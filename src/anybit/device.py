@@ -35,6 +35,10 @@ class Device:
             return None
         return f"{needed} bytes of shared memory are more than the {self.shared_bytes} of a block of {self.arch}"
 
+    def clusters(self, blocks: int) -> int:
+        """Clusters of 1, 2 or 4 blocks, one per SM, that run at a time: of an H200's 132 SMs 66 of two, 30 of four."""
+        return max(1, self.sms // blocks - (self.sms // 40 if blocks == 4 else 0))
+
     @staticmethod
     def named(arch: str) -> "Device":
         """A typical GPU of an architecture, to plan and compile for. Raises KernelError for an unknown one."""

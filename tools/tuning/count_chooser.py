@@ -13,10 +13,10 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src" / "anybit"
 WHOLE = tuple(SRC / "choose" / f"{name}.py" for name in ("heuristics", "builtin", "choose", "dispatch"))
 ROOMS = ("choose", "tune", "kernels/packed", "kernels/bitplane")
-MOST_LINES, MOST_LITERALS = 776, 221
+MOST_LINES, MOST_LITERALS = 700, 199
 DECIDE = {
     "default", "_default", "_sparse", "norm_default", "fitted", "_fitted", "estimate", "config_for", "_early_sparse",
-    "_staging", "_owners", "_config", "_cost_of_one_eight", "_cost_of_several_eights", "preferred", "fills_one_wave",
+    "_EPILOGUES", "_owners", "_config", "_cost_of_one_eight", "_cost_of_several_eights", "preferred", "fills_one_wave",
     "_skinny", "family", "promising", "kinds", "builtins_of", "preserves_pdl_overlap", "_room", "_hopeless", "near",
     "among_small", "limit_occupancy", "limit_occupancy_normed", "CLUSTERS", "_SKINNY", "_SPARSE_STAGES",
     "_STAGES_OF_THREE", "_EARLY_BYTES", "_MOST_STAGES", "_STAGGER", "_PLANES_AHEAD", "_CLUSTER_K", "_ROOM_OF_CLUSTERS",

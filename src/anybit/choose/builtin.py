@@ -5,45 +5,39 @@ from anybit.errors import KernelError
 from anybit.kernels.bitplane import bitplane
 from anybit.kernels.linear_problem import LinearProblem
 
-# With bit planes a product costs weight bits * activation bits / 8 of the int8 product. At a tie planes win at nearly
-# every token count (w2a4 on an H200); above it int8 wins, where compute is the limit.
-_TIE = 8
+_TIE = 8  # weight bits * activation bits: bit planes then do the work of the int8 product
 FEW_TOKENS = 8
 """Up to this token count a GEMM ends before all blocks of the next kernel could have started beside its own."""
 _TILES, _ROWS = ("sm90_packed_gemm", "sm80_packed_gemm"), ("sm90_packed_gemv", "sm90_packed_skinny")
 """The families over tiles: for any number of tokens, for few."""
+_PLANES = "sm90_bitplane_gemm"
 
 
 def builtin_layout(product: LinearProblem) -> Layout:
     """The layout of weights that were not tuned."""
-    x, planes = product.activations, bitplane.family(product) is not None
-    if planes and x.integer and product.weights.bits * x.bits <= _TIE:
-        return Layout.planes
-    tiles = not planes or any(FAMILIES[name].why_not(product) is None for name in _TILES)
-    return tiles_of(x) if tiles else Layout.planes
+    x, alone = product.activations, all(FAMILIES[name].why_not(product) is not None for name in _TILES)
+    better = x.integer and product.weights.bits * x.bits <= _TIE
+    return Layout.planes if (better or alone) and bitplane.family(product) else tiles_of(x)
 
 
 def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
-    """What runs where nothing that was measured can: the first family over the weights' layout that takes the product.
-
-    Raises KernelError if none does.
-    """
+    """What runs where nothing measured can: the first family over the weights' layout. Raises KernelError for none."""
     gathered = product.activations.quantized and product.act_order  # no family for few tokens gathers codes
     names: tuple[str, ...] = _TILES if product.m > FEW_TOKENS or gathered else (*_ROWS, *_TILES)
     if (layout or builtin_layout(product)) is Layout.planes:
         module = bitplane.family(product)
-        names = ("sm90_bitplane_gemm" if module is None else module.traits.name,)
-    reasons = dict[str, None]()
+        names = (_PLANES if module is None else module.traits.name,)
+    reasons: dict[str, object] = {}
     for name in names:
         try:
             return Candidate(name, FAMILIES[name].default(product), product.activations)
         except KernelError as error:
-            reasons[f"{name}: {FAMILIES[name].why_not(product) or error}"] = None
-    if layout is not None:
-        raise KernelError(f"no kernel over {layout.value} runs {product}: {'; '.join(reasons)}")
-    reasons[f"sm90_bitplane_gemm: {FAMILIES['sm90_bitplane_gemm'].why_not(product)}"] = None
-    reference = "the reference does, slowly, after anybit.ops.allow_fallback()"
-    raise KernelError(f"no kernel runs {product}: {'; '.join(reasons)}; {reference}")
+            reasons[name] = FAMILIES[name].why_not(product) or error
+    over, hint = f" over {layout.value}" if layout else "", ""
+    if layout is None:
+        reasons.setdefault(_PLANES, FAMILIES[_PLANES].why_not(product))
+        hint = "; the reference does, slowly, after anybit.ops.allow_fallback()"
+    raise KernelError(f"no kernel{over} runs {product}: {'; '.join(f'{n}: {why}' for n, why in reasons.items())}{hint}")
 
 
 # -------- how many tokens count as the same
@@ -54,19 +48,12 @@ _STEPS, _MOST_PARTS = ((16, 4), (24, 16), (64, 8)), 64
 
 
 def bucket(tokens: int) -> int:
-    """The token count that represents ``tokens`` in a map: the next power of two or midpoint between two.
-
-    Above 64, where token tiles quantize into waves, also the quarters; beyond 8192 only powers of two.
-    """
+    """The token count that represents ``tokens`` in a map: a power of two, half-way between, or above 64 a quarter."""
     return _rounded(tokens, 8 if tokens > 64 else 4)
 
 
 def step(tokens: int) -> int:
-    """The token count that kernels are chosen for: that of ``bucket`` up to 16, finer above.
-
-    Absent tokens of a tile cost time: at 24 tokens a tile of 32 is nearly as fast as one of 24, but at 20 it takes 1.17
-    times as long.
-    """
+    """The token count that kernels are chosen for: that of ``bucket`` up to 16, finer above, as tiles are."""
     return _rounded(tokens, next((parts for most, parts in _STEPS if tokens <= most), _MOST_PARTS))
 
 

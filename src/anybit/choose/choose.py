@@ -17,35 +17,28 @@ from anybit.choose.builtin import FEW_TOKENS, MOST_TOKENS, builtin, builtin_layo
 from anybit.choose.families import FAMILIES, Candidate, Layout, layouts
 from anybit.choose.policy import Measured, Policy
 from anybit.device import Device
-from anybit.kernels.bitplane.bitplane_problem import ROWS
-from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
-from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
-from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import SkinnyFacts
-from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
+from anybit.kernels.bitplane import bitplane_problem
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_layout import TILE_COLUMNS, TILE_ROWS
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import TOKENS
 from anybit.scheme import Scheme
 
-_LAYERS = 12
-"""How many of the nearest layers are asked."""
+_LAYERS = 12  # nearest layers that are asked
 _SHAPE, _TOKENS = 0.5, 0.1
 """Share by which a time counts as longer for each power of two between two layers, and between token counts."""
-_CODES, _GROUPS = 0.3, 0.05
-"""Distance, in powers of two, between formats whose codes, and whose groups, differ."""
+_FORMAT = 0.1  # distance, in powers of two, between formats whose codes or groups differ
 _TABLES = ("nf4", "iq4")
 _AROUND, _TILE = 12, 100
 """Steps of 128 inputs, and tokens, in whose time a tile begins and ends, whatever its size."""
-_TOGETHER = 4
-"""Blocks of a bit-plane kernel for few tokens that share a multiprocessor."""
+_TOGETHER = 4  # blocks of a bit-plane kernel for few tokens that share a multiprocessor
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that runs a problem. us: measured or expected microseconds of a call; 0 without ``source``.
+    """The candidate that runs a problem, its measured or expected microseconds, and the measured problem that decided.
 
-    source: the measured problem that decided; None if none was near (``kernels.gemm.builtin``).
+    Without such a problem (``builtin``) source is None and us 0.
     """
 
     candidate: Candidate
@@ -110,10 +103,7 @@ class Map:
     def expected(
         self, product: LinearProblem, layout: Layout | None = None, everything: bool = False
     ) -> list[tuple[float, Candidate, LinearProblem]]:
-        """(expected microseconds, candidate where it was measured, that problem), least time first.
-
-        everything: of other layers, too, where the layer's own points decide.
-        """
+        """(expected microseconds, candidate where it was measured, that problem), least time first; see ``choose``."""
         near = [self.near(product, each) for each in layouts(product.activations, layout)]
         nearest = [one for some in near for one in some[:1]]
         own = [(apart, layer) for apart, layer in nearest if not apart and layer.around(product.m)]
@@ -127,10 +117,7 @@ class Map:
         return sorted(found, key=lambda one: one[0])
 
     def choose(self, product: LinearProblem, layout: Layout | None = None, kernel: str = "") -> Choice:
-        """The choice for a problem. layout: of its weights; None: the best.  kernel: the only one, if a point has it.
-
-        Raises KernelError if nothing can run it.
-        """
+        """The choice for a problem, of a layout, and of a kernel if a point has it. Raises KernelError for none."""
         here = replace(product, m=min(product.m, MOST_TOKENS))
         best: Choice | None = None
         for us, candidate, there in self.expected(here, layout, bool(kernel)):
@@ -172,7 +159,7 @@ def _distance(one: LinearProblem, other: LinearProblem, layout: Layout) -> float
     if layout is Layout.planes:
         pairs.append((x.bits, y.bits))
     sizes = sum(abs(math.log2(mine / its)) for mine, its in pairs)
-    return sizes + _CODES * (w.code != v.code) + _GROUPS * (w.group != v.group)
+    return sizes + _FORMAT * ((w.code, w.group) != (v.code, v.group))
 
 
 def forms(candidate: Candidate, here: LinearProblem, there: LinearProblem) -> Iterator[tuple[Candidate, float]]:
@@ -194,12 +181,11 @@ def work(candidate: Candidate, product: LinearProblem) -> float:
     if isinstance(c, sm90_packed_gemm.Config):
         tiles = -(-p.n // c.rows) * -(-p.m // c.tile_m) / (sms // c.cluster_k * c.min_blocks_per_sm)
         blocks = blocks // (c.cluster_k * c.split_k_warpgroups)
-    elif isinstance(c, sm90_bitplane_gemm.Config | sm90_bitplane_stacked.Config):
-        tiles = -(-p.m // c.tile_m) * -(-p.n // ROWS) / sms
-    elif isinstance(c, SkinnyFacts | sm80_bitplane_gemm.Config):
+    elif isinstance(c, bitplane_problem.Facts):
         cluster = getattr(c, "cluster_k", 0)
-        tiles = -(-p.n // c.tile_n) * -(-p.m // c.tile_m) / (sms * _TOGETHER / (cluster or _TOGETHER))
+        together = _TOGETHER / cluster if cluster else 1
+        tiles = -(-p.n // getattr(c, "tile_n", bitplane_problem.ROWS)) * -(-p.m // c.tile_m) / (sms * together)
         blocks = blocks // max(cluster, 1)
     else:  # for few tokens: bytes
-        return max(1.0, p.n / TILE_ROWS * max(1, p.m / 16) / sms) * (blocks + 4)
-    return float((math.ceil(tiles) if tiles <= 4 else tiles + 0.5) * (blocks + _AROUND))
+        return max(1.0, p.n / TILE_ROWS * max(1, p.m / 16) / sms) * (blocks + _AROUND)
+    return float(math.ceil(tiles) * (blocks + _AROUND))

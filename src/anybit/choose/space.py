@@ -86,26 +86,20 @@ def why_not_split(product: LinearProblem) -> str | None:
 
 # -------- what a search tries
 
-_EVERYTHING = 1000
-"""A search for this many candidates per family skips nothing."""
-_MANY_TOKENS = 256
-"""Above this, bit planes for few tokens take several times as long: not worth timing."""
+_EVERYTHING = 1000  # a search for this many candidates per family skips nothing
+_MANY_TOKENS = 256  # bit planes for few tokens take several times as long above this
 
 
 def clearly_faster(us: float, before_us: float) -> bool:
-    """Whether a config for few tokens beats what would run by enough to speed up a whole step.
-
-    A GEMM timed in a chain of itself is off by up to a microsecond from its time between other kernels.
-    """
+    """Whether a config for few tokens gains more than the microsecond by which times in chains of one GEMM may err."""
     return us < max(0.95 * before_us, before_us - 1.0)
 
 
 def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate, own: Candidate) -> bool:
     """Whether the next kernel can start as early as after ``own``, what would run (PDL); always true above few tokens.
 
-    More shared memory, or a second block per multiprocessor, keeps the next kernel's blocks from starting beside this
-    one's. Only whole steps show that, not GEMMs timed alone: 10 pipeline stages instead of 7 were 1 % faster alone and
-    cost 5 us per layer (w4a8, one token). Half of a multiprocessor is always allowed.
+    More shared memory, or a second block per SM, keeps the next kernel's blocks from starting beside this one's, which
+    only whole steps show. Half of an SM is always allowed.
     """
     if product.m > FEW_TOKENS:
         return True
@@ -117,12 +111,11 @@ def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate, own: Can
 
 def _hopeless(product: LinearProblem, kernel: str) -> bool:
     """Whether a family is not worth timing: mma.sync despite wgmma, or bit planes at many tokens."""
-    if product.device.arch == "sm_90a" and kernel in ("sm80_bitplane_gemm", "sm80_packed_gemm"):
-        return True
-    if kernel in ("sm90_bitplane_skinny", "sm90_bitplane_resident") and product.m > _MANY_TOKENS:
-        return True  # they reload the weights every 64 tokens
-    planes = FAMILIES[kernel].target is Target.planes
-    return planes and product.m > 32 and product.weights.bits * product.activations.bits > 16
+    if FAMILIES[kernel].target is not Target.planes:
+        return False
+    reloads = kernel in ("sm90_bitplane_skinny", "sm90_bitplane_resident")  # the weights, every 64 tokens
+    slow = reloads or product.weights.bits * product.activations.bits > 16
+    return (product.m > _MANY_TOKENS and slow) or (kernel == "sm80_bitplane_gemm" and product.device.arch == "sm_90a")
 
 
 def defaults_of(product: LinearProblem, by: Map) -> list[Candidate]:

@@ -1,7 +1,7 @@
 """All bit-plane kernels: the choice for a problem, and launches on the current stream."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ def default(problem: LinearProblem) -> Facts:
     if chosen is None:
         reason = why_not(problem, 80) or f"no tile of its planes fits the shared memory of {problem.device.arch}"
         raise KernelError(f"no bit-plane kernel for {problem}: {reason}")
-    config: Facts = chosen.default(problem)
-    return config
+    return cast(Facts, chosen.default(problem))
 
 
 def family_of(config: Facts) -> GemmKernel[Any]:

@@ -12,7 +12,7 @@ Placement of codes. Lane 4g + t of a warp owns rows g and g + 8 of a unit, in re
 and 2 * bits words of 32 bits. ``pieces`` maps a register's fields to bits of these words.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeVar
@@ -183,14 +183,14 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def checked_default(problem: _P, choose: Callable[[_P], _C], why_not: Callable[[_P, _C | None], str | None]) -> _C:
-    """The choice of ``choose``, checked. Raises KernelError with the reason if it is not legal, or nothing is."""
+def first_legal(problem: _P, configs: Iterable[_C], why_not: Callable[[_P, _C | None], str | None]) -> _C:
+    """The first legal config. Raises KernelError with the reason if there is none."""
     if (reason := why_not(problem, None)) is not None:
         raise KernelError(reason)
-    found = choose(problem)
-    if (reason := why_not(problem, found)) is not None:
-        raise KernelError(f"no config for {problem}: {reason}")
-    return found
+    for config in configs:
+        if (reason := why_not(problem, config)) is None:
+            return config
+    raise KernelError(f"no config for {problem}: {reason}")
 
 
 def in_order(permutation: Tensor | None, x: Tensor) -> Tensor:

@@ -122,12 +122,10 @@ def default(problem: LinearProblem) -> Config:
     found = legal(problem, why_not(problem), configs(problem))
     fitting = [c for c in found if c.tile_m < 2 * max(problem.m, 8)] or found
 
-    def cost(config: Config) -> tuple[float, int, int]:
-        blocks = grid(problem, config)[0]
-        waves = -(-blocks // problem.device.sms)
-        work = config.tile_n * config.tile_m + 32 * (config.tile_n + config.tile_m)  # products and operand loads
-        two_blocks = 2 * shared_bytes(config) <= problem.device.shared_bytes
-        return (waves * work, -two_blocks, -config.stage_k * config.stages)
+    def cost(c: Config) -> tuple[int, bool, int]:
+        waves = -(-grid(problem, c)[0] // problem.device.sms)
+        work = c.tile_n * c.tile_m + 32 * (c.tile_n + c.tile_m)  # products and operand loads
+        return waves * work, 2 * shared_bytes(c) > problem.device.shared_bytes, -c.stage_k * c.stages
 
     return min(fitting, key=cost)
 

@@ -178,11 +178,10 @@ def default(problem: LinearProblem) -> Config:
     schedule = Schedule.pingpong if problem.weights.bits == problem.activations.bits == 1 else Schedule.cooperative
 
     def cost(config: Config) -> tuple[float, ...]:
-        tiles = -(-problem.m // config.tile_m) * -(-problem.n // ROWS)
+        waves = -(-(-(-problem.m // config.tile_m) * -(-problem.n // ROWS)) // problem.device.sms)
         plain = config.tail_tile_m > 0, config.activation_stationary, config.cluster_n, config.schedule is not schedule
-        deep = -min(config.weight_chunks, 3) - 2 * min(config.activation_chunks, 3)
-        staged = config.epilogue_tile, -config.epilogue_stages, config.first_plane_pieces
-        return -(-tiles // problem.device.sms) * (config.tile_m + 24), *plain, deep, *staged
+        deep = -min(config.weight_chunks, 3) - 2 * min(config.activation_chunks, 3), config.epilogue_tile
+        return waves * (config.tile_m + 24), *plain, *deep, -config.epilogue_stages, config.first_plane_pieces
 
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
 

@@ -142,34 +142,29 @@ def kernel(config: Config) -> jit.Kernel:
 def grid(problem: LinearProblem, config: Config) -> jit.Grid:
     """A block (or a cluster's share) per SM, if that covers the rows."""
     units = problem.units
-    owners = max(min(_owners(problem, config.cluster_k), units), -(-units // config.block_units))
+    owners = max(min(problem.device.clusters(config.cluster_k), units), -(-units // config.block_units))
     return owners * config.cluster_k, 1, 1
 
 
-def _owners(problem: LinearProblem, cluster: int) -> int:
-    """Clusters that run at a time: on an H200's 132 SMs 66 of two, but only 30 of four."""
-    sms = problem.device.sms
-    return max(1, sms // cluster - (sms // 40 if cluster == 4 else 0))
-
-
 def fitted(
-    p: LinearProblem, row_warps: int, k_warps: int, stages: int, cluster: int = 1, wgmma: bool = False, **changes: int
-) -> Config:
+    p: LinearProblem, row_warps: int, k_warps: int, stages: int, cluster: int = 1, wgmma: bool = False,
+    together: int | None = None, min_blocks_per_sm: int = 1,
+) -> Config:  # fmt: skip
     """A config with these warps; fewer stages if shared memory does not hold them, or K has fewer blocks."""
-    tile_m, units = _round_tokens(p.m), -(-p.units // _owners(p, cluster))
+    tile_m, units = _round_tokens(p.m), -(-p.units // p.device.clusters(cluster))
     row_warps = row_warps if wgmma else min(row_warps, units)
     mine = max(1, min(-(-units // row_warps), _most_units(tile_m, row_warps * k_warps, wgmma)))
     rounds = -(-p.k_blocks // (k_warps * cluster))
-    base = Config(
+    if together is None:
+        together = mine if wgmma or tile_m <= 16 else 2
+    config = Config(
         **facts(p, Config), tile_m=tile_m, row_warps=row_warps, k_warps=k_warps, units=mine,
-        together=mine if wgmma or tile_m <= 16 else min(mine, 2), stages=min(stages, rounds + 1),
-        cluster_k=cluster, wgmma=wgmma,
+        together=min(mine, together), stages=max(2, min(stages, rounds + 1)), cluster_k=cluster, wgmma=wgmma,
+        min_blocks_per_sm=min_blocks_per_sm,
     )  # fmt: skip
-    base = replace(base, **changes)  # type: ignore[arg-type]
-    base = replace(base, together=min(mine, base.together), stages=max(2, base.stages))
-    while base.stages > 2 and shared_bytes(base) > p.device.shared_bytes:
-        base = replace(base, stages=base.stages - 1)
-    return base
+    while config.stages > 2 and shared_bytes(config) > p.device.shared_bytes:
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
 def _round_tokens(m: int) -> int:
@@ -184,35 +179,28 @@ def _most_units(tile_m: int, warps: int, wgmma: bool) -> int:
 
 def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and stages."""
-    more = {"min_blocks_per_sm": c.min_blocks_per_sm} | ({"together": c.together} if c.together < c.units else {})
+    together = c.together if c.together < c.units else None
     for cluster in dict.fromkeys((c.cluster_k, 1)):
-        yield fitted(p, c.row_warps, c.k_warps, c.stages, cluster, c.wgmma, **more)
+        yield fitted(p, c.row_warps, c.k_warps, c.stages, cluster, c.wgmma, together, c.min_blocks_per_sm)
 
 
-_WARPS = ((1, 8), (2, 4), (4, 2), (1, 12), (2, 8), (1, 4), (2, 6), (4, 4))
-_WGMMA_WARPS = ((4, 2), (4, 3), (8, 1), (4, 4), (8, 2))
-"""(row_warps, k_warps)."""
+_WARPS, _WGMMA_WARPS = ((1, 8), (2, 4), (2, 6), (2, 8), (2, 2), (1, 1)), ((4, 3), (4, 2), (8, 1), (4, 4))
+"""(row_warps, k_warps), in the order in which the default tries them."""
+_STAGES, _CLUSTERS = (3, 2), (1, 2)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
-    stages, clusters = (2, 3, 4, 6), (1, 2)
-    plain = itertools.product(_WARPS, stages, clusters, (2, _MOST_UNITS))
-    candidates = [fitted(problem, *warps, depth, c, together=together) for warps, depth, c, together in plain]
-    for warps, depth, c in itertools.product(_WGMMA_WARPS, stages, clusters):
-        candidates.append(fitted(problem, *warps, depth, c, True))
+    plain = itertools.product(_WARPS, _STAGES, _CLUSTERS, (False,), (2, _MOST_UNITS))
+    wide = itertools.product(_WGMMA_WARPS, _STAGES, _CLUSTERS, (True,))
+    candidates = [fitted(problem, *warps, *others) for warps, *others in (*plain, *wide)]
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
-def default(problem: LinearProblem) -> Config:
-    """The config for problems that were not tuned. Raises KernelError if there is none."""
-    return packed_layout.checked_default(problem, _default, why_not)
-
-
 @functools.cache
-def _default(p: LinearProblem) -> Config:
-    wgmma = p.device.arch == "sm_90a" and p.m > _MMA_TOKENS
-    warps = ((4, 3), (4, 2), (8, 1), (4, 1)) if wgmma else ((1, 8), (2, 4), (4, 2), (2, 2), (1, 1))
-    tries = [fitted(p, *shape, stages, 1, wgmma) for shape in warps for stages in (3, 2)]
-    good = [c for c in tries if why_not(p, c) is None]
-    return next((c for c in good if grid(p, c)[0] <= p.device.sms), good[-1] if good else tries[-1])
+def default(problem: LinearProblem) -> Config:
+    """The first warps that cover the rows in one wave, where nothing was measured. Raises KernelError for none."""
+    wgmma = problem.device.arch == "sm_90a" and problem.m > _MMA_TOKENS
+    tried = [fitted(problem, *warps, max(_STAGES), wgmma=wgmma) for warps in (_WGMMA_WARPS if wgmma else _WARPS)]
+    tried.sort(key=lambda config: grid(problem, config)[0] > problem.device.sms)
+    return packed_layout.first_legal(problem, tried, why_not)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from anybit import jit
-from anybit.errors import KernelError
 from anybit.jit import Int32, Pointer
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Operand
@@ -147,26 +146,17 @@ def default(problem: LinearProblem) -> Config:
     Wide row tiles read activations less often. Narrow ones suffice for few tokens (MARLIN, equation 1), and are all
     that fits registers if sums are kept in int32 and float32: for 64 tokens, or groups of 32.
     """
-    if (reason := why_not(problem)) is not None:
-        raise KernelError(reason)
     tokens = next((t for t in _TOKENS if t >= problem.m), _MOST_TOKENS)
     crowded = problem.activations.quantized and (tokens == 64 or problem.weights.group == 32)
     shapes = _WARPS[::-1] if tokens <= 16 else _WARPS[crowded:]
-    for nibbles in (problem.device.capability < 90, False):
-        for shape in shapes:
-            for stages in (4, 3, 2):
-                config = _config(problem, tokens, *shape, stages, nibbles)
-                reason = why_not(problem, config)
-                if reason is None:
-                    return config
-    raise KernelError(f"no config for {problem}: {reason}")
+    tried = itertools.product((problem.device.capability < 90, False), shapes, (4, 3, 2))
+    found = (_config(problem, tokens, *shape, stages, nibbles) for nibbles, shape, stages in tried)
+    return packed_layout.first_legal(problem, found, why_not)
 
 
 def _config(
     p: LinearProblem, tokens: int, units: int, row_warps: int, k_warps: int, stages: int, nibbles: bool
 ) -> Config:
-    few_bits = p.weights.bits <= 4 and (p.weights.group or 64) >= 64 and not p.weights.sparse
-    nibbles = nibbles and p.activations.quantized and few_bits
     return Config(**facts(p, Config), tile_m=tokens, units=units, row_warps=row_warps, split_k_warps=k_warps,
                   stages=stages, nibbles=nibbles)  # fmt: skip
 

@@ -4,6 +4,7 @@ It computes Y^T = W X^T: weights, dequantized in registers, are wgmma's A operan
 docs/design/packed.md has the measurements behind the choices here.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.packed_layout import TILE_ROWS, tile_bytes
+from anybit.kernels.packed.packed_problem import first_that_fits
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import (
     MOST_BESIDE,
     TOKENS,
@@ -57,6 +59,8 @@ _RESIDENT = ((2, 2), (2, 1), (1, 2))
 _MOST_STAGES = 24
 _MANY = 64
 """Token count above which legal configs do not depend on it, except those with ``halves``."""
+_EPILOGUES = ((32, 2), (16, 2), (16, 1))
+"""(epilogue_tile, epilogue_stages)."""
 _NARROW = 64
 """Token tiles up to this width usually take two k blocks per stage."""
 _STAGGER = 250
@@ -112,41 +116,29 @@ def facts(problem: LinearProblem) -> dict[str, Any]:
 
 
 def config_for(
-    problem: LinearProblem,
-    tile_m: int,
-    row_warpgroups: int,
-    split_k_warpgroups: int = 1,
-    cluster_k: int = 1,
-    cluster_n: int = 1,
-    stages: int | None = None,
-    halves: bool = False,
-    min_blocks_per_sm: int = 1,
-    direct: int | None = None,
-    unrolled: bool | None = None,
-    block_tiles: int = 0,
-    tensor_store: bool = False,
+    problem: LinearProblem, tile_m: int, row_warpgroups: int, split_k_warpgroups: int = 1, cluster_k: int = 1,
+    cluster_n: int = 1, stages: int | None = None, halves: bool = False, min_blocks_per_sm: int = 1,
+    direct: int | None = None, unrolled: bool | None = None, block_tiles: int = 0, tensor_store: bool = False,
     span: int | None = None,
-) -> Config:
+) -> Config:  # fmt: skip
     """A config with these tiles. stages: None for as many as fit, at most 24.  unrolled, span: None: the usual."""
     config = Config(
         **facts(problem), tile_m=tile_m, row_warpgroups=row_warpgroups, split_k_warpgroups=split_k_warpgroups,
         cluster_k=cluster_k, cluster_n=cluster_n, stages=stages or 2 * split_k_warpgroups, halves=halves,
         min_blocks_per_sm=min_blocks_per_sm, block_tiles=block_tiles, tensor_store=tensor_store, direct=direct or 0,
-        prologue_stages=0 if direct else 2, stagger=_STAGGER if tensor_store else 0,
+        prologue_stages=0, stagger=_STAGGER if tensor_store else 0,
     )  # fmt: skip
     shared = problem.device.shared_bytes if min_blocks_per_sm == 1 else MOST_BESIDE
 
-    def spanning(span: int) -> Config:
-        most = 0 if stages else min(_MOST_STAGES, -(-problem.k_blocks // span // cluster_k))
-        return _fitted(replace(config, span=span), most, shared)
-
-    even = problem.k_blocks % 2 == 0 and not (config.promotes or direct or stages)
-    usual_span = 2 if even and cluster_n == 1 and tile_m <= _NARROW else 1
-    fitted = spanning(usual_span if span is None else span)
-    if span is None and fitted.span > 1 and why_not(problem, fitted) is not None:
-        fitted = spanning(1)
-    usual = may_unroll(fitted) and fitted.x_bytes == 2 and fitted.span == 1 and not fitted.sparse
-    return replace(fitted, unrolled=usual if unrolled is None else unrolled)
+    pairs = problem.k_blocks % 2 == 0 and not (config.promotes or direct or stages)
+    for each in (span,) if span else (2, 1) if pairs and cluster_n == 1 and tile_m <= _NARROW else (1,):
+        most = 0 if stages else min(_MOST_STAGES, -(-problem.k_blocks // each // cluster_k))
+        found = _fitted(replace(config, span=each), most, shared)
+        if why_not(problem, found) is None:
+            break
+    if unrolled is None:
+        unrolled = may_unroll(found) and found.x_bytes == 2 and found.span == 1 and not found.sparse
+    return replace(found, unrolled=unrolled)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -158,37 +150,22 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     # Registers: first reallocate the producer's, then make do with one set of dequantized weights.
     ways = ((1, False), (1, True)) if passes_codes_through(config) else ((2, False), (2, True), (1, True))
     for sets, reallocates in ways:
-        if (sets, reallocates) != (2, False):
-            config = replace(
-                config,
-                register_sets=sets,
-                reallocates=reallocates and config.warpgroups > 1 and config.min_blocks_per_sm == 1,
-            )
+        spare = reallocates and config.warpgroups > 1 and config.min_blocks_per_sm == 1
+        config = replace(config, register_sets=sets, reallocates=spare)
         if registers(config) <= most_registers(config):
             break
+    split = config.split_k_warpgroups
     if most:
-        stages, staged, places = _staging(config, most, shared)
-        whole = 2 * config.direct * config.split_k_warpgroups  # whole rounds of batches: stages are unrolled
-        stages = min(stages, 12) // whole * whole or stages if whole else stages
-        config = replace(config, stages=stages, epilogue_tile=staged, epilogue_stages=places)
-    if config.direct:
-        return config
-    # X queues behind the weights requested before it: prefetch only enough to keep memory busy until x is available.
+        depths = range(max(2 * split, most) // split * split, split, -split)
+        tried = itertools.product(depths, _EPILOGUES)
+        staged = (replace(config, stages=n, epilogue_tile=t, epilogue_stages=at) for n, (t, at) in tried)
+        config = first_that_fits(staged, lambda one: shared_bytes(one) <= shared)
+    if whole := 2 * config.direct * split:  # rounds of batches: stages are unrolled
+        stages = min(config.stages, 12) // whole * whole if most else config.stages
+        return replace(config, stages=stages or config.stages)
+    # X queues behind the weights requested before it: prefetch just enough to keep memory busy.
     early = max(2, _EARLY_BYTES // (config.span * config.row_warpgroups * config.tile_bytes))
     return replace(config, prologue_stages=min(config.stages, early))
-
-
-def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
-    """(stages, epilogue_tile, epilogue_stages): as many stages as fit shared memory, then as much epilogue staging."""
-    split = config.split_k_warpgroups
-    least, rooms = 2 * split, ((32, 2), (16, 2), (16, 1))
-
-    def fits(stages: int, room: tuple[int, int]) -> bool:
-        return shared_bytes(replace(config, stages=stages, epilogue_tile=room[0], epilogue_stages=room[1])) <= shared
-
-    tried = range(max(least, most) // split * split, least, -split)
-    stages = next((stages for stages in tried if fits(stages, rooms[-1])), least)
-    return stages, *next((room for room in rooms if fits(stages, room)), rooms[-1])
 
 
 def refit(problem: LinearProblem, config: Config) -> Iterator[Config]:
@@ -251,17 +228,15 @@ def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> It
 @lru_cache(maxsize=4096)
 def default(problem: LinearProblem) -> Config:
     """The legal config with the least ``estimate``. Raises KernelError if there is none."""
-    best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
-    if best is None:
-        raise KernelError(f"sm90_packed_gemm cannot take {problem}: {why_not(problem) or 'no config is legal'}")
-    return best
+    if best := min(configs(problem), key=lambda config: estimate(problem, config), default=None):
+        return best
+    raise KernelError(f"sm90_packed_gemm cannot take {problem}: {why_not(problem) or 'no config is legal'}")
 
 
 def estimate(problem: LinearProblem, config: Config) -> float:
     """The relative time of a config, to rank a space by: waves of tiles, each as long as its k blocks and epilogue."""
-    waves = -(
-        -math.prod(tile_counts(problem, config)) * config.cluster // (problem.device.sms * config.min_blocks_per_sm)
-    )
+    blocks = math.prod(tile_counts(problem, config)) * config.cluster
+    waves = -(-blocks // (problem.device.sms * config.min_blocks_per_sm))
     step = max(config.row_warpgroups * (64 + config.tile_m), 256 / config.split_k_warpgroups)
     return waves * step * (problem.k_blocks / config.cluster_k + 12) / (1 if config.span == 1 else 1.05)
 

@@ -17,7 +17,7 @@ from anybit.kernels.block.rope_pages import RopePagesArgs
 from anybit.kernels.common.types import Code
 from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.kernels.packed import packed_layout, packed_problem
+from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.packed.packed_problem import (
     SIZES,
@@ -164,20 +164,18 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 
 
 def fitted(
-    p: LinearProblem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
-) -> Config:
+    p: LinearProblem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0,
+    trigger: int = 0,
+) -> Config:  # fmt: skip
     """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
-    mine = p.block_units
-    stage_units = min(stage_units, mine)
-    blocks = -(-p.k_blocks // warps)
-    base = Config(
-        **facts(p, Config), tile_m=1 << (p.m - 1).bit_length(), warps=warps, stage_units=stage_units,
-        chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks,
-        prologue_stages=1,
+    stage_units, blocks = min(stage_units, p.block_units), -(-p.k_blocks // warps)
+    chunks, stage = -(-p.block_units // stage_units), warps * stage_units * packed_layout.unit_bytes(p.weights)
+    stages, prologue = ring(kibibytes << 10, stage, blocks * chunks, prefetch)
+    return Config(
+        **facts(p, Config), tile_m=1 << (p.m - 1).bit_length(), warps=warps, stage_units=stage_units, chunks=chunks,
+        stages=stages, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks, prologue_stages=prologue,
+        trigger=trigger,
     )  # fmt: skip
-    stage = warps * stage_units * base.unit_bytes
-    stages, prologue = ring(kibibytes << 10, stage, blocks * base.chunks, prefetch)
-    return replace(base, stages=stages, prologue_stages=prologue, **changes)  # type: ignore[arg-type]
 
 
 def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
@@ -185,7 +183,7 @@ def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
     sizes = (kibibytes, *(one for one in SIZES if one < kibibytes))
     for at_hand, size in itertools.product((p.k_blocks, 2) if c.x_resident else (c.x_stages,), sizes):
-        yield fitted(p, c.warps, c.stage_units, size, at_hand, c.prologue_stages, trigger=c.trigger)
+        yield fitted(p, c.warps, c.stage_units, size, at_hand, c.prologue_stages, c.trigger)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
@@ -195,15 +193,10 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
+@functools.cache
 def default(problem: LinearProblem) -> Config:
     """Pipelines of as much shared memory as fits, where nothing was measured. Raises KernelError if there is none."""
-    return packed_layout.checked_default(problem, _default, why_not)
-
-
-@functools.cache
-def _default(p: LinearProblem) -> Config:
-    rings = (fitted(p, 8, 2, kibibytes) for kibibytes in SIZES)
-    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
+    return packed_layout.first_legal(problem, (fitted(problem, 8, 2, size) for size in SIZES), why_not)
 
 
 NORM_TOKENS = 2

@@ -10,7 +10,7 @@ from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.kernels.packed import packed_layout, packed_problem
+from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.packed_layout import round_up
 from anybit.kernels.packed.packed_problem import (
     SIZES,
@@ -26,8 +26,6 @@ from anybit.kernels.packed.packed_problem import (
 
 MOST_TOKENS = 16
 """Most tokens: above, other kernels are faster, and shared memory and registers run out here."""
-_RESIDENT_BYTES = 56 << 10
-"""Up to this size all activations of a block stay in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,9 @@ class Config(FewFacts):
     row_chunks: int
     stages: int
     x_stages: int
-    trigger: int
-    min_blocks_per_sm: int
-    prologue_stages: int
+    trigger: int = 0
+    min_blocks_per_sm: int = 1
+    prologue_stages: int = 1
     chain: int = 2
     x_resident: bool = True
     min_shared_bytes: int = 0
@@ -135,7 +133,8 @@ def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     kibibytes = -(-c.warps * c.stages * c.row_units * c.unit_bytes >> 10)
     split = c.split and not p.activations.quantized and p.m <= 2
     for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
-        yield fitted(p, c.warps, c.warps // c.split_k_warps, c.row_units, size, c.prologue_stages, split)
+        one = fitted(p, c.warps, c.warps // c.split_k_warps, c.row_units, size, c.prologue_stages, split)
+        yield replace(one, chain=c.chain)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
@@ -146,34 +145,24 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
-def default(problem: LinearProblem) -> Config:
-    """The config for problems that were not tuned. Raises KernelError if there is none."""
-    return packed_layout.checked_default(problem, _default, why_not)
-
-
 @functools.cache
-def _default(p: LinearProblem) -> Config:
-    rings = (fitted(p, 8, 1, 2, kibibytes) for kibibytes in SIZES)
-    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
+def default(problem: LinearProblem) -> Config:
+    """Pipelines of as much shared memory as fits, where nothing was measured. Raises KernelError if there is none."""
+    return packed_layout.first_legal(problem, (fitted(problem, 8, 1, 2, size) for size in SIZES), why_not)
 
 
 def fitted(
     p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
 ) -> Config:
     """A config with these warps, whose pipelines take about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
-    mine = -(-p.block_units // row_warps)
-    row_units = min(row_units, mine)
-    k_warps = warps // row_warps
-    blocks = -(-p.k_blocks // k_warps)
-    base = Config(
-        **facts(p, Config), split=split, tile_m=1 << (p.m - 1).bit_length(), warps=warps,
-        split_k_warps=k_warps, row_units=row_units, row_chunks=-(-mine // row_units), stages=1, x_stages=blocks,
-        trigger=0, min_blocks_per_sm=1, prologue_stages=1, chain=2 if p.m <= 8 else 4,
+    mine, k_warps, tile_m = -(-p.block_units // row_warps), warps // row_warps, 1 << (p.m - 1).bit_length()
+    row_units, blocks = min(row_units, mine), -(-p.k_blocks // k_warps)
+    chunks, stage = -(-mine // row_units), warps * row_units * packed_layout.unit_bytes(p.weights)
+    stages, prologue = ring(kibibytes << 10, stage, blocks * chunks, prefetch)
+    whole = split or (tile_m <= 8 and warps * blocks * tile_m * 256 <= p.device.shared_bytes // 4)
+    late = stages < blocks * chunks and warps == 8 and tile_m <= 2
+    return Config(
+        **facts(p, Config), split=split, tile_m=tile_m, warps=warps, split_k_warps=k_warps, row_units=row_units,
+        row_chunks=chunks, stages=stages, x_stages=blocks if whole else min(blocks, 2), trigger=int(late),
+        prologue_stages=prologue, x_resident=whole or blocks <= 2,
     )  # fmt: skip
-    if not split and (base.tile_m > 8 or warps * blocks * base.tile_m * 256 > _RESIDENT_BYTES):
-        base = replace(base, x_stages=min(blocks, 2))
-    steps = blocks * base.row_chunks
-    stages, prologue = ring(kibibytes << 10, warps * base.row_units * base.unit_bytes, steps, prefetch)
-    late = stages < steps and warps == 8 and base.tile_m <= 2
-    resident = base.x_stages >= blocks
-    return replace(base, stages=stages, prologue_stages=prologue, trigger=int(late), x_resident=resident)

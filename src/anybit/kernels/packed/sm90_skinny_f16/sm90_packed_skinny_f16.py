@@ -3,13 +3,13 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from anybit import jit
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.kernels.packed import packed_layout, packed_problem
+from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.packed.packed_problem import (
     SIZES,
@@ -105,40 +105,33 @@ def kernel(config: Config) -> jit.Kernel:
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """At most a block (or a cluster's share) per SM, if that covers the rows."""
     units = problem.units
-    owners = max(min(_owners(problem.device.sms, config.cluster_k), units), -(-units // config.block_units))
+    owners = max(min(problem.device.clusters(config.cluster_k), units), -(-units // config.block_units))
     return owners * config.cluster_k, 1, 1
-
-
-def _owners(sms: int, cluster: int) -> int:
-    """Clusters that run at a time: on an H200's 132 SMs 66 of two, but only 30 of four."""
-    return max(1, sms // cluster - (sms // 40 if cluster == 4 else 0))
 
 
 def fitted(
     p: LinearProblem, row_warps: int, k_warps: int, stage_units: int, kibibytes: int, x_stages: int, cluster: int = 1,
-    prefetch: int = 0, **changes: int,
+    prefetch: int = 0, trigger: int = 0, min_blocks_per_sm: int = 1,
 ) -> Config:  # fmt: skip
     """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
-    units = -(-p.units // _owners(p.device.sms, cluster))
+    units = -(-p.units // p.device.clusters(cluster))
     row_warps = min(row_warps, units)
     mine = -(-units // row_warps)
-    if mine > 8:  # sums must stay in registers
-        mine, units = 8, 8 * row_warps
+    if mine > _MOST_UNITS:
+        mine, units = _MOST_UNITS, _MOST_UNITS * row_warps
     stage_units = min(stage_units, mine)
-    base = Config(
+    chunks, rounds = -(-mine // stage_units), -(-p.k_blocks // (k_warps * cluster))
+    stage = row_warps * k_warps * stage_units * packed_layout.unit_bytes(p.weights)
+    stages, prologue = ring(kibibytes << 10, stage, rounds * chunks, prefetch)
+    return Config(
         **facts(p, Config), tile_m=round_up(p.m, 8), row_warps=row_warps, split_k_warps=k_warps, block_units=units,
-        stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=1, prologue_stages=1,
-        cluster_k=cluster,
+        stage_units=stage_units, chunks=chunks, stages=stages, x_stages=max(1, min(x_stages, rounds)),
+        prologue_stages=prologue, cluster_k=cluster, trigger=trigger, min_blocks_per_sm=min_blocks_per_sm,
     )  # fmt: skip
-    rounds = -(-p.k_blocks // (k_warps * cluster))
-    stage = base.warps * stage_units * base.unit_bytes
-    stages, prologue = ring(kibibytes << 10, stage, rounds * base.chunks, prefetch or max(1, _AHEAD // stage))
-    found = replace(base, stages=stages, prologue_stages=prologue, x_stages=max(1, min(x_stages, rounds)))
-    return replace(found, **changes)  # type: ignore[arg-type]
 
 
-_AHEAD = 24 << 10
-"""Bytes of weights that a block requests in its prologue."""
+_MOST_UNITS = 8
+"""Of a warp: its sums stay in registers."""
 _WARPS = ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4))
 """(row_warps, split_k_warps)."""
 
@@ -146,10 +139,9 @@ _WARPS = ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4))
 def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
     kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
-    more = {"trigger": c.trigger, "min_blocks_per_sm": c.min_blocks_per_sm}
     for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
-        warps = c.row_warps, c.split_k_warps, c.stage_units
-        yield fitted(p, *warps, size, c.x_stages, c.cluster_k, c.prologue_stages, **more)
+        warps, more = (c.row_warps, c.split_k_warps, c.stage_units), (c.trigger, c.min_blocks_per_sm)
+        yield fitted(p, *warps, size, c.x_stages, c.cluster_k, c.prologue_stages, *more)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
@@ -159,12 +151,7 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
-def default(problem: LinearProblem) -> Config:
-    """The config for problems that were not tuned. Raises KernelError if there is none."""
-    return packed_layout.checked_default(problem, _default, why_not)
-
-
 @functools.cache
-def _default(p: LinearProblem) -> Config:
-    rings = (fitted(p, 4, 2, 2, kibibytes, 2) for kibibytes in SIZES)
-    return packed_problem.first_that_fits(rings, lambda config: shared_bytes(config) <= p.device.shared_bytes)
+def default(problem: LinearProblem) -> Config:
+    """Pipelines of as much shared memory as fits, where nothing was measured. Raises KernelError if there is none."""
+    return packed_layout.first_legal(problem, (fitted(problem, 4, 2, 2, size, 2) for size in SIZES), why_not)
