@@ -1,10 +1,11 @@
 """Small launches for compute-sanitizer, memcheck or racecheck:
 
-    compute-sanitizer --tool memcheck --report-api-errors no python tests/kernels/sanitize.py
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/kernels/sanitize.py [kv]
 
 (without API errors: a newer cuda-bindings asks an older driver for functions that it lacks; racecheck with
 --kernel-name regex=bitplane --kernel-name regex=quantize, as it may fail on other kernels). Each product is
-also compared with the reference, to catch errors that only appear under the tool's timing.
+also compared with the reference, to catch errors that only appear under the tool's timing. With kv: packing into
+the KV cache (prompts, steps, windows that become full) and decode attention (even split, masks).
 """
 
 import sys
@@ -17,6 +18,7 @@ sys.path[:0] = [str(TESTS / "kernels"), str(TESTS), str(TESTS / "emulator")]
 
 import torch  # noqa: E402
 
+from anybit.cache.attention import decode_kernel, decode_reference  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels.bitplane import bitplane  # noqa: E402
 from anybit.kernels.bitplane.bitplane_problem import Facts  # noqa: E402
@@ -28,16 +30,8 @@ from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import assert_codes_equal  # noqa: E402
-from cases_bitplane import (  # noqa: E402
-    H200,
-    TOKENS_A,
-    check_on_gpu,
-    gemm,
-    resident,
-    rings,
-    skinny,
-    stacked,
-)
+from cases_bitplane import H200, TOKENS_A, check_on_gpu, gemm, resident, rings, skinny, stacked  # noqa: E402
+from cases_decode import Case, relative_error  # noqa: E402
 
 CASES = [
     *((5, 24, 300, "w2a2"), (70, 136, 1100, "w3a4asym-xasym"), (17, 40, 2048, "w1a1"), (1, 72, 77, "w4a8")),
@@ -86,6 +80,15 @@ WAYS: list[Way] = [
 ]
 
 
+LENGTHS = (300, 7, 128, 1025)
+KV = [
+    Case("kv4g128", lengths=LENGTHS),
+    Case("kv2g128t", lengths=LENGTHS, heads=32, data="spiky"),
+    Case("kv2g32", lengths=LENGTHS, head_dim=64, bf16=True, queries=3),
+    Case("k8v4", lengths=LENGTHS, heads=32, window=150, sinks=True),
+]
+
+
 def problems() -> list[tuple[int, int, int, Scheme]]:
     return [(m, n, k, Scheme.parse(text)) for m, n, k, text in CASES]
 
@@ -124,6 +127,20 @@ def kernels_used() -> list[Kernel]:
     return [*found, *(bitplane.family_of(config).kernel(config) for _, config in ways())]
 
 
+def kv() -> None:
+    for case in KV:
+        here, _, _ = case.build("cpu")
+        cache, sequences, q = case.build("cuda")
+        torch.cuda.synchronize()
+        assert torch.equal(here.pages[1], cache.pages[1].cpu()), case
+        want, _ = decode_reference(q, cache, 1, sequences, case.masks("cuda"), precision=torch.float64)
+        for split in (0, 0, 256):
+            out, _ = decode_kernel(q, cache, 1, sequences, case.masks("cuda"), split=split)
+            torch.cuda.synchronize()
+            assert relative_error(out, want) < (1e-2 if case.bf16 else 2e-3), case
+    print(f"{len(KV)} cases, packing and attention: ok")
+
+
 def main() -> None:
     for m, n, k, scheme in problems():
         for output in (Output.s32, Output.f16):
@@ -139,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    kv() if "kv" in sys.argv[1:] else main()
