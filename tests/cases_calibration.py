@@ -10,14 +10,9 @@ from anybit.models.blocks import find_blocks
 def tiny(seed: int = 0, layers: int = 3):
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        tie_word_embeddings=True,
-    )
+        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300, tie_word_embeddings=True,
+    )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
 
 

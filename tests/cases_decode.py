@@ -106,26 +106,9 @@ class Case:
 
 
 FORMATS = (
-    "kv4g128",
-    "kv2g128",
-    "kv4",
-    "kv2",
-    "kv4g32",
-    "kv2g32",
-    "kv8",
-    "kv8g128",
-    "kv16",
-    "kv4g128t",
-    "kv2g128t",
-    "kv4t",
-    "kv2g32t",
-    "k4v2",
-    "k2v4g128",
-    "k8v4g32",
-    "k16v4",
-    "k4v16g128",
-    "kv8t",
-)
+    "kv4g128", "kv2g128", "kv4", "kv2", "kv4g32", "kv2g32", "kv8", "kv8g128", "kv16", "kv4g128t", "kv2g128t", "kv4t",
+    "kv2g32t", "k4v2", "k2v4g128", "k8v4g32", "k16v4", "k4v16g128", "kv8t",
+)  # fmt: skip
 CASES = [
     *(Case(format) for format in FORMATS),
     *(Case(format, bf16=True) for format in ("kv4g128", "kv2", "kv16", "kv4t", "k16v2", "k2v16")),

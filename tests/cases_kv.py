@@ -123,20 +123,7 @@ class Model:
 
 ODD_NUMBERS = (1.5, 1.0, True, -1, 10**30, None, "3", 2**31)
 ODD_SEQUENCES = (-1, SEQUENCES, True, 0.0, 10**30, None)
-STEPS = (
-    "extend",
-    "extend",
-    "extend",
-    "extend",
-    "crop",
-    "crop",
-    "reorder",
-    "reorder",
-    "reorder",
-    "add",
-    "add",
-    "free",
-)
+STEPS = ("extend", "extend", "extend", "extend", "crop", "crop", "reorder", "reorder", "reorder", "add", "add", "free")
 
 
 class History:

@@ -24,13 +24,8 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok":
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 PATCHES = {**TOWER, "image_size": 16, "patch_size": 8}
 VISUAL = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "patch_size": 8,
-}
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "patch_size": 8,
+}  # fmt: skip
 LLAMA4 = {
     **WIDE, "intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2,
     "attention_chunk_size": 32,
@@ -51,10 +46,7 @@ MATRIX: dict[str, Callable[[], Any]] = {
     "Llama 4 (images)": lambda: t.Llama4Config(
         text_config=LLAMA4,
         vision_config={
-            **PATCHES,
-            "intermediate_size": 128,
-            "vision_output_dim": 64,
-            "projector_input_dim": 64,
+            **PATCHES, "intermediate_size": 128, "vision_output_dim": 64, "projector_input_dim": 64,
             "projector_output_dim": 64,
         },
     ),
@@ -94,12 +86,7 @@ MATRIX: dict[str, Callable[[], Any]] = {
         **LLAMA, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16
     ),
     "OPT": lambda: t.OPTConfig(
-        **SIZES,
-        hidden_size=64,
-        ffn_dim=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=64,
+        **SIZES, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64,
         max_position_embeddings=64,
     ),
     "BLOOM": lambda: t.BloomConfig(**SIZES, hidden_size=64, n_layer=2, n_head=4),
@@ -114,40 +101,20 @@ MATRIX: dict[str, Callable[[], Any]] = {
     "ERNIE 4.5": lambda: t.Ernie4_5Config(**WIDE),
     "Hunyuan": lambda: t.HunYuanDenseV1Config(**WIDE),
     "Falcon": lambda: t.FalconConfig(
-        **SIZES,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
+        **SIZES, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
         new_decoder_architecture=True,
     ),
     "LFM 2": lambda: t.Lfm2Config(**LLAMA, layer_types=["conv", "full_attention"], block_multiple_of=8),
     "Nemotron-H": lambda: t.NemotronHConfig(
-        **WIDE,
-        hybrid_override_pattern="M*-",
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        ssm_state_size=16,
-        n_groups=2,
+        **WIDE, hybrid_override_pattern="M*-", mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2,
         chunk_size=16,
     ),
     "Granite 4": lambda: t.GraniteMoeHybridConfig(
-        **LLAMA,
-        layer_types=["mamba", "attention"],
-        mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_d_state=16,
-        mamba_chunk_size=16,
-        shared_intermediate_size=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        **LLAMA, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16,
+        mamba_chunk_size=16, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2,
     ),
     "GLM-4.5": lambda: t.Glm4MoeConfig(
-        **WIDE,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
+        **WIDE, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1,
         n_shared_experts=1,
     ),
     "Qwen3.5-MoE": lambda: t.Qwen3_5MoeTextConfig(**LINEAR, **EXPERTS, shared_expert_intermediate_size=32),
@@ -155,4 +122,4 @@ MATRIX: dict[str, Callable[[], Any]] = {
     "DeepSeek-V3": lambda: t.DeepseekV3Config(**LATENT),
     "DeepSeek-V4": lambda: t.DeepseekV4Config(**LATENT, head_dim=16, o_groups=2, o_lora_rank=16),
     "Mistral 4": lambda: t.Mistral4Config(**LATENT),
-}
+}  # fmt: skip

@@ -24,18 +24,13 @@ def configs() -> dict[str, Any]:
         "qwen3": t.Qwen3Config(**_LLAMA, **_SIZES, num_key_value_heads=2, head_dim=16),
         "gemma3": t.Gemma3TextConfig(**_LLAMA, **_SIZES, num_key_value_heads=1, head_dim=16, sliding_window=16),
         "opt": t.OPTConfig(
-            hidden_size=64,
-            ffn_dim=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            word_embed_proj_dim=64,
-            max_position_embeddings=64,
-            **_SIZES,
+            hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64,
+            max_position_embeddings=64, **_SIZES,
         ),
         "bloom": t.BloomConfig(hidden_size=64, n_layer=2, n_head=4, **_SIZES),
         "falcon": t.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **_SIZES),
         "gpt2": t.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, **_SIZES),
-    }
+    }  # fmt: skip
 
 
 ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma3", "opt", "bloom", "falcon", "gpt2")

@@ -95,9 +95,7 @@ def test_add_rows_from_two_processes_loses_nothing(tmp_path: Path) -> None:
     assert len(json.loads(path.read_text())) == 2 * count
 
 
-def test_commit_comes_from_git_or_the_environment_else_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_comes_from_git_or_the_environment_else_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import rows
 

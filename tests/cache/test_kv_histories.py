@@ -38,11 +38,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         ("extend", ([0, 0], 1), "sequence 0 is named 2 times"),
         ("extend", ([0, 2], 1), "sequence 2 is not in the cache"),
         ("extend", ([0, True], 1), "a sequence must be a whole number, not True"),
-        (
-            "extend",
-            ([0, 1], [130, 140]),
-            "2 sequences need 4 more pages for their tokens, and the KV cache has 3 of 4",
-        ),
+        ("extend", ([0, 1], [130, 140]), "2 sequences need 4 more pages for their tokens, and the KV cache has 3 of 4"),
         ("crop", (1, 101), "sequence 1 has 100 tokens and cannot be cropped to 101"),
         ("crop", (1, 99.0), "the length to crop to must be a whole number, not 99.0"),
         ("reorder", ([0, 1], [0]), "2 sequences cannot be reordered by 1 origins"),

@@ -137,9 +137,7 @@ def parts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("format", ["kv4g128", "kv4g128rot", "kv2g32"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_layers_that_look_alike_launch_the_same(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str, format: str, sinks: bool, room: int
-) -> None:
+def test_layers_that_look_alike_launch_the_same(driver, monkeypatch, name, format, sinks, room) -> None:
     batch = batch_of(name, room)
     layers = [
         One(driver, batch.tokens, format, masks=Masks(0.1, sinks=torch.randn(HEADS) if sinks else None))

@@ -113,9 +113,7 @@ def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: flo
         ({"bits": 9.0, "options": TEXT, "overrides": {"*": "w4a16"}}, OptionError, "every layer has an override"),
     ],
 )
-def test_what_cannot_be_met_is_refused(
-    more: dict[str, Any], error: type[Exception], message: str, source: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_met_is_refused(more, error, message, source, tmp_path) -> None:
     with pytest.raises(error, match=message):
         quantize_folder(source, tmp_path / "out", **{"scheme": "w4a16g64", **more})
     assert not (tmp_path / "out").exists()

@@ -60,9 +60,7 @@ def by_converting(source: Path, out: Path, overwrite: bool) -> None:
 
 
 @pytest.mark.parametrize("write", [by_quantizing, by_the_command, by_converting])
-def test_a_models_files_come_along_and_the_rest_is_named(
-    source: Path, tmp_path: Path, write: Callable[[Path, Path, bool], None]
-) -> None:
+def test_a_models_files_come_along_and_the_rest_is_named(source, tmp_path, write) -> None:
     out = tmp_path / "out"
     for overwrite in (False, True):
         with pytest.warns(UserWarning, match="not copied from") as said:
@@ -131,9 +129,7 @@ def test_a_link_out_of_the_folder_is_refused_in_sub_folders_too(source: Path, tm
     assert (tmp_path / "out" / name).exists() == name.endswith(".txt")  # a linked folder is there by its own name
 
 
-def test_files_in_sub_folders_are_durable_before_old_ones_go(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_in_sub_folders_are_durable_before_old_ones_go(source, tmp_path, monkeypatch) -> None:
     by_quantizing(source, tmp_path / "out", False)
     flushed, fsync = [], os.fsync
 

@@ -40,9 +40,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("bloom", "w4a16g64"),
     ],
 )
-def test_compressed_tensors_gives_the_same_tokens(
-    sources: dict[str, Path], tmp_path: Path, architecture: str, scheme: str
-) -> None:
+def test_compressed_tensors_gives_the_same_tokens(sources, tmp_path, architecture, scheme) -> None:
     pytest.importorskip("compressed_tensors")
     quantize_folder(sources[architecture], tmp_path / "out", scheme)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -78,9 +76,7 @@ def test_compressed_tensors_gives_the_same_tokens(
         ("gpt2", "w4a16", r"layer transformer\.h\.0\.attn\.c_attn was a Conv1D"),
     ],
 )
-def test_what_it_cannot_express_is_refused_by_name(
-    sources: dict[str, Path], tmp_path: Path, architecture: str, scheme: str, message: str
-) -> None:
+def test_what_it_cannot_express_is_refused_by_name(sources, tmp_path, architecture, scheme, message) -> None:
     quantize_folder(sources[architecture], tmp_path / "out", scheme)
     before = (tmp_path / "out" / "config.json").read_text()
     with pytest.raises(ConversionError, match=message):

@@ -96,9 +96,7 @@ def test_convert_of_damaged_models(sources: dict[str, Path], tmp_path: Path, bou
     judged(results, NAMES)
 
 
-def test_info_explain_and_eval_of_damaged_models(
-    sources: dict[str, Path], tmp_path: Path, bounded: None, run: Run
-) -> None:
+def test_info_explain_and_eval_of_damaged_models(sources, tmp_path, bounded, run) -> None:
     text = tmp_path / "text"
     text.write_text("1+2=3;(4*5)/6-7;" * 4)  # other tools' fixtures have 32 words
     commands: dict[str, tuple[str, ...]] = {

@@ -160,10 +160,7 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list"):
         Folder(tmp_path)
-    with (
-        pytest.raises(CheckpointError, match="neither a folder, nor a GGUF file"),
-        local_folder("nope"),
-    ):
+    with pytest.raises(CheckpointError, match="neither a folder, nor a GGUF file"), local_folder("nope"):
         pass
     (tmp_path / "model.gguf").write_bytes(b"GGML....")
     with pytest.raises(CheckpointError, match="is not a GGUF file"), local_folder(tmp_path / "model.gguf"):
@@ -265,10 +262,7 @@ def slow_command(tmp_path: Path, before: str = "") -> subprocess.Popen[bytes]:
         "        (work / 'half').write_text('x'); time.sleep(60)\n"
         "cli.app = slow; cli.main()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "out")],
-        stderr=subprocess.DEVNULL,
-    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out")], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".anybit-unfinished-*/model/half")) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -158,8 +158,7 @@ def test_words_that_compressed_tensors_padded(bits: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "k", "config"),
-    [(3, 100, saying(3)), (3, 100, {**saying(3), "version": "0.17.2a20260601"}), (4, 16, {})],
+    ("bits", "k", "config"), [(3, 100, saying(3)), (3, 100, {**saying(3), "version": "0.17.2a20260601"}), (4, 16, {})]
 )
 def test_words_of_two_packings_or_widths_are_refused(bits: int, k: int, config: dict[str, Any]) -> None:
     version = {"version": config.pop("version")} if "version" in config else {}
@@ -317,9 +316,7 @@ def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> 
         ("fp8", {}, {"weight": torch.zeros(N, K), "weight_scale": torch.ones(1)}, "float32, not float8_e4m3fn"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
-    name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], why: str
-) -> None:
+def test_what_cannot_be_read_is_refused_by_name(name, config, tensors, why) -> None:
     with pytest.raises(CheckpointError, match=f"layer l cannot be read: .*{why}"):
         READERS[name].scheme(layer(config, **tensors))
 

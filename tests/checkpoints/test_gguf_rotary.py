@@ -115,9 +115,7 @@ def test_layers_of_gemma_3_that_see_everything_are_scaled(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("architecture", "layers", "scale"), [("gemma2", 1, 64), ("gemma2", 46, 128), ("gemma3", 62, 128)]
 )
-def test_queries_of_the_largest_gemmas_are_scaled_by_hidden_size(
-    architecture: str, layers: int, scale: int, tmp_path: Path
-) -> None:
+def test_queries_of_the_largest_gemmas_are_scaled_by_hidden_size(architecture, layers, scale, tmp_path) -> None:
     assert described(tmp_path / "model.gguf", architecture, layers).query_pre_attn_scalar == scale
 
 

@@ -33,9 +33,7 @@ MIXED = {"lm_head": "w8a16", "*.down_proj": "w6a16g32", "model.layers.0.self_att
         ("gpt2", {"lm_head": "w8a16", "*.c_proj": "w6a16g32"}),
     ],
 )
-def test_streamed_is_quantized_while_loading_is_reloaded(
-    architecture: str, overrides: dict[str, str], tmp_path: Path
-) -> None:
+def test_streamed_is_quantized_while_loading_is_reloaded(architecture, overrides, tmp_path) -> None:
     source = save_tiny(architecture, tmp_path / "source")
     saved = quantize_folder(source, tmp_path / "out", "w4a16g64asym", overrides=overrides)
     streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -170,9 +168,7 @@ def test_widths_embeddings_and_heads_learn_together(tmp_path: Path) -> None:
         ({"*.down_proj": "w4a16-kv4"}, None, SchemeError, "a layer has no KV cache"),
     ],
 )
-def test_overrides_without_effect_are_refused(
-    overrides: dict[str, str], kept: list[str] | None, error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_overrides_without_effect_are_refused(overrides, kept, error, message, tmp_path) -> None:
     source = save_tiny("llama", tmp_path / "source")
     with pytest.raises(error, match=message):
         quantize_folder(source, tmp_path / "out", "w4a16", "rtn", kept, overrides=overrides)

@@ -182,9 +182,7 @@ def test_new_folder_follows_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", ["nothing", "first", "second"])
-def test_a_folder_is_replaced_by_two_renames_that_are_undone_if_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_a_folder_is_replaced_by_two_renames_that_are_undone_if_one_fails(tmp_path, monkeypatch, fails) -> None:
     old, rename, seen = model_at(tmp_path / "out"), Path.rename, []
 
     def watched(path: Path, target: Path) -> Path:

@@ -160,9 +160,7 @@ def test_a_base_model_without_its_prefix(llama: Path, tmp_path: Path) -> None:
         ({"layers.0.mlp.up_proj.weight": torch.ones(96, 64)}, r"up_proj\.weight appears twice, also as"),
     ],
 )
-def test_bad_checkpoints_are_named(
-    llama: Path, tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
-) -> None:
+def test_bad_checkpoints_are_named(llama, tmp_path, change, message) -> None:
     source = edited(llama, tmp_path / "bad", **change)
     with pytest.raises(CheckpointError, match=message):
         quantize_folder(source, tmp_path / "out", "w4a16g32")

@@ -74,8 +74,7 @@ READ = {
         files={"quant_config.json": {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}},
     ),
     "auto-round, mixed, early": Strange(
-        "auto-round-gptq",
-        own(quant_method="intel/auto-round", packing_format=None, backend="autoround:exllamav2"),
+        "auto-round-gptq", own(quant_method="intel/auto-round", packing_format=None, backend="autoround:exllamav2")
     ),
     "bitsandbytes, as transformers saves it": Strange(
         "bnb-nf4-nested",

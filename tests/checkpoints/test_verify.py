@@ -58,9 +58,7 @@ def changed(folder: Path, **entries: Any) -> Path:
 
 
 @pytest.mark.parametrize("door", ["load_model", "from_pretrained", "quantize"])
-def test_nothing_in_a_folder_is_executed(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str
-) -> None:
+def test_nothing_in_a_folder_is_executed(llama, tmp_path, monkeypatch, door) -> None:
     """Neither by the configuration nor by the tokenizer, even where a terminal could be asked."""
     monkeypatch.setattr("builtins.input", lambda *words: "y")
     folder = linked(llama, tmp_path / "model")
@@ -211,9 +209,7 @@ def test_patterns_are_checked_before_they_are_saved(llama: Path, tmp_path: Path)
         ({"model_type": None}, "model_type must be a name"),
     ],
 )
-def test_configurations_are_bounded_before_anything_is_built(
-    llama: Path, tmp_path: Path, entries: dict[str, Any], message: str
-) -> None:
+def test_configurations_are_bounded_before_anything_is_built(llama, tmp_path, entries, message) -> None:
     began = time.process_time()
     with pytest.raises(CheckpointError, match=message):
         Folder(changed(linked(llama, tmp_path / "model"), **entries))
@@ -293,9 +289,7 @@ def test_errors_show_no_control_characters(llama: Path, tmp_path: Path) -> None:
     assert str(error.value).isprintable()
 
 
-def test_a_folder_of_gguf_files_and_a_missing_tokenizer_say_what_to_do(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_gguf_files_and_a_missing_tokenizer_say_what_to_do(llama, tmp_path, monkeypatch) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "model.gguf").touch()
     with pytest.raises(CheckpointError, match=r"not a model folder: give one of its GGUF files instead, such as .*f$"):

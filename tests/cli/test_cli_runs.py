@@ -43,9 +43,7 @@ def test_a_log_shows_what_is_left(run: Any, model: Path, tmp_path: Path, monkeyp
         ),
     ],
 )
-def test_an_interrupted_run_says_how_to_go_on(
-    run: Any, model: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
-) -> None:
+def test_an_interrupted_run_says_how_to_go_on(run, model, monkeypatch, words, says) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

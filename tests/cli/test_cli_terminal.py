@@ -179,9 +179,7 @@ def test_a_chat_goes_by_its_template(run: Any, model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_stops_an_answer_and_twice_the_program(
-    run: Any, model: Path, monkeypatch: pytest.MonkeyPatch, presses: int
-) -> None:
+def test_ctrl_c_stops_an_answer_and_twice_the_program(run, model, monkeypatch, presses) -> None:
     answers: list[Any] = []
     put = answer._Printer.put
 
@@ -244,9 +242,7 @@ def with_code(model: Path, to: Path) -> Path:
     return folder
 
 
-def test_remote_code_runs_only_where_it_is_asked_for(
-    run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_code_runs_only_where_it_is_asked_for(run, model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *words: "y")
     own, quantized, ran = with_code(model, tmp_path / "own"), tmp_path / "quantized", tmp_path / "ran"

@@ -19,14 +19,9 @@ from anybit.ops.elementwise import rotate_store
 from anybit.scheme import Scheme
 
 SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 128, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def quantized(config, scheme, folder, spread=0.05):

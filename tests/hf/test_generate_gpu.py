@@ -16,17 +16,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model on disk: hidden 576 and FFN 1536 as SmolLM2-135M, two layers."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=2,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=1,
+        vocab_size=512, hidden_size=576, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=1,
         eos_token_id=None,
-    )
+    )  # fmt: skip
     path = tmp_path_factory.mktemp("llama")
     transformers.LlamaForCausalLM(config).half().save_pretrained(path)
     return path

@@ -36,9 +36,7 @@ SCHEMES = ("w4a16g64", "w1a16", "w3a16g32asym", "w4a8", "w2a2-xasym", "w4a16g32s
     ("architecture", "scheme"),
     [(name, scheme) for i, name in enumerate(ARCHITECTURES) for scheme in (SCHEMES[i % 3 :: 3] if i else SCHEMES)],
 )
-def test_saved_and_reloaded_gives_the_same_tokens(
-    sources: dict[str, Path], tmp_path: Path, architecture: str, scheme: str
-) -> None:
+def test_saved_and_reloaded_gives_the_same_tokens(sources, tmp_path, architecture, scheme) -> None:
     model = load(sources[architecture], scheme)
     expected = tokens_of(model)
     model.save_pretrained(tmp_path)
@@ -245,9 +243,7 @@ OFFLOADED = (
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(("places", "memory", "reason"), OFFLOADED)
-def test_offloaded_layers_are_refused_before_anything_is_loaded(
-    sources: dict[str, Path], tmp_path: Path, places: Any, memory: Any, reason: str, quantized: bool
-) -> None:
+def test_offloaded_layers_are_refused_before_anything_is_loaded(sources, tmp_path, places, memory, reason, quantized):
     source = sources["llama"]
     if quantized:
         load(source, "w4a16g32").save_pretrained(tmp_path / "q")

@@ -116,9 +116,7 @@ def stored(figures: object, cubin: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("figures", [{"arch": ARCH, "threads": 128}, {}, [1], None, {"key": 1}], ids=str)
-def test_entries_of_another_version_are_rebuilt(
-    folder: Path, compilations: list[str], figures: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_entries_of_another_version_are_rebuilt(folder, compilations, figures, caplog) -> None:
     first = jit.cached(KERNEL, ARCH)
     (path,) = entries(folder)
     path.write_bytes(stored(figures, first.cubin))
@@ -127,9 +125,7 @@ def test_entries_of_another_version_are_rebuilt(
     assert f"{path} was written by another version of anybit" in caplog.text
 
 
-def test_an_entry_under_another_name_is_not_loaded(
-    folder: Path, compilations: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_under_another_name_is_not_loaded(folder, compilations, caplog) -> None:
     first = jit.cached(KERNEL, ARCH)
     (path,) = entries(folder)
     other = replace(KERNEL, config=row_sums.Config(32), shared_bytes=512)
@@ -155,14 +151,7 @@ def test_an_entry_under_another_name_is_not_loaded(
         ("folder", "is not a regular file, or is too large"),
     ],
 )
-def test_what_others_may_have_put_there_is_not_loaded(
-    folder: Path,
-    compilations: list[str],
-    what: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_others_may_have_put_there_is_not_loaded(folder, compilations, what, said, monkeypatch, caplog) -> None:
     first = jit.cached(KERNEL, ARCH)
     (path,) = entries(folder)
     if what in ("group", "world"):
@@ -192,9 +181,7 @@ def test_what_others_may_have_put_there_is_not_loaded(
         assert len(compilations) == 2
 
 
-def test_a_folder_that_others_can_write_is_not_used(
-    folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_others_can_write_is_not_used(folder, compilations, monkeypatch, caplog) -> None:
     folder.mkdir()
     folder.chmod(0o1777)
     jit.cached(KERNEL, ARCH)
@@ -232,13 +219,7 @@ def test_a_folder_that_cannot_be_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("held", ["for a while", "for ever"])
-def test_a_lock_that_is_held_is_waited_for_and_then_done_without(
-    folder: Path,
-    compilations: list[str],
-    held: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lock_that_is_held_is_waited_for_and_then_done_without(folder, compilations, held, monkeypatch, caplog):
     name = cache.key(KERNEL, ARCH)
     (folder / "locks").mkdir(parents=True, mode=0o700)
     lock = folder / "locks" / name[:3]
@@ -264,9 +245,7 @@ def test_a_lock_that_is_held_is_waited_for_and_then_done_without(
     assert len(entries(folder)) == 1
 
 
-def test_a_lock_that_is_no_file_is_done_without(
-    folder: Path, compilations: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_that_is_no_file_is_done_without(folder, compilations, caplog) -> None:
     (folder / "locks").mkdir(parents=True, mode=0o700)
     os.mkfifo(folder / "locks" / cache.key(KERNEL, ARCH)[:3])
     jit.cached(KERNEL, ARCH)
@@ -286,9 +265,7 @@ def test_old_entries_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [path.exists() for path in paths] == [True, False, True]
 
 
-def test_unwritable_folder_only_costs_time(
-    folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_folder_only_costs_time(folder, compilations, monkeypatch, caplog) -> None:
     folder.write_text("a file where the folder should be")
     jit.cached(KERNEL, ARCH)
     monkeypatch.setenv("ANYBIT_CACHE_DIR", str(folder))
@@ -297,9 +274,7 @@ def test_unwritable_folder_only_costs_time(
     assert "cannot be used: Not a directory" in caplog.text or "cannot be used: File exists" in caplog.text
 
 
-def test_full_disk_leaves_nothing_behind(
-    folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_leaves_nothing_behind(folder, compilations, monkeypatch, caplog) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -214,10 +214,7 @@ def test_what_kernels_would_read_beyond_is_named() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda weight: QuantLinear.from_weight(torch.zeros(8, 64), "w4a16"),
-            "must be a QuantizedWeight, not Tensor",
-        ),
+        (lambda weight: QuantLinear.from_weight(torch.zeros(8, 64), "w4a16"), "must be a QuantizedWeight, not Tensor"),
         (lambda weight: QuantLinear.from_weight(weight, "w4a16", [0.0] * 8), "a torch.Tensor of 8 floats, not list"),
         (lambda weight: QuantLinear.from_weight(weight, "w4a16")([1.0]), r"x must be a torch.Tensor .* 64\], not list"),
         (lambda weight: use_backend("abc", "reference-packed"), "model must be a torch.nn.Module, not str"),

@@ -48,9 +48,7 @@ def test_integer_products_are_exact(p: int, q: int) -> None:
     seed=seeds,
 )
 @settings(max_examples=100)
-def test_linear_is_dequantized_operands_multiplied(
-    format: WeightFormat, q: int, m: int, n: int, k: int, seed: int
-) -> None:
+def test_linear_is_dequantized_operands_multiplied(format, q, m, n, k, seed) -> None:
     weight = random_weight(n, k, format, seed)
     x = torch.randn(m, k, generator=generator(seed))
     activations = ActivationFormat() if q == 16 else ActivationFormat(q, "float" if seed % 2 and q == 8 else "asym")

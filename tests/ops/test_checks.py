@@ -75,9 +75,7 @@ def test_input_of_a_layer(x: Tensor, bias: Tensor | None, said: str) -> None:
         (half(2, 64).bfloat16(), half(64), "residual must be torch.float16 .* not torch.bfloat16"),
     ],
 )
-def test_a_norm_whose_result_is_coded(
-    residual: Tensor | None, gamma: Tensor, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_norm_whose_result_is_coded(residual, gamma, said, monkeypatch) -> None:
     monkeypatch.setattr(fused, "_planned", lambda *_: True)  # as on a GPU
     for call in (
         lambda x: elementwise.check_norm(x, residual, gamma),
@@ -251,10 +249,7 @@ CODED = Scheme.parse("w2a2").activations
         ),
         ({"bias": torch.zeros(16)[::2]}, r"bias must be a dense float32 \[8\]"),
         ({"bias": half(8)}, r"bias must be a dense float32 \[8\], not torch.float16"),
-        (
-            {"y": half(3, 8)},
-            r"y must be \[2, 8\] on cpu with adjacent columns, not torch.float16 \(3, 8\)",
-        ),
+        ({"y": half(3, 8)}, r"y must be \[2, 8\] on cpu with adjacent columns, not torch.float16 \(3, 8\)"),
         ({"y": half(8, 2).t()}, r"y must be .* strided \(1, 8\)|y must be .* strided \(1, 2\)"),
         ({"y": torch.zeros(2, 8)}, "y must be torch.float16, not torch.float32"),
     ],

@@ -137,9 +137,7 @@ def test_what_looks_different_is_planned_anew(driver: Driver, made: list[object]
 
 @pytest.mark.parametrize("m", [3, 300])
 @pytest.mark.parametrize("text", ["w4a8", "w8a8", "w4a16g128"])
-def test_fused_and_small_calls_launch_the_same_again(
-    driver: Driver, made: list[object], monkeypatch: pytest.MonkeyPatch, text: str, m: int
-) -> None:
+def test_fused_and_small_calls_launch_the_same_again(driver, made, monkeypatch, text, m) -> None:
     """Rows, residuals and weights are each call's own; otherwise only addresses change."""
     monkeypatch.setattr(fused, "silu_mul", elementwise._silu_mul_cuda)
     one, other = prepared(text), prepared(text, seed=1)

@@ -55,9 +55,7 @@ def launched(driver: Driver, kind: LayerKind, tensors: list[Tensor], m: int) -> 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("text", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a8fp", "w2a2", "w2a4"])
-def test_what_calls_launch_is_compiled_ahead(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, text: str, rotated: bool, bias: bool
-) -> None:
+def test_what_calls_launch_is_compiled_ahead(driver, monkeypatch, text, rotated, bias) -> None:
     scheme = Scheme.parse(text)
     if rotated and not scheme.activations.quantized:
         return  # the rotation is a kernel of its own, which a CPU does not launch
@@ -82,9 +80,7 @@ def test_layers_with_an_activation_order_are_compiled_ahead(driver: Driver, monk
         assert {launch.kernel for launch in driver.take()} < set(ahead.kernels_of(kind, tensors, m))
 
 
-def test_every_count_is_planned_and_nothing_of_its_size_is_made(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_count_is_planned_and_nothing_of_its_size_is_made(driver, monkeypatch) -> None:
     scheme, asked, of = Scheme.parse("w4a8"), list[int](), ahead.kernels_of
     tensors = ops.backends["packed"].prepare(random_weight(N, K, scheme.weights), scheme.activations)
     kind = LayerKind(str(LinearSpec("packed", N, K, scheme.weights, scheme.activations)), torch.float16, False)

@@ -1,7 +1,6 @@
 """anybit explain and anybit tune on the command line, without a GPU."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from tests.cases_damage import save_gguf
 from tests.cases_models import save_tiny
 from tests.checkpoints.test_gguf_blocks import MIXED
 
-from anybit import cli
 from anybit.checkpoints import source
 from anybit.choose import dispatch as dispatching
 from anybit.choose.builtin import builtin
@@ -28,32 +26,21 @@ from anybit.tune.search import Options, Progress
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="explains the GPU that is present")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["anybit", *words])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    out, err = capsys.readouterr()
-    return int(exit_.value.code or 0), out, " ".join(err.split())
-
-
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     parsed = Scheme.parse("w3a3")
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations)
     other = next(c for c in space(one).candidates if c.kernel == "sm90_bitplane_skinny")
-    found = {
-        "bitwise": Measured.of(other, 15.0),
-        "padding to int8": Measured.of(builtin(one), 12.5),
-    }
+    found = {"bitwise": Measured.of(other, 15.0), "padding to int8": Measured.of(builtin(one), 12.5)}
     policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
     policy.put(one, Point(12.5, found))
     save(policy, tmp_path / "map.json")
     return tmp_path / "map.json"
 
 
-def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explains_a_shape(measured: Path, run: Any) -> None:
     words = ("explain", "4096,14336", "--scheme", "w3a3", "-m", "64", "--policy", str(measured))
-    code, out, _ = run(monkeypatch, capsys, *words)
+    code, out, _ = run(*words)
     dispatching.use()
     assert code == 0
     assert "runs       padding to int8: sm90_packed_gemm(" in out
@@ -61,25 +48,23 @@ def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "runner-up  bitwise, 15.00 us (20% slower)" in out
     assert "driver 575.1" in out
     assert "not        split: 4-bit integer products are emulated" in out
-    code, out, _ = run(monkeypatch, capsys, *("explain", "64,64", "-s", "w4a16g64", "-m", "4"))
+    code, out, _ = run(*("explain", "64,64", "-s", "w4a16g64", "-m", "4"))
     lines = [line for line in out.splitlines() if line.startswith("  not ")]
     assert len(lines) == len(set(lines))
-    code, out, _ = run(monkeypatch, capsys, *words, "-m", "1", "--json")
+    code, out, _ = run(*words, "-m", "1", "--json")
     dispatching.use()
     first, second = json.loads(out)["products"]
     assert (first["us"], first["strategy"], second["us"]) == (12.5, "padding to int8", None)
     assert second["why"].startswith("its expected time is the least, by the times of w")
 
 
-def test_explains_every_layer_of_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explains_every_layer_of_a_model(tmp_path, run) -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    code, out, _ = run(monkeypatch, capsys, "explain", str(tmp_path), "-s", "w4a16g128", "-m", "3")
+    code, out, _ = run("explain", str(tmp_path), "-s", "w4a16g128", "-m", "3")
     assert code == 0
     shapes = {"128 x 64", "64 x 64", "192 x 64", "64 x 96", "32 x 64", "96 x 64"}  # joined, and one by one
     assert {
@@ -94,10 +79,7 @@ def test_explains_every_layer_of_a_model(
         (4, "w4a16g128 1 x 192 x 256", "w4a16g64 1 x 256 x 64", "w4a16g128 1 x 256 x 256", "w4a16g128 1 x 256 x 128"),
     ],
 )
-def test_explains_the_parts_of_tensor_parallel_ranks(
-    ranks: int, qkv: str, o: str, gate_up: str, down: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_explains_the_parts_of_tensor_parallel_ranks(run, ranks, qkv, o, gate_up, down, tmp_path) -> None:
     """Each of four ranks has one of two KV heads; o's groups are split in two."""
     config = transformers.LlamaConfig(
         vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
@@ -105,27 +87,25 @@ def test_explains_the_parts_of_tensor_parallel_ranks(
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     words = "explain", str(tmp_path), "-s", "w4a16g128", "-m", "1", "--tensor-parallel"
-    code, out, _ = run(monkeypatch, capsys, *words, str(ranks))
+    code, out, _ = run(*words, str(ranks))
     said = {line.split(" on ")[0] for line in out.splitlines() if " on NVIDIA H200" in line}
     assert code == 0 and {qkv, o, gate_up, down} <= said
-    code, _, err = run(monkeypatch, capsys, *words, "3")
+    code, _, err = run(*words, "3")
     assert code == 1 and "--tensor-parallel 3: so many ranks cannot share the 256 outputs of model.layers.0" in err
 
 
-def test_explains_each_layer_in_its_own_scheme(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explains_each_layer_in_its_own_scheme(tmp_path, run, monkeypatch) -> None:
     """For a recipe, and for a GGUF file, whose blocks are not read."""
     overrides = {"*.v_proj": "w6a16g64", "lm_head": "w8a16"}
     quantize_folder(save_tiny("llama", tmp_path / "source"), tmp_path / "recipe", "w4a16g32", overrides=overrides)
-    code, out, _ = run(monkeypatch, capsys, "explain", str(tmp_path / "recipe"), "-m", "1")
+    code, out, _ = run("explain", str(tmp_path / "recipe"), "-m", "1")
     said = [line.split(" on ")[0].split(" 1 x ") for line in out.splitlines() if " on NVIDIA" in line]
     of_scheme = {scheme: [shape for one, shape in said if one == scheme] for scheme, _ in said}
     assert code == 0 and of_scheme["w6a16g64"] == ["32 x 64"] and len(of_scheme["w8a16"]) == 1
     assert "96 x 64" in of_scheme["w4a16g32"]  # q_proj and k_proj, which are still one product
     monkeypatch.setattr(source, "dequantize_gguf", None)
     file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
-    code, out, _ = run(monkeypatch, capsys, "explain", str(file), "-m", "1")
+    code, out, _ = run("explain", str(file), "-m", "1")
     assert code == 0 and "w6a16g16 1 x 128 x 256 on" in out and "w3a16g16 1 x 256 x 512 on" in out
 
 
@@ -141,17 +121,13 @@ def test_explains_each_layer_in_its_own_scheme(
         (("explain", "64,64", "-s", "w4a1g32"), "the reference does, slowly, after anybit.ops.allow_fallback()"),
     ],
 )
-def test_says_what_is_wrong(
-    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = run(monkeypatch, capsys, *words)
+def test_says_what_is_wrong(words, said, run) -> None:
+    code, _, err = run(*words)
     assert code == 1
     assert said in err
 
 
-def test_tuning_overwrites_no_file_that_is_no_map(
-    tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_overwrites_no_file_that_is_no_map(tmp_path, measured, run, monkeypatch) -> None:
     (tmp_path / "notes.json").write_text("[1, 2]")
     for file, gpu, said in (
         (tmp_path / "notes.json", True, "notes.json is not a valid policy map: its format is not"),
@@ -160,26 +136,22 @@ def test_tuning_overwrites_no_file_that_is_no_map(
         (tmp_path / "new" / "map.json", False, "anybit tune measures on an NVIDIA GPU"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        code, _, err = run(monkeypatch, capsys, "tune", "model", "-s", "w4a8", "-o", str(file))
+        code, _, err = run("tune", "model", "-s", "w4a8", "-o", str(file))
         assert code == 1
         assert said in err
     assert (tmp_path / "notes.json").read_text() == "[1, 2]"
     assert not (tmp_path / "new").exists(), "nothing is created if nothing is measured"
 
 
-def test_tuning_needs_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_needs_a_gpu(tmp_path, run) -> None:
     save_tiny("llama", tmp_path)
-    code, _, err = run(monkeypatch, capsys, "tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
+    code, _, err = run("tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
     assert code == 1
     assert "anybit tune measures on an NVIDIA GPU, and torch sees none here" in err
     assert not (tmp_path / "map.json").exists()
 
 
-def test_tuning_uses_gpus_of_one_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_uses_gpus_of_one_kind(tmp_path, run, monkeypatch) -> None:
     save_tiny("llama", tmp_path)
     used: list[Sequence[str]] = []
 
@@ -193,17 +165,15 @@ def test_tuning_uses_gpus_of_one_kind(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: kinds[i])
     monkeypatch.setattr("anybit.tune.search.search_on", search_on)
     words = ("tune", str(tmp_path), "-s", "w4a8", "--most-tokens", "1", "-o", str(tmp_path / "map.json"), "--gpus")
-    assert run(monkeypatch, capsys, *words, "2")[0] == 0
+    assert run(*words, "2")[0] == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
-    assert run(monkeypatch, capsys, *words, "2")[0] == 0
+    assert run(*words, "2")[0] == 0
     assert used == [["0", "2"], ["5", "7"]]
-    code, _, err = run(monkeypatch, capsys, *words, "3")
+    code, _, err = run(*words, "3")
     assert code == 1 and "--gpus 3 is too many: torch sees 2 of the first one's kind, NVIDIA H200" in err
 
 
-def test_tuning_takes_coarse_counts_first_and_ends_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_takes_coarse_counts_first_and_ends_in_time(tmp_path, run, monkeypatch) -> None:
     save_tiny("llama", tmp_path)
     parts: list[tuple[set[int], float]] = []
 
@@ -214,21 +184,19 @@ def test_tuning_takes_coarse_counts_first_and_ends_in_time(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
     words = ("tune", str(tmp_path), "-o", str(tmp_path / "map.json"), "--most-tokens", "128")
-    assert run(monkeypatch, capsys, *words, "-s", "w4a8")[0] == 0
+    assert run(*words, "-s", "w4a8")[0] == 0
     (coarse, most), (fine, rest) = parts
     assert coarse == {m for m in GRID if m <= 128} and fine == {m for m in STEPS if m <= 128} - coarse
     assert 260 < rest <= most <= 270
-    code, _, err = run(monkeypatch, capsys, *words, "-s", "w4a8", "--seconds", "0")
+    code, _, err = run(*words, "-s", "w4a8", "--seconds", "0")
     assert code == 0 and "0 s were up: run the same command again to measure the rest" in err
-    assert run(monkeypatch, capsys, *words, "-s", "w4a8", "--exhaustive")[0] == 0
+    assert run(*words, "-s", "w4a8", "--exhaustive")[0] == 0
     assert parts[-1][1] == float("inf")
-    run(monkeypatch, capsys, *words, "-s", "w4a16g32")
+    run(*words, "-s", "w4a16g32")
     assert min(parts[-2][0]) == 1
 
 
-def test_interrupted_tuning_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_tuning_says_how_to_go_on(tmp_path, run, monkeypatch) -> None:
     save_tiny("llama", tmp_path)
 
     def search(*_: object, **__: object) -> Policy:
@@ -236,16 +204,14 @@ def test_interrupted_tuning_says_how_to_go_on(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
-    code, _, err = run(monkeypatch, capsys, "tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
+    code, _, err = run("tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
     assert code == 130 and "what was measured is kept, and the same command goes on" in err
 
 
 @pytest.mark.parametrize(
     ("stored", "runs"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
 )
-def test_tuning_measures_in_the_dtype_that_the_model_runs_in(
-    stored: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_measures_in_the_dtype_that_the_model_runs_in(stored, runs, tmp_path, run, monkeypatch) -> None:
     save_tiny("llama", tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": stored}))
@@ -258,31 +224,27 @@ def test_tuning_measures_in_the_dtype_that_the_model_runs_in(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
     words = ("tune", str(tmp_path), "-o", str(tmp_path / "map.json"), "--most-tokens", "16", "-s", "w4a16g32")
-    assert run(monkeypatch, capsys, *words)[0] == 0
+    assert run(*words)[0] == 0
     assert seen == {getattr(torch, runs)}
-    assert run(monkeypatch, capsys, *words, "--dtype", "float16")[0] == 0
+    assert run(*words, "--dtype", "float16")[0] == 0
     assert seen == {getattr(torch, runs), torch.float16}
-    code, _, err = run(monkeypatch, capsys, *words, "--dtype", "float32")
+    code, _, err = run(*words, "--dtype", "float32")
     assert code == 1 and "--dtype must be one of float16, bfloat16, not 'float32'" in err
 
 
-def test_explains_the_dtype_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explains_the_dtype_that_is_asked_for(tmp_path, run) -> None:
     parsed = Scheme.parse("w3a16")
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations, torch.bfloat16)
     policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
     policy.put(one, Point(12.5, {"dequantize": Measured.of(builtin(one), 12.5)}))
     save(policy, tmp_path / "map.json")
     words = ("explain", "4096,14336", "-s", "w3a16", "-m", "64", "--policy", str(tmp_path / "map.json"), "--json")
-    found = [json.loads(run(monkeypatch, capsys, *words, *more)[1]) for more in ((), ("--dtype", "bfloat16"))]
+    found = [json.loads(run(*words, *more)[1]) for more in ((), ("--dtype", "bfloat16"))]
     dispatching.use()
     assert [one["products"][0]["us"] for one in found] == [None, 12.5]
 
 
-def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(
-    tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(tmp_path, measured, run, monkeypatch):
     save_tiny("llama", tmp_path)
     gpu = "NVIDIA H100"
 
@@ -296,9 +258,9 @@ def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(
     monkeypatch.setattr("anybit.cli.common._SAY_SECONDS", -1.0)
     words = ("tune", str(tmp_path), "-s", "w4a8", "--most-tokens", "1", "-o")
     before = measured.read_text()
-    code, _, err = run(monkeypatch, capsys, *words, str(measured))
+    code, _, err = run(*words, str(measured))
     assert code == 1 and "map.json was measured on NVIDIA H200, and this is NVIDIA H100: choose another file" in err
     assert measured.read_text() == before
-    code, _, err = run(monkeypatch, capsys, *words, str(tmp_path / "another.json"))
+    code, _, err = run(*words, str(tmp_path / "another.json"))
     assert code == 0 and "3 of 40: w4a8 1 x 128 x 64, 75 s left" in err
-    assert run(monkeypatch, capsys, *words, str(tmp_path / "another.json"), "--seconds", "-1")[0] == 2
+    assert run(*words, str(tmp_path / "another.json"), "--seconds", "-1")[0] == 2

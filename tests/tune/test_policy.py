@@ -213,9 +213,7 @@ def test_a_config_with_a_size_of_zero_is_illegal_or_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling", "itself", "unreadable"])
-def test_a_users_own_map_that_cannot_be_read_is_named(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_own_map_that_cannot_be_read_is_named(kind, tmp_path, monkeypatch) -> None:
     path = tmp_path / "policies" / "nvidia-h200.json"
     path.parent.mkdir()
     if kind == "folder":

@@ -177,9 +177,7 @@ class NamedRunner(FakeRunner):
         return super().prepare(product)
 
 
-def test_layers_are_measured_on_several_gpus_and_written_into_one_map(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_measured_on_several_gpus_and_written_into_one_map(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(NamedRunner, "folder", tmp_path, raising=False)
     wanted = [product(m=m, n=n) for n in (1024, 2048, 4096) for m in (1, 64)]
@@ -300,9 +298,7 @@ def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
         (2, 40.0, 38.9, False),
     ],
 )
-def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(
-    m: int, built_in: float, us: float, own: bool
-) -> None:
+def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(m, built_in, us, own) -> None:
     """A chain of one product is off by up to a microsecond from its time in a step, however long it is."""
     here = product("w4a8", m)
     rooms = (c for c in space(here).candidates if c.kernel == builtin(here).kernel and c != builtin(here))

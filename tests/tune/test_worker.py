@@ -27,9 +27,7 @@ def test_two_calls_and_more_stand_first_as_often(count: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("us", "orders"), [(5.0, 3), (50.0, 3), (70.0, 1)])
-def test_what_short_calls_take_does_not_depend_on_where_they_stand(
-    us: float, orders: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_short_calls_take_does_not_depend_on_where_they_stand(us, orders, monkeypatch) -> None:
     times, seen = {"a": us, "b": us - 0.2, "c": us + 0.2, "d": us + 0.1}, []
 
     def race(stream: Any, calls: Sequence[Callable[[int], Any]], counts: Sequence[int], replays: int) -> list[float]:

@@ -68,9 +68,7 @@ def test_every_config_is_legal_and_one_fits_everywhere() -> None:
         (8, "sym", Source.silu_mul, Target.bytes),
     ],
 )
-def test_quantizing_into_packs_compiles_without_spills(
-    bits: int, code: str, source: Source, target: Target, arch: str
-) -> None:
+def test_quantizing_into_packs_compiles_without_spills(bits, code, source, target, arch) -> None:
     asked = quantize_activations.Problem(64, 4096, ActivationFormat(bits, code), source=source, target=target)
     compiled = jit.cached(
         quantize_activations.kernel(quantize_activations.default(asked)), arch

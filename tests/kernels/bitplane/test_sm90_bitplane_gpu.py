@@ -100,13 +100,9 @@ CUTS: list[dict[str, Any]] = [
 ]
 IN_PIECES = [(1024, 4096, 4096), (300, 264, 2100), (100, 72, 1024)]
 PIECES: dict[str, Any] = {
-    "tile_m": 256,
-    "first_plane_pieces": 2,
-    "tma_store": True,
-    "schedule": Schedule.cooperative,
-    "weight_chunks": 2,
+    "tile_m": 256, "first_plane_pieces": 2, "tma_store": True, "schedule": Schedule.cooperative, "weight_chunks": 2,
     "activation_chunks": 2,
-}
+}  # fmt: skip
 
 
 def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.s32) -> LinearProblem:

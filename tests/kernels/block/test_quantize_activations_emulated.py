@@ -53,9 +53,7 @@ def run(problem: Problem, x: torch.Tensor, seed: int = 0, **more: Any) -> Packed
 @pytest.mark.parametrize(
     ("format", "dtype", "k", "target"), CASES, ids=lambda v: str(v) if isinstance(v, int) else None
 )
-def test_quantize_writes_the_references_codes(
-    format: ActivationFormat, dtype: torch.dtype, k: int, target: Target
-) -> None:
+def test_quantize_writes_the_references_codes(format, dtype, k, target) -> None:
     x = hard(7, k, dtype)
     for seed in range(2):
         assert_codes_equal(run(Problem(7, k, format, dtype, target=target, aligned=k % 8 == 0), x, seed), x, format)

@@ -75,19 +75,9 @@ def test_grids_of_warps(seed: int) -> None:
     check(format, 8, 208, 1152, seed=seed, row_warps=1, k_warps=2, units=8, together=2, stages=2)
     check(format, 4, 240, 1152, seed=seed, row_warps=2, k_warps=2, units=4, together=3, stages=3)
     check(
-        format,
-        12,
-        240,
-        1152,
-        seed=seed,
-        row_warps=3,
-        k_warps=3,
-        units=6,
-        together=1,
-        stages=2,
-        cluster_k=2,
+        format, 12, 240, 1152, seed=seed, row_warps=3, k_warps=3, units=6, together=1, stages=2, cluster_k=2,
         wgmma=False,
-    )
+    )  # fmt: skip
     check(format, 4, 112, 1152, device=AMPERE, seed=seed)
 
 

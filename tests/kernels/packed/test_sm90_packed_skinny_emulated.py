@@ -100,14 +100,9 @@ def test_small_rings_wrap_around(seed: int) -> None:
     run(format, 4, 192, 1024, seed=seed, stages=2, prologue_stages=1, **again)
     run(format, 1, 192, 1024, seed=seed, stages=3, prologue_stages=2, warps=4, split_k_warps=4, x_stages=2, trigger=1)
     paced = {
-        "stages": 3,
-        "prologue_stages": 1,
-        "row_units": 2,
-        "row_chunks": 3,
-        "warps": 4,
-        "split_k_warps": 4,
+        "stages": 3, "prologue_stages": 1, "row_units": 2, "row_chunks": 3, "warps": 4, "split_k_warps": 4,
         "x_stages": 2,
-    }
+    }  # fmt: skip
     run(WeightFormat(4, "sym", None), 4, 192, 1024, torch.int8, seed=seed, **paced)
 
 
