@@ -56,3 +56,5 @@ VLLM_HYBRIDS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCa
 """Hybrid models (Mamba or linear-attention layers) with which low-bit caches are tested, on CPU and GPU."""
 EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")
 """Names of experts in checkpoints; the second alternative is Granite 4's."""
+EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""The projections of an expert, as most families' checkpoints name them."""

@@ -1,0 +1,65 @@
+"""Experts as linear layers compute what transformers' own modules do, for every family that has them."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from anybit.layers.experts import Experts, Gate
+from anybit.models.experts import unfuse
+
+COMMON = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+_QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 40}
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24}
+_DEEPSEEK = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 40, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MODELS = {
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": {**_QWEN, "shared_expert_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3_moe": {**_QWEN, "norm_topk_prob": True},
+    "olmoe": {**_MIXTRAL, "num_experts": 8},
+    "phimoe": _MIXTRAL,
+    "gpt_oss": _MIXTRAL,
+    "deepseek_v2": {**_DEEPSEEK, **_MLA, "topk_method": "greedy"},
+    "deepseek_v3": {**_DEEPSEEK, **_MLA},
+    "glm4_moe": _DEEPSEEK,
+    "granitemoe": _MIXTRAL,
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_unfuse_keeps_a_models_logits(kind: str) -> None:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **{**COMMON, **MODELS[kind]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    ids = torch.randint(1, 96, (2, 11))
+    before = model(ids).logits
+    assert unfuse(model) == {}
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts and all(len(module) == 8 for module in experts)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_sums_what_ids_say() -> None:
+    """Ids of no expert add nothing, one that occurs twice adds twice, and a NaN stays in its token."""
+    torch.manual_seed(1)
+    experts = Experts(4, 16, 8)
+    x, weights = torch.randn(3, 16), torch.rand(3, 2)
+    x[2, 5] = torch.nan
+    ids = torch.tensor([[1, 1], [-1, 4], [0, 3]])
+    y = experts(x, ids, weights)
+    torch.testing.assert_close(y[0], experts.expert(1, x[:1])[0] * weights[0].sum())
+    assert not y[1].any() and y[2].isnan().all()
+
+
+def test_gate_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="silu, gelu, gelu_tanh or swiglu_clamped, not 'relu'"):
+        Gate("relu")
