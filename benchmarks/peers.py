@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from anybit import Scheme
 from anybit.hf import evaluate
-from anybit.quantization.pipeline.calibrate import tokenized
+from anybit.quantization.pipeline.text import tokenized
 from anybit.scheme import WeightFormat
 from quantize import CASE, KEY
 from rows import RESULTS, Row, add, origin

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cases_matrix import MATRIX
 from tests.cases_models import save_tiny, tokens_of
 from tests.checkpoints.test_format_layouts import padded
 from torch import nn
@@ -84,8 +85,8 @@ def test_what_it_cannot_express_is_refused_by_name(sources, tmp_path, architectu
     assert (tmp_path / "out" / "config.json").read_text() == before
 
 
-def test_models_with_experts_stay_anybits(tmp_path: Path) -> None:
-    """transformers and vLLM would look for quantized experts, but they stay in 16 bits."""
+def test_compressed_tensors_loads_experts(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(
@@ -93,10 +94,22 @@ def test_models_with_experts_stay_anybits(tmp_path: Path) -> None:
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert "model.layers.0.mlp.gate" in convert(tmp_path / "out", "compressed-tensors")["ignore"]
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
+    assert tokens_of(theirs) == tokens_of(ours)
+
+
+def test_models_with_fused_experts_stay_anybits(tmp_path: Path) -> None:
+    """transformers and vLLM would look for quantized experts, but these stay in 16 bits."""
+    AutoModelForCausalLM.from_config(MATRIX["Llama 4 (text)"]()).save_pretrained(tmp_path / "source")
+    with pytest.warns(UserWarning, match="stay in 16 bits: Llama4TextExperts is not called with the experts of each"):
+        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32")
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert found["quant_method"] == "anybit"
     assert len(tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())) == 12
-    with pytest.raises(ConversionError, match=r"has experts in 16 bits \(model\.layers\.0\.mlp\.experts\.\w+\)"):
+    with pytest.raises(ConversionError, match=r"has experts in 16 bits \(model\.layers\.1\.feed_forward\.experts\."):
         convert(tmp_path / "out", "compressed-tensors")
 
 

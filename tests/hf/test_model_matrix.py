@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import anybit
 from anybit.errors import LayerError
+from anybit.models.experts import unfuse
 from anybit.models.modules import auto_class
 from anybit.quantization.methods.registry import quantize_folder
 
@@ -49,8 +50,8 @@ def tried(name: str, folder: Path) -> Found:
     kind = auto_class(config)
     model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
+        for part, parameter in model.named_parameters():
+            if parameter.ndim == 2 or ".experts." in part:
                 parameter.mul_(4)
     model.save_pretrained(folder / "source")
     saved = quantize_folder(folder / "source", folder / "out", "w4a16g32")
@@ -58,6 +59,7 @@ def tried(name: str, folder: Path) -> Found:
     layers = {part: m for part, m in streamed.named_modules() if isinstance(m, anybit.QuantLinear)}
     assert len(layers) == saved.layers
     # The original with dequantized weights must generate the same.
+    unfuse(model)
     for part, layer in layers.items():
         module = model.get_submodule(part)
         weight = layer.dequantize()

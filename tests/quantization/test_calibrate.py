@@ -11,7 +11,8 @@ from anybit.errors import CalibrationError, TextError
 from anybit.quantization.methods import gptq
 from anybit.quantization.pipeline import resume
 from anybit.quantization.pipeline.blocks import Store
-from anybit.quantization.pipeline.calibrate import Calibration, batched, calibrate, read_sequences, read_text
+from anybit.quantization.pipeline.calibrate import Calibration, batched, calibrate
+from anybit.quantization.pipeline.text import read_sequences, read_text
 from anybit.scheme import Scheme
 from cases_calibration import divergence, names_of, sequences, tiny
 

@@ -24,6 +24,7 @@ from anybit.checkpoints.verify import check_layers
 from anybit.checkpoints.writing import write_text
 from anybit.codes.packing import WORD, words_per_row
 from anybit.errors import ConversionError
+from anybit.layers.experts import Experts
 from anybit.scheme import GROUPS, Code, Scheme, WeightFormat
 
 TARGETS = (COMPRESSED_TENSORS, METHOD)
@@ -220,6 +221,15 @@ def _layers(source: Folder) -> list[str]:
 
 
 def _unquantized_linears(model: nn.Module, quantized: Collection[str]) -> list[str]:
-    """The unquantized Linears by name: compressed-tensors takes every Linear that is not ignored as quantized."""
-    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    """The unquantized Linears by name: compressed-tensors takes every Linear that is not ignored as quantized.
+
+    Routers of experts are among them, which other libraries build as such.
+    """
+    mixtures = {name.rpartition(".")[0] for name, module in model.named_modules() if isinstance(module, Experts)}
+    linears = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        or (name.rpartition(".")[0] in mixtures and getattr(getattr(module, "weight", None), "ndim", 0) == 2)
+    )
     return [name for name in linears if name not in quantized]

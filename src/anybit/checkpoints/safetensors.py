@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anybit.errors import CheckpointError, one_line
+
+if TYPE_CHECKING:
+    from anybit.models.experts import Part
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
@@ -36,7 +39,10 @@ _MOST_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file, at bytes [begin, end)."""
+    """A tensor in a file, at bytes [begin, end).
+
+    part: (name of a stored tensor, the part of it that this one is), for an expert of many in one tensor.
+    """
 
     name: str
     file: Path
@@ -44,6 +50,7 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
+    part: "tuple[str, Part] | None" = None
 
     @property
     def bytes(self) -> int:
@@ -94,10 +101,10 @@ def read_tensor(entry: Entry) -> Tensor:
     """Read one tensor, mapped from its file: it takes memory as it is used. Raises CheckpointError."""
     try:
         with safe_open(entry.file, framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(entry.name)
+            tensor: Tensor = file.get_tensor(entry.name if entry.part is None else entry.part[0])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{entry.file} cannot be read at tensor {entry.name}: {one_line(error)}") from None
-    return tensor
+    return tensor if entry.part is None else entry.part[1].of(tensor)
 
 
 class FileWriter:
@@ -118,6 +125,8 @@ class FileWriter:
         """Append a tensor."""
         self.names.append(name)
         tensor = tensor.detach().cpu().contiguous()
+        if tensor.numel() == 1:  # contiguous with any strides
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
         if tensor.nbytes % 8:
             self._odd.append((name, tensor))
         else:

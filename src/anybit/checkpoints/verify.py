@@ -275,7 +275,11 @@ def names_in(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+    from anybit.models.experts import conversions
+
     transforms = get_model_conversion_mapping(model, None, quantizer)
+    if quantizer is None:
+        transforms = conversions(model, transforms)
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
     prefix = model.base_model_prefix

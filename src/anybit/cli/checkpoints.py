@@ -14,6 +14,8 @@ from anybit.errors import ConversionError, LayerError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
 
 _FORMATS = ["anybit", "compressed-tensors", "gptq", "gguf"]
+_MXFP4 = ("_blocks", "_scales")
+"""How the names of gpt-oss' quantized experts end."""
 _REQUEST = 8192
 """Request length (tokens) assumed when saying how many tokens fit."""
 
@@ -213,11 +215,14 @@ def _cache_room(model: Any) -> list[str] | None:
 
 def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     from anybit.checkpoints.configuration import method_of
+    from anybit.checkpoints.expert_parts import split_experts
     from anybit.checkpoints.folder import Folder
     from anybit.checkpoints.formats.translate import FolderTranslation, schemes_of
     from anybit.checkpoints.source import local_folder
+    from anybit.checkpoints.verify import names_in
+    from anybit.layers.experts import Experts
+    from anybit.models.experts import experts_of, weights_left
     from anybit.models.modules import embedding_layers, kept_modules, linear_layers, shared_heads, skeleton
-    from anybit.quantization.pipeline.stream import experts_of
 
     with status(f"Reading {what}"), local_folder(what, trust_remote_code) as path:
         folder = Folder(path)
@@ -235,13 +240,16 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
         embeddings = embedding_layers(model, saved.overrides) if saved else []
         weights = sum(layer.n * layer.k for layer in (*layers, *embeddings))
         names = {layer.name for layer in (*layers, *embeddings)}
+        entries = split_experts(model, folder.entries)
         stored = sum(
-            entry.bytes
-            for name, entry in folder.entries.items()
-            if name.rpartition(".")[0] in names and name.rpartition(".")[2].startswith("weight")
+            entries[own].bytes
+            for own, name in names_in(model, entries, model.state_dict())[1].items()
+            if name.endswith(_MXFP4) or (name.rpartition(".")[0] in names and ".weight" in name)
         )
-        stored = stored if foreign is None else foreign.bytes
-        experts, expert_bytes = experts_of(folder.entries)
+        left = weights_left(model)
+        stored = (stored if foreign is None else foreign.bytes) + left * folder.dtype.itemsize
+        inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Experts))
+        routed = [layer for layer in layers if layer.name.startswith(inside)]
         overrides = [f"{layer}={scheme}" for layer, scheme in saved.overrides.items()] if saved else []
         files = {entry.file.name for entry in folder.entries.values()}
         return {
@@ -256,10 +264,11 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "files": len(files),
             "tensors": len(folder.entries),
             "linear_layers": len(layers),
-            "linear_weights": weights - sum(layer.n * layer.k for layer in embeddings),
+            "linear_weights": weights - sum(layer.n * layer.k for layer in (*embeddings, *routed)),
             "embedding_weights": sum(layer.n * layer.k for layer in embeddings) or None,
-            "expert_weights": experts or None,
-            "bits_per_weight": round(8 * (stored + expert_bytes) / (weights + experts), 4) if stored else math.nan,
+            "experts": experts_of(model),
+            "expert_weights": (sum(layer.n * layer.k for layer in routed) + left) or None,
+            "bits_per_weight": round(8 * stored / (weights + left), 4) if stored else math.nan,
             "kv_tokens_per_gib": _cache_room(model),
             "kept": [name for name in keep if not saved or name not in shared_heads(model, saved.overrides)],
         }

@@ -13,7 +13,7 @@ from anybit.errors import TextError
 from anybit.hf.cache_name import CACHE
 from anybit.layers.linear import QuantLinear
 from anybit.models.families import EXPERTS
-from anybit.quantization.pipeline.calibrate import read_text as read_text
+from anybit.quantization.pipeline.text import read_text as read_text
 
 Progress = Callable[[int, int], None]
 """Called with windows done and windows in all."""

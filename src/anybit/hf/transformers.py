@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightTransform
 from transformers.quantizers import auto
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -39,8 +39,10 @@ from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError,
 from anybit.hf import graph
 from anybit.hf.model_methods import give_back, take_over
 from anybit.layers.embedding import QuantEmbedding, put_embedding
+from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
 from anybit.models import modules
+from anybit.models.experts import conversions, unfuse, warn_of_left
 from anybit.models.modules import is_linear, untie
 from anybit.ops import backends
 from anybit.scheme import Scheme
@@ -144,6 +146,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     embeddings: Collection[str] = ()
     quantized: Collection[str] = ()
     shared: Sequence[str] = ()
+    experts: Collection[str] = ()
     entries: Mapping[str, Entry] | None = None
     fault: AnyBitError | None = None
     quantization_config: AnyBitConfig
@@ -188,9 +191,11 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         **kwargs: object,
     ) -> None:
         config = self.quantization_config
+        unfuse(model)
         entries = self.entries = read_entries(list(map(Path, checkpoint_files or ())), Path(model.name_or_path or ""))
         whole = None if kwargs.get("whole") else partial(self._check_whole, model, checkpoint_files or [])
         if not self.pre_quantized:
+            warn_of_left(model)
             modules.check_kept(model, config.modules_to_not_convert)
             if entries is not None:
                 check_model(model, entries, model.name_or_path, check_whole=whole)
@@ -216,6 +221,9 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         replace_linears(
             model, scheme, keep, config.backend, config.group_index, not self.pre_quantized, config.hadamard, overrides
         )
+        loading = (name for name, module in model.named_modules() if isinstance(module, _Loading))
+        experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}
+        self.experts = experts & {name.rsplit(".", 2)[0] for name in loading}
         for name in self.embeddings if self.pre_quantized else ():
             old = model.get_submodule(name)
             n, k = old.weight.shape
@@ -257,6 +265,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
         if self.fault is not None:
             raise self.fault
+        if any(isinstance(module, Experts) for module in model.modules()):
+            model._weight_conversions = []  # save by the names that the quantization_config has
         for name in (*self.tied, *(() if self.pre_quantized else self.embeddings)):
             self._quantize_late(model, name)
         for name, module in model.named_modules():
@@ -288,6 +298,12 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, config.backend))
             untie(model, name, model.config)
 
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], model: PreTrainedModel
+    ) -> list[WeightTransform]:
+        """Transformers' conversions of checkpoints, with experts as linear layers."""
+        return conversions(model, weight_conversions)
+
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What to save: where compressed-tensors cannot hold the model, with an empty tensor per layer (``TRAP``)."""
         if self.quantization_config.ignore is not None:
@@ -297,11 +313,15 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**state, **{name: torch.empty(0, dtype=torch.uint8) for name in traps}}, {}
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: object) -> bool:
-        """Whether a checkpoint tensor is the weight of a layer to quantize while loading."""
+        """Whether a checkpoint tensor is the weight of a layer to quantize while loading.
+
+        Of experts all weights count if some are quantized: a checkpoint may store them as one tensor.
+        """
         if self.pre_quantized:
             return False
         module, tensor_name = get_module_from_name(model, param_name)
-        return isinstance(module, QuantLinear) and tensor_name == "weight"
+        among = param_name.rsplit(".", 3)[0] in self.experts
+        return tensor_name == "weight" and (isinstance(module, QuantLinear) or among)
 
     def get_quantize_ops(self) -> ConversionOps:
         """The op that turns a weight into the tensors of its QuantLinear."""
@@ -360,11 +380,18 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         missing_keys: set[str] | None = None,
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """The weight of a layer -> the tensors that QuantLinear stores for it."""
-        (value,) = input_dict.values()
-        weight = value[0] if isinstance(value, list) else value
-        layer, _ = get_module_from_name(model, full_layer_name)
-        name = full_layer_name.removesuffix(".weight")
+        """The weights of layers -> the tensors that QuantLinear stores for them; others stay as they are."""
+        found: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            layer, _ = get_module_from_name(model, name)
+            if missing_keys is not None:
+                missing_keys.discard(name)
+            found |= self._tensors(layer, name, weight) if isinstance(layer, _Loading) else {name: weight}
+        return found
+
+    def _tensors(self, layer: "_Loading", full_name: str, weight: Tensor) -> dict[str, Tensor]:
+        name = full_name.removesuffix(".weight")
         weight = weight.T if layer.transposed_source else weight
         try:
             quantized = quantize_weight(weight, layer.scheme.weights)
@@ -373,8 +400,6 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
             self.quantizer.fault = self.quantizer.fault or self._fault(name, error)
             quantized = quantize_weight(torch.zeros_like(weight), layer.scheme.weights, search=False)
         layer.drop_placeholder()
-        if missing_keys is not None:
-            missing_keys.discard(full_layer_name)
         return {f"{name}.{suffix}": tensor for suffix, tensor in QuantLinear.tensors_of(quantized).items()}
 
     def _fault(self, name: str, error: LayerError) -> AnyBitError:

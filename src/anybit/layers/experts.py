@@ -1,6 +1,6 @@
 """Experts: the routed experts of a mixture as ordinary linear layers, behind the interface that transformers calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from anybit.errors import LayerError
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -46,8 +46,12 @@ class Experts(nn.ModuleList):
     """The experts of a layer, each a module of three linear layers: x [T, H] -> [T, H].
 
     names: of the layers of gate, up and down, as the checkpoint names them.  An ``nn.Linear`` may be replaced by a
-    ``QuantLinear``, as any other of a model.
+    ``QuantLinear``, as any other of a model.  transposed, interleaved: how 3-D tensors of all experts hold them, where
+    checkpoints store such: [E, K, N], and alternating rows of gate and up.
     """
+
+    transposed = False
+    interleaved = False
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class Experts(nn.ModuleList):
             )
             for _ in range(count)
         )
-        self.names, self.gate = tuple(names), gate or Gate()
+        self.names, self.gate, self.biased = tuple(names), gate or Gate(), bias
         self.num_experts, self.hidden_dim, self.intermediate_dim = count, hidden, inner
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -93,7 +97,7 @@ class Experts(nn.ModuleList):
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """One expert's output for x [t, H]."""
-        gate, up, down = (self[number][name] for name in self.names)
+        gate, up, down = (self.get_submodule(f"{number}.{name}") for name in self.names)
         y: Tensor = down(self.gate(gate(x), up(x)))
         return y
 

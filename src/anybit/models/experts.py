@@ -1,23 +1,25 @@
 """Experts of transformers' models, which keeps them as 3-D parameters, as linear layers of their own."""
 
-from collections.abc import Iterator
-from typing import Protocol, cast
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-
+import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 
 from anybit.layers.experts import Experts, Gate
 from anybit.models.families import EXPERT_NAMES
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _GATES = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELU": "gelu", "GELUTanh": "gelu_tanh"}
 """By the class of an activation function; all others are left in 16 bits."""
-
-
-class Fused(Protocol):
-    """transformers' experts: gate_up_proj [E, 2I, H] and down_proj [E, H, I], or transposed; biases with ``_bias``."""
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
+_FUSED = ("gate_up_proj", "down_proj")
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -25,15 +27,49 @@ def is_fused(module: nn.Module) -> bool:
     return any(parameter.ndim == 3 for name, parameter in module.named_parameters(recurse=False) if "proj" in name)
 
 
+def left_fused(model: "PreTrainedModel") -> dict[str, str]:
+    """The experts of a model that ``unfuse`` leaves as they are, in 16 bits: name -> the reason, in a sentence."""
+    moved = any(map(_rearranges, get_model_conversion_mapping(model)))
+    other = "checkpoints store them in another layout than the model" if moved else "they are in no known layout"
+    return {name: why_not(module) or other for name, module in model.named_modules() if is_fused(module)}
+
+
+def weights_left(model: "PreTrainedModel") -> int:
+    """The number of weights in experts that stay fused, in 16 bits."""
+    modules = [model.get_submodule(name) for name in left_fused(model)]
+    return sum(p.numel() for module in modules for p in module.parameters(recurse=False) if p.ndim == 3)
+
+
+def experts_of(model: "PreTrainedModel") -> str | None:
+    """How many experts a layer has, and how many of them a token uses, in words; None if there are none."""
+    config = model.config.get_text_config(decoder=True)
+    counts = [len(module) for module in model.modules() if isinstance(module, Experts)]
+    counts += [len(next(module.parameters(recurse=False))) for module in model.modules() if is_fused(module)]
+    keys = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+    chosen = next((found for key in keys if (found := getattr(config, key, None)) is not None), "some")
+    return f"{max(counts)}, of which a token uses {chosen}" if counts else None
+
+
+def warn_of_left(model: "PreTrainedModel") -> None:
+    """Warn, with the reason, of experts that stay in 16 bits."""
+    left = left_fused(model)
+    for reason in dict.fromkeys(left.values()):
+        names = [name for name in left if left[name] == reason]
+        more = f" and of {len(names) - 1} more layers" if len(names) > 1 else ""
+        warnings.warn(f"the experts of {names[0]}{more} stay in 16 bits: {reason}", stacklevel=3)
+
+
 def why_not(module: nn.Module) -> str | None:
     """Why a module's 3-D experts cannot become linear layers, in a sentence; None if they can."""
     kind, names = type(module).__name__, {name for name, _ in module.named_parameters(recurse=False)}
-    if not {"gate_up_proj", "down_proj"} <= names:
+    if not set(_FUSED) <= names:
         return f"{kind} has no gate_up_proj and down_proj"
     if getattr(module, "has_post_expert_norm", False):
         return f"{kind} norms each expert's output"
     if _gate(module) is None:
-        return f"{kind} joins gate and up by {type(getattr(module, 'act_fn', None)).__name__}, which anybit does not know"
+        return (
+            f"{kind} joins gate and up by {type(getattr(module, 'act_fn', None)).__name__}, which anybit does not know"
+        )
     if not hasattr(module, "is_transposed"):
         return f"{kind} is not called with the experts of each token"
     return None
@@ -41,58 +77,121 @@ def why_not(module: nn.Module) -> str | None:
 
 def _gate(module: nn.Module) -> Gate | None:
     if hasattr(module, "limit") and hasattr(module, "alpha"):  # gpt-oss
-        return Gate("swiglu_clamped", float(module.alpha), float(module.limit))
+        return Gate("swiglu_clamped", *(float(getattr(module, name)) for name in ("alpha", "limit")))
     kind = _GATES.get(type(getattr(module, "act_fn", None)).__name__)
     own = type(module).__dict__.get("_apply_gate")
     default = own is None or own.__module__ == "transformers.integrations.moe"
     return Gate(kind) if kind is not None and default else None
 
 
-def layout(module: nn.Module) -> tuple[bool, bool, bool]:
-    """(transposed, interleaved, biased) of fused experts."""
-    biased = "down_proj_bias" in dict(module.named_parameters(recurse=False))
-    return bool(getattr(module, "is_transposed", False)), not getattr(module, "is_concatenated", True), biased
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a layer's weight or bias stands in the 3-D tensor of all experts."""
+
+    expert: int
+    rows: slice
+    transposed: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part [N, K], or [N] of a bias, of a tensor [E, ...]: a view."""
+        own = tensor[self.expert]
+        return (own.mT if self.transposed else own)[self.rows]
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of a tensor of shape ``whole``."""
+        return tuple(self.of(torch.empty(whole, device="meta")).shape)
 
 
-def unfused(module: nn.Module, names: tuple[str, str, str] = EXPERT_NAMES) -> Experts:
+def parts(experts: Experts, fused: str) -> dict[str, Part]:
+    """Name of a layer's tensor ("3.gate_proj.weight") -> its part of a fused one ("gate_up_proj", "down_proj_bias")."""
+    gate, up, down = experts.names
+    kind, inner = "bias" if fused.endswith("_bias") else "weight", experts.intermediate_dim
+    halves = (slice(0, None, 2), slice(1, None, 2)) if experts.interleaved else (slice(inner), slice(inner, None))
+    rows = {down: slice(None)} if fused.startswith("down_proj") else dict(zip((gate, up), halves, strict=True))
+    transposed = experts.transposed and kind == "weight"
+    return {
+        f"{number}.{name}.{kind}": Part(number, own, transposed)
+        for number in range(len(experts))
+        for name, own in rows.items()
+    }
+
+
+def unfused(module: nn.Module, names: Sequence[str] = EXPERT_NAMES) -> Experts:
     """Linear layers with the weights of fused experts (views of them), on their device; empty ones on meta."""
-    fused = cast(Fused, module)
-    transposed, interleaved, biased = layout(module)
-    count, *sides = fused.down_proj.shape
+    tensors = dict(module.named_parameters(recurse=False))
+    transposed = bool(getattr(module, "is_transposed", False))
+    down, gate = tensors["down_proj"], _gate(module)
+    count, *sides = down.shape
     inner, hidden = sides if transposed else reversed(sides)
-    gate = _gate(module)
     assert gate is not None
-    made = Experts(count, hidden, inner, names, gate, biased, dtype=fused.down_proj.dtype, device="meta")
-    if not fused.down_proj.is_meta:
-        for number, name, kind, tensor in parts(module, names):
-            layer = made[number][name]
-            setattr(layer, kind, nn.Parameter(tensor, requires_grad=False))
+    biased = "down_proj_bias" in tensors
+    made = Experts(count, hidden, inner, names, gate, biased, dtype=down.dtype, device="meta")
+    made.transposed, made.interleaved = transposed, not getattr(module, "is_concatenated", True)
+    for fused, tensor in tensors.items() if not down.is_meta else ():
+        for name, part in parts(made, fused).items():
+            layer, _, kind = name.rpartition(".")
+            setattr(made.get_submodule(layer), kind, nn.Parameter(part.of(tensor.detach()), requires_grad=False))
     return made
 
 
-def parts(module: nn.Module, names: tuple[str, str, str] = EXPERT_NAMES) -> Iterator[tuple[int, str, str, Tensor]]:
-    """(expert, layer's name, "weight" or "bias", tensor) of fused experts."""
-    transposed, interleaved, biased = layout(module)
-    for kind, end in (("weight", ""), ("bias", "_bias"))[: 1 + biased]:
-        both, down = getattr(module, f"gate_up_proj{end}").detach(), getattr(module, f"down_proj{end}").detach()
-        if transposed and kind == "weight":
-            both, down = both.mT, down.mT
-        for number in range(len(down)):
-            gate, up = (both[number, 0::2], both[number, 1::2]) if interleaved else both[number].chunk(2)
-            yield from zip((number,) * 3, names, (kind,) * 3, (gate, up, down[number]), strict=True)
-
-
-def unfuse(model: nn.Module, names: tuple[str, str, str] = EXPERT_NAMES) -> dict[str, str]:
-    """Replace a model's fused experts by linear layers. Returns the names of those left as they are, with the reason."""
-    left = {}
+def unfuse(model: "PreTrainedModel") -> None:
+    """Replace a model's fused experts by linear layers, named as its checkpoints name them; ``left_fused`` stay."""
+    transforms = get_model_conversion_mapping(model)
+    if any(map(_rearranges, transforms)):
+        return
+    sources = [source for item in transforms if _merges(item) for source in item.source_patterns]
+    found = [match[1] for source in sources if (match := re.search(r"\*\.(\w+)\.weight$", source))]
+    names = (
+        found if len(found) == 3 else EXPERT_NAMES
+    )  # gate and up are the sources of one tensor, down that of another
     for name, module in list(model.named_modules()):
-        if not is_fused(module):
-            continue
-        if (reason := why_not(module)) is not None:
-            left[name] = reason
-            continue
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, unfused(module, names))
-    return left
+        if is_fused(module) and why_not(module) is None:
+            model.set_submodule(name, unfused(module, names))
 
 
+def conversions(model: "PreTrainedModel", transforms: Iterable[WeightTransform]) -> list[WeightTransform]:
+    """Transformers' conversions of a checkpoint, for a model whose experts are linear layers.
+
+    They are not merged; 3-D tensors of experts are split.
+    """
+    found = next(((name, item) for name, item in model.named_modules() if isinstance(item, Experts)), None)
+    if found is None:
+        return list(transforms)
+    own, experts = ".".join(found[0].split(".")[-2:]), found[1]  # the parent's name, too: not those of shared_experts
+    kept = [item for item in transforms if not _merges(item)]
+    ends = ("", "_bias") if experts.biased else ("",)
+    return kept + [_splitting(own, experts, f"{fused}{end}") for end in ends for fused in _FUSED]
+
+
+def _splitting(own: str, experts: Experts, fused: str) -> WeightConverter:
+    found = parts(experts, fused)
+    return WeightConverter(f"{own}.{fused}", [f"{own}.{name}" for name in found], [Split([*found.values()])])
+
+
+class Split(ConversionOps):  # type: ignore[misc]
+    """Takes the tensors of linear layers out of a 3-D tensor of all experts."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: object
+    ) -> dict[str, Tensor]:
+        """The 3-D tensor, by its name -> its parts, by the names of theirs."""
+        (value,) = input_dict.values()
+        tensor = value[0] if isinstance(value, list) else value
+        pairs = zip(target_patterns, self.parts, strict=True)
+        return {target: part.of(tensor).contiguous() for target, part in pairs}
+
+
+def _merges(item: WeightTransform) -> bool:
+    """Whether a conversion stacks the layers of experts into the 3-D tensors of transformers."""
+    made = any(target.endswith(_FUSED) for target in item.target_patterns)
+    return isinstance(item, WeightConverter) and made and all("experts.*." in source for source in item.source_patterns)
+
+
+def _rearranges(item: WeightTransform) -> bool:
+    """Whether a conversion changes the layout of 3-D tensors of experts."""
+    ours = any(target.endswith(_FUSED) and "experts" in target for target in item.target_patterns)
+    moved = isinstance(item, WeightConverter) and not any(isinstance(each, Split) for each in item.operations)
+    return ours and moved and not _merges(item)

@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from anybit.errors import CheckpointError, LayerError, one_line
+from anybit.models.experts import unfuse
 from anybit.models.patterns import check_pattern
 
 if TYPE_CHECKING:  # at run time it would make anybit.registration import hf, and with it this module, half-way here
@@ -35,12 +36,17 @@ class LinearLayer:
 
 
 def skeleton(folder: Path, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Build the model of a folder's config.json on the meta device. Raises CheckpointError if that fails."""
+    """Build the model of a folder's config.json on the meta device, its experts as linear layers.
+
+    Raises CheckpointError if that fails.
+    """
     file = folder / "config.json"
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        unfuse(model)
+        return model
     except MemoryError:
         raise
     except Exception as error:  # a bad config.json can make any class fail in any way
@@ -57,7 +63,9 @@ def described_model(folder: Path, trust_remote_code: bool = False) -> "PreTraine
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         return skeleton(folder, trust_remote_code)
     with torch.device("meta"):
-        return kind(config)
+        model = kind(config)
+    unfuse(model)
+    return model
 
 
 def auto_class(config: "PreTrainedConfig") -> Any:

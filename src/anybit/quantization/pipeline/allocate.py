@@ -26,11 +26,13 @@ from anybit.checkpoints.verify import layer_shapes
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.kernels.attention.kv_page import PageLayout
+from anybit.layers.experts import Experts
 from anybit.models.blocks import weight_of
+from anybit.models.experts import weights_left
 from anybit.models.modules import LinearLayer
 from anybit.quantization.pipeline.calibrated import first_of, load_whole, sequences_of
 from anybit.quantization.pipeline.options import Options
-from anybit.quantization.pipeline.stream import Job, experts_of
+from anybit.quantization.pipeline.stream import Job
 from anybit.scheme import KVFormat, WeightFormat
 
 if TYPE_CHECKING:
@@ -138,18 +140,19 @@ class Samples:
     """Inputs of layers and squared gradients of log p(y) at their outputs, at sampled tokens of a text.
 
     units: layers that share an input.  inputs: of each unit, float32 [tokens, K].  gradients: squared, by layer,
-    float32 [tokens, N].
+    float32 [tokens, N].  shares: of each unit, the share of all tokens that reach it: below 1 for experts.
     """
 
     units: list[tuple[str, ...]]
     inputs: list[Tensor]
     gradients: dict[str, Tensor]
+    shares: list[float]
 
 
 def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequence[str], seed: int = 0) -> Samples:
     """Run a floating-point model forward and backward over sequences int64 [T]; the model is not changed.
 
-    Raises CalibrationError, naming the layer, if no token reaches it.
+    Raises CalibrationError, naming the layer, if no token reaches it; but an expert that none reaches costs nothing.
     """
     sequences, device = list(sequences), next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)
@@ -158,11 +161,15 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
     inputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     held: list[Tensor] = []  # inputs of the first sequence, kept alive so that no address is reused
-    picked = torch.empty(0, dtype=torch.int64)
+    length, picked = 0, torch.empty(0, dtype=torch.int64)
+
+    seen: Counter[str] = Counter()  # tokens by unit's first layer
 
     def take(x: Tensor) -> Tensor:
         flat = x.detach().flatten(0, -2)
-        return flat[picked[picked < len(flat)].to(flat.device)].float()
+        if len(flat) < length:  # an expert's
+            return flat[:: max(length // len(picked), 1)].float()
+        return flat[picked.to(flat.device)].float()
 
     def hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -176,6 +183,7 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
                 units[place].append(name)
             if any(unit[0] == name for unit in units):
                 inputs.setdefault(name, []).append(take(x))
+                seen[name] += x.shape[:-1].numel()
             if output.requires_grad:
                 output.register_hook(lambda gradient: gradients[name].append(take(gradient).square()))
 
@@ -190,7 +198,7 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
         with torch.enable_grad():
             for tokens in sequences:
                 count = math.ceil(_SAMPLES * len(tokens) / sum(map(len, sequences)))
-                picked = torch.randperm(len(tokens), generator=random)[:count]
+                length, picked = len(tokens), torch.randperm(len(tokens), generator=random)[:count]
                 logits = model(tokens[None].to(device), use_cache=False).logits[0].float().log_softmax(-1)
                 drawn = torch.multinomial(logits.detach().exp().cpu(), 1, generator=random).to(device)
                 logits.gather(1, drawn).sum().backward()
@@ -198,13 +206,20 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
     finally:
         for handle in handles:
             handle.remove()
-    missing = [name for name, found in gradients.items() if not found]
+    unseen = [name for name, found in gradients.items() if not found]
+    experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}
+    missing = [name for name in unseen if name.rsplit(".", 2)[0] not in experts]
     if missing:
         raise CalibrationError(f"the calibration text never reaches {', '.join(missing)}: keep it, or override it")
+    total = sum(map(len, sequences))
     return Samples(
-        [tuple(unit) for unit in units],
-        [torch.cat(inputs[unit[0]]) for unit in units],
-        {name: torch.cat(found) for name, found in gradients.items()},
+        [*map(tuple, units), *((name,) for name in unseen)],
+        [
+            *(torch.cat(inputs[unit[0]]) for unit in units),
+            *(torch.empty(0) for _ in unseen),
+        ],
+        {name: torch.cat(found) for name, found in gradients.items() if found},
+        [*(seen[unit[0]] / total for unit in units), *(0.0 for _ in unseen)],
     )
 
 
@@ -228,13 +243,13 @@ def _measure(
     """Stored bits and loss of every width, for each unit of layers that share an input."""
     total, done = sum(layer.n * layer.k for layer in layers.values()), 0
     units: dict[tuple[str, ...], list[Choice]] = {}
-    for names, x in zip(samples.units, samples.inputs, strict=True):
+    for names, x, share in zip(samples.units, samples.inputs, samples.shares, strict=True):
         sums = {width: [0.0, 0.0] for width in formats}
         for name in names:
             weight = weight_of(model.get_submodule(name)).detach().to(_kind(job, name))
             for width, format in formats.items():
                 sums[width][0] += _stored(job, layers[name], format)
-                sums[width][1] += loss_of(weight, format, x, samples.gradients[name])
+                sums[width][1] += share and share * loss_of(weight, format, x, samples.gradients[name])
             done += weight.numel()
             if job.progress is not None:
                 job.progress(f"measuring {name}", done, total)
@@ -278,8 +293,9 @@ def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: f
     every = [*job.layers, *job.embeddings]
     fixed = sum(_stored(job, layer, job.scheme_of(layer.name).weights) for layer in every if layer not in free)
     if bits is not None:
-        experts, expert_bytes = experts_of(job.source.entries)
-        return bits * (sum(layer.n * layer.k for layer in every) + experts) - 8 * expert_bytes - fixed
+        experts = weights_left(job.model)
+        stored = 8 * job.source.dtype.itemsize * experts
+        return bits * (sum(layer.n * layer.k for layer in every) + experts) - stored - fixed
     assert memory is not None
     whole = {f"{layer.name}.weight" for layer in every}
     rest = sum(job.source.entries[stored].bytes for name, stored in job.names.items() if name not in whole)
@@ -305,8 +321,9 @@ def _reached(
     if memory is not None:
         return f"with {min(WIDTHS)} bits for every layer the model takes {memory + (least - budget) / 8:.0f} bytes"
     assert bits is not None
-    count = sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings)) + experts_of(job.source.entries)[0]
-    what = "scales" if not experts_of(job.source.entries)[0] else "scales and 16-bit experts"
+    experts = weights_left(job.model)
+    count = sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings)) + experts
+    what = "scales and 16-bit experts" if experts else "scales"
     return (
         f"with {min(WIDTHS)} bits for every layer the average is {bits + (least - budget) / count:.3f}, {what} included"
     )

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CalibrationError, one_line
+from anybit.layers.experts import Experts
+
+HESSIANS = 4 << 30
+"""Bytes of the float32 Hessians of experts that are in memory at a time."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,8 +178,10 @@ def run_block(block: nn.Module, x: Tensor, call: Call) -> Tensor:
 
 
 @torch.no_grad()
-def stages(block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Call) -> list[list[str]]:
-    """The linear layers in execution order, grouped by shared input."""
+def stages(
+    block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Call, optional: Collection[str] = ()
+) -> list[list[str]]:
+    """The linear layers in execution order, grouped by shared input. optional: those that may see no input."""
     found: list[list[str]] = []
     seen: list[Tensor] = []  # kept alive, so that no address is reused
 
@@ -196,9 +202,26 @@ def stages(block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Cal
     finally:
         for handle in handles:
             handle.remove()
-    missing = linears.keys() - {name for stage in found for name in stage}
+    missing = linears.keys() - {name for stage in found for name in stage} - set(optional)
     if missing:
         raise unreached(missing)
+    return found
+
+
+def expert_stages(block: nn.Module, prefix: str, names: Collection[str]) -> list[list[list[str]]]:
+    """The layers in ``names`` of a block's experts: runs of stages whose statistics are collected in one pass.
+
+    A stage is the layers of one expert that share an input: gate and up, or down.  Statistics of a run fit HESSIANS.
+    """
+    found = []
+    for name, module in block.named_modules():
+        if not isinstance(module, Experts):
+            continue
+        for own, k in ((module.names[:2], module.hidden_dim), (module.names[2:], module.intermediate_dim)):
+            every = [[f"{prefix}.{name}.{number}.{layer}" for layer in own] for number in range(len(module))]
+            every = [kept for stage in every if (kept := [layer for layer in stage if layer in names])]
+            size = max(HESSIANS // (4 * k * k), 1)
+            found += [every[i : i + size] for i in range(0, len(every), size)]
     return found
 
 

@@ -10,10 +10,12 @@ import copy
 import hashlib
 import json
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from anybit.checkpoints.configuration import Quantization
 from anybit.codes.packing import QuantizedWeight, unstack
 from anybit.codes.reference import quantize_activations
-from anybit.errors import CalibrationError, OptionError, TextError
+from anybit.errors import CalibrationError, TextError
 from anybit.models.blocks import find_blocks, linear_modules, set_weight, weight_of
 from anybit.quantization.pipeline import blocks as walk
 from anybit.quantization.pipeline import resume as resuming
@@ -60,10 +62,11 @@ class Statistics:
 class LayerQuantizer(Protocol):
     """Quantizes a layer, or several with the same input, stacked along N: rows are independent.
 
-    weight: float32 [N, K].  statistics: of the input.  name: of the layer or layers, for errors.
+    weight: float32 [N, K].  statistics: of the input; None for an expert that too few tokens reach, which is rounded to
+    nearest.  name: of the layer or layers, for errors.
     """
 
-    def __call__(self, weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
+    def __call__(self, weight: Tensor, statistics: Statistics | None, name: str) -> QuantizedWeight:
         """Quantize the weight."""
         ...
 
@@ -87,68 +90,6 @@ class Calibration:
     budget: int = 8 << 30
     batch_tokens: int = 4096
     options: dict[str, object] = field(default_factory=dict)
-
-
-def tokenized(
-    text: str, tokenizer: Callable[..., object], length: int = 512, tokens: int | None = None
-) -> list[Tensor]:
-    """The first ``tokens`` tokens of a text as sequences of ``length``, the last one shorter: int64 [length] each."""
-    ids: list[int] = tokenizer(text).input_ids  # type: ignore[attr-defined]
-    ids = ids[:tokens]
-    return [torch.tensor(ids[i : i + length]) for i in range(0, len(ids), length)]
-
-
-def read_text(path: Path | str) -> str:
-    """Read a text for calibration or evaluation. Raises TextError if it is missing, empty or not UTF-8."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise TextError(f"text {path} is not UTF-8 ({byte}): save it in UTF-8") from None
-    except OSError as error:
-        raise TextError(f"text {path} cannot be read: {error.strerror}") from None
-    if not text.strip():
-        raise TextError(f"text {path} is empty")
-    if "\0" in text:
-        raise TextError(f"text {path} holds zero bytes, as UTF-16 does: save it in UTF-8")
-    return text
-
-
-def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
-    """Token ids from a JSON file: a list of lists of any lengths. Raises TextError, with the place, otherwise."""
-    text = read_text(path)
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TextError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, list) or not found:
-        raise TextError(f"{path} must hold a list of lists of token ids")
-    for i, sequence in enumerate(found):
-        ids = sequence if isinstance(sequence, list) else [sequence]
-        wrong = [item for item in ids if type(item) is not int or not 0 <= item < vocabulary]
-        if wrong or not isinstance(sequence, list):
-            raise TextError(
-                f"{path}: sequence {i} must be a list of token ids from 0 to {vocabulary - 1}, and holds "
-                f"{json.dumps((wrong or ids)[0])}"
-            )
-    return [torch.tensor(sequence, dtype=torch.int64) for sequence in found]
-
-
-def checked_sequences(found: Any, vocabulary: int) -> list[Tensor]:
-    """Token ids from the option ``sequences``. Raises OptionError for anything but lists of token ids."""
-    sequences = []
-    for i, sequence in enumerate(found if hasattr(found, "__iter__") else [found]):
-        try:
-            ids = torch.as_tensor(sequence)
-        except (TypeError, ValueError, RuntimeError):
-            ids = torch.tensor(0)
-        whole = ids.ndim == 1 and not (ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool))
-        if not whole or bool(((ids < 0) | (ids >= vocabulary)).any()):
-            raise OptionError(
-                f"option sequences must be lists of token ids from 0 to {vocabulary - 1}; sequence {i} is not one"
-            )
-        sequences.append(ids.to(torch.int64))
-    return sequences
 
 
 def batched(sequences: Iterable[Tensor | Sequence[int]], batch_tokens: int) -> list[Tensor]:
@@ -204,6 +145,12 @@ def calibrate(
                 progress(index + 1, len(run.blocks), left)
     finally:
         run.finish()
+    if run.rare:
+        warnings.warn(
+            f"{len(run.rare)} experts saw fewer than {MINIMUM_TOKENS} tokens of the calibration text and are rounded "
+            f"to nearest: {', '.join(run.rare)}; calibrate on more tokens to include them",
+            stacklevel=2,
+        )
     return run.done
 
 
@@ -235,6 +182,7 @@ class _Run:
         for i, x in hidden.items():
             self._enter(i, x.to(place))
         self.done: dict[str, QuantizedWeight] = {}
+        self.rare: dict[str, None] = {}
         self.resume = None
         if settings.resume is not None:
             key = fingerprint(model, batches, schemes, names, settings)
@@ -289,10 +237,16 @@ class _Run:
         """Quantize a block's layers in execution order, and advance the reference stream past it."""
         weights: dict[str, QuantizedWeight] = {}
         plain = linear_modules(original, name, self.names)
-        stages = walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]) if linears else []
+        runs = walk.expert_stages(original, name, linears)
+        routed = {layer for run in runs for stage in run for layer in stage}
+        x = self.quantized[0].to(self.device)
+        stages = walk.stages(original, plain, x, calls[0], routed) if linears else []
+        # Experts' layers stand where the first of them runs.
+        place = next((i for i, stage in enumerate(stages) if stage[0] in routed), len(stages))
+        stages = [stage for stage in stages if stage[0] not in routed]
         seen = self._advance_reference(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
-        for stage in stages:
-            statistics = self._statistics(work, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls)
+
+        def put(stage: list[str], statistics: Statistics | None) -> None:
             by_scheme: dict[Scheme, list[str]] = {}
             for layer in stage:
                 by_scheme.setdefault(self.schemes.scheme_of(layer), []).append(layer)
@@ -302,7 +256,42 @@ class _Run:
                 for layer, weight in zip(alike, unstack(stacked, [len(weight) for weight in rows]), strict=True):
                     weights[layer] = weight
                     set_weight(linears[layer], weights[layer].dequantize())
+
+        def put_all(stages: list[list[str]]) -> None:
+            for stage in stages:
+                put(stage, self._statistics(work, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls))
+
+        put_all(stages[:place])
+        for run in runs:
+            found = self._routed_statistics(work, {stage[0]: linears[stage[0]] for stage in run}, calls)
+            for stage in run:
+                put(stage, found.pop(stage[0], None))
+        put_all(stages[place:])
         return weights
+
+    def _routed_statistics(
+        self, work: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
+    ) -> dict[str, Statistics]:
+        """Statistics of experts' inputs, each of the tokens that the quantized model routes to it.
+
+        Without drift: the original model may route other tokens there. None of those that too few tokens reach.
+        """
+        hessians: dict[str, Tensor] = {}
+        tokens: Counter[str] = Counter()
+        for i in range(self.count):
+            found, _ = walk.run_and_look(work, layers, self.quantized[i].to(self.device), calls[i])
+            for name, x in found.items():
+                product = x.float().T @ x.float()
+                hessians[name] = hessians[name].add_(product) if name in hessians else product
+                tokens[name] += len(x)
+        enough = {}
+        for name in layers:
+            if tokens[name] < MINIMUM_TOKENS or not bool(hessians[name].diagonal().any()):
+                self.rare[name.rpartition(".")[0]] = None
+                continue
+            _check_finite(hessians[name], name)
+            enough[name] = Statistics(hessians[name] / tokens[name], None, tokens[name])
+        return enough
 
     def _advance_reference(
         self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
@@ -337,11 +326,7 @@ class _Run:
         if original is not None:
             original.clear()
         assert hessian is not None
-        if not bool(hessian.isfinite().all()):
-            raise CalibrationError(
-                f"the inputs of {layer} hold NaN or infinity during calibration; a model in 16 bits may overflow: "
-                "try float32"
-            )
+        _check_finite(hessian, layer)
         if not bool(hessian.diagonal().any()):
             raise walk.unreached([layer], ", whose inputs are all zero")
         return Statistics(hessian / tokens, None if drift is None else drift / tokens, tokens)
@@ -358,6 +343,14 @@ class _Run:
             if name is not None and not bool(out.isfinite().all()):
                 raise CalibrationError(f"the outputs of {name} hold NaN or infinity after it was quantized")
             stream[i] = out.to(stream[i].device)
+
+
+def _check_finite(hessian: Tensor, layer: str) -> None:
+    if not bool(hessian.isfinite().all()):
+        raise CalibrationError(
+            f"the inputs of {layer} hold NaN or infinity during calibration; a model in 16 bits may overflow: "
+            "try float32"
+        )
 
 
 def _fits(hidden: list[Tensor], device: torch.device, settings: Calibration) -> bool:

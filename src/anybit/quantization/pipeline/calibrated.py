@@ -25,6 +25,7 @@ from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError, TextError, one_line
 from anybit.models.blocks import find_blocks, weight_of
+from anybit.models.experts import unfuse
 from anybit.models.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads, without_rescaling
 from anybit.quantization.learn.generated import written
 from anybit.quantization.learn.scales import learn_scales, put_scales
@@ -38,15 +39,12 @@ from anybit.quantization.pipeline.calibrate import (
     Statistics,
     batched,
     calibrate,
-    checked_sequences,
     fingerprint,
-    read_sequences,
-    read_text,
-    tokenized,
 )
 from anybit.quantization.pipeline.options import Learning, Options
 from anybit.quantization.pipeline.resume import SavedState, make_folder, remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
+from anybit.quantization.pipeline.text import checked_sequences, read_sequences, read_text, tokenized
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -130,8 +128,10 @@ def _calibrated(job: Job, model: "PreTrainedModel", text: list[Tensor], options:
     kind = _scale_dtype(job)
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
 
-    def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
+    def quantizer(weight: Tensor, statistics: Statistics | None, name: str) -> QuantizedWeight:
         format = job.scheme_of(name.partition(", ")[0]).weights
+        if statistics is None:
+            return gptq.nearest(weight, format, kind, name)
         weight = statistics.corrected(weight, options.drift)
         return gptq.quantize(weight, statistics.hessian, format, settings, name)
 
@@ -383,6 +383,7 @@ def load_whole(job: Job) -> "PreTrainedModel":
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"transformers cannot load {job.source.path}: {one_line(error)}") from error
     without_rescaling(model)
+    unfuse(model)
     return model.eval().requires_grad_(False)
 
 

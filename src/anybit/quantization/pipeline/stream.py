@@ -4,7 +4,6 @@ Only one source tensor and its codes are in memory at a time; a failed run leave
 """
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,9 @@ from torch import Tensor
 from anybit.cache import kvcache
 from anybit.checkpoints.configuration import configuration, in_any_order, override_of, parse_overrides, refuse_quantized
 from anybit.checkpoints.convert import shared_ignore
+from anybit.checkpoints.expert_parts import split_experts
 from anybit.checkpoints.folder import Folder, path_of
-from anybit.checkpoints.safetensors import Entry, header_room
+from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.verify import TRAP, check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
 from anybit.codes.packing import QuantizedWeight
@@ -27,7 +27,7 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.layers.embedding import embedding_refused
 from anybit.layers.linear import QuantLinear
-from anybit.models.families import EXPERTS
+from anybit.models.experts import warn_of_left, weights_left
 from anybit.models.modules import (
     LinearLayer,
     beside_text,
@@ -69,7 +69,7 @@ class Saved:
     """The result of quantizing a model.
 
     bytes_before, bytes_after: of all tensors.  weights: number of quantized weights, an embedding's included.
-    experts: number of weights in experts, which are not quantized.  bits_per_weight: over both.
+    experts: number of weights in experts that stay in 16 bits (``models.experts``).  bits_per_weight: over both.
     overrides: schemes by layer name or pattern.  beside: unquantized modules outside the language part (vision, audio).
     schemes: number of layers by scheme.
     seconds: of the whole job, calibration included.
@@ -138,6 +138,8 @@ class Job:
         check_place(output, rest.get("overwrite", False), folder.path)  # fail now, not after an hour
         refuse_quantized(folder.config, str(folder.path))
         model = skeleton(folder.path, trust_remote_code)
+        warn_of_left(model)
+        folder.entries = split_experts(model, folder.entries)
         check_kept(model, modules_to_not_convert)
         kept = kept_modules(model, modules_to_not_convert, others)
         layers = linear_layers(model, kept)
@@ -221,7 +223,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                     writer.add(f"{layer.name}.{TRAP}", torch.empty(0, dtype=torch.uint8))
         _write_companions(job, folder, group_index, changes, ignore)
         after = writer.bytes
-    experts, expert_bytes = experts_of(job.source.entries)
+    experts = weights_left(job.model)
     return Saved(
         str(job.output),
         str(job.scheme),
@@ -230,7 +232,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
         total,
         job.source.bytes,
         after,
-        8 * (quantized_bytes + expert_bytes) / (total + experts),
+        8 * (quantized_bytes + experts * job.source.dtype.itemsize) / (total + experts),
         time.perf_counter() - job.began,
         experts,
         {layer: str(scheme) for layer, scheme in job.overrides.items()},
@@ -247,16 +249,6 @@ def run_rtn(job: Job) -> Saved:
     return write_quantized(
         job, lambda layer, weight: quantize_weight(weight.to(device), job.scheme_of(layer.name).weights, search)
     )
-
-
-def experts_of(entries: Mapping[str, Entry]) -> tuple[int, int]:
-    """(weights, bytes) of the experts in a checkpoint: floats, or MXFP4 as gpt-oss' ``_blocks`` and ``_scales``."""
-    found = [(name, e) for name, e in entries.items() if EXPERTS.search(name) and len(e.shape) > 1]
-    floats = [e for name, e in found if e.dtype.is_floating_point and not name.endswith("bias")]
-    codes = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_blocks")]
-    scales = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_scales")]
-    weights = sum(math.prod(e.shape) for e in floats) + 2 * sum(math.prod(e.shape) for e in codes)
-    return weights, sum(e.bytes for e in (*floats, *codes, *scales))
 
 
 def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> QuantizedWeight:

@@ -1,0 +1,128 @@
+"""Mixtures of experts, from folder to folder: each expert is three linear layers, token for token."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cases_models import tokens_of
+from tests.models.test_experts import COMMON, MODELS
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import anybit
+from anybit.models.experts import unfuse
+from anybit.quantization.methods.registry import quantize_folder
+
+SIZES: dict[str, Any] = {**COMMON, "bos_token_id": 1, "eos_token_id": 2}
+FUSED = ("gpt_oss", "granitemoe")
+"""Whose checkpoints store the experts of a layer as one tensor."""
+
+
+def text(count: int = 24) -> dict[str, Any]:
+    dice = torch.Generator().manual_seed(5)
+    return {"sequences": torch.randint(3, 96, (count, 128), generator=dice).tolist(), "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders of tiny models, by model_type."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            torch.manual_seed(3)
+            config = AutoConfig.for_model(kind, **{**SIZES, **MODELS[kind]})
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.normal_(0, 0.2)
+            made[kind] = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(made[kind])
+        return made[kind]
+
+    return make
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, anybit.QuantLinear)}
+
+
+def check(source: Path, found: PreTrainedModel, again: Path) -> dict[str, str]:
+    """A model writes what the original with dequantized weights does, also saved again; schemes by layer."""
+    layers = layers_of(found)
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    unfuse(model)
+    for name, layer in layers.items():
+        model.get_submodule(name).weight.data = layer.dequantize()
+    expected = tokens_of(model)
+    assert tokens_of(found.eval()) == expected
+    found.save_pretrained(again)
+    assert tokens_of(AutoModelForCausalLM.from_pretrained(again).eval()) == expected
+    return {name: str(layer.scheme) for name, layer in layers.items()}
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "loading"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_mixture_writes_what_its_weights_say(sources: Any, tmp_path: Path, kind: str, method: str) -> None:
+    out, source = tmp_path / "out", sources(kind)
+    if method == "loading":
+        how = anybit.AnyBitConfig("w4a16")
+        found = AutoModelForCausalLM.from_pretrained(source, quantization_config=how)
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "[0-9]+ experts saw fewer than")
+            saved = quantize_folder(source, out, "w4a16", method, options=text() if method == "gptq" else None)
+        assert saved.experts == 0
+        found = AutoModelForCausalLM.from_pretrained(out)
+    schemes = check(source, found, tmp_path / "again")
+    sparse = 1 if "first_k_dense_replace" in MODELS[kind] else 2
+    assert sum(".experts." in name for name in schemes) == sparse * 8 * 3
+
+
+@pytest.mark.parametrize("kind", ["mixtral", *FUSED])
+def test_schemes_and_kept_layers_go_by_expert(sources: Any, tmp_path: Path, kind: str) -> None:
+    down = "w2" if kind == "mixtral" else "down_proj"
+    overrides = {f"*.experts.*.{down}": "w8a16", "*.experts.3.*": "w2a16"}
+    keep = ["lm_head", r".*experts\.1\..*"]
+    quantize_folder(sources(kind), tmp_path / "out", "w4a16", modules_to_not_convert=keep, overrides=overrides)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    schemes = check(sources(kind), found, tmp_path / "again")
+    own = {name.partition(".experts.")[2]: scheme for name, scheme in schemes.items() if ".experts." in name}
+    assert len(own) == 7 * 3 and not any(name.startswith("1.") for name in own)
+    assert own[f"0.{down}"] == "w8a16" and own[f"3.{down}"] == "w2a16"
+    assert sum(scheme == "w4a16" for scheme in own.values()) == 6 * 2
+
+
+def test_a_budget_mixes_widths_by_expert(sources: Any, tmp_path: Path) -> None:
+    saved = quantize_folder(sources("qwen3_moe"), tmp_path / "out", "w4a16", "rtn", bits=6, options=text(4))
+    assert saved.bits_per_weight <= 6 and len(saved.schemes) > 1
+    check(sources("qwen3_moe"), AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "again")
+
+
+def test_experts_that_see_few_tokens_are_named(sources: Any, tmp_path: Path) -> None:
+    """All of them, with 256 tokens of text: they are rounded to nearest."""
+    with pytest.warns(UserWarning, match=r"^16 experts saw fewer .*: model\.layers\.0\.mlp\.experts\.0, ") as told:
+        quantize_folder(sources("mixtral"), tmp_path / "out", "w4a16", "gptq", options=text(2))
+    assert len(told) == 1
+    quantize_folder(sources("mixtral"), tmp_path / "rtn", "w4a16")
+    one, other = (layers_of(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("out", "rtn"))
+    rounded = [bool((one[name].dequantize() == other[name].dequantize()).all()) for name in one if "experts" in name]
+    assert all(rounded) and len(rounded) == 48
+
+
+def test_unknown_experts_are_named(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "llama4_text", **SIZES, num_local_experts=2, intermediate_size=32, intermediate_size_mlp=32,
+        interleave_moe_layer_step=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    for how in ("folder", "loading"):
+        with pytest.warns(UserWarning, match="experts of model.layers.1.feed_forward.experts stay in 16 bits: Llama4"):
+            if how == "folder":
+                saved = quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16")
+                assert saved.experts == 2 * 3 * 32 * 32
+            else:
+                loading = anybit.AnyBitConfig("w4a16")
+                AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=loading)
