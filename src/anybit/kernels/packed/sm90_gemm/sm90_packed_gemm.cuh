@@ -276,17 +276,18 @@ DEVICE void packed_gemm(const P& p) {
         }
         [[maybe_unused]] int turn = 0, ahead = k_part;  // epilogue buffer; this warpgroup's first round of a part
         Walk<Config> walk;
+        if constexpr (of_experts<Config>) ptx::griddepcontrol_wait();
         for (Part part; walk.at(p, k_rank, part); walk.advance()) {
-            const TilePlace place = place_of<Config>(p, part.tile);
+            const PlaceOf<Config> place = place_of<Config>(p, part.tile);
             const int own_tile = first_tile<Config>(place, row_rank, half) + row_part;
             // Row tiles of another CTA or past the end: an out-of-range row suppresses their stores.
-            const int row = (Config::block_tiles > 0 && own_tile >= end_of<Config>(p, place) ? p.weight_tiles : own_tile) * 64;
+            const int row = ((Config::block_tiles > 0 || of_experts<Config>) && own_tile >= end_of<Config>(p, place) ? p.weight_tiles : own_tile) * 64;
             const bool halved = Config::halves && row_part == (half == 0 ? Config::row_warpgroups - 1 : 0);
             typename Sums<Config>::Total sum[Config::tile_m / 2];
             int previous = -1;
             TileTerms<Config> terms;
             // With split-K over the cluster a CTA finishes only its share of the tokens.
-            const int first_token = place.token_tile * Config::tile_m + k_rank * Shape::share + halved * half * (Config::tile_m / 2);
+            const int first_token = first_token_of<Config>(place) + k_rank * Shape::share + halved * half * (Config::tile_m / 2);
             terms.load(p, row + warp % 4 * 16, first_token);
             Dequantize<Config> dequantize;
             dequantize.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
@@ -326,14 +327,22 @@ DEVICE void packed_gemm(const P& p) {
             }
             if constexpr (Config::tensor_store) {
                 store_tile_by_map<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Shape::staging_rows * 128, warpgroup, row,
-                                               place.token_tile * Config::tile_m);
+                                               first_token_of<Config>(place));
                 continue;
             }
             const uint32_t staging = ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128;
-            if constexpr (ends_with_silu<Config>)
-                store_silu_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, place.token_tile * Config::tile_m);
+            const int begin = first_token_of<Config>(place);
+            if constexpr (of_experts<Config>) {
+                const ExpertOutput out = {p.y, place.end_token, p.expert_rows};
+                const int own_row = row - place.expert * p.expert_tiles * 64;
+                if constexpr (ends_with_silu<Config>)
+                    store_silu_tile<Config>(out, sum, terms, staging, turn, warpgroup, own_row, begin);
+                else
+                    store_tile<Config>(out, sum, terms, staging, turn, warpgroup, own_row, begin);
+            } else if constexpr (ends_with_silu<Config>)
+                store_silu_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, begin);
             else
-                store_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, place.token_tile * Config::tile_m);
+                store_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, begin);
         }
     }
     if (Config::tensor_store && warp < Shape::warpgroups * 4 && threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group<0>();

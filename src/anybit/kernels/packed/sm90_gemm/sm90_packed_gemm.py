@@ -92,6 +92,10 @@ class Params:
     row_tiles: Int32
     token_tiles: Int32
     raster: Int32
+    expert_tiles: Int32
+    token_tile: Pointer
+    token_tile_count: Pointer
+    expert_rows: Int32
 
 
 @dataclass(frozen=True)
@@ -294,6 +298,10 @@ def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Par
         row_tiles=row_tiles,
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
+        expert_tiles=0,
+        token_tile=None,
+        token_tile_count=None,
+        expert_rows=0,
         **stored,
     )
 

@@ -12,6 +12,13 @@ namespace packed {
 template <class Config> struct EndingWithSilu : Config {};
 template <class Config> constexpr bool ends_with_silu = false;
 template <class Config> constexpr bool ends_with_silu<EndingWithSilu<Config>> = true;
+template <class Config> constexpr bool ends_with_silu<OfExperts<Config>> = ends_with_silu<Config>;
+
+// Y as the stores of an expert's tile see it: up to the end of its tokens, with an expert's rows.
+struct ExpertOutput {
+    uint16_t* y;
+    int tokens, rows;
+};
 
 template <class Config>
 DEVICE float bias_of(uint16_t bits) {
@@ -70,7 +77,8 @@ struct TileTerms {
 };
 
 // Stores eight rows of one token to Y.
-DEVICE void store_rows(const Params& p, int row, int token, const uint4& v) {
+template <class Output>
+DEVICE void store_rows(const Output& p, int row, int token, const uint4& v) {
     if (token >= p.tokens || row >= p.rows) return;
     uint16_t* target = p.y + static_cast<size_t>(token) * p.rows + row;
     if (p.rows % 8 == 0) {
@@ -83,7 +91,8 @@ DEVICE void store_rows(const Params& p, int row, int token, const uint4& v) {
 }
 
 // The same with silu: eight channels of one token, each from two rows.
-DEVICE void store_channels(const Params& p, int channel, int token, const uint4& v) {
+template <class Output>
+DEVICE void store_channels(const Output& p, int channel, int token, const uint4& v) {
     if (token < p.tokens && channel < p.rows / 2) *reinterpret_cast<uint4*>(p.y + static_cast<size_t>(token) * (p.rows / 2) + channel) = v;
 }
 // Swizzled staging offset, with silu: a warpgroup's 32 channels of a token are 64 bytes, in 16-byte chunks.
@@ -111,8 +120,8 @@ DEVICE void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total
 // Stores a warpgroup's tile through shared memory, Config::epilogue_tile tokens at a time, double-buffered where it fits:
 // a token's 64 rows are 128 bytes there (16-byte chunks swizzled by token % 8), so that global stores are whole 128-byte
 // lines.
-template <class Config>
-DEVICE void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+template <class Config, class Output>
+DEVICE void store_tile(const Output& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                             uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
     constexpr int groups = Config::tile_m / 8, staged = Config::epilogue_tile;
@@ -142,8 +151,8 @@ DEVICE void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Conf
 }
 
 // The same with silu: twice as many tokens at a time, 64 bytes each.
-template <class Config>
-DEVICE void store_silu_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+template <class Config, class Output>
+DEVICE void store_silu_tile(const Output& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                          uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
     constexpr int groups = Config::tile_m / 8, staged = 2 * Config::epilogue_tile;

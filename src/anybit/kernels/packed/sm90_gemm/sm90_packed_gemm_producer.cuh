@@ -31,7 +31,7 @@ struct Producer {
         size_t stride;
         uint32_t bytes;
     };
-    DEVICE Weights weights_of(const TilePlace& place) const {
+    DEVICE Weights weights_of(const PlaceOf<Config>& place) const {
         const int first = first_tile<Config>(place, row_rank, half);
         const int count = max(min(Config::row_warpgroups, end_of<Config>(p, place) - first), 0);
         return {p.tiles + static_cast<size_t>(first) * Config::tile_bytes, static_cast<size_t>(p.weight_tiles) * Config::tile_bytes,
@@ -57,13 +57,13 @@ struct Producer {
                 ptx::cp_async_bulk_load(target, source, bytes, barrier);
         }
     }
-    DEVICE void load_x(const TilePlace& place, int round, int stage) const {
+    DEVICE void load_x(const PlaceOf<Config>& place, int round, int stage) const {
         constexpr int share = Config::tile_m / Config::cluster_n;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         if constexpr (Shape::tail_rows > 0) {
             // Tokens are columns of the product: stale columns past the last token are never stored.
-            const int first = place.token_tile * Config::tile_m;
-            const int rows = (p.tokens - first + Shape::tail_rows - 1) / Shape::tail_rows * Shape::tail_rows;
+            const int first = first_token_of<Config>(place);
+            const int rows = (end_token_of(p, place) - first + Shape::tail_rows - 1) / Shape::tail_rows * Shape::tail_rows;
             if (rows <= Config::tile_m - Shape::tail_rows) {
                 ptx::mbarrier_arrive_expect_tx(barrier, Config::span * rows * 128 * Shape::element_bytes);
                 for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
@@ -81,7 +81,7 @@ struct Producer {
             const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
             const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::k_block_bytes + box * Shape::box_bytes + row_rank * share * 128;
             const int x = (round * Config::span + i) * 128 + box * (128 / Shape::element_bytes);
-            const int y = place.token_tile * Config::tile_m + row_rank * share;
+            const int y = first_token_of<Config>(place) + row_rank * share;
             if (Config::cluster_n > 1)
                 ptx::cp_async_bulk_tensor_2d_multicast(target, &p.x, x, y, barrier, sharers);
             else
@@ -90,6 +90,7 @@ struct Producer {
     }
     // Loads the weights of the first prologue_stages rounds.
     DEVICE void begin() const {
+        if constexpr (of_experts<Config>) return;  // which experts is known only once routing has ended
         Part part;
         if (!Walk<Config>().at(p, k_rank, part)) return;
         const Weights weights = weights_of(place_of<Config>(p, part.tile));
@@ -99,12 +100,12 @@ struct Producer {
     // inbound bandwidth with later stages'.
     static constexpr bool halves_first = (Config::direct > 0 || (Config::unrolled && Config::prologue_stages > 1)) && Shape::producers == 4 &&
                                          Shape::reduces && Config::cluster_n == 1 && Config::span == 1 && Shape::element_bytes == 2;
-    DEVICE void load_first(const TilePlace& place, int round) const {
+    DEVICE void load_first(const PlaceOf<Config>& place, int round) const {
         const int stage = turn / 2, box = turn % 2;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         if (box == 0) ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
         ptx::cp_async_bulk_tensor_2d(ring + stage * Shape::stage_bytes + box * Shape::box_bytes, &p.x, (round + stage) * 128 + box * 64,
-                                     place.token_tile * Config::tile_m, barrier);
+                                     first_token_of<Config>(place), barrier);
     }
     DEVICE void run() const {
         ptx::griddepcontrol_wait();
@@ -112,11 +113,11 @@ struct Producer {
         Walk<Config> walk;
         int early = Config::prologue_stages;
         for (Part part; walk.at(p, k_rank, part); walk.advance(), early = 0) {
-            const TilePlace place = place_of<Config>(p, part.tile);
+            const PlaceOf<Config> place = place_of<Config>(p, part.tile);
             const Weights weights = weights_of(place);
             int round = 0;
             if constexpr (halves_first)
-                if (part.count > 1 && (Shape::tail_rows == 0 || p.tokens - place.token_tile * Config::tile_m > Config::tile_m - Shape::tail_rows)) {
+                if (part.count > 1 && (Shape::tail_rows == 0 || end_token_of(p, place) - first_token_of<Config>(place) > Config::tile_m - Shape::tail_rows)) {
                     load_first(place, part.first);
                     cursor.advance(round = 2);
                 }

@@ -22,6 +22,12 @@ struct Params {
     int row_tiles;            // clusters along the rows: ceil(weight_tiles / (row_warpgroups * cluster_n))
     int token_tiles;
     int raster;               // rasterization band: row tiles walked together
+    // Of experts' products (sm90_grouped_gemm.cuh), else null: the weights are tall, expert by expert, and tokens are slots
+    // sorted by expert; tokens and rows are of all experts together.
+    int expert_tiles;                  // 64-row tiles of an expert
+    const uint4* token_tile;           // of each: its expert, the expert's first token tile, first slot and slots
+    const uint32_t* token_tile_count;  // as routing found it
+    int expert_rows;                   // rows of Y that an expert writes: its own, without padding
 };
 
 struct StoreParams : Params {
@@ -97,6 +103,15 @@ struct TilePlace {
     int row_tile, token_tile;
 };
 
+// A tile of an expert: its first 64-row tile, the end of the expert's, its tokens.
+struct ExpertPlace {
+    int tile, end, expert, first_token, end_token;
+};
+template <class Config> struct OfExperts : Config {};
+template <class Config> constexpr bool of_experts = false;
+template <class Config> constexpr bool of_experts<OfExperts<Config>> = true;
+template <class Config> using PlaceOf = typename Choose<of_experts<Config>, ExpertPlace, TilePlace>::type;
+
 // Rasterization: bands of `raster` row tiles, walked token tile by token tile, so that concurrent CTAs share X and W in L2.
 DEVICE TilePlace tile_place(const Params& p, int tile) {
     const int band = tile / (p.raster * p.token_tiles), within = tile - band * p.raster * p.token_tiles;
@@ -104,17 +119,35 @@ DEVICE TilePlace tile_place(const Params& p, int tile) {
     return {first + within % height, within / height};
 }
 
+// A tile of experts: an expert's token tiles run fastest, so that its weights are read from memory once.
+template <class Config> DEVICE ExpertPlace expert_place(const Params& p, int tile) {
+    const uint4 found = ptx::ld_global_cg_v4(p.token_tile + tile / p.row_tiles);
+    const int expert = found.x, first = found.z, tokens = found.w;
+    const int within = tile - static_cast<int>(found.y) * p.row_tiles, token_tiles = (tokens + Config::tile_m - 1) / Config::tile_m;
+    const int row_tile = within / token_tiles, token_tile = within - row_tile * token_tiles, begin = expert * p.expert_tiles;
+    return {begin + row_tile * Config::row_warpgroups, begin + p.expert_tiles, expert, first + token_tile * Config::tile_m, first + tokens};
+}
+
 // The same with Config::block_tiles: each CTA owns a contiguous range of 64-row tiles, row_warpgroups at a time.
-template <class Config> DEVICE TilePlace place_of(const Params& p, int tile) {
+template <class Config> DEVICE PlaceOf<Config> place_of(const Params& p, int tile) {
+    if constexpr (of_experts<Config>) return expert_place<Config>(p, tile);
+    else {
     if constexpr (Config::block_tiles == 0) return tile_place(p, tile);
     const int block = tile % gridDim.x, position = tile / gridDim.x;
     return {block % p.row_tiles * Config::block_tiles + position * Config::row_warpgroups, block / p.row_tiles};
+    }
 }
 // End of the 64-row tiles that this place may cover.
 template <class Config> DEVICE int end_of(const Params& p, const TilePlace& place) {
     if constexpr (Config::block_tiles == 0) return p.weight_tiles;
     return min((place.row_tile / Config::block_tiles + 1) * Config::block_tiles, p.weight_tiles);
 }
+template <class Config> DEVICE int end_of(const Params&, const ExpertPlace& place) { return place.end; }
+// A place's tokens.
+template <class Config> DEVICE int first_token_of(const TilePlace& place) { return place.token_tile * Config::tile_m; }
+template <class Config> DEVICE int first_token_of(const ExpertPlace& place) { return place.first_token; }
+DEVICE int end_token_of(const Params& p, const TilePlace&) { return p.tokens; }
+DEVICE int end_token_of(const Params&, const ExpertPlace& place) { return place.end_token; }
 
 // First 64-row tile of a CTA. Two CTAs that split a row tile cover 2 * row_warpgroups - 1 together.
 template <class Config>
@@ -123,6 +156,8 @@ DEVICE int first_tile(const TilePlace& place, int row_rank, int half) {
     if (Config::halves) return place.row_tile * (2 * Config::row_warpgroups - 1) + half * (Config::row_warpgroups - 1);
     return (place.row_tile * Config::cluster_n + row_rank) * Config::row_warpgroups;
 }
+template <class Config>
+DEVICE int first_tile(const ExpertPlace& place, int, int) { return place.tile; }
 
 // K range of the halved row tile for one of its two CTAs.
 template <class Config>
@@ -154,6 +189,8 @@ struct Walk {
             const int first = position * Config::row_warpgroups;
             return first < Config::block_tiles && blockIdx.x % p.row_tiles * Config::block_tiles + first < p.weight_tiles;
         }
+        if constexpr (of_experts<Config>)
+            return part.tile < p.row_tiles * static_cast<int>(ptx::ld_global_cg_u32(p.token_tile_count));
         return part.tile < p.row_tiles * p.token_tiles;
     }
     DEVICE void advance() { position++; }

@@ -1,0 +1,109 @@
+// Sorts slots (a token's choice of an expert) by expert and gathers their rows of X, in one launch.
+//
+// Every CTA counts all ids, and those ahead of its own tokens: it knows where each of its slots goes without hearing from other
+// CTAs. Within an expert slots keep their order, so that the result does not depend on the order of threads. An id outside of
+// 0 .. experts - 1, such as -1, is skipped.
+#ifndef ANYBIT_ROUTE_CUH
+#define ANYBIT_ROUTE_CUH
+
+#include "common/ptx/base.cuh"
+
+struct Params {
+    const uint32_t* ids;  // [tokens, top_k], of Config::id_words words each
+    const uint4* x;       // [tokens], rows of `vectors` 16-byte vectors, x_stride vectors apart
+    const float* x_scale;   // of 8-bit activations: [tokens], else null
+    const int32_t* x_sum;   // of int8 ones: [tokens], else null
+    uint4* sorted;          // [slots], rows of `vectors`
+    float* sorted_scale;
+    int32_t* sorted_sum;
+    int32_t* place;         // [tokens, top_k]: the slot's row, -1 if skipped
+    uint4* token_tile;      // of each: its expert, the expert's first token tile, first row and rows
+    uint32_t* token_tile_count;
+    int32_t tokens, top_k, experts, vectors, x_stride, tile_m;
+};
+
+namespace route {
+
+// Words that all 32 lanes see as the sum of those before, and the sum of all.
+DEVICE int scanned(int v, int& sum) {
+    int total = v;
+    UNROLL for (int delta = 1; delta < 32; delta *= 2) {
+        const int other = ptx::shfl_up(total, delta);
+        if (ptx::lane_id() >= static_cast<uint32_t>(delta)) total += other;
+    }
+    sum = ptx::shfl(total, 31);
+    return total - v;
+}
+
+template <class Config> DEVICE int id_of(const Params& p, int slot) {
+    const int id = static_cast<int>(p.ids[static_cast<size_t>(slot) * Config::id_words]);
+    return static_cast<uint32_t>(id) < static_cast<uint32_t>(p.experts) ? id : -1;
+}
+
+}  // namespace route
+
+template <class Config>
+__global__ void __launch_bounds__(Config::threads) route_tokens(const __grid_constant__ Params p) {
+    static_assert(Config::shared_bytes == (2 * Config::most_experts + 2 * Config::threads) * 4, "two counts an expert, a chunk of slots");
+    int* count = reinterpret_cast<int*>(ptx::dynamic_shared());
+    int* next = count + Config::most_experts;  // ids ahead of this CTA's, then the row of its next slot
+    int* ids = next + Config::most_experts;
+    int* rows = ids + Config::threads;
+    const int thread = threadIdx.x, each = (p.tokens + gridDim.x - 1) / gridDim.x;
+    const int begin = min(static_cast<int>(blockIdx.x) * each, p.tokens), end = min(begin + each, p.tokens);
+
+    for (int e = thread; e < p.experts; e += Config::threads) count[e] = next[e] = 0;
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    __syncthreads();
+    for (int slot = thread; slot < p.tokens * p.top_k; slot += Config::threads) {
+        const int id = route::id_of<Config>(p, slot);
+        if (id < 0) continue;
+        atomicAdd(&count[id], 1);
+        if (slot < begin * p.top_k) atomicAdd(&next[id], 1);
+    }
+    __syncthreads();
+    if (thread < 32) {
+        int first_row = 0, first_tile = 0;
+        for (int from = 0; from < p.experts; from += 32) {
+            const int e = from + thread, mine = e < p.experts ? count[e] : 0, tiles = (mine + p.tile_m - 1) / p.tile_m;
+            int all_rows, all_tiles;
+            const int row = first_row + route::scanned(mine, all_rows), tile = first_tile + route::scanned(tiles, all_tiles);
+            if (e < p.experts) next[e] += row;
+            if (blockIdx.x == 0)
+                for (int i = 0; i < tiles; i++) p.token_tile[tile + i] = uint4{static_cast<uint32_t>(e), static_cast<uint32_t>(tile), static_cast<uint32_t>(row), static_cast<uint32_t>(mine)};
+            first_row += all_rows, first_tile += all_tiles;
+        }
+        if (blockIdx.x == 0 && thread == 0) *p.token_tile_count = first_tile;
+    }
+    __syncthreads();
+    const int step = Config::threads / p.top_k;  // tokens at a time: a thread a slot
+    for (int first = begin; first < end; first += step) {
+        const int count_here = min(step, end - first), slots = count_here * p.top_k;
+        const int id = thread < slots ? route::id_of<Config>(p, first * p.top_k + thread) : -1;
+        ids[thread] = id;
+        __syncthreads();
+        int row = -1;
+        if (id >= 0) {
+            row = next[id];
+            for (int other = 0; other < thread; other++) row += ids[other] == id;
+        }
+        rows[thread] = row;
+        if (thread < slots) p.place[first * p.top_k + thread] = row;
+        if (row >= 0 && p.x_scale != nullptr) {
+            p.sorted_scale[row] = p.x_scale[first + thread / p.top_k];
+            if (p.x_sum != nullptr) p.sorted_sum[row] = p.x_sum[first + thread / p.top_k];
+        }
+        __syncthreads();
+        if (id >= 0) atomicAdd(&next[id], 1);
+        for (int i = thread; i < count_here * p.vectors; i += Config::threads) {
+            const int token = i / p.vectors, vector = i - token * p.vectors;
+            const uint4 v = p.x[static_cast<size_t>(first + token) * p.x_stride + vector];
+            for (int j = 0; j < p.top_k; j++)
+                if (const int to = rows[token * p.top_k + j]; to >= 0) p.sorted[static_cast<size_t>(to) * p.vectors + vector] = v;
+        }
+        __syncthreads();
+    }
+}
+
+#endif  // ANYBIT_ROUTE_CUH

@@ -1,0 +1,69 @@
+"""Sort slots (a token's choice of an expert) by expert and gather their rows of x: the host side of route.cuh."""
+
+from dataclasses import dataclass
+
+from anybit.jit import Int32, Kernel, Launch, Pointer
+
+_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel config. id_words: 32-bit words of an id. most_experts: what shared memory has room for."""
+
+    threads: int
+    id_words: int
+    most_experts: int
+
+
+@dataclass(frozen=True)
+class Params:
+    """The arguments of one launch; see the struct of the same name."""
+
+    ids: Pointer
+    x: Pointer
+    x_scale: Pointer
+    x_sum: Pointer
+    sorted: Pointer
+    sorted_scale: Pointer
+    sorted_sum: Pointer
+    place: Pointer
+    token_tile: Pointer
+    token_tile_count: Pointer
+    tokens: Int32
+    top_k: Int32
+    experts: Int32
+    vectors: Int32
+    x_stride: Int32
+    tile_m: Int32
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory per block: two counts an expert, and a chunk of slots."""
+    return 8 * (config.most_experts + config.threads)
+
+
+def kernel(config: Config) -> Kernel:
+    """The kernel of a config."""
+    return Kernel("experts/route/route.cuh", "route_tokens", config, Params, config.threads, shared_bytes(config))
+
+
+def why_not(experts: int, top_k: int) -> str | None:
+    """Why slots cannot be sorted, in a sentence; None if they can."""
+    if not 1 <= experts <= 1024:
+        return f"a layer has 1 to 1024 experts, not {experts}"
+    if not 1 <= top_k <= _THREADS:
+        return f"a token has 1 to {_THREADS} experts, not {top_k}"
+    return None
+
+
+def token_tiles(tokens: int, top_k: int, experts: int, tile_m: int) -> int:
+    """The most token tiles that any routing makes."""
+    slots = tokens * top_k
+    return min(experts, slots) + slots // tile_m
+
+
+def launch(params: Params, id_words: int, sms: int) -> Launch:
+    """The launch: some blocks an SM, each with its own tokens."""
+    room = max(64, 1 << (params.experts - 1).bit_length())
+    return Launch(kernel(Config(_THREADS, id_words, room)), params, (min(params.tokens, 2 * sms), 1, 1), pdl=True)

@@ -1,0 +1,314 @@
+"""Experts' products for many tokens, as launches: route, gate_up with SiLU, down, combine.
+
+Weights are tall: expert e has the rows from e * n on, n a multiple of 64. Slots, a token's choices of experts, are
+sorted by expert; the products read and write a row a slot. Tiles are chosen from counts alone: ids stay on the GPU.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import Kernel, Launch, Pointer, Slot
+from anybit.jit.tensor_map import Matrix
+from anybit.kernels.block import quantize_activations
+from anybit.kernels.block.quantize_activations import Codes, Target
+from anybit.kernels.common.types import Output
+from anybit.kernels.experts.combine import combine
+from anybit.kernels.experts.route import route
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.packed_layout import TILE_COLUMNS, TILE_ROWS, round_up
+from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
+from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import TOKENS, Config, shared_bytes
+from anybit.scheme import ActivationFormat, WeightFormat
+
+_ROW_WARPGROUPS = (4, 3, 2, 1)
+_MOST_STAGES = 24
+
+
+@dataclass(frozen=True)
+class Problem:
+    """y [tokens, hidden] of a mixture's experts, gate_up [2 * inner, hidden] and down [hidden, inner] each.
+
+    gate_up, down: formats of the weights, each expert's rows padded to 64.  dtype: of x and y.  id_words: 32-bit words
+    of an id, 1 or 2.  routing: the type of routing weights.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inner: int
+    gate_up: WeightFormat
+    down: WeightFormat
+    activations: ActivationFormat = field(default_factory=ActivationFormat)
+    dtype: torch.dtype = torch.bfloat16
+    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
+    id_words: int = 2
+    routing: Output = Output.f32
+
+    @property
+    def slots(self) -> int:
+        """Tokens' choices of experts."""
+        return self.tokens * self.top_k
+
+    @property
+    def products(self) -> tuple[LinearProblem, LinearProblem]:
+        """gate_up and down of one expert, for all slots."""
+        shared = {"activations": self.activations, "dtype": self.dtype, "device": self.device}
+        return (
+            LinearProblem(self.slots, 2 * self.inner, self.hidden, self.gate_up, **shared),
+            LinearProblem(self.slots, self.hidden, self.inner, self.down, **shared),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What a layer's experts read and write: tensors, or slots of a plan.
+
+    x: [tokens, hidden], rows x_stride values apart, on 16 bytes.  ids, weights: [tokens, top_k], dense.  gate_up, down:
+    tiles, row_scale and row_zero of all experts; gate_up's rows alternate eight of gate and eight of up.  Biases: in
+    the order of the weights' rows, padding included.  y: [tokens, hidden], dense.  scratch: ``scratch`` bytes, aligned
+    to 128.
+    """
+
+    x: Pointer
+    x_stride: int
+    ids: Pointer
+    weights: Pointer
+    gate_up: tuple[Pointer, Pointer, Pointer]
+    down: tuple[Pointer, Pointer, Pointer]
+    y: Pointer
+    scratch: Tensor | Slot
+    gate_up_bias: Pointer = None
+    down_bias: Pointer = None
+
+
+def why_not(problem: Problem, configs: tuple[Config, Config] | None = None) -> str | None:
+    """Why experts (or their configs) cannot run, in a sentence; None if they can."""
+    p = problem
+    if reason := route.why_not(p.experts, p.top_k):
+        return reason
+    if p.hidden % 8 or p.inner % 8:
+        return f"rows of x and of inner values must be whole 16-byte vectors, not {p.hidden} and {p.inner} values"
+    if p.slots >= 1 << 24:
+        return f"{p.slots} choices of experts are more than 2^24 - 1: run fewer tokens at a time"
+    for place, product in enumerate(p.products):
+        config = configs[place] if configs else None
+        if reason := sm90_packed_gemm.why_not(product, config):
+            return reason
+        if config and (refusal := _why_not_persistent(config)):
+            return refusal
+    if configs and configs[0].tile_m != configs[1].tile_m:
+        return f"both products share token tiles, and have {configs[0].tile_m} and {configs[1].tile_m}"
+    return None
+
+
+def _why_not_persistent(config: Config) -> str | None:
+    special = config.direct or config.block_tiles or config.tensor_store or config.prologue_stages
+    if special or config.cluster * config.split_k_warpgroups * config.min_blocks_per_sm > 1:
+        return (
+            "experts take persistent blocks of whole K, without clusters, direct loads, tensor stores or early weights"
+        )
+    return None
+
+
+def config_for(product: LinearProblem, tile_m: int, row_warpgroups: int, span: int | None = None) -> Config:
+    """A config with these tiles and as many stages as fit."""
+    if span is None and product.k_blocks % 2:
+        span = 1
+    # The ring runs on from tile to tile: more stages than one tile's K has are of use.
+    long = replace(product, k=round_up(product.k, TILE_COLUMNS) * _MOST_STAGES)
+    config = sm90_packed_gemm.config_for(long, tile_m, row_warpgroups, span=span, unrolled=False)
+    return replace(config, prologue_stages=0)
+
+
+def configs(problem: Problem, tile_m: int) -> tuple[Config, Config] | None:
+    """Configs of both products with these token tiles: the row tiles that take the least; None if none is legal."""
+    found = []
+    for product in problem.products:
+        legal = [config_for(product, tile_m, rows) for rows in _ROW_WARPGROUPS]
+        legal = [config for config in legal if sm90_packed_gemm.why_not(product, config) is None]
+        if not legal:
+            return None
+        found.append(min(legal, key=lambda config: -(-product.weight_tiles // config.row_warpgroups) * _step(config)))
+    return found[0], found[1]
+
+
+def _step(config: Config) -> int:
+    """The relative time of a tile's k block."""
+    return max(config.row_warpgroups * (64 + config.tile_m), 256)
+
+
+def _expected_tiles(problem: Problem, tile_m: int) -> float:
+    """Token tiles of an expert, on average over uniform routing."""
+    mean = problem.slots / problem.experts
+    spread = math.sqrt(2 * mean)
+    tiles, first = 0.0, 0
+    while first < mean + 5 * spread:
+        tiles += 1.0 if first == 0 else 0.5 * math.erfc((first - mean) / spread)
+        first += tile_m
+    return tiles
+
+
+@lru_cache(maxsize=4096)
+def default(problem: Problem) -> tuple[Config, Config]:
+    """Configs of both products, by the mean tokens an expert. Raises KernelError if there are none."""
+    if (reason := why_not(problem)) is not None:
+        raise KernelError(f"sm90_grouped_gemm cannot take these experts: {reason}")
+    found = {tile_m: configs(problem, tile_m) for tile_m in TOKENS}
+    legal = [tile_m for tile_m in TOKENS if found[tile_m] is not None]
+    best = min(legal, key=lambda tile_m: _expected_tiles(problem, tile_m) * (64 + tile_m))
+    chosen = found[best]
+    assert chosen is not None
+    return chosen
+
+
+def kernel(config: Config, silu: bool = False) -> Kernel:
+    """The kernel of a config. silu: with the SiLU epilogue."""
+    return Kernel(
+        header="experts/sm90_grouped_gemm/sm90_grouped_gemm.cuh",
+        entry="packed::sm90_grouped_gemm" + "_silu" * silu,
+        config=config,
+        params=sm90_packed_gemm.Params,
+        threads=config.threads,
+        shared_bytes=shared_bytes(config),
+    )
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Where scratch memory has what; offsets in bytes. codes: of x, and of inner values."""
+
+    token_tile: int
+    count: int
+    place: int
+    codes: int
+    sorted: int
+    scale: int
+    sum: int
+    inner: int
+    inner_codes: int
+    rows: int
+    size: int
+
+
+@lru_cache(maxsize=4096)
+def _room(problem: Problem, tile_m: int) -> _Room:
+    p, size = problem, 1 if problem.activations.quantized else 2
+
+    def codes(rows: int, columns: int) -> int:
+        return quantize_activations.offsets(rows, columns, p.activations, Target.bytes)[-1] if size == 1 else 0
+
+    sizes = [
+        16 * route.token_tiles(p.tokens, p.top_k, p.experts, tile_m), 4, 4 * p.slots, codes(p.tokens, p.hidden),
+        p.slots * _pitch(p.hidden, size), 4 * p.slots, 4 * p.slots,
+        2 * p.slots * p.inner, codes(p.slots, p.inner), 2 * p.slots * p.hidden,
+    ]  # fmt: skip
+    at = [0]
+    for part in sizes:
+        at.append(at[-1] + round_up(part, 128))
+    return _Room(*at)
+
+
+def _pitch(columns: int, size: int) -> int:
+    """Bytes of a sorted row."""
+    return round_up(columns * size, 16)
+
+
+def scratch(problem: Problem, configs: tuple[Config, Config] | None = None) -> int:
+    """Bytes of scratch memory, which need not be zero."""
+    return _room(problem, (configs or default(problem))[0].tile_m).size
+
+
+def launches(problem: Problem, operands: Operands, configs: tuple[Config, Config] | None = None) -> list[Launch]:
+    """The launches, in order; each may start before the one ahead ends. Unchecked: see ``why_not``."""
+    p, o = problem, operands
+    configs = configs or default(problem)
+    room, quantized = _room(p, configs[0].tile_m), p.activations.quantized
+    size, found = 1 if quantized else 2, []
+
+    def at(offset: int) -> Pointer:
+        return _behind(o.scratch, offset)
+
+    x, x_stride, x_scale, x_sum = o.x, 2 * o.x_stride, None, None
+    if quantized:
+        codes, launch = _quantize(p, o.x, o.x_stride, p.tokens, p.hidden, _behind(o.scratch, room.codes))
+        found.append(launch)
+        x, x_stride, x_scale, x_sum = codes.codes, _pitch(p.hidden, 1), codes.scale, codes.sum
+    vectors = _pitch(p.hidden, size) // 16
+    params = route.Params(
+        o.ids, x, x_scale, x_sum, at(room.sorted), at(room.scale), at(room.sum), at(room.place), at(room.token_tile),
+        at(room.count), p.tokens, p.top_k, p.experts, vectors, x_stride // 16, configs[0].tile_m,
+    )  # fmt: skip
+    found.append(route.launch(params, p.id_words, p.device.sms))
+    scale, sums = (at(room.scale), at(room.sum)) if quantized else (None, None)
+    sorted_x = Codes(at(room.sorted), scale, sums if x_sum is not None else None, None)
+    found.append(_product(p, configs, 0, o, sorted_x, at(room.inner), room))
+    inner = Codes(at(room.inner), None, None, None)
+    if quantized:
+        inner, launch = _quantize(p, at(room.inner), p.inner, p.slots, p.inner, _behind(o.scratch, room.inner_codes))
+        found.append(launch)
+    found.append(_product(p, configs, 1, o, inner, at(room.rows), room))
+    summed = combine.Params(at(room.rows), at(room.place), o.weights, o.y, p.tokens, p.hidden // 8)
+    found.append(combine.launch(summed, p.top_k, p.routing, p.dtype == torch.bfloat16))
+    return found
+
+
+def _product(
+    p: Problem, configs: tuple[Config, Config], which: int, o: Operands, x: Codes, y: Pointer, room: _Room
+) -> Launch:
+    """gate_up (0) or down (1) of all slots."""
+    product, config, size = p.products[which], configs[which], 1 if p.activations.quantized else 2
+    weight, bias = (o.gate_up, o.gate_up_bias) if which == 0 else (o.down, o.down_bias)
+    expert_tiles, tile_m = product.weight_tiles, config.tile_m
+    row_tiles, most = -(-expert_tiles // config.row_warpgroups), route.token_tiles(p.tokens, p.top_k, p.experts, tile_m)
+    pitch = _pitch(product.k, size)
+    whole, tail = (
+        Matrix(x.codes, size, p.slots, product.k, pitch, 128 // size, rows) for rows in (tile_m, config.tail_rows or 8)
+    )
+    params = sm90_packed_gemm.Params(
+        x=whole,
+        x_tail=tail,
+        tiles=weight[0],
+        row_scale=weight[1],
+        row_zero=weight[2],
+        x_scale=x.scale,
+        x_sum=x.sum,
+        bias=bias,
+        y=y,
+        tokens=p.slots,
+        rows=p.experts * expert_tiles * TILE_ROWS,
+        k_blocks=product.k_blocks,
+        weight_tiles=p.experts * expert_tiles,
+        row_tiles=row_tiles,
+        token_tiles=1 if p.slots <= p.experts * tile_m else 2,  # 1: nobody reads an expert's weights again
+        raster=1,
+        token_tile=_behind(o.scratch, room.token_tile),
+        token_tile_count=_behind(o.scratch, room.count),
+        expert_tiles=expert_tiles,
+        expert_rows=product.n,
+    )
+    grid = min(p.device.sms, row_tiles * most), 1, 1
+    return Launch(kernel(config, silu=which == 0), params, grid, pdl=True)
+
+
+def _quantize(p: Problem, x: Pointer, stride: int, m: int, k: int, room: Pointer) -> tuple[Codes, Launch]:
+    """Codes of rows of x, in scratch memory."""
+    problem = quantize_activations.Problem(m, k, p.activations, p.dtype, target=Target.bytes, device=p.device)
+    offsets = quantize_activations.offsets(m, k, p.activations, Target.bytes)
+    codes, scale, sums = (_behind(room, offset) for offset in offsets[:3])
+    where = Codes(codes, scale, sums if p.activations.integer else None, None)
+    config = quantize_activations.default(problem)
+    return where, quantize_activations.made(problem, config, where, x, stride, torch.device("cpu"))
+
+
+def _behind(pointer: Pointer, offset: int) -> Pointer:
+    """A pointer some bytes further on."""
+    if isinstance(pointer, Slot):
+        return replace(pointer, offset=pointer.offset + offset)
+    return pointer[offset:] if isinstance(pointer, Tensor) else pointer
