@@ -26,6 +26,7 @@ from anybit.hf.check import check_folder
 from anybit.scheme import Scheme
 from anybit.vllm import fusion, streams
 from anybit.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
+from anybit.vllm.experts import AnyBitExpertsMethod, names_of
 from anybit.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
 from anybit.vllm.warmup import WarmUp
@@ -139,12 +140,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             self._check(folder, trusted)
         names, mark = _tensor_names(model_name, revision), ".weight_packed"
         self.stored = names and sorted(name.removesuffix(mark) for name in names if name.endswith(mark))
-        experts = [name for name in self.stored or () if ".experts." in name]
-        if experts:
-            raise CheckpointError(
-                f"{model_name} has quantized experts ({experts[0]}); in vLLM, anybit runs experts in 16 bits only. "
-                "Quantize the model again with these layers in modules_to_not_convert"
-            )
 
     def _check(self, folder: Path, trusted: bool) -> None:
         """Check a folder; raises OptionError if ``--hf-overrides`` contradicts its config.json about stored tensors."""
@@ -193,8 +188,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             streams.note(self._source)
         prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, RoutedExperts):
-            self._tell("experts stay in 16 bits: in vLLM, anybit quantizes linear layers only")
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            return self._experts_method(layer, prefix)
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)
         if isinstance(layer, VocabParallelEmbedding):
@@ -227,6 +221,26 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         found = override_of(name, self.overrides) or self.scheme
         assert found is not None, "a layer is built before its folder was read"
         return found
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        """The method for a layer's routed experts, which are quantized if the checkpoint has codes of all of them."""
+        stored = {name for name in self.stored or () if name.startswith(f"{prefix}.")}
+        if not stored:
+            self._tell("experts of which the checkpoint has no codes stay in 16 bits")
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        names = {name for names in names_of(layer, prefix) for name in names}
+        if (odd := min(names ^ stored, default=None)) is not None:
+            lacks = f"has codes of {min(stored)}, and none of {odd}" if odd in names else f"has codes of {odd}"
+            raise LayerError(
+                f"the checkpoint {lacks}, and vLLM runs {len(names)} projections, such as {min(names)}, as one layer: "
+                "quantize all experts of a layer, each as layers of its own, or none"
+            )
+        if turned := sorted(names & set(self.hadamard)):
+            raise LayerError(
+                f"the inputs of {turned[0]} are to be rotated at run time, which anybit does not do in experts: "
+                "quantize the model with another method than rotate"
+            )
+        return AnyBitExpertsMethod(layer, prefix, self._scheme_of, self.warmup, self.group_index)
 
     def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
         """The method for an embedding, which is quantized if the checkpoint has codes for it.

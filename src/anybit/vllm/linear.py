@@ -6,7 +6,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -20,12 +19,11 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from anybit import ops
 from anybit.codes.packing import QuantizedWeight, reorder, stack
 from anybit.codes.rtn import quantize_weight
-from anybit.codes.sharding import shard_format, shard_groups, shard_ordered, shard_words
-from anybit.errors import CheckpointError, LayerError, OptionError
+from anybit.codes.sharding import shard_format, shard_ordered
+from anybit.errors import LayerError
 from anybit.scheme import Scheme, WeightFormat
 from anybit.vllm import fusion, parameters, rotary
 from anybit.vllm.product import ANOTHER_LAYOUT, Product
-from anybit.vllm.streams import DUMMY
 from anybit.vllm.warmup import WarmUp
 
 _GROUPED = ("weight_scale", "weight_zero_point", "weight_minimum")
@@ -199,22 +197,19 @@ class AnyBitLinearMethod(_Method):
         self, layer: LinearBase, fmt: WeightFormat, n: int, dtype: torch.dtype, loader: parameters.Loader
     ) -> dict[str, parameters.Sharded]:
         """Parameters for n outputs in a format, of this rank's inputs."""
-        k, start, split, kept = layer.anybit_inputs, layer.anybit_start, layer.anybit_split, 2 if fmt.sparse else 1
+        k, start, split = layer.anybit_inputs, layer.anybit_start, layer.anybit_split
         with parameters.named(f"layer {self.name}, tensor-parallel rank {layer.tp_rank}"):
             mine = shard_format(fmt, start, k)
         ordered = self.group_index and fmt.group is not None and split
 
-        def of_words(bits: int) -> parameters.Cut:
-            return lambda words: shard_words(words, bits, start // kept, k // kept) if split else words
-
-        def of_groups(values: Tensor) -> Tensor:
-            return values if ordered or not split else shard_groups(values, fmt, start, k)
+        def cut_of(name: str) -> parameters.Cut:
+            whole = not split or (ordered and name in _GROUPED)
+            return lambda values: values if whole else parameters.cut_inputs(values, name, fmt, start, k)
 
         groups = fmt.groups(layer.anybit_whole_inputs) if ordered else mine.groups(k)
-        cuts = {"weight_packed": of_words(fmt.bits), "weight_indices": of_words(2)}
         found: dict[str, parameters.Sharded] = {}
         for name, data in parameters.tensors_of(fmt, n, k, groups, dtype).items():
-            full, cut = f"{self.name}.{name}", cuts.get(name, of_groups)
+            full, cut = f"{self.name}.{name}", cut_of(name)
             if name == "weight_zero_point":
                 found[name] = parameters.Zeros(data, weight_loader=loader, name=full, cut=cut, bits=fmt.bits)
             else:
@@ -226,7 +221,8 @@ class AnyBitLinearMethod(_Method):
         loaded = dict(layer.named_parameters(recurse=False))
         if "weight_packed" not in loaded:
             return  # already prepared
-        self._check_loaded(layer, loaded["weight_shape"].data)
+        for _, stored in loaded["weight_shape"].tolist():
+            parameters.check_inputs(f"layer {self.name}", stored, layer.anybit_whole_inputs)
         weights, k = list[Weighed](), layer.anybit_inputs
         for index, (part, start, n) in enumerate(self._each(layer)):
             parts = {name: loaded[name].part(start, n) for name in _PER_OUTPUT if name in loaded}
@@ -247,24 +243,6 @@ class AnyBitLinearMethod(_Method):
             if name != "bias":
                 delattr(layer, name)
         self._ready(layer, weights)
-
-    def _check_loaded(self, layer: LinearBase, shapes: Tensor) -> None:
-        for n, k in shapes.tolist():
-            if (n, k) == (0, 0):
-                config = get_current_vllm_config_or_none()
-                if config is not None and str(config.load_config.load_format) == DUMMY:
-                    raise OptionError(
-                        f"--load-format {DUMMY} fills weights at random, which cannot make valid codes: leave it out, "
-                        "or serve the unquantized model with a scheme (`anybit serve MODEL --scheme w4a16g128`)"
-                    )
-                raise CheckpointError(
-                    f"layer {self.name}: the checkpoint lacks the tensors of a part of it; {parameters.ANOTHER}"
-                )
-            if k != layer.anybit_whole_inputs:
-                raise CheckpointError(
-                    f"layer {self.name} has {k} inputs in the checkpoint, and {layer.anybit_whole_inputs} in the "
-                    f"model; {parameters.ANOTHER}"
-                )
 
 
 @register_weight_loader_v2_supported_method

@@ -10,16 +10,19 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.parameter import ModelWeightParameter, PackedColumnParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 
 from anybit.checkpoints.verify import check_values, layer_shapes
 from anybit.codes.packing import QuantizedWeight, unpack_words, words_per_row
-from anybit.errors import AnyBitError, CheckpointError, LayerError
+from anybit.codes.sharding import shard_groups, shard_words
+from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError
 from anybit.scheme import WeightFormat
+from anybit.vllm.streams import DUMMY
 
-Loader = Callable[..., None]
-"""(parameter, a checkpoint's tensor, which part of a fused layer it is)."""
+Loader = Callable[..., bool | None]
+"""(parameter, a checkpoint's tensor, which part of a fused layer it is); experts' say whether they took it."""
 Cut = Callable[[Tensor], Tensor]
 """Whole tensor -> the part for this rank's inputs."""
 ANOTHER = "the folder is damaged, or its config.json is another model's: download it, or quantize the model, again"
@@ -155,6 +158,33 @@ def unpacked_zeros(name: str, packed: Tensor, bits: int, rows: int) -> Tensor:
             f"{words_per_row(rows, bits)}; {ANOTHER}"
         )
     return unpack_words(packed.t().contiguous(), bits, rows).t()
+
+
+def cut_inputs(values: Tensor, name: str, fmt: WeightFormat, start: int, inputs: int) -> Tensor:
+    """Inputs ``start`` to ``start + inputs`` of a whole layer's tensor [N, ...] in ``fmt``. name: of the tensor."""
+    kept = 2 if fmt.sparse else 1
+    bits = {"weight_packed": fmt.bits, "weight_indices": 2}.get(name)
+    if bits is None:
+        return shard_groups(values, fmt, start, inputs)
+    return shard_words(values, bits, start // kept, inputs // kept)
+
+
+def check_inputs(layer: str, stored: int, inputs: int) -> None:
+    """Check the inputs that a layer's ``weight_shape`` tells; 0 stands for a layer that was not loaded.
+
+    Raises CheckpointError, or OptionError for --load-format dummy.
+    """
+    if stored == inputs:
+        return
+    if stored:
+        raise CheckpointError(f"{layer} has {stored} inputs in the checkpoint, and {inputs} in the model; {ANOTHER}")
+    config = get_current_vllm_config_or_none()
+    if config is not None and str(config.load_config.load_format) == DUMMY:
+        raise OptionError(
+            f"--load-format {DUMMY} fills weights at random, which cannot make valid codes: leave it out, "
+            "or serve the unquantized model with a scheme (`anybit serve MODEL --scheme w4a16g128`)"
+        )
+    raise CheckpointError(f"{layer}: the checkpoint lacks the tensors of a part of it; {ANOTHER}")
 
 
 def load_replicated(param: _PerOutput, loaded: Tensor, shard_id: str | int | None = None) -> None:
