@@ -21,6 +21,7 @@ from anybit import AnyBitConfig
 from anybit.checkpoints.formats.write import convert_into
 from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
+from cases_vllm_experts import save_mixture
 
 SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym")
 """Not with quantized activations: noise of 1e-6 in SmolLM2's embeddings moves w4a8's logits by 2.7, since values
@@ -37,6 +38,10 @@ def main():
     given = json.loads(sys.argv[1])
     settings = dict(dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.2)
     sampling = SamplingParams(temperature=0, min_tokens=given["new"], max_tokens=given["new"])
+    if given["unchecked"]:
+        import anybit.vllm.config
+
+        anybit.vllm.config.check_folder = lambda folder, trusted: None
     for model in given["models"]:
         llm = LLM(model, **{**settings, **given["options"]})
         found = llm.generate(given["prompts"], sampling, use_tqdm=False)
@@ -63,11 +68,19 @@ def by_vllm(model: Path, tmp_path: Path, **options: Any) -> list[list[int]]:
     return many_by_vllm([model], tmp_path, **options)[str(model)]
 
 
-def many_by_vllm(models: list[Path], tmp_path: Path, **options: Any) -> dict[str, list[list[int]]]:
+def many_by_vllm(
+    models: list[Path], tmp_path: Path, unchecked: bool = False, **options: Any
+) -> dict[str, list[list[int]]]:
     """The same for several engines, one after another."""
     child = tmp_path / "child.py"
     child.write_text(CHILD)
-    given = {"models": [str(model) for model in models], "prompts": PROMPTS, "new": NEW, "options": options}
+    given = {
+        "models": [str(model) for model in models],
+        "prompts": PROMPTS,
+        "new": NEW,
+        "options": options,
+        "unchecked": unchecked,
+    }
     done = run(str(child), json.dumps(given))
     lines = [line.removeprefix("ANSWERS ") for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert len(lines) == len(models), done.stdout[-3000:] + done.stderr[-3000:]
@@ -76,10 +89,14 @@ def many_by_vllm(models: list[Path], tmp_path: Path, **options: Any) -> dict[str
 
 def by_anybit(model: Path, scheme: str | None = None) -> list[list[int]]:
     loaded = load_model(model, scheme, dtype=torch.float32)
+    return by_generate(loaded.model, loaded.tokenizer)
+
+
+def by_generate(model: Any, tokenizer: Any) -> list[list[int]]:
     found = []
     for prompt in PROMPTS:
-        ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids
-        answer = loaded.model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        answer = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
         found.append(answer[0, ids.shape[1] :].tolist())
     return found
 
@@ -115,6 +132,28 @@ def test_two_ranks_answer_as_one(small: Path, tmp_path: Path, scheme: str) -> No
 def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, scheme: str) -> None:
     folder = quantized(small, scheme, tmp_path / scheme)
     assert by_vllm(folder, tmp_path, enforce_eager=False) == by_anybit(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "options"),
+    [
+        pytest.param("qwen3_moe", "w4a16g64", {}, marks=pytest.mark.serve),
+        ("mixtral", "w3a16g64asym", {}),
+        ("qwen2_moe", "w5a16", {}),
+        ("qwen3_moe", "w4a16g128", {"tensor_parallel_size": 2}),
+        ("mixtral", "w4a16g128", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("qwen2_moe", "w4a16g64", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_a_mixture_of_quantized_experts_answers_as_anybit_does(
+    kind: str, scheme: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "q"
+    expected = by_generate(save_mixture(kind, scheme, folder), AutoTokenizer.from_pretrained(folder))
+    assert len({token for answer in expected for token in answer}) > 10
+    assert by_vllm(folder, tmp_path, unchecked=True, **options) == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
