@@ -182,9 +182,9 @@ def work(candidate: Candidate, product: LinearProblem) -> float:
         tiles = -(-p.n // c.rows) * -(-p.m // c.tile_m) / (sms // c.cluster_k * c.min_blocks_per_sm)
         blocks = blocks // (c.cluster_k * c.split_k_warpgroups)
     elif isinstance(c, bitplane_problem.Facts):
-        cluster = getattr(c, "cluster_k", 0)
+        cluster, tile_m = getattr(c, "cluster_k", 0), getattr(c, "tile_m", 1)
         together = _TOGETHER / cluster if cluster else 1
-        tiles = -(-p.n // getattr(c, "tile_n", bitplane_problem.ROWS)) * -(-p.m // c.tile_m) / (sms * together)
+        tiles = -(-p.n // getattr(c, "tile_n", bitplane_problem.ROWS)) * -(-p.m // tile_m) / (sms * together)
         blocks = blocks // max(cluster, 1)
     else:  # for few tokens: bytes
         return max(1.0, p.n / TILE_ROWS * max(1, p.m / 16) / sms) * (blocks + _AROUND)

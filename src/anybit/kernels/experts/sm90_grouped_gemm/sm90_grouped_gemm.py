@@ -59,10 +59,10 @@ class Problem:
     @property
     def products(self) -> tuple[LinearProblem, LinearProblem]:
         """gate_up and down of one expert, for all slots."""
-        shared = {"activations": self.activations, "dtype": self.dtype, "device": self.device}
+        x, dtype, device = self.activations, self.dtype, self.device
         return (
-            LinearProblem(self.slots, 2 * self.inner, self.hidden, self.gate_up, **shared),
-            LinearProblem(self.slots, self.hidden, self.inner, self.down, **shared),
+            LinearProblem(self.slots, 2 * self.inner, self.hidden, self.gate_up, x, dtype, device),
+            LinearProblem(self.slots, self.hidden, self.inner, self.down, x, dtype, device),
         )
 
 

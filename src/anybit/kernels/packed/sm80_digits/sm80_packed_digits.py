@@ -191,9 +191,10 @@ _STAGES, _CLUSTERS = (3, 2), (1, 2)
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
-    plain = itertools.product(_WARPS, _STAGES, _CLUSTERS, (False,), (2, _MOST_UNITS))
-    wide = itertools.product(_WGMMA_WARPS, _STAGES, _CLUSTERS, (True,))
-    candidates = [fitted(problem, *warps, *others) for warps, *others in (*plain, *wide)]
+    plain = itertools.product(_WARPS, _STAGES, _CLUSTERS, (2, _MOST_UNITS))
+    candidates = [fitted(problem, *warps, depth, c, together=together) for warps, depth, c, together in plain]
+    for warps, depth, c in itertools.product(_WGMMA_WARPS, _STAGES, _CLUSTERS):
+        candidates.append(fitted(problem, *warps, depth, c, wgmma=True))
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
