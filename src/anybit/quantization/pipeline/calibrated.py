@@ -131,7 +131,8 @@ def _calibrated(job: Job, model: "PreTrainedModel", text: list[Tensor], options:
     def quantizer(weight: Tensor, statistics: Statistics | None, name: str) -> QuantizedWeight:
         format = job.scheme_of(name.partition(", ")[0]).weights
         if statistics is None:
-            return gptq.nearest(weight, format, kind, name)
+            gptq.check_finite(weight, f"the weights of {name}")
+            return quantize_weight(weight.to(kind), format)
         weight = statistics.corrected(weight, options.drift)
         return gptq.quantize(weight, statistics.hessian, format, settings, name)
 
