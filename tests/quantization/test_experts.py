@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases_models import tokens_of
-from tests.models.test_experts import COMMON, MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import anybit
 from anybit.models.experts import unfuse
 from anybit.quantization.methods.registry import quantize_folder
+from cases import EXHAUSTIVE
+from cases_mixtures import COMMON, MODELS
+from cases_models import tokens_of
 
+METHODS = ("rtn", "gptq", "loading")
+"""Each family meets one of them; all three with ANYBIT_EXHAUSTIVE=1 in the environment."""
 SIZES: dict[str, Any] = {**COMMON, "bos_token_id": 1, "eos_token_id": 2}
 FUSED = ("gpt_oss", "granitemoe")
 """Whose checkpoints store the experts of a layer as one tensor."""
@@ -63,8 +66,10 @@ def check(source: Path, found: PreTrainedModel, again: Path) -> dict[str, str]:
     return {name: str(layer.scheme) for name, layer in layers.items()}
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "loading"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(k, m) for i, k in enumerate(MODELS) for j, m in enumerate(METHODS) if EXHAUSTIVE or i % len(METHODS) == j],
+)
 def test_a_mixture_writes_what_its_weights_say(sources: Any, tmp_path: Path, kind: str, method: str) -> None:
     out, source = tmp_path / "out", sources(kind)
     if method == "loading":

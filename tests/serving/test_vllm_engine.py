@@ -137,7 +137,7 @@ def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, schem
 @pytest.mark.parametrize(
     ("kind", "scheme", "options"),
     [
-        pytest.param("qwen3_moe", "w4a16g64", {}, marks=pytest.mark.serve),
+        ("qwen3_moe", "w4a16g64", {}),
         ("mixtral", "w3a16g64asym", {}),
         ("qwen2_moe", "w5a16", {}),
         ("qwen3_moe", "w4a16g128", {"tensor_parallel_size": 2}),

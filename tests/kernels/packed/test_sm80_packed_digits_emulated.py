@@ -1,5 +1,6 @@
 """sm80_packed_digits.cuh and digitize.cuh on the CPU: widths, codes, groups, ragged ends, order, extremes."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.sm80_digits import sm80_packed_digits
 from anybit.scheme import WeightFormat
-from cases import random_weight
+from cases import EXHAUSTIVE, random_weight
 from cases_packed import PackedCase, operands, product
 
 pytestmark = pytest.mark.emulate
@@ -50,8 +51,12 @@ def test_widths(bits: int, dtype: torch.dtype) -> None:
     check(WeightFormat(bits, "bipolar" if bits == 1 else "sym", 128), 3 + 4 * bits, 112, 384, dtype, seed=bits)
 
 
-@pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
-@pytest.mark.parametrize("group", [32, 64, 256, None])
+@pytest.mark.parametrize(
+    ("code", "group"),
+    itertools.product(("sym", "asym", "bipolar"), (32, 64, 256, None))
+    if EXHAUSTIVE
+    else (("sym", 32), ("bipolar", 64), ("asym", 256), ("asym", None)),
+)
 def test_codes_and_groups(code: str, group: int | None) -> None:
     for bits, dtype in ((2, torch.bfloat16), (3, torch.float16)):
         check(WeightFormat(bits, code, group), 5, 64, 512, dtype, bias=True, seed=bits)
