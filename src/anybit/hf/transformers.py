@@ -148,6 +148,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     shared: Sequence[str] = ()
     experts: Collection[str] = ()
     entries: Mapping[str, Entry] | None = None
+    loading: PreTrainedModel | None = None
     fault: AnyBitError | None = None
     quantization_config: AnyBitConfig
 
@@ -192,6 +193,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         config = self.quantization_config
         unfuse(model)
+        self.loading = model
         entries = self.entries = read_entries(list(map(Path, checkpoint_files or ())), Path(model.name_or_path or ""))
         whole = None if kwargs.get("whole") else partial(self._check_whole, model, checkpoint_files or [])
         if not self.pre_quantized:
@@ -263,6 +265,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             check_model(whole, self.entries or {}, folder)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
+        self.loading = None
         if self.fault is not None:
             raise self.fault
         if any(isinstance(module, Experts) for module in model.modules()):
@@ -299,10 +302,11 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             untie(model, name, model.config)
 
     def update_weight_conversions(
-        self, weight_conversions: list[WeightTransform], model: PreTrainedModel
+        self, weight_conversions: list[WeightTransform], model: PreTrainedModel | None = None
     ) -> list[WeightTransform]:
-        """Transformers' conversions of checkpoints, with experts as linear layers."""
-        return conversions(model, weight_conversions)
+        """Transformers' conversions of a checkpoint, with experts as linear layers. model: 5.19 does not give it."""
+        model = model or self.loading
+        return weight_conversions if model is None else conversions(model, weight_conversions)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What to save: where compressed-tensors cannot hold the model, with an empty tensor per layer (``TRAP``)."""

@@ -159,7 +159,7 @@ def conversions(model: "PreTrainedModel", transforms: Iterable[WeightTransform])
         return list(transforms)
     own, experts = ".".join(found[0].split(".")[-2:]), found[1]  # the parent's name, too: not those of shared_experts
     kept = [item for item in transforms if not _merges(item)]
-    ends = ("", "_bias") if experts.biased else ("",)
+    ends = ("_bias", "") if experts.biased else ("",)  # 5.19 takes the first that begins a name
     return kept + [_splitting(own, experts, f"{fused}{end}") for end in ends for fused in _FUSED]
 
 
