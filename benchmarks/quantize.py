@@ -73,7 +73,7 @@ class Told:
 
 
 def measure(
-    model: Path, text: Path, scheme: str, method: str, options: Row, op: bool, blocks: Path | None = None,
+    case: str, model: Path, text: Path, scheme: str, method: str, options: Row, op: bool, blocks: Path | None = None,
 ) -> Row:  # fmt: skip
     """Quantize, reload, evaluate through the layers that users get.
 
@@ -107,7 +107,7 @@ def measure(
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
     return {
-        "case": CASE, "scheme": scheme, "method": method, "options": options, "bits_per_weight": round(bits, 4),
+        "case": case, "scheme": scheme, "method": method, "options": options, "bits_per_weight": round(bits, 4),
         **found, "quantize_seconds": round(seconds, 1), "peak_gib": None if peak is None else round(peak, 2),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(), **origin(),
@@ -144,10 +144,10 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> Row:
     return found
 
 
-def known(file: Path, scheme: str, method: str, options: Row, op: bool) -> bool:
+def known(file: Path, case: str, scheme: str, method: str, options: Row, op: bool) -> bool:
     """Whether a file has a case's row."""
     rows = json.loads(file.read_text()) if file.exists() else []
-    wanted = {"case": CASE, "scheme": scheme, "method": method, "options": options}
+    wanted = {"case": case, "scheme": scheme, "method": method, "options": options}
     rows = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
     return any(not op or "perplexity_kernels" in row or "refused_kernels" in row for row in rows)
 
@@ -159,11 +159,11 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for method in methods.split("+"):
             options = dict(arguments.options)
-            if arguments.missing and known(file, scheme, method, options, op):
+            if arguments.missing and known(file, arguments.case, scheme, method, options, op):
                 continue
             blocks = Path(scratch) if "+" in methods else None
             try:
-                row = measure(arguments.model, arguments.text, scheme, method, options, op, blocks)
+                row = measure(arguments.case, arguments.model, arguments.text, scheme, method, options, op, blocks)
             except Exception:  # a failed case must not lose the others
                 print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
                 continue
@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES, help="SCHEME:METHOD[+METHOD][:op]")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--case", default=CASE, help="what the rows call the model and its text")
     parser.add_argument(
         "--options", type=json.loads, default={}, help="of the method, as JSON; bits: widths are chosen"
     )
