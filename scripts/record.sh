@@ -11,7 +11,7 @@ set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
 STEPS=" $* "
-ALL=" bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady map generate launch check "
+ALL=" bitplane memcheck memcheck_bitplane racecheck_bitplane tests packed steady map generate launch check "
 for name in "$@"; do
   [[ $ALL == *" $name "* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
 done
@@ -49,11 +49,11 @@ timed() { # LOG SECONDS COMMAND...
 }
 
 proofs_and_rows() {
-  step bitwise 90 $PYTHON benchmarks/linear_bitplane.py --seconds 80
+  step bitplane 90 $PYTHON benchmarks/linear_bitplane.py --seconds 80
   step memcheck 120 compute-sanitizer --tool memcheck --report-api-errors no $PYTHON tests/kernels/sanitize_packed.py
   for tool in memcheck racecheck; do # both filters: with only one, the tool has crashed in kernels before
-    step "${tool}_bitwise" 120 compute-sanitizer --tool $tool --report-api-errors no \
-      --kernel-name regex=bitwise --kernel-name regex=quantize $PYTHON tests/kernels/sanitize.py
+    step "${tool}_bitplane" 120 compute-sanitizer --tool $tool --report-api-errors no \
+      --kernel-name regex=bitplane --kernel-name regex=quantize $PYTHON tests/kernels/sanitize.py
   done
   step tests 600 $PYTHON -m pytest -q -p no:cacheprovider -m gpu tests
   step packed 300 $PYTHON benchmarks/linear_packed.py --seconds 280
