@@ -31,7 +31,6 @@ _FORMAT = 0.1  # distance, in powers of two, between formats whose codes or grou
 _TABLES = ("nf4", "iq4")
 _AROUND, _TILE = 12, 100
 """Steps of 128 inputs, and tokens, in whose time a tile begins and ends, whatever its size."""
-_TOGETHER = 4  # blocks of a bit-plane kernel for few tokens that share a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -175,17 +174,18 @@ def forms(candidate: Candidate, here: LinearProblem, there: LinearProblem) -> It
 
 
 def work(candidate: Candidate, product: LinearProblem) -> float:
-    """The work of the busiest multiprocessor; comparable between problems for one config."""
+    """The work of the busiest multiprocessor; comparable between problems for one config.
+
+    Blocks that share a multiprocessor slow each other down by half of what they would take one after the other.
+    """
     p, c, blocks, sms = product, candidate.config, -(-product.k // TILE_COLUMNS), product.device.sms
-    tiles: float
     if isinstance(c, sm90_packed_gemm.Config):
-        tiles = -(-p.n // c.rows) * -(-p.m // c.tile_m) / (sms // c.cluster_k * c.min_blocks_per_sm)
-        blocks = blocks // (c.cluster_k * c.split_k_warpgroups)
+        each = -(-p.n // c.rows) * -(-p.m // c.tile_m) / max(1, sms // c.cluster)
+        together, blocks = c.min_blocks_per_sm, blocks // (c.cluster_k * c.split_k_warpgroups)
     elif isinstance(c, bitplane_problem.Facts):
-        cluster, tile_m = getattr(c, "cluster_k", 0), getattr(c, "tile_m", 1)
-        together = _TOGETHER / cluster if cluster else 1
-        tiles = -(-p.n // getattr(c, "tile_n", bitplane_problem.ROWS)) * -(-p.m // tile_m) / (sms * together)
-        blocks = blocks // max(cluster, 1)
+        cluster, tile_m = getattr(c, "cluster_k", 1), getattr(c, "tile_m", 1)
+        each = -(-p.n // getattr(c, "tile_n", bitplane_problem.ROWS)) * -(-p.m // tile_m) * cluster / sms
+        together, blocks = max(1, p.device.shared_bytes // candidate.shared_bytes), blocks // cluster
     else:  # for few tokens: bytes
         return max(1.0, p.n / TILE_ROWS * max(1, p.m / 16) / sms) * (blocks + _AROUND)
-    return float(math.ceil(tiles) * (blocks + _AROUND))
+    return (math.ceil(each / together) + math.ceil(each) / together) * (blocks + _AROUND)
