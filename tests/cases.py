@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from typing import TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -23,8 +24,13 @@ from anybit.scheme import (
     WeightFormat,
 )
 
+T = TypeVar("T")
+
 EXHAUSTIVE = os.environ.get("ANYBIT_EXHAUSTIVE") == "1"
-"""Whether GPU tests sweep everything (minutes: every format is compiled) or a sample (seconds)."""
+"""Whether tests of kernels sweep everything (each format and config is compiled) or a sample."""
+
+SEEDS = range(1 + EXHAUSTIVE)
+"""Seeds by which emulated threads take turns; races are found in any order."""
 
 BITS = range(1, 9)
 PAIRS = list(itertools.product(BITS, BITS))
@@ -55,6 +61,11 @@ kv_formats = st.builds(
 )
 schemes = st.builds(Scheme, weight_formats, activation_formats, st.one_of(st.none(), kv_formats))
 seeds = st.integers(0, 2**31 - 1)
+
+
+def in_turn(*choices: T, at: int) -> tuple[T, ...]:
+    """All choices if exhaustive, else one of them."""
+    return choices if EXHAUSTIVE else (choices[at % len(choices)],)
 
 
 def generator(seed: int) -> torch.Generator:

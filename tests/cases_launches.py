@@ -21,7 +21,7 @@ from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed
 from anybit.kernels.multiply import multiply
 from anybit.ops import packed, product
-from anybit.ops.plans import Rows
+from anybit.ops.plans import PLANS, Rows
 
 launching = importlib.import_module("anybit.jit.launch")  # not the function of that name
 
@@ -114,7 +114,7 @@ def install(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> Driver:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(tensor_map.Matrix, "_encoded", encoded)
-    dispatch.use()  # forgets plans for other devices
+    PLANS.clear()  # those for other devices; the maps, which take longer to read than most tests, stay
     return found
 
 

@@ -24,13 +24,15 @@ _BY_MAP = (*_DIRECT, None, None, 0, True)
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and its cut: the arguments of config_for, in order."""
+    """A problem and its cut: the arguments of config_for, in order; without any, the default config."""
 
     problem: LinearProblem
-    cut: tuple[int | bool | None, ...]
+    cut: tuple[int | bool | None, ...] = ()
 
     @property
     def config(self) -> Config:
+        if not self.cut:
+            return sm90_packed_gemm.default(self.problem)
         return sm90_packed_gemm.config_for(self.problem, *self.cut)
 
     def __str__(self) -> str:
@@ -89,7 +91,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
     w4 = WeightFormat(4, "sym", 128)
     for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
         problem = LinearProblem(m, 512, 1024, w4)
-        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
+        cases.append(Case(problem))
     cases.append(Case(LinearProblem(1024, 512, 1024, w4), (64, 2, 1, 1, 1)))  # more tiles than SMs
     for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
         cases.append(Case(LinearProblem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, None, True)))
@@ -108,7 +110,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (50, 6144, 1024, INT8),
     ):
         problem = LinearProblem(m, n, k, w4 if activations is A16 else WeightFormat(2), activations)
-        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))  # stages of two steps
+        cases.append(Case(problem))  # stages of two steps
     for weights, m, n, k, cut in (  # more weights than shared memory holds
         (w4, 64, 4096, 14336, (64, 1, 2, 2, 1, *_DIRECT, 2)),
         (WeightFormat(2, "asym", 64), 40, 1500, 4096, (48, 1, 2, 1, 1, *_DIRECT, 3)),
@@ -131,19 +133,13 @@ def gpu_cases(every: int = 1) -> list[Case]:
         cases.append(Case(LinearProblem(m, n, k, weights, activations, torch.float16), cut))
     for m in (256, 1024):  # bytes that are not widened, in tiles of many tokens
         problem = LinearProblem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
-        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
+        cases.append(Case(problem))
     for m, n, k in ((1, 128, 128), (13, 8192, 4096), (26, 4096, 8192), (64, 4096, 4096), (257, 128, 4096),
                     (257, 4224, 4160), (1024, 8192, 4096)):  # fmt: skip
         for activations in (A16, INT8):
             problem = LinearProblem(m, n, k, w4 if activations is A16 else WeightFormat(4), activations, torch.bfloat16)
-            cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
+            cases.append(Case(problem))
     return cases
-
-
-def cut_of(config: Config) -> tuple[int | bool | None, ...]:
-    c = config
-    return (c.tile_m, c.row_warpgroups, c.split_k_warpgroups, c.cluster_k, c.cluster_n, None, c.halves,
-            c.min_blocks_per_sm, c.direct, c.unrolled, c.block_tiles, c.tensor_store)  # fmt: skip
 
 
 def tiny_cases() -> list[Case]:
@@ -277,7 +273,7 @@ def _gpu_sparse_cases() -> list[Case]:
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
     for m, n in ((9, 4096), (16, 4096), (32, 6144), (64, 4096), (128, 6144), (256, 6144)):  # realistic shapes
         problem = LinearProblem(m, n, 4096, _sparse(4, "sym", None), INT8)
-        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
+        cases.append(Case(problem))
     for m, n, activations in ((256, 28672, A16), (300, 1504, A16), (1024, 6144, INT8)):  # ranges of rows, tensor maps
         problem = LinearProblem(m, n, 1024, _sparse(4, "sym", None if activations is INT8 else 128), activations)
         for block_tiles in (0, 7):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.model
 def said(loaded: Loaded, prompt: str, **options: Any) -> str:
     inputs = loaded.tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
-        tokens = loaded.model.generate(**inputs, max_new_tokens=3, do_sample=False, **options)
+        tokens = loaded.model.generate(**inputs, max_new_tokens=2, do_sample=False, **options)
     return loaded.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :])
 
 
@@ -36,7 +36,7 @@ def test_four_bits_still_speak(smollm2: Path, plain: Loaded, wikipedia: Path, tm
     assert "Paris" in said(plain, question)
     assert "Paris" in said(ours, question)
     ids = ours.tokenizer(evaluate.read_text(wikipedia)[:8000], add_special_tokens=False)["input_ids"]
-    windows = evaluate.windows_of(ids, 128, 2)
+    windows = evaluate.windows_of(ids, 128, 1)
     before, after = (evaluate.perplexity(loaded.model, windows).perplexity for loaded in (plain, ours))
     assert before < after < 1.6 * before
     ours.model.set_attn_implementation("anybit")
@@ -49,6 +49,6 @@ def test_its_gguf_keeps_its_quantization(smollm2: Path, plain: Loaded, wikipedia
     assert str(ours.scheme) == "w4a16g32min"
     assert sum(isinstance(module, QuantLinear) for module in ours.model.modules()) == 210
     ids = ours.tokenizer(evaluate.read_text(wikipedia)[:4000], add_special_tokens=False)["input_ids"]
-    windows = evaluate.windows_of(ids, 128, 2)
+    windows = evaluate.windows_of(ids, 128, 1)
     dequantized, native = (evaluate.perplexity(loaded.model, windows).perplexity for loaded in (plain, ours))
     assert native == pytest.approx(dequantized, rel=1e-3)

@@ -66,16 +66,17 @@ def digits() -> list[jit.Kernel]:
 
 def few() -> list[jit.Kernel]:
     """Products for few tokens: all threads wait."""
-    problem = LinearProblem(1, 4096, 4096, WeightFormat(4, "sym", 128))
-    norm = sm90_packed_gemv.norm_default(problem)
+    problem = LinearProblem(1, 28672, 4096, WeightFormat(4, "sym", 128))
+    norm, qkv = (sm90_packed_gemv.norm_default(replace(problem, n=n)) for n in (28672, 6144))
+    eight = replace(problem, m=8, activations=A8)
     return [
         sm90_packed_gemv.kernel(sm90_packed_gemv.default(problem)),
         sm90_packed_gemv.norm_kernel(norm),
         sm90_packed_gemv.norm_kernel(norm, silu=True),
-        sm90_packed_gemv.rotary_kernel(norm),
-        sm90_packed_gemv.rotary_kernel(norm, pages=True),
-        *(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(replace(problem, m=m))) for m in (4, 16)),
-        *(sm90_packed_skinny.kernel(sm90_packed_skinny.default(replace(problem, m=m))) for m in (1, 8)),
+        sm90_packed_gemv.rotary_kernel(qkv),
+        sm90_packed_gemv.rotary_kernel(qkv, pages=True),
+        sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(replace(problem, m=16))),
+        *(sm90_packed_skinny.kernel(sm90_packed_skinny.default(one)) for one in (replace(problem, n=4096), eight)),
         digits()[1],
     ]
 
@@ -98,7 +99,7 @@ def large() -> list[jit.Kernel]:
         problem = LinearProblem(m, 4096, 4096, s.weights, s.activations, device=HOPPER)
         config = bitplane.default(problem)
         found.append(bitplane.family_of(config).kernel(config))
-    for scheme, m in (("w4a16g128", 64), ("w4a8", 16), ("w4a8", 128), ("w4a8", 4096)):
+    for scheme, m in (("w4a16g128", 64), ("w4a8", 16), ("w4a8", 4096)):
         s = Scheme.parse(scheme)
         asked = LinearProblem(m, 4096, 4096, s.weights, s.activations)
         found.append(sm90_packed_gemm.kernel(sm90_packed_gemm.default(asked)))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import anybit
 from anybit import ops
-from anybit.choose import dispatch
 from anybit.choose.builtin import builtin
 from anybit.choose.families import tiles_of
 from anybit.codes.hadamard import transform
@@ -26,6 +25,7 @@ from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
 from anybit.ops.checks import dense_bias
+from anybit.ops.plans import PLANS
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from cases import BITS, random_weight, seeds
 from cases_launches import install
@@ -137,7 +137,7 @@ def test_what_a_layer_launches_without_wgmma(arch: str, scheme: str, monkeypatch
     for _ in range(2):  # the second call runs the first one's plan
         tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
         assert [launch.kernel.entry for launch in driver.take()] == [*before, "sm80_packed_gemm"]
-    dispatch.use()
+    PLANS.clear()
 
 
 def test_costs_order_the_backends() -> None:

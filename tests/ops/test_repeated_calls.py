@@ -33,7 +33,7 @@ Launches = list[tuple[str, dict[str, Any]]]
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield install(monkeypatch)
-    dispatching.use()
+    plans.PLANS.clear()
 
 
 @pytest.fixture

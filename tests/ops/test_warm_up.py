@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from anybit import ops
-from anybit.choose import dispatch
 from anybit.jit import Kernel
 from anybit.ops import compile_ahead as ahead
 from anybit.ops import elementwise, fused, product
@@ -16,6 +15,7 @@ from anybit.ops import pages as pages_ops
 from anybit.ops.backend import LinearSpec
 from anybit.ops.compile_ahead import LayerKind
 from anybit.ops.pages import RopePagesArgs
+from anybit.ops.plans import PLANS
 from anybit.scheme import Scheme
 from cases import random_weight
 from cases_launches import Driver, install
@@ -27,7 +27,7 @@ N = (HEADS[0] + 2 * HEADS[1]) * DIM
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield install(monkeypatch)
-    dispatch.use()
+    PLANS.clear()
 
 
 def launched(driver: Driver, kind: LayerKind, tensors: list[Tensor], m: int) -> set[Kernel]:

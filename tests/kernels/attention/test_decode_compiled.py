@@ -47,15 +47,12 @@ def test_compiles_without_spills(case: Case, arch: str):
     assert ("LDGSTS" in code) == (device.capability < 90)
 
 
-@pytest.mark.parametrize("format", ["kv4g128", "kv8"])
-def test_rows_of_a_pool_compile_for_one_token_and_for_drafts(format: str):
+@pytest.mark.parametrize(("format", "queries"), [("kv4g128", 5), ("kv8", 1)])
+def test_rows_of_a_pool_compile_for_one_token_and_for_drafts(format: str, queries: int):
     device, rows = Device.named("sm_90a"), layout(KVFormat.parse(format), 128, 32)
-    for queries in (1, 5):
-        asked = decode.Problem(
-            rows.layout, 32, 32, 8, queries, rows.ring, 128, 8192, front=rows.front, slots=rows.slots
-        )  # fmt: skip
-        compiled = jit.cached(decode.kernel(decode.default(asked, device), asked.layout), "sm_90a")
-        assert compiled.spill_bytes == 0
+    asked = decode.Problem(rows.layout, 32, 32, 8, queries, rows.ring, 128, 8192, front=rows.front, slots=rows.slots)
+    compiled = jit.cached(decode.kernel(decode.default(asked, device), asked.layout), "sm_90a")
+    assert compiled.spill_bytes == 0
 
 
 def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are():

@@ -13,6 +13,7 @@ from anybit.errors import KernelError
 from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.decode import decode as kernel
 from anybit.ops import kv
+from cases import EXHAUSTIVE
 from cases_decode import Case, relative_error
 
 pytestmark = pytest.mark.emulate
@@ -76,7 +77,7 @@ def test_keys_of_8_bits_by_channel_see_what_float16_queries_round_off(case: Case
     run(dataclasses.replace(case, data="outliers", lengths=(260, 390)), tolerance=7e-4)
 
 
-@pytest.mark.parametrize("case", MEMBERS[::3], ids=str)
+@pytest.mark.parametrize("case", MEMBERS if EXHAUSTIVE else MEMBERS[::4], ids=str)
 def test_with_copies_of_the_older_architecture(case: Case):
     run(case, arch="sm_80", seed=1)
 
@@ -259,8 +260,9 @@ def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("format", ["kv4g128", "kv2g32t", "kv8g128t", "k16v2g32"])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("format", "known"), [("kv4g128", True), ("kv2g32t", False), ("kv8g128t", True), ("k16v2g32", False)]
+)
 def test_one_token_completes_a_window(format: str, stored: bool, known: bool, monkeypatch):
     """The rest of the window is in the ring, with or without that token; reading a length too early is detected."""
 

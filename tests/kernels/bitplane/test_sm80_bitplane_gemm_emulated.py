@@ -8,6 +8,7 @@ from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
+from cases import SEEDS
 from cases_bitplane import check_emulated
 
 pytestmark = pytest.mark.emulate
@@ -27,5 +28,5 @@ def test_gemm_computes_the_product(case: tuple) -> None:
     aligned = n % 8 == 0
     problem = LinearProblem(m, n, k, weights, form, output.dtype, Device.named("sm_80"), y_aligned=aligned)
     config = sm80_bitplane_gemm.Config(*facts(problem)[:5], False, aligned, tile_n, tile_m, *warps, stage_k, stages)
-    for seed in range(2):
+    for seed in SEEDS:
         check_emulated(problem, config, seed, bias=output is not Output.s32)

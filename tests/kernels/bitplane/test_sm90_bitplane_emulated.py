@@ -1,6 +1,7 @@
 """The wgmma bit-plane kernels on the CPU: every kind of tile, the three code families, ragged everywhere.
 
-Every 37th of the 192 pairs of widths and code families is tested, all with ANYBIT_EXHAUSTIVE=1 in the environment.
+Every 37th of the 192 pairs of widths and code families is tested, and resident tiles with 16-bit results; all pairs,
+and integers, with ANYBIT_EXHAUSTIVE=1 in the environment.
 """
 
 import pytest
@@ -11,7 +12,7 @@ from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand
 from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
-from cases import EXHAUSTIVE, PAIRS
+from cases import EXHAUSTIVE, PAIRS, SEEDS
 from cases_bitplane import TOKENS_A, check_emulated, code_pairs, emulated, gemm, resident, rings, skinny
 
 pytestmark = pytest.mark.emulate
@@ -45,7 +46,7 @@ def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) ->
 )
 def test_kernels_multiply_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
-    for seed in range(2):
+    for seed in SEEDS:
         check_emulated(asked, skinny(asked, **change), seed)
 
 
@@ -87,7 +88,7 @@ def test_every_pair_is_exact(p: int, q: int, codes: tuple[str, str]) -> None:
     ],
 )
 def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
-    for output in (Output.s32, Output.f16):
+    for output in (Output.s32, Output.f16) if EXHAUSTIVE else (Output.f16,):
         asked = problem(scheme, m, n, k, output)
         check_emulated(asked, resident(asked, **change), bias=output is Output.f16)
     check_emulated(asked, resident(asked, **change), seed=1, padding=3)  # unaligned rows
@@ -110,7 +111,7 @@ def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, c
 )
 def test_gemm_multiplies_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
-    for seed in range(2):
+    for seed in SEEDS:
         check_emulated(asked, gemm(asked, **change), seed)
 
 

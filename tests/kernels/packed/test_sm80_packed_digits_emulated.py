@@ -13,7 +13,7 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.sm80_digits import sm80_packed_digits
 from anybit.scheme import WeightFormat
-from cases import EXHAUSTIVE, random_weight
+from cases import EXHAUSTIVE, SEEDS, random_weight
 from cases_packed import PackedCase, operands, product
 
 pytestmark = pytest.mark.emulate
@@ -73,7 +73,7 @@ def test_activation_order() -> None:
     check(WeightFormat(3, "sym", 256), 9, 64, 300, torch.bfloat16, ordered=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_grids_of_warps(seed: int) -> None:
     """Rings that wrap around, warps that share digits, clusters that split K; uneven rows."""
     format = WeightFormat(2, "sym", 128)

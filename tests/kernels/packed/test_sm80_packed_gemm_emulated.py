@@ -1,4 +1,8 @@
-"""sm80_packed_gemm.cuh on the CPU: stripes that cross row tiles, widths, codes, int8 and int4."""
+"""sm80_packed_gemm.cuh on the CPU: stripes that cross row tiles, widths, codes, int8 and int4.
+
+Half of the formats of other tools are tested, and sparse ones with one of the three activations each; all with
+ANYBIT_EXHAUSTIVE=1 in the environment.
+"""
 
 from dataclasses import replace
 
@@ -13,6 +17,7 @@ from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.kernels.packed.sm80_gemm.sm80_packed_gemm import Params
 from anybit.scheme import WeightFormat
+from cases import EXHAUSTIVE, SEEDS, in_turn
 from cases_packed import FOREIGN, TOLERANCE, operands, problem, product, scheme_of
 
 pytestmark = pytest.mark.emulate
@@ -54,23 +59,23 @@ def test_codes_and_groups(code: str, group: int | None) -> None:
         run(WeightFormat(bits, code, group), 3, 128, 512, dtype, sms=2)
 
 
-@pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
+@pytest.mark.parametrize("format", FOREIGN if EXHAUSTIVE else FOREIGN[::2], ids=scheme_of)
 def test_formats_of_other_tools(format: WeightFormat) -> None:
-    run(format, 3, 128, 328, (torch.float16, torch.bfloat16)[FOREIGN.index(format) % 2], sms=2)
+    run(format, 3, 128, 328, (torch.float16, torch.bfloat16)[FOREIGN.index(format) // 2 % 2], sms=2)
 
 
 @pytest.mark.parametrize(
     ("bits", "code", "group"), [(4, "sym", 128), (3, "asym", 32), (8, "asym", None), (2, "asym", 64), (7, "sym", 32)]
 )
 def test_sparse_weights(bits: int, code: str, group: int | None) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.int8):
+    for dtype in in_turn(torch.float16, torch.bfloat16, torch.int8, at=bits):
         run(WeightFormat(bits, code, group, True), 5, 72, 264, dtype, sms=2, seed=bits, bias=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sms", [1, 3, 5])
 def test_stripes_cover_the_product(sms: int) -> None:
     """Stripes shorter than a row tile, and longer; several token tiles; an incomplete last row tile."""
-    for seed in range(2):
+    for seed in SEEDS:
         shape = {"tile_m": 8, "units": 1, "row_warps": 8, "split_k_warps": 1}
         run(WeightFormat(4, "sym", 128), 9, 320, 640, sms=sms, seed=seed, **shape)
 

@@ -22,7 +22,7 @@ from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.ops.elementwise import silu_mul
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
-from cases_packed_gemm import A16, FP8, INT8, Case, cut_of, gpu_cases, silu_cases
+from cases_packed_gemm import A16, FP8, INT8, Case, gpu_cases, silu_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -31,7 +31,7 @@ CASES = gpu_cases(1 if os.environ.get("ANYBIT_EXHAUSTIVE") else 7)
 SILU = [
     *silu_cases(),
     *(
-        Case(problem, cut_of(sm90_packed_gemm.default(problem)))
+        Case(problem)
         for m in (16, 128, 200, 512, 1000, 4096)
         for problem in (LinearProblem(m, 28672, 1024, WeightFormat(4), INT8),)
     ),
@@ -130,7 +130,7 @@ def test_float_sums_are_promoted(group: int | None) -> None:
     """e4m3's tensor cores accumulate in about 14 bits: a sum of 16,384 terms of one sign would be off by a percent."""
     weights = WeightFormat(4, "sym", group)
     problem = LinearProblem(64, 256, 16384, weights, FP8)
-    case = Case(problem, cut_of(sm90_packed_gemm.default(problem)))
+    case = Case(problem)
     codes = torch.randint(9, 16, (256, 16384), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     scale = torch.full((256, weights.groups(16384)), 2.0**-8)
     weight = QuantizedWeight.from_codes(codes, scale, None, weights).to("cuda")
@@ -186,7 +186,7 @@ def test_activation_order() -> None:
     x = torch.randn(24, 512, device="cuda", dtype=torch.float16)
     gathered = torch.where(packed.permutation >= 0, x[:, packed.permutation.clamp(min=0).long()], 0)
     problem = LinearProblem(24, 192, gathered.shape[1], weights)
-    case = Case(problem, cut_of(sm90_packed_gemm.default(problem)))
+    case = Case(problem)
     exact = x.double() @ weight.dequantize(torch.float64).T
     y = product(case, packed, gathered.contiguous(), None)
     assert (y.double() - exact).abs().mean() / exact.abs().mean() < 1e-3

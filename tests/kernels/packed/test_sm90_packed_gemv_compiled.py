@@ -1,4 +1,7 @@
-"""Kernels for few tokens compile without spills, to the intended instructions."""
+"""Kernels for few tokens compile without spills, to the intended instructions.
+
+A format is compiled for one layer, for two with ANYBIT_EXHAUSTIVE=1 in the environment.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -16,6 +19,7 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import Scheme, WeightFormat
+from cases import in_turn
 from machine_code import check, count, sass
 
 HOPPER = Device.named("sm_90a")
@@ -30,7 +34,7 @@ def problem(bits: int, m: int, n: int, k: int, dtype: torch.dtype = torch.float1
     [(1, 1, torch.float16), (3, 2, torch.bfloat16), (4, 1, torch.float16), (8, 4, torch.float16)],
 )
 def test_digits_do_not_spill(bits: int, m: int, dtype: torch.dtype) -> None:
-    for n, k in ((4096, 4096), (28672, 4096)):
+    for n, k in in_turn((4096, 4096), (28672, 4096), at=bits == 4):
         it = problem(bits, m, n, k, dtype)
         check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(it)), "sm_90a", has="IMMA", lacks="HMMA")
 
@@ -62,7 +66,7 @@ def test_e2m1_takes_eight_instructions_for_eight_codes() -> None:
 
 @pytest.mark.parametrize(("bits", "m"), [(4, 1), (4, 2), (2, 1), (3, 2)])
 def test_digits_of_a_norm(bits: int, m: int) -> None:
-    for n, k in ((6144, 4096), (28672, 4096)):
+    for n, k in in_turn((6144, 4096), (28672, 4096), at=bits + m):
         it = problem(bits, m, n, k)
         check(sm90_packed_gemv.norm_kernel(sm90_packed_gemv.norm_default(it)), "sm_90a", has="IMMA", lacks="HMMA")
 
@@ -118,7 +122,7 @@ def test_codes_stay_where_they_lie() -> None:
     [(4, 3, torch.float16), (2, 8, torch.bfloat16), (4, 16, torch.float16), (8, 32, torch.float16)],
 )
 def test_mid_token_counts_do_not_spill(bits: int, m: int, dtype: torch.dtype) -> None:
-    for n, k in ((4096, 14336), (28672, 4096)):
+    for n, k in in_turn((4096, 14336), (28672, 4096), at=bits // 4):
         it = problem(bits, m, n, k, dtype)
         check(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(it)), "sm_90a", has="HMMA")
 

@@ -1,4 +1,7 @@
-"""sm90_packed_gemv and _skinny_f16 on the CPU: widths, codes, groups, types, act-order, ragged ends, clusters."""
+"""sm90_packed_gemv and _skinny_f16 on the CPU: widths, codes, groups, types, act-order, ragged ends, clusters.
+
+The two kernels share the formats out between them; each takes all with ANYBIT_EXHAUSTIVE=1 in the environment.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +22,7 @@ from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
-from cases import random_weight
+from cases import in_turn, random_weight
 from cases_packed import FOREIGN, TOLERANCE, check_emulated, operands, product, scheme_of, unpack
 
 pytestmark = pytest.mark.emulate
@@ -48,15 +51,17 @@ def test_gemv_multiplies_all_widths(module: GemmKernel[Any], bits: int) -> None:
 @pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
 @pytest.mark.parametrize("group", [32, 64, 256, None])
 def test_codes_and_groups(module: GemmKernel[Any], code: str, group: int | None) -> None:
-    for i, bits in enumerate({"sym": (4, 3), "asym": (3, 8), "bipolar": (8, 4)}[code]):
-        run(module, WeightFormat(bits, code, group), 2 + i % 2, 64, 512, HALVES[i % 2], seed=i, bias=True)
+    widths = {"sym": (4, 3), "asym": (3, 8), "bipolar": (8, 4)}[code]
+    for bits in in_turn(*widths, at=(group or 0) // 64 + (module is sm90_packed_gemv)):
+        i = widths.index(bits)
+        run(module, WeightFormat(bits, code, group), 2 + i, 64, 512, HALVES[i], seed=i, bias=True)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_sparse_weights(bits: int) -> None:
     """2:4, in the tiles of sm90_packed_gemm: every width, codes with and without zeros, groups, ragged rows."""
     cases = (("sym", 128, 64, 384), ("asym", 32, 20, 300), ("asym", None, 100, 132), ("sym", 64, 72, 264))
-    for i in (bits % 4, (bits + 1 + bits // 4) % 4):
+    for i in in_turn(bits % 4, (bits + 1 + bits // 4) % 4, at=0):
         code, group, n, k = cases[i]
         format, m = WeightFormat(bits, code, group, True), 1 + (i + bits) % 4  # type: ignore[arg-type]
         run(sm90_packed_gemv, format, m, n, k, HALVES[i % 2], seed=bits, bias=i > 1)
@@ -66,10 +71,9 @@ def test_sparse_weights(bits: int) -> None:
 @BOTH
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
 def test_formats_of_other_tools(module: GemmKernel[Any], format: WeightFormat) -> None:
-    for i, (m, n, k) in enumerate(((3, 40, 328), (1, 64, 512), (2, 20, 132))):
-        if i == (FOREIGN.index(format) + (module is sm90_packed_gemv)) % 3:
-            continue  # two of three cases per kernel; together the two kernels run all
-        run(module, format, m, n, k, HALVES[(FOREIGN.index(format) + i) % 2], bias=i == 0, ordered=i == 1)
+    place = FOREIGN.index(format)
+    for m, n, k in in_turn((3, 40, 328), (1, 64, 512), (2, 20, 132), at=place + (module is sm90_packed_gemv)):
+        run(module, format, m, n, k, HALVES[(place + m) % 2], bias=m == 3, ordered=m == 1)
 
 
 @BOTH
@@ -156,29 +160,33 @@ class Fused:
         return _rms_norm_cpu(x, self.gamma, 1e-5).double() @ unpack(self.case.packed).T + self.case.bias.double()
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("residual", [True, False])
-def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
-    """A product with fused RMSNorm of x + residual, for one and two tokens, with idle warps."""
-    for m, n, k, warps, format in (
+@pytest.mark.parametrize(
+    ("m", "n", "k", "warps", "format"),
+    [
         (1, 192, 1024, 3, WeightFormat(4, "sym", 128)),
         (2, 64, 256, 4, WeightFormat(3, "sym", 128)),
         (2, 130, 768, 2, WeightFormat(8, "sym", 128)),
         (1, 64, 200, 2, WeightFormat(4, "sym", 128)),
         (2, 64, 328, 2, WeightFormat(4, "sym", 128)),
         (2, 64, 328, 2, WeightFormat(4, "e2m1", 32)),
-    ):
-        fused = Fused(format, m, n, k, dtype, warps, residual)
-        y = fused.case.empty()
-        fused.run(y)
-        error = replace(fused.case, expected=fused.expected).error(y)
-        assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {fused.config}: error {error:.2e}"
+    ],
+    ids=str,
+)
+def test_norms_its_activations(m: int, n: int, k: int, warps: int, format: WeightFormat) -> None:
+    """A product with fused RMSNorm of x + residual, for one and two tokens, with idle warps."""
+    for dtype in in_turn(*HALVES, at=k // 64):
+        for residual in (True, False):
+            fused = Fused(format, m, n, k, dtype, warps, residual)
+            y = fused.case.empty()
+            fused.run(y)
+            error = replace(fused.case, expected=fused.expected).error(y)
+            assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {fused.config}: error {error:.2e}"
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_ends_with_silu(dtype: torch.dtype) -> None:
     """silu(gate) * up with rows interleaved in eights, and an incomplete last tile."""
-    for m, n, k, warps, bits in ((1, 208, 512, 3, 4), (2, 64, 256, 4, 3)):
+    for m, n, k, warps, bits in in_turn((1, 208, 512, 3, 4), (2, 64, 256, 4, 3), at=HALVES.index(dtype)):
         fused = Fused(WeightFormat(bits, "sym", 128), m, n, k, dtype, warps, residual=False)
         y = torch.full((m, n // 2), torch.nan, dtype=dtype)
         fused.run(y, silu=True)

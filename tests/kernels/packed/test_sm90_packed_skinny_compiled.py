@@ -9,6 +9,7 @@ from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
+from cases import in_turn
 from cases_packed import problem
 from machine_code import check
 
@@ -24,7 +25,7 @@ from machine_code import check
     ],
 )
 def test_skinny_does_not_spill(bits: int, m: int, dtype: torch.dtype, split: bool, instruction: str) -> None:
-    for n, k in ((4096, 4096), (28672, 4096)):
+    for n, k in in_turn((4096, 4096), (28672, 4096), at=m > 1):
         asked = problem(m, n, k, WeightFormat(bits, "sym", 128), dtype)
         config = sm90_packed_skinny.fitted(asked, 8, 1, 2, 64, 1, split) if split else sm90_packed_skinny.default(asked)
         assert sm90_packed_skinny.why_not(asked, config) is None

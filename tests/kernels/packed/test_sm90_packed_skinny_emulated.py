@@ -1,4 +1,7 @@
-"""sm90_packed_skinny.cuh on the CPU: every width, code, group and activation; act-order, ragged ends, bias."""
+"""sm90_packed_skinny.cuh on the CPU: every width, code, group and activation; act-order, ragged ends, bias.
+
+Codes and groups meet one of the three activations in turn, all with ANYBIT_EXHAUSTIVE=1 in the environment.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +15,7 @@ from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.ops.elementwise import _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
-from cases import random_weight
+from cases import SEEDS, in_turn, random_weight
 from cases_packed import FOREIGN, check_emulated, operands, product, scheme_of
 
 pytestmark = pytest.mark.emulate
@@ -60,17 +63,17 @@ def test_ends_with_silu(m: int, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
 @pytest.mark.parametrize("group", [32, 64, 256, None])
 def test_codes_and_groups(code: str, group: int | None) -> None:
-    for i, dtype in enumerate((torch.float16, torch.bfloat16, torch.int8)):
-        bits = {0: 4, 1: 3, 2: 2}[i]
-        run(WeightFormat(bits, code, group), 2, 64, 512, dtype, seed=i, bias=True)
+    each = (4, torch.float16), (3, torch.bfloat16), (2, torch.int8)
+    for bits, dtype in in_turn(*each, at=len(code) // 2 + (group or 96) // 32):
+        run(WeightFormat(bits, code, group), 2, 64, 512, dtype, seed=bits, bias=True)
 
 
 @pytest.mark.parametrize(
     ("bits", "code", "group"), [(1, "bipolar", 128), (2, "asym", 64), (4, "sym", 32), (8, "sym", None)]
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_split_activations(bits: int, code: str, group: int | None, dtype: torch.dtype) -> None:
-    run(WeightFormat(bits, code, group), 3, 64, 256, dtype, split=True, seed=bits)
+def test_split_activations(bits: int, code: str, group: int | None) -> None:
+    for dtype in in_turn(torch.float16, torch.bfloat16, at=bits // 2):
+        run(WeightFormat(bits, code, group), 3, 64, 256, dtype, split=True, seed=bits)
 
 
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
@@ -92,7 +95,7 @@ def test_skinny_takes_ragged_shapes(m: int, n: int, k: int) -> None:
     run(WeightFormat(2, "asym", 32), m, n, k, torch.int8)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_small_rings_wrap_around(seed: int) -> None:
     """Pipelines that wrap around many times, activations loaded again, warps that share rows."""
     format = WeightFormat(4, "sym", 128)
