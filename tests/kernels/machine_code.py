@@ -69,24 +69,30 @@ def before_wait(cubin: bytes) -> set[str]:
             places[label[1]] = len(instructions)
         elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][^;]*?)\s*;", line):
             instructions.append((found[1] is not None, found[2]))
-    seen: set[int] = set()
-    todo = [0]
+    # An instruction, and by barrier where lanes that wait for each other go on: BSSY says it, BSYNC goes there.
+    seen: set[tuple[int, tuple[tuple[str, int], ...]]] = set()
+    todo: list[tuple[int, tuple[tuple[str, int], ...]]] = [(0, ())]
     while todo:
-        at = todo.pop()
-        if at in seen or at >= len(instructions):
+        at, after = todo.pop()
+        if (at, after) in seen or at >= len(instructions):
             continue
         predicated, instruction = instructions[at]
         if instruction.startswith("ACQBULK") and not predicated:
             continue
-        seen.add(at)
+        seen.add((at, after))
         target = re.search(r"\.L_x_\d+", instruction)
-        if target is not None:
-            todo.append(places[target[0]])
+        barrier = re.match(r"(BSSY|BSYNC)\S* (B\d+)", instruction)
+        if barrier and target:
+            after = tuple(sorted((dict(after) | {barrier[2]: places[target[0]]}).items()))
+        elif barrier:
+            todo.append((dict(after).get(barrier[2], at + 1), after))
+        elif target is not None:
+            todo.append((places[target[0]], after))
         # A branch with an operand as its condition, or one that waits for lanes to converge, may fall through.
         always = re.fullmatch(r"(EXIT|BRA `?\(?\.L_x_\d+\)?`?)", instruction) is not None
         if predicated or not always:
-            todo.append(at + 1)
-    return {instructions[at][1].split()[0] for at in seen}
+            todo.append((at + 1, after))
+    return {instructions[at][1].split()[0] for at, _ in seen}
 
 
 def count(cubin: bytes, pattern: str) -> int:
