@@ -1,15 +1,12 @@
-"""What a quantized KV cache costs in accuracy: perplexity, and the kernel's own error.
+"""What a quantized KV cache costs in accuracy: perplexity.
 
-    python benchmarks/accuracy_kv.py --model FOLDER --text FILE [--parts kernel perplexity]
+    python benchmarks/accuracy_kv.py --model FOLDER --text FILE
 
 Weights (SmolLM2-135M-Instruct) stay in 16 bits, so only the cache differs. Rows go to
 benchmarks/results/<gpu>/kv_accuracy.json, which the tables of docs/accuracy.md show.
 
-perplexity: windows of 2048 tokens in which every token sees what it would see during generation: full 128-token
-windows quantized, its own window in 16 bits. This attention over all tokens at once is validated against a real
-AnyBitCache fed piece by piece.
-kernel: the decode kernel against exact attention over the same dequantized cache, on this model's keys and values of
-every layer (keys have outlier channels): mean relative error of the worst layer.
+In windows of 2048 tokens every token sees what it would see during generation: full 128-token windows quantized, its
+own window in 16 bits. This attention over all tokens at once is checked against a real AnyBitCache fed piece by piece.
 """
 
 import argparse
@@ -20,21 +17,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from anybit import AnyBitCache
-from anybit.cache import attention
-from anybit.cache.kvcache import KVCache, hadamard
+from anybit.cache.kvcache import hadamard
 from anybit.hf import evaluate
 from anybit.hf.loading import load_model
 from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.scheme import KVFormat
-from timing import RESULTS, merge_rows, stamp, worst_of
+from timing import RESULTS, merge_rows, stamp
 
 FORMATS = (
     "kv16", "kv8", "kv8t", "kv4", "kv4t", "kv4rot", "kv4trot", "kv2", "kv2t", "kv2rot", "kv2trot", "kv4g32", "kv2g32",
     "kv2g32t", "kv2g32rot", "kv2g32trot", "k4v2", "k2v4", "k4v2g32", "k2v4g32", "k8v4", "k4v8", "k16v4",
     "k4v16", "k16v2", "k2v16",
 )  # fmt: skip
-KERNEL_FORMATS = ("kv16", "kv8", "kv8t", "kv4", "kv4t", "kv2", "kv2t", "kv4g32", "kv2g32", "k4v2", "kv4rot", "kv2rot")
 PIECE = 128
 
 
@@ -49,7 +44,7 @@ class Rows:
         bits = PageLayout(KVFormat.parse(kv), dim, 128).bits_per_element
         row = {"case": case, "model": self.model, "kv": kv, "context": context, "bits": round(bits, 3), **fields}
         print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-        merge_rows(self.path, [{**row, **stamp()}], ("case", "model", "kv", "context", "dtype"))
+        merge_rows(self.path, [{**row, **stamp()}], ("case", "model", "kv", "context"))
 
 
 def attention_on(model: PreTrainedModel, name: str) -> None:
@@ -145,73 +140,12 @@ def perplexity_rows(model: PreTrainedModel, ids: list[int], rows: Rows, count: i
         assert kv != "kv16" or abs(value / plain - 1) < 5e-3, (value, plain)
 
 
-def captured(model: PreTrainedModel, ids: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values [heads, tokens, dim] of every layer on a text, rotary embedding included."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    seen = []
-
-    def capture(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        seen.append((query[0], key[0], value[0]))
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-
-    AttentionInterface.register("capture", capture)
-    AttentionMaskInterface.register("capture", sdpa_mask)
-    attention_on(model, "capture")
-    with torch.inference_mode():
-        model(torch.tensor([ids], device=model.device), use_cache=False)
-    attention_on(model, "sdpa")
-    return seen
-
-
-@torch.inference_mode()
-def kernel_rows(model: PreTrainedModel, ids: list[int], rows: Rows, formats: list[str], dtypes: list[str]) -> None:
-    """The kernel's own error on real keys and values, for one and for sixteen queries."""
-    states = captured(model, ids[:2048])
-    spread = max(float(k.float().abs().amax(1).amax() / k.float().abs().amax(1).median()) for _, k, _ in states)
-    heads, tokens, dim = states[0][1].shape
-    for dtype, limit in ((torch.float16, 2e-3), (torch.bfloat16, 1e-2)):
-        for kv in formats if str(dtype).removeprefix("torch.") in dtypes else ():
-            errors = []
-            for q, k, v in states:
-                cache = KVCache(
-                    kv, layers=1, kv_heads=heads, head_dim=dim, sequences=1, capacity=tokens, dtype=dtype,
-                    device=k.device,
-                )  # fmt: skip
-                row = cache.add()
-                cache.extend([row], tokens)
-                cache.write(0, [row], *(x.transpose(0, 1)[None].to(dtype) for x in (k, v)))
-                for queries in (1, 16):
-                    query = q[:, -queries:].transpose(0, 1)[None].to(dtype)
-                    got = attention.decode(query, cache, 0, [row])[0].double()
-                    want = attention.decode_reference(query, cache, 0, [row], precision=torch.float64)[0].double()
-                    errors.append(float((got - want).abs().mean() / want.abs().mean()))
-            worst, mean = worst_of(errors), sum(errors) / len(errors)
-            if not worst <= limit:
-                print(f"FAILED: {kv}, {dtype}: {worst:.2e} is more than {limit:.0e}; no row", flush=True)
-                continue
-            rows.add(
-                "kernel", kv, tokens, dim, dtype=str(dtype).removeprefix("torch."), error=float(f"{worst:.3e}"),
-                mean_error=float(f"{mean:.3e}"),
-                largest_key_channel_over_median=round(spread, 1),
-                checked=True, check=f"at most {limit:.0e}",
-            )  # fmt: skip
-
-
 def main() -> None:
-    """Measure the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--parts", nargs="*", default=["kernel", "perplexity"])
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--formats", nargs="*", default=FORMATS)
-    parser.add_argument("--kernel-formats", nargs="*", default=KERNEL_FORMATS)
-    parser.add_argument("--dtypes", nargs="*", default=["float16", "bfloat16"])
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "kv_accuracy.json")
     arguments = parser.parse_args()
     loaded = load_model(arguments.model, dtype=torch.float16)
@@ -219,10 +153,7 @@ def main() -> None:
     ids = loaded.tokenizer(text[: 8 * 2048 * (arguments.windows + 1)])["input_ids"]
     print(f"{len(ids)} tokens of text", flush=True)
     rows = Rows("SmolLM2-135M-Instruct", arguments.out)
-    if "kernel" in arguments.parts:
-        kernel_rows(model, ids, rows, arguments.kernel_formats, arguments.dtypes)
-    if "perplexity" in arguments.parts:
-        perplexity_rows(model, ids, rows, arguments.windows, tuple(arguments.formats))
+    perplexity_rows(model, ids, rows, arguments.windows, tuple(arguments.formats))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How maps choose: a layer's own point, its neighbours, what runs without either, explain's reasons, and the cost."""
 
+import functools
 import timeit
 from dataclasses import replace
 
@@ -116,11 +117,17 @@ SCHEMES = (
 )  # fmt: skip
 
 
+@functools.cache
+def shipped(gpu: str) -> Dispatcher:
+    """The shipped map, on a GPU."""
+    return Dispatcher(gpu, [SHIPPED_MAP])
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_whatever_runs_by_default_runs_by_the_shipped_map(scheme: str, arch: str) -> None:
     """Other GPUs choose by the shipped map's neighbours, where configs are legal there."""
-    by, device = Dispatcher(Device.named(arch).name, [SHIPPED_MAP]), Device.named(arch)
+    by, device = shipped(Device.named(arch).name), Device.named(arch)
     for n, k in ((64, 128), (4104, 1100)):
         for m in (1, 8, 17, 300):
             for more in ({}, {"dtype": torch.bfloat16, "aligned": False, "y_aligned": False}):
