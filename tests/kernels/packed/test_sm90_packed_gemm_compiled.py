@@ -85,9 +85,9 @@ def test_bytes_that_are_not_widened_have_one_register_set(m: int) -> None:
 def test_configs_of_many_tokens_are_those_of_their_own_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = Scheme.parse(text)
     problems = [
-        LinearProblem(m, n, k, scheme.weights, scheme.activations) for m in (65, 96, 129, 1000, 8192)
-        for n, k in ((6144, 4096), (4096, 14336), (576, 1536))
-    ]  # fmt: skip
+        LinearProblem(m, n, k, scheme.weights, scheme.activations)
+        for m, n, k in ((65, 6144, 4096), (96, 4096, 14336), (129, 576, 1536), (1000, 6144, 4096), (8192, 4096, 14336))
+    ]
     kept = [list(sm90_packed_gemm.configs(problem)) for problem in problems]
     monkeypatch.setattr(sm90_packed_gemm, "_MANY", 1 << 20)
     sm90_packed_gemm._of_tiles.cache_clear()
