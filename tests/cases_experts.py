@@ -13,7 +13,7 @@ from anybit.device import Device
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Config, Gate, Problem
 from anybit.kernels.packed import packed_tiles
-from anybit.ops.experts import _padded
+from anybit.ops.prepared_experts import _padded
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
 

@@ -39,5 +39,5 @@ def test_experts_sums_what_ids_say() -> None:
 
 
 def test_gate_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="silu, gelu, gelu_tanh or swiglu_clamped, not 'relu'"):
+    with pytest.raises(ValueError, match="silu, gelu, gelu_tanh or swigluoai, not 'relu'"):
         Gate("relu")

@@ -5,7 +5,8 @@ import torch
 from torch.nn.functional import silu
 
 from anybit.errors import KernelError
-from anybit.ops.experts import ExpertsSpec, _padded, _rows, experts, prepare_experts
+from anybit.ops.experts import ExpertsSpec, experts, prepare_experts
+from anybit.ops.prepared_experts import _padded, _rows
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases_experts import Mixture, error
 

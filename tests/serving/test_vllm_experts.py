@@ -112,7 +112,7 @@ def test_ranks_add_up_to_anybits_experts(scheme: str, tp: int, ep: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "gate"),
-    [("gelu", Gate("gelu")), ("gelu_tanh", Gate("gelu_tanh")), ("swigluoai", Gate("swiglu_clamped", 1.702, 7.0))],
+    [("gelu", Gate("gelu")), ("gelu_tanh", Gate("gelu_tanh")), ("swigluoai", Gate("swigluoai", 1.702, 7.0))],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_activations_and_biases(kind: str, gate: Gate, ranks: int) -> None:

@@ -206,13 +206,14 @@ def _divide(numerator: Tensor, denominator: float) -> Tensor:
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, rows: tuple[int, int],
     count: int, activations: ActivationFormat, gate: str, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, decoded: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """The sum over a token's experts of weight * down(join(gate_up(x))), [T, H] in x's dtype, summed in float32.
 
     x: float [T, H].  ids: int [T, k]; others than 0 to count - 1 add nothing.  weights: float [T, k].
     gate_up, down: of all experts one below the other, ``rows`` apart; gate and up rows alternate eight by eight.
-    gate_up_bias [count, 2 I], down_bias [count, H].  Loops over the experts hit.
+    gate_up_bias [count, 2 I], down_bias [count, H].  decoded: of both weights, as ``linear`` takes it.
+    Loops over the experts hit.
     """
     check_activations(x, gate_up.shape[1])
     outputs = 2 * down.shape[1], gate_up.shape[1]
@@ -222,13 +223,12 @@ def experts(
         if not 0 <= expert < count:
             continue
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        layers = [
-            weight.rows(slice(expert * padded, expert * padded + n))
-            for weight, padded, n in zip((gate_up, down), rows, outputs, strict=True)
-        ]
+        own = [slice(expert * padded, expert * padded + n) for padded, n in zip(rows, outputs, strict=True)]
+        first, second = (weight.rows(part) for weight, part in zip((gate_up, down), own, strict=True))
         biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
-        h = join(linear(x[token], layers[0], activations, biases[0]), gate)
-        y = linear(h.to(work), layers[1], activations, biases[1])
+        kept = [None if one is None else one[part] for one, part in zip(decoded, own, strict=True)]
+        h = join(linear(x[token], first, activations, biases[0], kept[0]), gate)
+        y = linear(h.to(work), second, activations, biases[1], kept[1])
         parts[token, choice] = weights[token, choice].to(work)[:, None] * y
     total = torch.zeros(len(x), outputs[1], dtype=work, device=x.device)
     for choice in range(ids.shape[1]):

@@ -275,6 +275,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 check_values(name, dict(module.named_parameters()))
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear | Experts):  # experts first: they prepare their layers
                 try:
                     module.prepare()
                 except LayerError as error:

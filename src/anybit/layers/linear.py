@@ -27,7 +27,7 @@ from anybit.scheme import Scheme, is_whole
 _Kind = TypeVar("_Kind", nn.Parameter, nn.Parameter | None)
 
 _SAVED = {"weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum"}
-_preparing = threading.RLock()
+PREPARING = threading.RLock()
 """Held while a layer's weight is converted: in between, neither layout is complete."""
 
 
@@ -211,7 +211,7 @@ class QuantLinear(nn.Module):
         return self
 
     def _prepare(self) -> None:
-        with _preparing:  # threads may race to a layer's first call: one prepares it
+        with PREPARING:  # threads may race to a layer's first call: one prepares it
             if self._prepared is not None:
                 return
             weight = self.quantized_weight()
@@ -220,15 +220,24 @@ class QuantLinear(nn.Module):
             prepared = ops.prepare(weight, self.scheme.activations, self.backend, self._fused)
             if self.hadamard:
                 ops.prepare_rotation(self.in_features, weight.words.device)
-            _wait_for(weight.words)
-            self._prepared, self._dtype, self._ordered = prepared, weight.scale.dtype, weight.group_index is not None
-            for name in self.tensors_of(weight).keys() - {"weight_shape"}:
-                self._parameters[name] = None
+            wait_for(weight.words)
+            self.hand_over(prepared, weight)
+
+    def hand_over(self, prepared: ops.Prepared, weight: QuantizedWeight) -> None:
+        """Free the saved layout: ``prepared``, which is complete, has the layer's weight and restores it."""
+        self._prepared, self._dtype, self._ordered = prepared, weight.scale.dtype, weight.group_index is not None
+        for name in self.tensors_of(weight).keys() - {"weight_shape"}:
+            self._parameters[name] = None
 
     @property
     def runs_on(self) -> str | None:
         """Name of the backend that the weight is prepared for; None before ``prepare``."""
         return None if self._prepared is None else self._prepared.spec.backend
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the weight has an activation order."""
+        return self._ordered if self._prepared is not None else self._parameters["weight_g_idx"] is not None
 
     def stand_in_fused(self, fused: bool) -> None:
         """Mark the layer as part of a fused layer, which changes how its kernels share the SMs."""
@@ -240,7 +249,7 @@ class QuantLinear(nn.Module):
         """Convert the weight back to the saved layout, and free the backend's."""
         if self._prepared is not None:
             weight = self._prepared.restore()
-            _wait_for(weight.words)
+            wait_for(weight.words)
             self.load_weight(weight)
         return self
 
@@ -278,8 +287,8 @@ class QuantLinear(nn.Module):
         """
         if not isinstance(x, Tensor):
             raise LayerError(f"x must be a torch.Tensor [..., {self.in_features}], not {type(x).__name__}")
-        if self._prepared is None:
-            self.prepare()
+        if self._prepared is None or not self._prepared.alone:
+            self.unprepare().prepare()
         assert self._prepared is not None
         bias = self.bias
         wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
@@ -470,7 +479,7 @@ def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
     return model
 
 
-def _wait_for(tensor: Tensor) -> None:
+def wait_for(tensor: Tensor) -> None:
     """Synchronize the current stream, which produced the tensor: other streams may read it next."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

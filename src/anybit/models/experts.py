@@ -77,7 +77,7 @@ def why_not(module: nn.Module) -> str | None:
 
 def _gate(module: nn.Module) -> Gate | None:
     if hasattr(module, "limit") and hasattr(module, "alpha"):  # gpt-oss
-        return Gate("swiglu_clamped", *(float(getattr(module, name)) for name in ("alpha", "limit")))
+        return Gate("swigluoai", *(float(getattr(module, name)) for name in ("alpha", "limit")))
     kind = _GATES.get(type(getattr(module, "act_fn", None)).__name__)
     own = type(module).__dict__.get("_apply_gate")
     default = own is None or own.__module__ == "transformers.integrations.moe"

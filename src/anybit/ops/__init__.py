@@ -6,6 +6,7 @@ After that ``linear`` is one op, ``anybit::linear``, a single node for torch.com
 
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,9 +59,10 @@ register(ReferencePacked())
 class Prepared:
     """A weight in a backend's layout: its tensors, and its spec, whose text is passed to every op call.
 
-    number: unique for the life of the process (an ``id`` may be reused).
+    number: unique for the life of the process (an ``id`` may be reused).  alone: ``linear`` can run it.
     """
 
+    alone: ClassVar[bool] = True
     tensors: list[Tensor]
     spec: LinearSpec
     spec_text: str = field(init=False)
@@ -69,7 +71,7 @@ class Prepared:
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec_text", str(self.spec))
 
-    def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], LinearSpec]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, (self.tensors, self.spec)  # a copy gets its own number
 
     def restore(self) -> QuantizedWeight:

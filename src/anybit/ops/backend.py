@@ -71,6 +71,14 @@ class Backend(ABC):
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The packed weight: the bit-exact inverse of ``prepare``."""
 
+    def restore_rows(self, tensors: list[Tensor], spec: LinearSpec, rows: slice) -> QuantizedWeight:
+        """Some outputs of the packed weight, without restoring the others if those are many."""
+        return self.restore(tensors, spec).rows(rows)
+
+    def decoded(self, tensors: list[Tensor]) -> Tensor | None:
+        """``reference.decode`` of the weight, if it is kept."""
+        return None
+
     @abstractmethod
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype."""

@@ -1,130 +1,28 @@
-"""Mixtures of experts: both products of a token's experts and the sum over them, as one op, ``anybit::experts``.
-
-All experts of a layer are two tall weights, gate_up and down, prepared as layers are, each expert on whole tiles.
-"""
+"""Mixtures of experts: both products of a token's experts and the sum over them, as one op, ``anybit::experts``."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from anybit.codes import reference
-from anybit.codes.packing import QuantizedWeight
 from anybit.errors import KernelError, dtype_name
 from anybit.jit import Slot
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Config, Gate, Problem
-from anybit.kernels.packed.packed_layout import TILE_ROWS, round_up
-from anybit.ops import Prepared, prepare
-from anybit.ops.backend import LinearSpec, backends
+from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
+from anybit.kernels.packed.packed_layout import round_up
+from anybit.ops.autocast import under_autocast
+from anybit.ops.backend import backends
 from anybit.ops.checks import copy_of, dense_bias
 from anybit.ops.library import define
 from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
-from anybit.scheme import ActivationFormat
-
-
-@dataclass(frozen=True)
-class ExpertsSpec:
-    """Everything static about prepared experts; the op takes it as a string. gate_up, down: of the tall weights."""
-
-    count: int
-    gate: str
-    gate_up: LinearSpec
-    down: LinearSpec
-
-    def __str__(self) -> str:
-        return f"{self.count}|{self.gate}|{self.gate_up}|{self.down}"
-
-    @staticmethod
-    def parse(text: str) -> "ExpertsSpec":
-        """The inverse of ``str``."""
-        count, gate, gate_up, down = text.split("|")
-        return ExpertsSpec(int(count), gate, LinearSpec.parse(gate_up), LinearSpec.parse(down))
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Rows of an expert's gate_up and down, padding included."""
-        return self.gate_up.n // self.count, self.down.n // self.count
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedExperts:
-    """All experts of a layer in a backend's layout."""
-
-    gate_up: Prepared
-    down: Prepared
-    count: int
-    gate: str
-    spec_text: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "spec_text", str(ExpertsSpec(self.count, self.gate, self.gate_up.spec, self.down.spec))
-        )
-
-    def restore(self) -> tuple[QuantizedWeight, QuantizedWeight]:
-        """gate_up and down, exactly as they were before ``prepare_experts``."""
-        outputs = 2 * self.down.spec.k, self.gate_up.spec.k
-        gate_up, down = (
-            _rows(one.restore(), self.count, n) for one, n in zip((self.gate_up, self.down), outputs, strict=True)
-        )
-        return gate_up, down
-
-
-def prepare_experts(
-    gate_up: QuantizedWeight, down: QuantizedWeight, count: int, activations: ActivationFormat, gate: str = "silu",
-    backend: str | None = None,
-) -> PreparedExperts:  # fmt: skip
-    """Convert the experts of a layer to the layout of a backend, on their device.
-
-    gate_up: [count * 2 I, H], down: [count * H, I], expert by expert; gate and up rows of one alternate eight by eight.
-    gate: of ``reference.GATES``.  backend: as ``ops.prepare`` takes it.
-    Raises KernelError if the shapes do not fit each other, or no kernel runs them.
-    """
-    inner, hidden = down.shape[1], gate_up.shape[1]
-    if gate_up.shape[0] != count * 2 * inner or down.shape[0] != count * hidden:
-        raise KernelError(
-            f"{count} experts of gate_up {gate_up.shape} and down {down.shape} do not fit: "
-            "they are [count * 2 I, H] and [count * H, I]"
-        )
-    if inner % 8:
-        raise KernelError(f"gate and up rows alternate eight by eight, and experts have {inner} of each")
-    if gate not in reference.GATES:
-        raise KernelError(f"gate {gate!r} is unknown; there are {', '.join(reference.GATES)}")
-    if gate_up.device.type == "cuda" and backend in (None, "packed"):
-        backend = "packed"
-        if activations.quantized or gate_up.group_index is not None or down.group_index is not None:
-            raise KernelError("experts run with 16-bit activations and columns in natural order")
-        gate_up, down = (_padded(one, count) for one in (gate_up, down))
-    return PreparedExperts(prepare(gate_up, activations, backend), prepare(down, activations, backend), count, gate)
-
-
-def _padded(weight: QuantizedWeight, count: int) -> QuantizedWeight:
-    """The weight with each expert's rows padded with zeros to whole tiles."""
-    rows = weight.shape[0] // count
-    return weight if rows % TILE_ROWS == 0 else _resized(weight, count, rows, round_up(rows, TILE_ROWS))
-
-
-def _rows(weight: QuantizedWeight, count: int, rows: int) -> QuantizedWeight:
-    """The weight with the first rows of each expert alone."""
-    return weight if weight.shape[0] == count * rows else _resized(weight, count, weight.shape[0] // count, rows)
-
-
-def _resized(weight: QuantizedWeight, count: int, rows: int, wanted: int) -> QuantizedWeight:
-    def changed(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        by_expert = values.view(count, rows, -1)
-        by_expert = torch.nn.functional.pad(by_expert, (0, 0, 0, wanted - rows))
-        return by_expert.reshape(count * wanted, -1)
-
-    words, scale = changed(weight.words), changed(weight.scale)
-    assert words is not None and scale is not None
-    return replace(
-        weight, words=words, scale=scale, zero=changed(weight.zero), indices=changed(weight.indices),
-        minimum=changed(weight.minimum), shape=(count * wanted, weight.shape[1]),
-    )  # fmt: skip
+from anybit.ops.prepared_experts import ExpertsSpec as ExpertsSpec
+from anybit.ops.prepared_experts import PreparedExperts as PreparedExperts
+from anybit.ops.prepared_experts import prepare_experts as prepare_experts
 
 
 def experts(
@@ -170,11 +68,11 @@ def _reference(
 ) -> Tensor:  # fmt: skip
     parsed = ExpertsSpec.parse(spec)
     _check(x, ids, weights, gate_up_bias, down_bias, parsed)
-    first = backends[parsed.gate_up.backend].restore(gate_up, parsed.gate_up)
-    second = backends[parsed.down.backend].restore(down, parsed.down)
+    first, second = backends[parsed.gate_up.backend], backends[parsed.down.backend]
     return reference.experts(
-        x, ids, weights, first, second, parsed.rows, parsed.count, parsed.gate_up.activations, parsed.gate,
-        gate_up_bias, down_bias,
+        x, ids, weights, first.restore(gate_up, parsed.gate_up), second.restore(down, parsed.down), parsed.rows,
+        parsed.count, parsed.gate_up.activations, parsed.gate, gate_up_bias, down_bias,
+        (first.decoded(gate_up), second.decoded(down)),
     )  # fmt: skip
 
 
@@ -208,46 +106,82 @@ def experts_plan(
     spec: ExpertsSpec, rows: Rows, top: int, ids: torch.dtype, biased: tuple[bool, bool] = (False, False),
     choose: Callable[[Problem], Config] = sm90_experts_gemv.default,
 ) -> OpPlan:  # fmt: skip
-    """The plan of a layer's experts for rows, ``top`` experts a token. ids: their dtype.  biased: gate_up, down."""
+    """The plan of a layer's experts for rows, ``top`` experts a token. ids: their dtype.  biased: gate_up, down.
+
+    choose: the config of a kernel for few tokens.
+    """
+    plan = new_plan((rows.m, spec.gate_up.k), rows.device, *_SLOTS)
+    asked = sm90_grouped_gemm.Problem(
+        rows.m, top, spec.count, spec.gate_up.k, spec.down.k, spec.gate_up.weights, spec.down.weights,
+        dtype=rows.dtype, device=rows.gpu, id_words=ids.itemsize // 4,
+    )  # fmt: skip
+    biases = Slot("gate_up bias") if biased[0] else None, Slot("down bias") if biased[1] else None
+    sorts = spec.gate == "silu" and rows.aligned and pays_to_sort(rows.m, top, spec.count)
+    if sorts and sm90_grouped_gemm.why_not(asked) is None:
+        operands = sm90_grouped_gemm.Operands(
+            rows.at, rows.stride, Slot("ids"), Slot("weights"), _weight("gate_up"), _weight("down"), Slot("y"),
+            plan.room(sm90_grouped_gemm.scratch(asked)), *biases,
+        )  # fmt: skip
+        plan.launches += sm90_grouped_gemm.launches(asked, operands)
+        padded = spec.rows
+    else:
+        _few_at_a_time(plan, spec, rows, top, ids, biases, choose)
+        padded = 0, 0
+
+    def prepare(x: Tensor, more: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        chosen, weights, gate_up_bias, down_bias, *others = more
+        assert chosen is not None and weights is not None
+        found = [dense_bias(bias, rows.dtype) for bias in (gate_up_bias, down_bias)]
+        found = [
+            bias if bias is None or n <= bias.shape[1] else pad(bias, (0, n - bias.shape[1]))
+            for bias, n in zip(found, padded, strict=True)
+        ]
+        x = copy_of(x) if rows.copied else x
+        return x, (chosen.contiguous(), weights.float().contiguous(), *found, *others)
+
+    plan.prepare = prepare
+    return plan
+
+
+def pays_to_sort(tokens: int, top: int, count: int) -> bool:
+    """Whether sorting tokens by expert, for a GEMM of all, is faster than running eight at a time."""
+    return tokens > 2 * sm90_experts_gemv.MOST_TOKENS and tokens * top > count
+
+
+def _few_at_a_time(
+    plan: OpPlan, spec: ExpertsSpec, rows: Rows, top: int, ids: torch.dtype, biases: tuple[Slot | None, Slot | None],
+    choose: Callable[[Problem], Config],
+) -> None:  # fmt: skip
+    """Add gate_up and down of each few tokens."""
     hidden, inner = spec.gate_up.k, spec.down.k
-    plan = new_plan((rows.m, hidden), rows.device, *_SLOTS)
     most = min(rows.m, sm90_experts_gemv.MOST_TOKENS)
     stride = round_up(inner, 8)
     h = plan.room(2 * most * top * stride)
     for first in range(0, rows.m, most):
-        tokens = min(most, rows.m - first)
-
-        def behind(name: str, size: int, before: int = first) -> Slot:
-            return Slot(name, before * size)
-
+        behind = partial(_behind, first)
         asked = Problem(
-            tokens, top, spec.count, 2 * inner, hidden, spec.gate_up.weights, False, Gate(spec.gate), rows.dtype,
-            rows.gpu, rows.aligned,
+            min(most, rows.m - first), top, spec.count, 2 * inner, hidden, spec.gate_up.weights, False,
+            Gate(spec.gate), rows.dtype, rows.gpu, rows.aligned,
         )  # fmt: skip
         chosen = behind("ids", top * ids.itemsize), ids.itemsize // 4
         plan.launches.append(
             sm90_experts_gemv.launch(
-                asked, choose(asked), _weight("gate_up"), behind("x", 2 * rows.stride), rows.stride,
-                h, stride, *chosen, bias=Slot("gate_up bias") if biased[0] else None,
+                asked, choose(asked), _weight("gate_up"), behind("x", 2 * rows.stride), rows.stride, h, stride,
+                *chosen, bias=biases[0],
             )
         )  # fmt: skip
         asked = replace(asked, n=hidden, k=inner, weights=spec.down.weights, down=True, aligned=True)
         plan.launches.append(
             sm90_experts_gemv.launch(
-                asked, choose(asked), _weight("down"), h, stride, behind("y", 2 * hidden), hidden,
-                *chosen, routing=behind("weights", 4 * top), bias=Slot("down bias") if biased[1] else None,
+                asked, choose(asked), _weight("down"), h, stride, behind("y", 2 * hidden), hidden, *chosen,
+                routing=behind("weights", 4 * top), bias=biases[1],
             )
         )  # fmt: skip
 
-    def prepare(x: Tensor, more: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        chosen, weights, gate_up_bias, down_bias, *others = more
-        assert chosen is not None and weights is not None
-        biases = dense_bias(gate_up_bias, rows.dtype), dense_bias(down_bias, rows.dtype)
-        x = copy_of(x) if rows.copied else x
-        return x, (chosen.contiguous(), weights.float().contiguous(), *biases, *others)
 
-    plan.prepare = prepare
-    return plan
+def _behind(first: int, name: str, size: int) -> Slot:
+    """Where row ``first`` of a tensor begins, whose rows have ``size`` bytes."""
+    return Slot(name, first * size)
 
 
 def _weight(name: str) -> tuple[Slot, Slot, Slot]:
@@ -263,3 +197,4 @@ define(
     _reference,
     _cuda,
 )
+under_autocast(_library, "experts")

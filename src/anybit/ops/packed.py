@@ -4,6 +4,8 @@ ADAngel's padding and dequantizing strategies (section 4.3), except that global 
 weights.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from anybit.ops.backend import Backend, LinearSpec
 from anybit.scheme import ActivationFormat
 
 _EMPTY = 0
+_BY_ROW = (1, 2, 4, 5, 7)
+"""Places of tensors that have a value or more a row."""
 
 
 class PackedTiles(Backend):
@@ -60,6 +64,18 @@ class PackedTiles(Backend):
             words = pack_words(packed_tiles.codes(packed), spec.weights.bits)
         scale, (zero, group_index, minimum) = tensors[4], map(_optional, tensors[5:8])
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
+
+    def restore_rows(self, tensors: list[Tensor], spec: LinearSpec, rows: slice) -> QuantizedWeight:
+        """From the tiles of these rows alone."""
+        unit = packed_layout.TILE_ROWS
+        tiles = slice(rows.start // unit, -(-rows.stop // unit))
+        start, stop = unit * tiles.start, min(unit * tiles.stop, spec.n)
+        part = [
+            one[:, tiles].contiguous() if place == 0 else one[start : unit * tiles.stop] if place in _BY_ROW else one
+            for place, one in enumerate(tensors)
+        ]
+        found = self.restore(part, replace(spec, n=stop - start))
+        return found.rows(slice(rows.start - start, rows.stop - start))
 
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """One launch, after one that quantizes the activations if they are quantized."""

@@ -50,6 +50,10 @@ class ReferenceDecoded(ReferencePacked):
         """The packed tensors, then the decoded weight."""
         return [*super().prepare(weight, activations), reference.decode(weight, activations)]
 
+    def decoded(self, tensors: list[Tensor]) -> Tensor:
+        """What ``prepare`` added."""
+        return tensors[6]
+
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The exact linear of ``anybit.codes.reference`` over the decoded weight."""
         reference.check_activations(x, spec.k)

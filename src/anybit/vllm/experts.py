@@ -252,9 +252,9 @@ def _gate_of(moe: FusedMoEConfig) -> Gate:
     if kind in ("silu", "gelu", "gelu_tanh") and limit is None:
         return Gate(kind)
     if kind == "swigluoai":  # vLLM's kernel has these numbers
-        return Gate("swiglu_clamped", 1.702, 7.0)
+        return Gate("swigluoai", 1.702, 7.0)
     if kind == "swigluoai_uninterleave" and limit is not None and moe.swiglu_beta == 1:
-        return Gate("swiglu_clamped", moe.swiglu_alpha or 1.0, limit)
+        return Gate("swigluoai", moe.swiglu_alpha or 1.0, limit)
     clamped = "" if limit is None else f" with a limit of {limit}"
     raise LayerError(
         f"anybit joins gate and up by silu, gelu, gelu_tanh or swigluoai, not by {kind}{clamped}: leave the experts in "

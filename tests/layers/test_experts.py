@@ -1,0 +1,173 @@
+"""Experts joined into one op (by the reference here): results, what is saved, and what separates them again."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybit.codes.packing import QuantizedWeight
+from anybit.errors import LayerError
+from anybit.layers.experts import Experts, Gate
+from anybit.layers.linear import QuantLinear
+from anybit.scheme import Scheme
+from cases import random_weight
+
+EXPERTS, HIDDEN, INNER = 5, 64, 40
+
+
+def weight_of(scheme: str, n: int, k: int, seed: int) -> QuantizedWeight:
+    return random_weight(n, k, Scheme.parse(scheme).weights, seed)
+
+
+def quantized(
+    scheme: str = "w4a16g32", down: str | None = None, gate: Gate | None = None, bias: bool = False
+) -> Experts:
+    made = Experts(EXPERTS, HIDDEN, INNER, gate=gate, bias=bias, device="meta")
+    shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    torch.manual_seed(0)
+    for number, expert in enumerate(made):
+        for place, (name, shape) in enumerate(shapes.items()):
+            kind = down or scheme if name == "down_proj" else scheme
+            own = torch.randn(shape[0]) if bias else None
+            expert[name] = QuantLinear.from_weight(weight_of(kind, *shape, 3 * number + place), kind, own)
+    return made
+
+
+def tokens(count: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, EXPERTS, (count, 2), generator=generator)
+    ids[1], ids[2], ids[3, 0] = 3, -1, EXPERTS
+    x = torch.randn(count, HIDDEN, generator=generator) / 8
+    return x, ids, torch.rand(count, 2, generator=generator)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize(("scheme", "down"), [("w4a16g32", "w8a16asym"), ("w3a16g32asym", None), ("w4a8", None)])
+def test_joined_experts_compute_and_save_the_same(scheme: str, down: str | None, gate: str) -> None:
+    alone, joined = (quantized(scheme, down, Gate(gate), bias=True) for _ in range(2))
+    assert joined.prepare(together=True)._joined is not None
+    expected = alone(*tokens())
+    near = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(joined(*tokens()), expected, rtol=1e-4, atol=near)
+    assert not {name for name, _ in joined.named_parameters()} & {
+        "0.gate_proj.weight_packed",
+        "1.down_proj.weight_scale",
+    }
+    saved = joined.state_dict()
+    for name, tensor in alone.separate().state_dict().items():
+        assert torch.equal(saved[name], tensor), name
+    again = copy.deepcopy(joined)
+    assert again._joined is not None and again._joined.holds(again._layers())
+    torch.testing.assert_close(again(*tokens()), joined(*tokens()))
+
+
+def test_a_graph_has_one_node() -> None:
+    experts = quantized(bias=True).prepare(together=True)
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        found.extend(str(node.target) for node in graph.graph.nodes if "anybit" in str(node.target))
+        return graph.forward
+
+    with torch.no_grad():
+        y = torch.compile(experts, backend=backend, fullgraph=True)(*tokens())
+        torch.testing.assert_close(y, experts(*tokens()))
+    assert found == ["anybit.experts"]
+
+
+def _another(experts: Experts) -> None:
+    experts[3]["up_proj"] = QuantLinear.from_weight(weight_of("w4a16g32", INNER, HIDDEN, 99), "w4a16g32")
+
+
+def _wrapped(experts: Experts) -> None:
+    experts[3]["up_proj"] = nn.Sequential(experts[3]["up_proj"], nn.Tanh())
+
+
+def _new_scale(experts: Experts) -> None:
+    layer = experts[3]["up_proj"]
+    layer.weight_scale = nn.Parameter(layer.weight_scale * 2, requires_grad=False)
+
+
+def _hooked(experts: Experts) -> None:
+    experts[3]["up_proj"].register_forward_hook(lambda layer, x, y: 2 * y)
+
+
+def _loaded(experts: Experts) -> None:
+    state = experts.state_dict()
+    experts.load_state_dict({name: 2 * one if name.endswith("scale") else one for name, one in state.items()})
+
+
+@pytest.mark.parametrize(
+    "change", [_another, _wrapped, _new_scale, _hooked, _loaded, lambda experts: experts.bfloat16()]
+)
+def test_what_changes_a_layer_separates_all(change: Callable[[Experts], None]) -> None:
+    joined, alone = quantized().prepare(together=True), quantized()
+    before = joined(*tokens())
+    for experts in (joined, alone):
+        change(experts)
+    y = joined(*tokens())
+    assert joined._joined is None and not torch.equal(y, before)
+    torch.testing.assert_close(y, alone(*tokens()))
+
+
+def test_a_layer_called_alone_has_its_own_weight_again() -> None:
+    joined, alone, x = quantized().prepare(together=True), quantized(), tokens()[0]
+    torch.testing.assert_close(joined[2]["gate_proj"](x), alone[2]["gate_proj"](x))
+    torch.testing.assert_close(joined(*tokens()), alone(*tokens()))
+    assert joined._joined is None
+    assert joined.prepare(together=True)._joined is not None
+
+
+def test_gradients_of_inputs_and_routing_weights() -> None:
+    found = []
+    for experts in (quantized(bias=True).prepare(together=True), quantized(bias=True)):
+        x, ids, weights = tokens()
+        x.requires_grad_(), weights.requires_grad_()
+        experts(x, ids, weights).square().sum().backward()
+        assert x.grad is not None and weights.grad is not None
+        found.append((x.grad, weights.grad))
+    for of_joined, of_alone in zip(*found, strict=True):
+        torch.testing.assert_close(of_joined, of_alone, rtol=1e-3, atol=1e-5 * float(of_alone.abs().max()))
+
+
+def _mixed(experts: Experts) -> None:
+    experts[3]["up_proj"] = QuantLinear.from_weight(weight_of("w8a16", INNER, HIDDEN, 1), "w8a16")
+
+
+def _trained(experts: Experts) -> None:
+    for layer in experts._layers():
+        layer.bias.requires_grad_()  # type: ignore[union-attr]
+
+
+def _ordered(experts: Experts) -> None:
+    weight = weight_of("w4a16g32", INNER, HIDDEN, 1).with_group_index()
+    experts[3]["up_proj"] = QuantLinear.from_weight(weight, "w4a16g32")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_mixed, "gate_proj and up_proj have several schemes"),
+        (_another, "some layers have a bias"),
+        (_wrapped, "not all of their layers are quantized"),
+        (_ordered, "activation order"),
+        (_trained, "biases are trained"),
+        (_hooked, "layers have hooks"),
+    ],
+)
+def test_what_cannot_be_joined_is_said(change: Callable[[Experts], None], told: str) -> None:
+    experts = quantized(bias=True)
+    change(experts)
+    with pytest.raises(LayerError, match=f"experts cannot be prepared together: .*{told}"):
+        experts.prepare(together=True)
+    assert experts.prepare()._joined is None and experts[0]["up_proj"].runs_on is not None
+
+
+@pytest.mark.parametrize(
+    ("gate", "told"), [(Gate("gelu"), "gate 'gelu' is unknown"), (Gate("swigluoai", 1.0, 3.0), "alpha 1.0 and limit")]
+)
+def test_gates_that_the_op_lacks_are_said(gate: Gate, told: str) -> None:
+    with pytest.raises(LayerError, match=told):
+        quantized(gate=gate).prepare(together=True)

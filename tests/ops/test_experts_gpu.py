@@ -1,0 +1,92 @@
+"""The op ``experts`` on a GPU at any number of tokens: against the reference, in CUDA graphs, and bit by bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybit.ops.experts import experts, pays_to_sort, prepare_experts
+from anybit.ops.prepared_experts import ExpertPart, PreparedExperts
+from anybit.scheme import ActivationFormat, Scheme
+from cases_experts import Mixture, error
+from cases_packed import TOLERANCE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+COUNT, TOP = 8, 2
+
+
+def mixture_of(scheme: str, tokens: int, gate: str = "silu", bias: bool = True, inner: int = 264) -> Mixture:
+    """Experts whose rows are padded to tiles: 2 * 264 of gate_up."""
+    dtype = (torch.float16, torch.bfloat16)[tokens % 2]
+    return Mixture(Scheme.parse(scheme).weights, COUNT, 512, inner, tokens, dtype, bias=bias, gate=gate, seed=tokens)
+
+
+def on_gpu(mixture: Mixture) -> PreparedExperts:
+    gate_up, down = mixture.gate_up.to("cuda"), mixture.down.to("cuda")
+    return prepare_experts(gate_up, down, mixture.count, ActivationFormat(), mixture.gate)
+
+
+def run(mixture: Mixture, prepared: PreparedExperts, ids: Tensor, weights: Tensor) -> Tensor:
+    biases = [None if bias is None else bias.cuda() for bias in mixture.biases]
+    return experts(mixture.x.cuda(), ids.cuda(), weights.cuda(), prepared, *biases).cpu()
+
+
+@pytest.mark.parametrize("tokens", [5, 17, 64, 300, 1501])
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a16g32e2m1", "w4a16g128s24"])
+def test_tokens(scheme: str, tokens: int) -> None:
+    mixture = mixture_of(scheme, tokens)
+    prepared, (ids, weights) = on_gpu(mixture), mixture.routing(TOP)
+    ids[::5, 1], ids[1::7, 0] = -1, COUNT
+    y = run(mixture, prepared, ids.int() if tokens % 2 else ids, weights)
+    assert error(y, mixture.expected(ids, weights)) < 2 * TOLERANCE[mixture.dtype]
+    assert torch.equal(y, run(mixture, prepared, ids.int() if tokens % 2 else ids, weights))
+
+
+@pytest.mark.parametrize("tokens", [8, 300])
+@pytest.mark.parametrize("gate", ["gelu_tanh", "swigluoai"])
+def test_gates(gate: str, tokens: int) -> None:
+    mixture = mixture_of("w4a16g128", tokens, gate)
+    ids, weights = mixture.routing(TOP)
+    y = run(mixture, on_gpu(mixture), ids, weights)
+    assert error(y, mixture.expected(ids, weights)) < 2 * TOLERANCE[mixture.dtype]
+
+
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_a_graph_reads_ids_at_each_replay(tokens: int) -> None:
+    mixture = mixture_of("w4a16g128", tokens, bias=False)
+    prepared, x = on_gpu(mixture), mixture.x.cuda()
+    ids, weights = (one.cuda() for one in mixture.routing(TOP))
+    source = ids.clone()
+
+    def step() -> Tensor:
+        torch.add(source, 0, out=ids)
+        return experts(x, ids, weights, prepared)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for seed in range(4):
+        chosen, _ = mixture.routing(TOP, seed)
+        chosen[seed] = -1
+        source.copy_(chosen)
+        graph.replay()
+        assert error(y.cpu(), mixture.expected(chosen, weights.cpu())) < 2 * TOLERANCE[mixture.dtype]
+        assert not y[seed].any()
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16asym", "w2a16g32min", "w4a16g128s24"])
+def test_parts_are_the_layers_own_weights(scheme: str) -> None:
+    mixture = mixture_of(scheme, 1)
+    prepared = on_gpu(mixture)
+    rows = mixture.gate_up.shape[0] // COUNT
+    for expert in (0, 3, COUNT - 1):
+        down = ExpertPart.of(prepared, expert, 2).restore()
+        assert torch.equal(down.words.cpu(), mixture.down.words.view(COUNT, mixture.hidden, -1)[expert])
+        eights = mixture.gate_up.scale.view(COUNT, rows // 16, 2, 8, -1)[expert]
+        for place in (0, 1):
+            part = ExpertPart.of(prepared, expert, place).restore()
+            assert torch.equal(part.scale.cpu(), eights[:, place].flatten(0, 1))
+
+
+def test_both_kinds_of_kernels_are_tested() -> None:
+    assert not pays_to_sort(5, TOP, COUNT) and pays_to_sort(300, TOP, COUNT)
