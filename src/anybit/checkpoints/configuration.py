@@ -5,8 +5,8 @@ that format loads the folder, with anybit's settings nested under ``anybit``. Ot
 """
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from anybit.errors import CheckpointError, SchemeError
@@ -87,6 +87,12 @@ class Quantization:
     def scheme_of(self, layer: str) -> Scheme:
         """The scheme of one layer."""
         return override_of(layer, self.overrides) or self.scheme
+
+    def renamed(self, rename: Callable[[str], str]) -> "Quantization":
+        """The same with other names of layers."""
+        kept = None if self.kept is None else [*map(rename, self.kept)]
+        overrides = {rename(name): scheme for name, scheme in self.overrides.items()}
+        return replace(self, kept=kept, hadamard=[*map(rename, self.hadamard)], overrides=overrides)
 
 
 def override_of(layer: str, overrides: Mapping[str, Scheme]) -> Scheme | None:

@@ -102,6 +102,7 @@ def _why_not_layer(name: str, module: nn.Module, fmt: WeightFormat) -> str | Non
 
 
 def _to_compressed_tensors(source: Folder) -> dict[str, object]:
+    from anybit.models.experts import HubNames
     from anybit.models.modules import skeleton
 
     found, quantization = source.config.get("quantization_config"), source.quantization
@@ -130,9 +131,11 @@ def _to_compressed_tensors(source: Folder) -> dict[str, object]:
         raise ConversionError(
             f"{source.path} has experts in 16 bits ({experts}): readers of compressed-tensors expect codes of them"
         )
+    names = HubNames.of(model)
+    layers = [*map(names.own, layers)]
     if (why := _why_not_model(model, layers, scheme.weights)) is not None:
         raise ConversionError(why)
-    return compressed_tensors_settings(scheme.weights, _unquantized_linears(model, set(layers)))
+    return compressed_tensors_settings(scheme.weights, names.both(_unquantized_linears(model, set(layers))))
 
 
 def _to_anybit(source: Folder) -> dict[str, object]:

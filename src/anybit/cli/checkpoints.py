@@ -4,7 +4,7 @@ import math
 import re
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,12 @@ from anybit.cli import options
 from anybit.cli.common import megabytes, output, print_json, status
 from anybit.errors import ConversionError, LayerError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from anybit.checkpoints.configuration import Quantization
 
 _FORMATS = ["anybit", "compressed-tensors", "gptq", "gguf"]
 _MXFP4 = ("_blocks", "_scales")
@@ -221,7 +227,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     from anybit.checkpoints.source import local_folder
     from anybit.checkpoints.verify import names_in
     from anybit.layers.experts import Experts
-    from anybit.models.experts import experts_of, weights_left
+    from anybit.models.experts import HubNames, weights_left
     from anybit.models.modules import embedding_layers, kept_modules, linear_layers, shared_heads, skeleton
 
     with status(f"Reading {what}"), local_folder(what, trust_remote_code) as path:
@@ -229,6 +235,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
         saved = folder.quantization
         foreign = FolderTranslation.of(folder) if saved is None else None
         model = skeleton(path, trust_remote_code)
+        saved = saved and saved.renamed(HubNames.of(model).own)
         if foreign is None:
             keep = kept_modules(model, None if saved is None else saved.kept)
             layers = linear_layers(model, keep)
@@ -266,12 +273,36 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "linear_layers": len(layers),
             "linear_weights": weights - sum(layer.n * layer.k for layer in (*embeddings, *routed)),
             "embedding_weights": sum(layer.n * layer.k for layer in embeddings) or None,
-            "experts": experts_of(model),
+            "experts": _experts(model, saved, {layer.name for layer in layers} if saved else set()),
             "expert_weights": (sum(layer.n * layer.k for layer in routed) + left) or None,
             "bits_per_weight": round(8 * stored / (weights + left), 4) if stored else math.nan,
             "kv_tokens_per_gib": _cache_room(model),
             "kept": [name for name in keep if not saved or name not in shared_heads(model, saved.overrides)],
         }
+
+
+def _experts(model: "PreTrainedModel", saved: "Quantization | None", quantized: set[str]) -> str | None:
+    """How many experts a layer has, and why a GPU runs them one by one, if it does. quantized: names of layers."""
+    from anybit.device import Device
+    from anybit.layers.experts import Experts
+    from anybit.layers.joined import why_not_joined
+    from anybit.layers.linear import QuantLinear
+    from anybit.models.experts import experts_of
+
+    def layer(name: str) -> "nn.Module":
+        plain: Any = model.get_submodule(name)
+        if saved is None or name not in quantized:
+            return plain  # type: ignore[no-any-return]
+        shape, bias, ordered = (plain.in_features, plain.out_features), plain.bias is not None, saved.group_index
+        return QuantLinear(*shape, saved.scheme_of(name), bias, group_index=ordered, device="meta")
+
+    counted = experts_of(model)
+    for name, experts in model.named_modules():
+        if isinstance(experts, Experts) and any(one.startswith(f"{name}.") for one in quantized):
+            own = [layer(f"{name}.{number}.{each}") for number in range(len(experts)) for each in experts.names]
+            if (reason := why_not_joined(own, str(experts.gate), Device.named("sm_90a"))) is not None:
+                return f"{counted}; a GPU runs those of {name} one by one: {reason}"
+    return counted
 
 
 def _gguf(file: Path) -> dict[str, Any]:

@@ -256,6 +256,7 @@ def _layers(
     from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
     from anybit.checkpoints.formats.translate import FolderTranslation
     from anybit.checkpoints.source import is_gguf, local_folder
+    from anybit.models.experts import HubNames
     from anybit.models.modules import kept_modules, linear_layers, skeleton
 
     if scheme is None and is_gguf(model):
@@ -265,6 +266,7 @@ def _layers(
     with local_folder(model, trust_remote_code) as path:
         folder = Folder(path)
         saved, empty = folder.quantization, skeleton(path, trust_remote_code)
+        saved = saved and saved.renamed(HubNames.of(empty).own)
         names = [
             layer.name for layer in linear_layers(empty, kept_modules(empty, None if saved is None else saved.kept))
         ]

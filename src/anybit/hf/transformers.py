@@ -42,7 +42,7 @@ from anybit.layers.embedding import QuantEmbedding, put_embedding
 from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
 from anybit.models import modules
-from anybit.models.experts import conversions, unfuse, warn_of_left
+from anybit.models.experts import HubNames, conversions, unfuse, warn_of_left
 from anybit.models.modules import is_linear, untie
 from anybit.ops import backends
 from anybit.scheme import Scheme
@@ -85,6 +85,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.hadamard = list(hadamard or ())
         self.overrides = {layer: str(other) for layer, other in parse_overrides(overrides).items()}
         self.ignore: list[str] | None = None
+        self.names = HubNames()
         if backend is not None and backend not in backends:
             raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
         # Saved configurations also carry the method and the version that wrote them; neither changes anything here.
@@ -106,8 +107,10 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
         Where compressed-tensors can hold the model, this is its entry plus an ``anybit`` section.
         """
-        saved = self.quantization
-        return configuration(saved.scheme, saved.kept, saved.group_index, saved.hadamard, self.ignore, self.overrides)
+        saved = self.quantization.renamed(self.names.hub)
+        overrides = {name: str(scheme) for name, scheme in saved.overrides.items()}
+        ignore = None if self.ignore is None else self.names.both(self.ignore)
+        return configuration(saved.scheme, saved.kept, saved.group_index, saved.hadamard, ignore, overrides)
 
     @property
     def quantization(self) -> Quantization:
@@ -203,6 +206,10 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
                 check_model(model, entries, model.name_or_path, check_whole=whole)
         elif entries is not None:
             self._take_names(model, check_layers(config.quantization, entries))
+        names = config.names = HubNames.of(model)
+        own = config.quantization.renamed(names.own)
+        config.modules_to_not_convert, config.hadamard = own.kept, own.hadamard
+        config.overrides = {name: str(each) for name, each in own.overrides.items()}
         keep = modules.kept_modules(model, config.modules_to_not_convert, config.overrides)
         config.modules_to_not_convert = keep
         modules.without_rescaling(model)
@@ -212,6 +219,12 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.shared = modules.shared_heads(model, overrides)
         self.quantized = [*self.embeddings, *linears]
         config.overrides = in_any_order(config.overrides, self.quantized)
+        if names.blocks:  # saved by names alone: patterns may be of the model's names
+            every = [layer.name for layer in modules.linear_layers(model, [])]
+            config.modules_to_not_convert = [name for name in every if name not in linears]
+            schemes = config.quantization.overrides
+            found = {name: override_of(name, schemes) for name in self.quantized}
+            config.overrides = {name: str(each) for name, each in found.items() if each is not None}
         self.validate_environment(device_map=device_map)
         if not self.pre_quantized:
             modules.check_overrides(model, config.overrides, linears)
@@ -312,10 +325,11 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What to save: where compressed-tensors cannot hold the model, with an empty tensor per layer (``TRAP``)."""
-        if self.quantization_config.ignore is not None:
+        names, plain = self.quantization_config.names, self.quantization_config.ignore is not None
+        if plain and not names.blocks:
             return None, {}
-        state = model.state_dict()
-        traps = [name.replace("weight_packed", TRAP) for name in state if name.endswith(".weight_packed")]
+        state = {names.hub(name): tensor for name, tensor in model.state_dict().items()}
+        traps = [name.replace("weight_packed", TRAP) for name in state if name.endswith(".weight_packed") and not plain]
         return {**state, **{name: torch.empty(0, dtype=torch.uint8) for name in traps}}, {}
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: object) -> bool:

@@ -72,8 +72,11 @@ class Joined:
                 layer.unprepare()
 
 
-def why_not_joined(layers: Sequence[nn.Module], gate: str) -> str | None:
-    """Why gate, up and down of each expert cannot run as one op on their device, in a sentence; None if they can."""
+def why_not_joined(layers: Sequence[nn.Module], gate: str, gpu: Device | None = None) -> str | None:
+    """Why gate, up and down of each expert cannot run as one op, in a sentence; None if they can.
+
+    gpu: where; None for their device.
+    """
     own = [layer for layer in layers if isinstance(layer, QuantLinear)]
     if len(own) != len(layers):
         return "not all of their layers are quantized"
@@ -95,10 +98,11 @@ def why_not_joined(layers: Sequence[nn.Module], gate: str) -> str | None:
     for reason, found in reasons.items():
         if found:
             return reason
-    kernels = first.weight_shape.is_cuda and first.backend in (None, "packed")
+    if gpu is None and first.weight_shape.is_cuda and first.backend in (None, "packed"):
+        gpu = Device.of(first.weight_shape)
     return why_not(
         len(downs), first.in_features, first.out_features, (first.scheme.weights, down.scheme.weights),
-        first.scheme.activations, gate, Device.of(first.weight_shape) if kernels else None,
+        first.scheme.activations, gate, gpu,
     )  # fmt: skip
 
 

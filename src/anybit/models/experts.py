@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
 from anybit.layers.experts import Experts, Gate
 from anybit.models.families import EXPERT_NAMES
@@ -147,6 +147,54 @@ def unfuse(model: "PreTrainedModel") -> None:
     for name, module in list(model.named_modules()):
         if is_fused(module) and why_not(module) is None:
             model.set_submodule(name, unfused(module, names))
+
+
+@dataclass(frozen=True)
+class HubNames:
+    """The names that checkpoints have for blocks of experts where transformers has others: Mixtral, PhiMoE, MiniMax.
+
+    blocks: the model's names of such blocks.  router: the router's name in the model, "gate" in checkpoints.
+    """
+
+    blocks: frozenset[str] = frozenset()
+    router: str = "gate"
+
+    @classmethod
+    def of(cls, model: "PreTrainedModel") -> "HubNames":
+        """The names of a model whose experts are linear layers."""
+        pairs = [
+            (source.replace("\\", "").strip("."), target.strip("."))
+            for item in get_model_conversion_mapping(model)
+            if isinstance(item, WeightRenaming)
+            for source, target in zip(item.source_patterns, item.target_patterns, strict=False)
+        ]
+        if (_STORED, "mlp") not in pairs:
+            return cls()
+        names = (name.rpartition(".")[0] for name, module in model.named_modules() if isinstance(module, Experts))
+        routers = (target.removesuffix(".weight") for source, target in pairs if source == "gate.weight")
+        return cls(frozenset(name for name in names if name.rpartition(".")[2] == "mlp"), next(routers, "gate"))
+
+    def hub(self, name: str) -> str:
+        """A tensor's or layer's name in the model -> in checkpoints."""
+        return self._renamed(name, "mlp", _STORED, self.router, "gate")
+
+    def own(self, name: str) -> str:
+        """The inverse of ``hub``."""
+        return self._renamed(name, _STORED, "mlp", "gate", self.router)
+
+    def both(self, names: Iterable[str]) -> list[str]:
+        """Names in checkpoints and in the model, for readers that know either."""
+        return [*dict.fromkeys(each for name in names for each in (self.hub(name), name))]
+
+    def _renamed(self, name: str, old: str, new: str, old_router: str, new_router: str) -> str:
+        before, found, inside = name.partition(f".{old}.")
+        if not found or f"{before}.mlp" not in self.blocks:
+            return name
+        first, dot, rest = inside.partition(".")
+        return f"{before}.{new}.{new_router if first == old_router else first}{dot}{rest}"
+
+
+_STORED = "block_sparse_moe"
 
 
 def conversions(model: "PreTrainedModel", transforms: Iterable[WeightTransform]) -> list[WeightTransform]:

@@ -26,6 +26,7 @@ from anybit.checkpoints.verify import check_model, check_values, names_in
 from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.errors import AnyBitError, CheckpointError, LayerError, one_line
 from anybit.layers.linear import QuantLinear
+from anybit.models.experts import HubNames
 from anybit.scheme import Scheme
 
 Answer = TypeVar("Answer")
@@ -111,10 +112,10 @@ class Translation(ABC):
     def _as_wanted(self, name: str, wanted: dict[str, Tensor]) -> Entry:
         return Entry(name, self.path, wanted[name].dtype, tuple(wanted[name].shape), 0, 0)
 
-    def configuration(self, kept: list[str]) -> dict[str, object]:
-        """The quantization_config of the model as anybit would save it. kept: unquantized modules."""
-        others = {name: str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
-        return configuration(self.scheme, kept, self.group_index, overrides=others)
+    def configuration(self, kept: list[str], hub: Callable[[str], str] = str) -> dict[str, object]:
+        """The quantization_config of the model as anybit would save it. kept: other modules.  hub: renames all."""
+        others = {hub(name): str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
+        return configuration(self.scheme, [*map(hub, kept)], self.group_index, overrides=others)
 
     def state_dict(self, model: PreTrainedModel, dtype: torch.dtype) -> "dict[str, LazyTensor]":
         """All tensors, lazily, by the names of a model on the meta device with its quantized layers in place.
@@ -243,14 +244,23 @@ class OwnTranslation(_InFolder):
         self.group_index = quantization.group_index
         names = [n.removesuffix(".weight_packed") for n in folder.entries if n.endswith(".weight_packed")]
         self.layers = {name: quantization.scheme_of(name) for name in sorted(names)}
+        self._stored = {name: name for name in self.layers}
         own = {n for n in folder.entries if n.rpartition(".")[0] in self.layers and not n.endswith(".bias")}
         self._plain = {name: name for name in folder.entries if name not in own}
         self.plain = [*self._plain]
         self.bytes = sum(folder.entries[name].bytes for name in own)
 
+    def take_names(self, model: PreTrainedModel) -> None:
+        """Rename what the hub calls otherwise than the model."""
+        own = HubNames.of(model).own
+        self._stored = {own(name): stored for name, stored in self._stored.items()}
+        self.layers = {own(name): scheme for name, scheme in self.layers.items()}
+        self._plain = {own(name): stored for name, stored in self._plain.items()}
+        self.plain = [*self._plain]
+
     def _read(self, name: str) -> QuantizedWeight:
-        entries = self._folder.entries
-        parts = {p: self._folder.read(f"{name}.{p}", finite=True) for p in _STORED if f"{name}.{p}" in entries}
+        entries, stored = self._folder.entries, self._stored[name]
+        parts = {p: self._folder.read(f"{stored}.{p}", finite=True) for p in _STORED if f"{stored}.{p}" in entries}
         check_values(name, parts)
         n, k = (int(size) for size in parts["weight_shape"].tolist())
         format, zero = self.layers[name].weights, parts.get("weight_zero_point")

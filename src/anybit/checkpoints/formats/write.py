@@ -26,6 +26,7 @@ from anybit.checkpoints.verify import TRAP
 from anybit.checkpoints.writing import ShardWriter, new_folder
 from anybit.errors import ConversionError
 from anybit.layers.linear import QuantLinear
+from anybit.models.experts import HubNames
 from anybit.models.modules import skeleton, tied_heads, untied
 
 TARGETS = (METHOD, "compressed-tensors", "gptq", "gguf")
@@ -110,16 +111,17 @@ def _write(
     kept = sorted(set(linear_shapes(empty)) - set(source.layers))
     if set(tied_heads(empty)) & set(source.layers):  # a head with its own codes is no longer tied
         config = {**config, **untied(config)}
-    quantization = source.configuration(kept)
+    hub = HubNames.of(empty).hub
+    quantization = source.configuration(kept, hub)
     if to != METHOD:
         _refuse_mixed(source, to)
     if to == "gptq":
         quantization = gptq_write.configuration(source.scheme, kept, source.group_index)
     names = [*source.plain, *(f"{name}.{part}" for name in source.layers for part in (*_PARTS, TRAP))]
-    with ShardWriter(work, header_room(names)) as writer:
+    with ShardWriter(work, header_room([*map(hub, names)])) as writer:
         for name, tensor in _tensors(source, to):
             plain = dtype is not None and name in source.plain
-            writer.add(name, tensor.to(dtype) if plain and tensor.is_floating_point() else tensor)
+            writer.add(hub(name), tensor.to(dtype) if plain and tensor.is_floating_point() else tensor)
     text = json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
     (work / "config.json").write_text(text, encoding="utf-8")
     return convert(work, to, trust_remote_code) if to == "compressed-tensors" else quantization

@@ -27,7 +27,7 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.layers.embedding import embedding_refused
 from anybit.layers.linear import QuantLinear
-from anybit.models.experts import warn_of_left, weights_left
+from anybit.models.experts import HubNames, warn_of_left, weights_left
 from anybit.models.modules import (
     LinearLayer,
     beside_text,
@@ -184,24 +184,25 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
         f"{name}.weight{suffix}" for name in job.tied for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")
     ]
     tied = {job.tied[layer.name]: layer for layer in job.layers if layer.name in job.tied}
+    stored = HubNames.of(job.model)
 
     def write(writer: ShardWriter, layer: LinearLayer, weight: QuantizedWeight) -> None:
         nonlocal done, quantized_bytes
         for suffix, part in QuantLinear.tensors_of(weight).items():
-            writer.add(f"{layer.name}.{suffix}", part)
+            writer.add(stored.hub(f"{layer.name}.{suffix}"), part)
             quantized_bytes += part.nbytes
         done += layer.n * layer.k
         if job.progress is not None:
             job.progress(layer.name, done, total)
 
     with new_folder(job.output, job.overwrite, job.source.path) as folder:
-        with ShardWriter(folder, header_room(names), job.shard_bytes) as writer:
+        with ShardWriter(folder, header_room([*map(stored.hub, names)]), job.shard_bytes) as writer:
             # In file order, so that the source is read sequentially.
-            for name, stored in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
-                tensor = job.source.read(stored, finite=True)
+            for name, at in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
+                tensor = job.source.read(at, finite=True)
                 if name not in layers and name not in embeddings:
                     changed = changes.tensors.get(name)
-                    writer.add(name, tensor if changed is None else changed.to(tensor.dtype).contiguous())
+                    writer.add(stored.hub(name), tensor if changed is None else changed.to(tensor.dtype).contiguous())
                 layer = layers.get(name) or tied.get(name)
                 if layer is None:
                     continue
@@ -216,12 +217,12 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                     writer, layer, weight.with_group_index() if group_index and weight.group_index is None else weight
                 )
             for name in new:
-                writer.add(name, changes.tensors[name].contiguous())
+                writer.add(stored.hub(name), changes.tensors[name].contiguous())
             ignore = None if group_index else _shared_ignore(job, changes)
             if ignore is None:
                 for layer in (*job.layers, *job.embeddings):
-                    writer.add(f"{layer.name}.{TRAP}", torch.empty(0, dtype=torch.uint8))
-        _write_companions(job, folder, group_index, changes, ignore)
+                    writer.add(stored.hub(f"{layer.name}.{TRAP}"), torch.empty(0, dtype=torch.uint8))
+        _write_companions(job, folder, group_index, changes, ignore, stored)
         after = writer.bytes
     experts = weights_left(job.model)
     return Saved(
@@ -265,11 +266,19 @@ def _shared_ignore(job: Job, changes: Changes) -> list[str] | None:
     return shared_ignore(job.model, job.scheme, quantized, bool(changes.hadamard))
 
 
-def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes, ignore: list[str] | None) -> None:
-    hadamard = list(changes.hadamard)
+def _write_companions(
+    job: Job, folder: Path, group_index: bool, changes: Changes, ignore: list[str] | None, stored: HubNames
+) -> None:
+    every = [layer.name for layer in (*job.layers, *job.embeddings)]
     given = {layer: str(scheme) for layer, scheme in job.overrides.items()}
-    overrides = in_any_order(given, [layer.name for layer in (*job.layers, *job.embeddings)])
-    quantization = configuration(job.scheme, job.kept, group_index, hadamard, ignore, overrides)
+    kept, overrides = job.kept, in_any_order(given, every)
+    if stored.blocks:  # by names alone: patterns may be of the model's names
+        kept = [layer.name for layer in linear_layers(job.model, []) if layer.name not in every]
+        overrides = {name: str(found) for name in every if (found := override_of(name, job.overrides)) is not None}
+    overrides = {stored.hub(name): scheme for name, scheme in overrides.items()}
+    kept, hadamard = [*map(stored.hub, kept)], [*map(stored.hub, changes.hadamard)]
+    ignore = None if ignore is None else stored.both(ignore)
+    quantization = configuration(job.scheme, kept, group_index, hadamard, ignore, overrides)
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     if job.tied:
         config |= untied(config)

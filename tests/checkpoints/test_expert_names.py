@@ -1,0 +1,81 @@
+"""Folders have the hub's names of experts, which transformers renames: Mixtral's and PhiMoE's block_sparse_moe."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from anybit.checkpoints.convert import convert
+from anybit.checkpoints.formats.write import convert_into
+from anybit.cli.checkpoints import _model
+from anybit.layers.linear import QuantLinear
+from anybit.quantization.methods.registry import quantize_folder
+from cases_mixtures import COMMON, MODELS
+
+ONE = "model.layers.1.block_sparse_moe.experts.3"
+
+
+def stored(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def words(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return found
+
+
+def schemes(folder: Path) -> dict[str, str]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return {name: str(one.scheme) for name, one in model.named_modules() if isinstance(one, QuantLinear)}
+
+
+@pytest.fixture(params=["mixtral", "phimoe"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **{**COMMON, **MODELS[request.param]})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "source")
+    assert f"{ONE}.w1.weight" in stored(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_one_scheme(source: Path, tmp_path: Path) -> None:
+    quantize_folder(source, tmp_path / "q", "w4a16")
+    plain = {name for name in stored(source) if ".experts." not in name and "_proj." not in name}
+    assert plain <= stored(tmp_path / "q") and f"{ONE}.w1.weight_packed" in stored(tmp_path / "q")
+    assert _model(str(tmp_path / "q"), False)["experts"] == "8, of which a token uses 2"
+    found = words(tmp_path / "q")
+    assert found["quant_method"] == "compressed-tensors"
+    routers = {f"model.layers.{place}.block_sparse_moe.gate" for place in range(2)}
+    assert routers | {"lm_head"} <= set(found["ignore"])  # type: ignore[call-overload]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    again.save_pretrained(tmp_path / "again")
+    assert stored(tmp_path / "again") == stored(tmp_path / "q") and words(tmp_path / "again") == found
+    convert_into(tmp_path / "q", "anybit", tmp_path / "anybit")
+    convert(tmp_path / "anybit", "compressed-tensors")
+    assert words(tmp_path / "anybit")["ignore"] == found["ignore"]
+    ids = torch.arange(9)[None]
+    expected = again(ids).logits
+    for folder in ("again", "anybit"):
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / folder)(ids).logits, expected)
+
+
+def test_schemes_of_single_layers(source: Path, tmp_path: Path) -> None:
+    others = {"*.mlp.experts.*.w2": "w8a16", "model.layers.1.mlp.experts.3.w1": "w2a16g32"}
+    quantize_folder(
+        source, tmp_path / "q", "w4a16g32", overrides=others, modules_to_not_convert=["lm_head", ".*mlp.experts.5"]
+    )
+    found = schemes(tmp_path / "q")
+    assert {scheme for name, scheme in found.items() if name.endswith("w2")} == {"w8a16"}
+    assert [name for name, scheme in found.items() if scheme == "w2a16g32"] == ["model.layers.1.mlp.experts.3.w1"]
+    assert not [name for name in found if ".experts.5." in name]
+    assert f"{ONE}.w2" in words(tmp_path / "q")["overrides"]  # type: ignore[operator]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "q").save_pretrained(tmp_path / "again")
+    assert words(tmp_path / "again") == words(tmp_path / "q") and schemes(tmp_path / "again") == found
+    told = _model(str(tmp_path / "q"), False)
+    assert told["linear_layers"] == len(found)
+    one = "model.layers.0.mlp.experts one by one: not all of their layers are quantized"
+    assert told["experts"] == f"8, of which a token uses 2; a GPU runs those of {one}"
