@@ -159,11 +159,14 @@ def _embedding_name(model: "PreTrainedModel") -> str:
 def kept_modules(
     model: "PreTrainedModel", modules_to_not_convert: list[str] | None, overrides: Mapping[str, object] | None = None
 ) -> list[str]:
-    """Modules to leave unquantized: those named (by default the output head), tied heads, and everything but text.
+    """Modules to leave unquantized: those named, tied heads, and everything but text.
 
+    By default the output head is named, and so are gates of one output, which route to shared experts.
     overrides: a head that they name (not by a pattern) is quantized, and untied if it was tied.
     """
     keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
+    if modules_to_not_convert is None:
+        keep += [layer.name for layer in linear_layers(model, []) if layer.n == 1]
     # A tied head has no weight of its own to quantize; it multiplies by the codes of a quantized embedding.
     overrides = overrides or {}
     chosen = set(overrides) - set(modules_to_not_convert or ()) - set(shared_heads(model, overrides))
