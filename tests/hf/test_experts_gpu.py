@@ -1,5 +1,6 @@
 """A mixture of experts on a GPU: equal to the CPU's reference in eager mode, compiled, and as one CUDA graph."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,15 @@ def test_logits(model: Any, expected: dict[int, Tensor], count: int) -> None:
         assert near(model(prompt(count).cuda()).logits[0], expected[count])
 
 
-def test_layers_share_the_weights_and_save_them(model: Any, folder: Path, tmp_path: Path) -> None:
+def test_layers_share_the_weights_and_save_them(folder: Path, tmp_path: Path) -> None:
+    gc.collect()
+    before_loading = torch.cuda.memory_allocated()
+    model = load(folder, "cuda", torch.float16)
     allocated = torch.cuda.memory_allocated()
-    footprint = model.get_memory_footprint()
-    torch.cuda.reset_peak_memory_stats()
+    assert allocated - before_loading < 1.1 * model.get_memory_footprint() + 2**20
     model.save_pretrained(tmp_path)
-    assert torch.cuda.memory_allocated() <= allocated + 2**20 and allocated < 1.2 * footprint + 2**22
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= allocated + 2**16
     again, before = load(tmp_path, "cpu", torch.float16).state_dict(), load(folder, "cpu", torch.float16).state_dict()
     assert again.keys() == before.keys()
     for name, tensor in before.items():

@@ -4,10 +4,14 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.ops.experts import ExpertsSpec, experts, prepare_experts
+from anybit.jit import Slot
+from anybit.kernels.packed.packed_tiles import prepare
+from anybit.ops.experts import ExpertsSpec, experts, experts_plan, pays_to_sort, prepare_experts
+from anybit.ops.plans import Rows
 from anybit.ops.prepared_experts import _padded, _rows
-from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_experts import Mixture, error
 
 A16 = ActivationFormat()
@@ -52,16 +56,17 @@ def test_saves_traces_and_quantizes_activations(activations: ActivationFormat) -
     assert experts(mixture.x[:0], ids[:0], weights[:0], prepared).shape == (0, 64)
 
 
-@pytest.mark.parametrize("code", ["sym", "asym", "min"])
-def test_padding_an_expert_to_tiles_is_undone_exactly(code: str) -> None:
-    mixture = Mixture(WeightFormat(3, code, 32), 3, 72, 40, 1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("scheme", ["w3a16g32", "w3a16g32asym", "w3a16g32min", "w4a16g32s24"])
+def test_padding_an_expert_to_tiles_is_undone_exactly(scheme: str) -> None:
+    mixture = Mixture(Scheme.parse(scheme).weights, 3, 72, 40, 1)
     for given in (mixture.gate_up, mixture.down):
         rows = given.shape[0] // 3
         padded = _padded(given, 3)
         assert padded.shape[0] % (3 * 64) == 0
+        prepare(padded)  # which checks 2:4 indices
         found = _rows(padded, 3, rows)
         assert found.shape == given.shape
-        for name in ("words", "scale", "zero", "minimum"):
+        for name in ("words", "scale", "zero", "minimum", "indices"):
             one, other = getattr(found, name), getattr(given, name)
             assert one is other is None or torch.equal(one, other)
 
@@ -84,3 +89,18 @@ def test_says_what_does_not_fit() -> None:
     ):
         with pytest.raises(KernelError, match=said):
             experts(x, i, w, prepared, bias)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top", "count", "sorts"),
+    [(8, 8, 128, False), (16, 8, 128, True), (4, 2, 8, False), (16, 2, 8, True), (8, 8, 32, True), (24, 4, 128, False)],
+)
+def test_sorts_where_that_was_faster(tokens: int, top: int, count: int, sorts: bool) -> None:
+    """As measured on an H200."""
+    assert pays_to_sort(tokens, top, count) is sorts
+    spec = ExpertsSpec.parse(f"{count}|silu|packed:{count * 128}x128:w4a16g128|packed:{count * 128}x64:w4a16g128")
+    gpu = Device.named("sm_90a")
+    rows = Rows(Slot("x"), tokens, 128, 128, True, torch.bfloat16, torch.device("cpu"), gpu)
+    entries = [kernel.entry for kernel in experts_plan(spec, rows, top, torch.int32, (True, True)).kernels]
+    few = ["sm90_experts_gate_up", "sm90_experts_down"] * -(-tokens // 8)
+    assert entries[0] == "route_tokens" and entries[-1] == "combine_slots" if sorts else entries == few

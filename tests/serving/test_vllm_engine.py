@@ -38,10 +38,6 @@ def main():
     given = json.loads(sys.argv[1])
     settings = dict(dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.2)
     sampling = SamplingParams(temperature=0, min_tokens=given["new"], max_tokens=given["new"])
-    if given["unchecked"]:
-        import anybit.vllm.config
-
-        anybit.vllm.config.check_folder = lambda folder, trusted: None
     for model in given["models"]:
         llm = LLM(model, **{**settings, **given["options"]})
         found = llm.generate(given["prompts"], sampling, use_tqdm=False)
@@ -68,9 +64,7 @@ def by_vllm(model: Path, tmp_path: Path, **options: Any) -> list[list[int]]:
     return many_by_vllm([model], tmp_path, **options)[str(model)]
 
 
-def many_by_vllm(
-    models: list[Path], tmp_path: Path, unchecked: bool = False, **options: Any
-) -> dict[str, list[list[int]]]:
+def many_by_vllm(models: list[Path], tmp_path: Path, **options: Any) -> dict[str, list[list[int]]]:
     """The same for several engines, one after another."""
     child = tmp_path / "child.py"
     child.write_text(CHILD)
@@ -79,7 +73,6 @@ def many_by_vllm(
         "prompts": PROMPTS,
         "new": NEW,
         "options": options,
-        "unchecked": unchecked,
     }
     done = run(str(child), json.dumps(given))
     lines = [line.removeprefix("ANSWERS ") for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
@@ -89,14 +82,10 @@ def many_by_vllm(
 
 def by_anybit(model: Path, scheme: str | None = None) -> list[list[int]]:
     loaded = load_model(model, scheme, dtype=torch.float32)
-    return by_generate(loaded.model, loaded.tokenizer)
-
-
-def by_generate(model: Any, tokenizer: Any) -> list[list[int]]:
     found = []
     for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        answer = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids
+        answer = loaded.model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
         found.append(answer[0, ids.shape[1] :].tolist())
     return found
 
@@ -137,8 +126,9 @@ def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, schem
 @pytest.mark.parametrize(
     ("kind", "scheme", "options"),
     [
-        ("qwen3_moe", "w4a16g64", {}),
+        ("qwen3_moe", "w4a16g64", {"enforce_eager": False}),
         ("mixtral", "w3a16g64asym", {}),
+        ("phimoe", "w4a16g32", {"enforce_eager": False}),
         ("qwen2_moe", "w5a16", {}),
         ("qwen3_moe", "w4a16g128", {"tensor_parallel_size": 2}),
         ("mixtral", "w4a16g128", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
@@ -148,12 +138,10 @@ def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, schem
 def test_a_mixture_of_quantized_experts_answers_as_anybit_does(
     kind: str, scheme: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    from transformers import AutoTokenizer
-
-    folder = tmp_path / "q"
-    expected = by_generate(save_mixture(kind, scheme, folder), AutoTokenizer.from_pretrained(folder))
+    quantize_folder(save_mixture(kind, tmp_path / "source"), tmp_path / "q", scheme)
+    expected = by_anybit(tmp_path / "q")
     assert len({token for answer in expected for token in answer}) > 10
-    assert by_vllm(folder, tmp_path, unchecked=True, **options) == expected
+    assert by_vllm(tmp_path / "q", tmp_path, **options) == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])

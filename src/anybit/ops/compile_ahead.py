@@ -25,8 +25,10 @@ from anybit.kernels.block.quantize_activations import Source
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.ops.backend import LinearSpec
 from anybit.ops.elementwise import norm_plan, silu_plan
+from anybit.ops.experts import experts_plan
 from anybit.ops.fused import rotation_refused
 from anybit.ops.plans import Rows
+from anybit.ops.prepared_experts import ExpertsSpec
 from anybit.ops.product import Norm, asked_of, layer_plan, norm_config
 from anybit.tune.processes import compile_kernels
 
@@ -50,6 +52,16 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class ExpertsKind:
+    """Layers of experts that launch the same kernels. spec: ``str`` of their ExpertsSpec.  top: experts of a token."""
+
+    spec: str
+    dtype: torch.dtype
+    top: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class CompiledAhead:
     """The result: kernels ready, how many of them were compiled, seconds in all and compiling, errors of the rest."""
 
@@ -60,10 +72,10 @@ class CompiledAhead:
     refused: list[str]
 
 
-def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> CompiledAhead:
+def compile_ahead(kinds: Mapping[LayerKind | ExpertsKind, list[Tensor]], most: int) -> CompiledAhead:
     """Compile all kernels that layers launch for 1 to ``most`` tokens, and load them on the CUDA device of the tensors.
 
-    kinds: for each kind, the tensors of one such layer from ``ops.prepare``.
+    kinds: for each kind, the tensors of one such layer from ``ops.prepare``; of experts, those of gate_up.
     """
     start = time.perf_counter()
     device = next(iter(kinds.values()))[0].device
@@ -73,6 +85,9 @@ def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> Compile
     counts.append(most)
     kernels = dict[jit.Kernel, None]()
     for kind, tensors in kinds.items():
+        if isinstance(kind, ExpertsKind):
+            kernels.update(dict.fromkeys(kernels_of_experts(kind, tensors[0], most)))
+            continue
         for tokens in counts:
             if kind.most is None or tokens < 2 * kind.most:
                 kernels.update(dict.fromkeys(kernels_of(kind, tensors, min(tokens, kind.most or tokens))))
@@ -92,6 +107,16 @@ def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | N
     for kernel, code in found.items():
         jit.launcher(kernel, device.index or 0, code)
     return CompiledAhead(len(kernels), len(missing), time.perf_counter() - start, compiled - decided, refused)
+
+
+def kernels_of_experts(kind: ExpertsKind, weight: Tensor, most: int) -> Iterator[jit.Kernel]:
+    """The kernels of experts for 1 to ``most`` tokens with int32 ids. weight: a tensor on their device."""
+    spec, tokens = ExpertsSpec.parse(kind.spec), 1
+    k, gpu = spec.gate_up.k, Device.of(weight)
+    while tokens <= most:
+        rows = Rows(Slot("x"), tokens, k, k, k % 8 == 0, kind.dtype, weight.device, gpu)
+        yield from experts_plan(spec, rows, kind.top, torch.int32, (kind.bias, kind.bias)).kernels
+        tokens += 1 + tokens // 16  # close enough that no tile of tokens is left out
 
 
 def kernels_of(kind: LayerKind, tensors: list[Tensor], tokens: int) -> Iterator[jit.Kernel]:

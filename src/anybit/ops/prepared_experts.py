@@ -123,6 +123,10 @@ def interleaved(weight: QuantizedWeight, count: int) -> QuantizedWeight:
     return reorder(weight, (paired_rows(rows // 2) + rows * torch.arange(count)[:, None]).flatten())
 
 
+_FIRST_TWO = 0x44444444
+"""2:4 indices that keep the first two of every four inputs."""
+
+
 def _padded(weight: QuantizedWeight, count: int) -> QuantizedWeight:
     """The weight with each expert's rows padded with zeros to whole tiles."""
     rows = weight.shape[0] // count
@@ -135,18 +139,17 @@ def _rows(weight: QuantizedWeight, count: int, rows: int) -> QuantizedWeight:
 
 
 def _resized(weight: QuantizedWeight, count: int, rows: int, wanted: int) -> QuantizedWeight:
-    def changed(values: Tensor | None) -> Tensor | None:
+    def changed(values: Tensor | None, padding: int = 0) -> Tensor | None:
         if values is None:
             return None
-        by_expert = values.view(count, rows, -1)
-        by_expert = pad(by_expert, (0, 0, 0, wanted - rows))
+        by_expert = pad(values.view(count, rows, -1), (0, 0, 0, wanted - rows), value=padding)
         return by_expert.reshape(count * wanted, -1)
 
     words, scale = changed(weight.words), changed(weight.scale)
     assert words is not None and scale is not None
     return replace(
-        weight, words=words, scale=scale, zero=changed(weight.zero), indices=changed(weight.indices),
-        minimum=changed(weight.minimum), shape=(count * wanted, weight.shape[1]),
+        weight, words=words, scale=scale, zero=changed(weight.zero), minimum=changed(weight.minimum),
+        indices=changed(weight.indices, _FIRST_TWO), shape=(count * wanted, weight.shape[1]),
     )  # fmt: skip
 
 

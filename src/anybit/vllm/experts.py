@@ -12,15 +12,21 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from anybit.checkpoints.verify import layer_shapes
-from anybit.codes.packing import unstack
+from anybit.codes.packing import QuantizedWeight, unstack
 from anybit.codes.sharding import shard_format
+from anybit.device import Device
 from anybit.errors import CheckpointError, LayerError
 from anybit.layers.experts import Experts, Gate
 from anybit.layers.linear import QuantLinear
+from anybit.ops.compile_ahead import ExpertsKind
+from anybit.ops.elementwise import paired_rows
+from anybit.ops.prepared_experts import interleaved, prepare_experts, why_not
 from anybit.scheme import Scheme, WeightFormat
 from anybit.vllm import parameters
+from anybit.vllm.product import Product
 from anybit.vllm.warmup import WarmUp
 
 _SHARDS = {"w1": 0, "w3": 1, "w2": 2}
@@ -90,7 +96,7 @@ class _Stack:
 
 
 class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Routed experts of a quantized checkpoint, all of a layer in one format.
+    """Routed experts of a quantized checkpoint, all of a layer in one format: one op, or one by one where it cannot be.
 
     vLLM's ``moe_kernel`` stays None: its runner dispatches and reduces.
     name: of the layer's experts.  scheme_of: the scheme of a layer of the checkpoint, by its name.
@@ -111,6 +117,7 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.schemes = _common((*gate, *up), scheme_of), _common(down, scheme_of)
             if self.schemes[0].activations != self.schemes[1].activations:
                 _refuse_mixed({self.schemes[0]: gate[0], self.schemes[1]: down[0]})
+        self._products: tuple[Product, Product] | None = None
         self._experts: Experts | None = None
         warmup.expect()
 
@@ -132,6 +139,21 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             for suffix, data in tensors.items():
                 stacked = data.new_zeros(num_experts, *data.shape)
                 parameters.add(layer, f"{stack.stem}_{suffix}", stacked, self._loader(layer, stack, suffix))
+        with parameters.named(f"experts {self.name}"):
+            self.together = self._runs_together(num_experts, layer.get_parameter("w2_weight_scale"))
+
+    def _runs_together(self, count: int, on: Tensor) -> bool:
+        """Whether the experts run as one op. Raises LayerError if they do not, and graphs were asked for."""
+        both, down = self.stacks
+        device = Device.of(on) if on.is_cuda else None
+        formats, activations = (both.format, down.format), both.scheme.activations
+        reason = why_not(count, both.k, both.n, formats, activations, str(self.gate), device)
+        model = get_current_vllm_config().model_config
+        if reason is not None and model is not None and not model.enforce_eager:
+            raise LayerError(
+                f"they run one after another, which no compiled graph holds, since {reason}: add --enforce-eager"
+            )
+        return reason is None
 
     def _loader(self, layer: RoutedExperts, stack: _Stack, suffix: str) -> parameters.Loader:
         """A loader of a checkpoint's tensors, one projection at a time; it says whether the expert is this rank's."""
@@ -161,29 +183,61 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._check_loaded(layer, loaded)
         for name in loaded:
             delattr(layer, name)
-        first, self._experts = self._experts is None, self._made(layer, loaded)
+        first = self._products is None and self._experts is None
+        tall = [self._tall(stack, loaded, layer.local_num_experts) for stack in self.stacks]
+        with parameters.named(f"experts {self.name}"):
+            if self.together:
+                self._prepare(layer, *tall)
+            else:
+                self._experts = self._one_by_one(layer, tall)
         if first:
-            self.warmup.add(layer, [])
+            self.warmup.add_experts(self._kind(), [] if self._products is None else self._products[0].weight(layer))
 
-    def _made(self, layer: RoutedExperts, loaded: Mapping[str, Tensor]) -> Experts:
+    def _tall(self, stack: _Stack, loaded: Mapping[str, Tensor], count: int) -> QuantizedWeight:
+        """A stack's weight: expert by expert, gate before up."""
+        found = {
+            suffix: loaded[f"{stack.stem}_{suffix}"].flatten(0, 1)
+            for suffix in layer_shapes(stack.n, stack.k, stack.format)
+            if suffix != "weight_shape"
+        }
+        parts = [self.names[_SHARDS[shard]] for shard in stack.shards]
+        shape = count * len(parts) * stack.n, stack.k
+        return parameters.weight_of(f"{self.name} ({' and '.join(parts)})", found, shape, stack.format)
+
+    def _prepare(self, layer: RoutedExperts, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
+        """Prepare what the op reads, in place when weights are loaded again: CUDA graphs hold the addresses."""
+        count, activations = layer.local_num_experts, self.schemes[0].activations
+        prepared = prepare_experts(interleaved(gate_up, count), down, count, activations, str(self.gate))
+        both, first = (prepared.gate_up, prepared.down), self._products is None
+        if self._products is None:
+            self._spec = prepared.spec_text
+            self._products = Product.of(layer, "anybit_w13", both[0]), Product.of(layer, "anybit_w2", both[1])
+        else:
+            for product, new in zip(self._products, both, strict=True):
+                product.refill(layer, new)
+        if self.moe.has_bias and (first or "w13_bias" in dict(get_layerwise_info(layer).loaded_weights)):
+            bias = layer.get_parameter("w13_bias").data
+            bias.copy_(bias[:, paired_rows(self.stacks[0].n).to(bias.device)])
+
+    def _kind(self) -> ExpertsKind | None:
+        """Which kernels the op runs; None if experts run one by one."""
+        if not self.together:
+            return None
+        return ExpertsKind(self._spec, self.moe.in_dtype, self.moe.experts_per_token, self.moe.has_bias)
+
+    def _one_by_one(self, layer: RoutedExperts, tall: list[QuantizedWeight]) -> Experts:
         count, both = layer.local_num_experts, self.stacks[0]
         made = Experts(count, both.k, both.n, self.names, self.gate, device="meta")
-        for stack in self.stacks:
-            parts = [self.names[_SHARDS[shard]] for shard in stack.shards]
-            found = {
-                suffix: loaded[f"{stack.stem}_{suffix}"].flatten(0, 1)
-                for suffix in layer_shapes(stack.n, stack.k, stack.format)
-                if suffix != "weight_shape"
-            }
-            rows = count * len(parts) * stack.n
-            tall = parameters.weight_of(f"{self.name} ({' and '.join(parts)})", found, (rows, stack.k), stack.format)
-            scheme = replace(stack.scheme, weights=stack.format)
+        for stack, weights in zip(self.stacks, tall, strict=True):
+            parts, scheme = (
+                [self.names[_SHARDS[shard]] for shard in stack.shards],
+                replace(stack.scheme, weights=stack.format),
+            )
             bias = layer.get_parameter(f"{stack.stem}_bias").flatten().split(stack.n) if self.moe.has_bias else None
-            for index, weight in enumerate(unstack(tall, [stack.n] * (count * len(parts)))):
+            for index, weight in enumerate(unstack(weights, [stack.n] * (count * len(parts)))):
                 number, part = divmod(index, len(parts))
                 quantized = QuantLinear.from_weight(weight, scheme, None if bias is None else bias[index])
-                with parameters.named(f"experts {self.name}"):
-                    made.set_submodule(f"{number}.{parts[part]}", quantized.prepare())
+                made.set_submodule(f"{number}.{parts[part]}", quantized.prepare())
         return made
 
     def _check_loaded(self, layer: RoutedExperts, loaded: Mapping[str, Tensor]) -> None:
@@ -214,9 +268,14 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             ids = torch.where(ids < 0, -1, layer.expert_map[ids.clamp(min=0).long()])
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        assert self._experts is not None
-        y: Tensor = self._experts(x, ids, topk_weights)
-        return y
+        if self._experts is not None:
+            y: Tensor = self._experts(x, ids, topk_weights)
+            return y
+        assert self._products is not None
+        gate_up, down = (product.weight(layer) for product in self._products)
+        biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)
+        y = torch.ops.anybit.experts(x, ids, topk_weights, gate_up, down, *biases, self._spec)
+        return y  # noqa: RET504
 
 
 def projections_of(layer: RoutedExperts) -> tuple[str, str, str]:
@@ -232,9 +291,7 @@ def names_of(layer: RoutedExperts, prefix: str) -> list[tuple[str, ...]]:
 
 def _why_not(layer: RoutedExperts) -> str | None:
     """Why a layer's experts cannot be served quantized, in a sentence."""
-    moe, model = layer.moe_config, get_current_vllm_config().model_config
-    if model is not None and not model.enforce_eager:
-        return "quantized experts run one after another, which no compiled graph holds: add --enforce-eager"
+    moe = layer.moe_config
     if moe.moe_parallel_config.enable_eplb:
         return "anybit's codes cannot move between ranks: leave out --enable-eplb"
     if getattr(moe, "is_lora_enabled", False):
@@ -252,7 +309,7 @@ def _gate_of(moe: FusedMoEConfig) -> Gate:
     if kind in ("silu", "gelu", "gelu_tanh") and limit is None:
         return Gate(kind)
     if kind == "swigluoai":  # vLLM's kernel has these numbers
-        return Gate("swigluoai", 1.702, 7.0)
+        return Gate("swigluoai")
     if kind == "swigluoai_uninterleave" and limit is not None and moe.swiglu_beta == 1:
         return Gate("swigluoai", moe.swiglu_alpha or 1.0, limit)
     clamped = "" if limit is None else f" with a limit of {limit}"

@@ -9,7 +9,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from anybit.ops.compile_ahead import CompiledAhead, Kernel, LayerKind, compile_ahead, make_ready
+from anybit.ops.compile_ahead import CompiledAhead, ExpertsKind, Kernel, LayerKind, compile_ahead, make_ready
 from anybit.vllm.product import Product
 from anybit.vllm.rotary import Heads
 
@@ -42,7 +42,7 @@ class WarmUp:
     def __init__(self, heads: set[str] | None = None) -> None:
         self.heads = heads or set()
         self._expected = self._ready = 0
-        self._kinds: dict[LayerKind, list[Tensor]] = {}
+        self._kinds: dict[LayerKind | ExpertsKind, list[Tensor]] = {}
         self._tokens, self._sequences = _TOKENS, _SEQUENCES
         self.adapters = False
 
@@ -72,6 +72,15 @@ class WarmUp:
                 bias = layer.bias is not None
                 kind = LayerKind(product.spec, layer.params_dtype, bias, product.hadamard, turned, most, paired)
                 self._kinds.setdefault(kind, tensors)
+        self._count()
+
+    def add_experts(self, kind: ExpertsKind | None, tensors: list[Tensor]) -> None:
+        """Count a layer's loaded experts as ``add`` does. kind: None if they run one by one.  tensors: of gate_up."""
+        if kind is not None and tensors[0].is_cuda:
+            self._kinds.setdefault(kind, tensors)
+        self._count()
+
+    def _count(self) -> None:
         self._ready += 1
         if self._ready != self._expected:
             return
