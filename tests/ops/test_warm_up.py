@@ -10,14 +10,16 @@ from torch import Tensor
 from anybit import ops
 from anybit.jit import Kernel
 from anybit.ops import compile_ahead as ahead
-from anybit.ops import elementwise, fused, product
+from anybit.ops import elementwise, experts, fused, product
 from anybit.ops import pages as pages_ops
 from anybit.ops.backend import LinearSpec
 from anybit.ops.compile_ahead import LayerKind
 from anybit.ops.pages import RopePagesArgs
 from anybit.ops.plans import PLANS
-from anybit.scheme import Scheme
+from anybit.ops.prepared_experts import PreparedExperts
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import random_weight
+from cases_experts import Mixture
 from cases_launches import Driver, install
 
 HEADS, DIM, K = (4, 2), 64, 256
@@ -99,3 +101,19 @@ def test_one_of_several_products_before_turned_heads(driver: Driver) -> None:
     spec = str(LinearSpec("packed", 128, K, scheme.weights, scheme.activations))
     kernels = ahead.kernels_of(LayerKind(spec, torch.float16, False, heads=(*HEADS, DIM, False)), tensors, 3)
     assert "rotate_pages" in {kernel.entry for kernel in kernels}
+
+
+@pytest.mark.parametrize("gate", ["silu", "swigluoai"])
+def test_experts_are_compiled_ahead(driver: Driver, gate: str) -> None:
+    """And more tokens than the count that was planned before need no other kernels than those of the next."""
+    mixture = Mixture(WeightFormat(4, "sym", 128), 16, 256, 128, 2000, bias=True)
+    a16 = ActivationFormat()
+    parts = [ops.Prepared(ops.backends["packed"].prepare(one, a16), LinearSpec("packed", *one.shape, one.format, a16))
+             for one in (mixture.gate_up, mixture.down)]  # fmt: skip
+    prepared, (ids, weights) = PreparedExperts(*parts, 16, gate), mixture.routing(4)
+    kind = ahead.ExpertsKind(prepared.spec_text, torch.float16, 4, True)
+    compiled = set(ahead.kernels_of_experts(kind, mixture.x, 2000))
+    for m in (1, 2, 5, 8, 9, 23, 64, 111, 300, 777, 1999):
+        given = mixture.x[:m], ids[:m].int(), weights[:m]
+        experts._cuda(*given, *(one.tensors for one in parts), *mixture.biases, prepared.spec_text)
+        assert {launch.kernel for launch in driver.take()} <= compiled, m

@@ -96,7 +96,7 @@ class Experts(nn.ModuleList):
 
         hidden_states: [T, H].  top_k_index: int [T, k]; an id that is no expert's (-1, or the number of experts, which
         transformers writes for those of other ranks) adds nothing, and one that occurs twice adds twice.
-        top_k_weights: float [T, k].  Sums are float32, in the order of experts.
+        top_k_weights: float [T, k].  Sums are float32.
         """
         if not self._together(hidden_states):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights, self.expert)
