@@ -63,6 +63,15 @@ def test_joined_experts_compute_and_save_the_same(scheme: str, down: str | None,
     torch.testing.assert_close(again(*tokens()), joined(*tokens()))
 
 
+def test_autocast_leaves_the_dtype() -> None:
+    joined, alone = quantized(bias=True).prepare(together=True), quantized(bias=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, expected = joined(*tokens()), alone(*tokens())
+    assert y.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    assert not torch.equal(y, alone(*tokens()))
+
+
 def test_a_graph_has_one_node() -> None:
     experts = quantized(bias=True).prepare(together=True)
     found: list[str] = []

@@ -52,8 +52,8 @@ class Joined:
         return cls(prepared, own, parts, (wide, tall))
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The op: x [T, H], ids and weights [T, k] -> [T, H]."""
-        return experts(x, ids, weights, self.prepared, *self.biases)
+        """The op: x [T, H], ids and weights [T, k] -> [T, H] in x's dtype, under autocast too."""
+        return experts(x, ids, weights, self.prepared, *self.biases).to(x.dtype)
 
     def holds(self, layers: list[nn.Module]) -> bool:
         """Whether these are still the joined layers, with the weights that they share and without hooks."""
