@@ -172,7 +172,8 @@ def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
     entry = "sm90_experts_down" if config.down else "sm90_experts_gate_up"
     header = "experts/sm90_experts_gemv/sm90_experts_gemv.cuh"
-    return jit.Kernel(header, entry, config, ExpertsParams, config.warps * 32, shared_bytes(config), config.cluster)
+    code = replace(config, blocks=0)  # which the grid alone has: one kernel for many shapes
+    return jit.Kernel(header, entry, code, ExpertsParams, config.warps * 32, shared_bytes(config), config.cluster)
 
 
 def grid(problem: Problem, config: Config) -> jit.Grid:
