@@ -18,7 +18,7 @@ def run(made: Experts, tile_m: int, row_warpgroups: int = 2, seed: int = 0) -> t
     """y of the launches on the emulator, with few stages and few blocks."""
     products = made.problem.products
     configs = [sm90_grouped_gemm.config_for(one, tile_m, row_warpgroups) for one in products]
-    configs = [replace(config, stages=2) for config in configs]
+    configs = [replace(config, stages=2, prologue_stages=2) for config in configs]
     for launch in made.launches((configs[0], configs[1])):
         emulate.launched(boxed(launch), seed=seed)
     assert isinstance(made.operands.y, torch.Tensor)

@@ -1,6 +1,6 @@
 // Experts' products for many tokens: sm90_packed_gemm over one tall weight, whose persistent CTAs walk tiles (expert, row tile,
 // token tile). X and Y have a row a slot (a token's choice of an expert), sorted by expert. Routing wrote the token tiles
-// (route.cuh), so that not even weights are fetched before it has ended.
+// (route.cuh): gate_up fetches weights once it has ended, down before gate_up has.
 #ifndef ANYBIT_SM90_GROUPED_GEMM_CUH
 #define ANYBIT_SM90_GROUPED_GEMM_CUH
 
@@ -10,17 +10,17 @@ namespace packed {
 
 template <class Config> DEVICE void grouped_gemm(const Params& p) {
     static_assert(!PackedGemmShape<Config>::reduces && Config::cluster_n == 1 && !Config::halves && Config::direct == 0 &&
-                  Config::block_tiles == 0 && !Config::tensor_store && Config::prologue_stages == 0, "a persistent walk over experts");
+                  Config::block_tiles == 0 && !Config::tensor_store, "a persistent walk over experts");
     packed_gemm<OfExperts<Config>>(p);
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::threads, 1) sm90_grouped_gemm(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm(const __grid_constant__ Params p) {
     grouped_gemm<Config>(p);
 }
 // Epilogue silu(gate) * up, as of sm90_packed_gemm_silu.
 template <class Config>
-__global__ void __launch_bounds__(Config::threads, 1) sm90_grouped_gemm_silu(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm_silu(const __grid_constant__ Params p) {
     grouped_gemm<EndingWithSilu<Config>>(p);
 }
 

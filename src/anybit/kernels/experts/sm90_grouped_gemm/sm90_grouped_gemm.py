@@ -109,22 +109,24 @@ def why_not(problem: Problem, configs: tuple[Config, Config] | None = None) -> s
 
 
 def _why_not_persistent(config: Config) -> str | None:
-    special = config.direct or config.block_tiles or config.tensor_store or config.prologue_stages
-    if special or config.cluster * config.split_k_warpgroups * config.min_blocks_per_sm > 1:
-        return (
-            "experts take persistent blocks of whole K, without clusters, direct loads, tensor stores or early weights"
-        )
+    special = config.direct or config.block_tiles or config.tensor_store
+    if special or config.cluster * config.split_k_warpgroups > 1:
+        return "experts take persistent blocks of whole K, without clusters, direct loads or tensor stores"
     return None
 
 
-def config_for(product: LinearProblem, tile_m: int, row_warpgroups: int, span: int | None = None) -> Config:
-    """A config with these tiles and as many stages as fit."""
+def config_for(
+    product: LinearProblem, tile_m: int, row_warpgroups: int, span: int | None = None, blocks: int = 1
+) -> Config:
+    """A config with these tiles, ``blocks`` an SM, and as many stages as fit."""
     if span is None and product.k_blocks % 2:
         span = 1
     # The ring runs on from tile to tile: more stages than one tile's K has are of use.
     long = replace(product, k=round_up(product.k, TILE_COLUMNS) * _MOST_STAGES)
-    config = sm90_packed_gemm.config_for(long, tile_m, row_warpgroups, span=span, unrolled=False)
-    return replace(config, prologue_stages=0)
+    config = sm90_packed_gemm.config_for(
+        long, tile_m, row_warpgroups, span=span, unrolled=False, min_blocks_per_sm=blocks
+    )
+    return replace(config, prologue_stages=config.stages)
 
 
 def configs(problem: Problem, tile_m: int) -> tuple[Config, Config] | None:
@@ -293,7 +295,7 @@ def _product(
         expert_tiles=expert_tiles,
         expert_rows=product.n,
     )
-    grid = min(p.device.sms, row_tiles * most), 1, 1
+    grid = min(p.device.sms * config.min_blocks_per_sm, row_tiles * most), 1, 1
     return Launch(kernel(config, silu=which == 0), params, grid, pdl=True)
 
 

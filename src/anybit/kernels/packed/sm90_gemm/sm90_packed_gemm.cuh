@@ -207,6 +207,8 @@ DEVICE void packed_gemm(const P& p) {
                                    ring + Shape::barrier_offset + 16 * Config::stages,
                                    ring + Shape::barrier_offset + 24 * Config::stages};
 
+    // Experts' tiles are what routing wrote: gate_up waits for it, and down starts only then.
+    if constexpr (of_experts<Config> && ends_with_silu<Config>) ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
     const Producer<Config> producer(p, ring, barriers, k_rank, row_rank, half, warp - Shape::warpgroups * 4);
     const bool produces = lane == 0 && warp >= Shape::warpgroups * 4 && warp < Shape::warpgroups * 4 + Shape::producers;
@@ -276,9 +278,9 @@ DEVICE void packed_gemm(const P& p) {
         }
         [[maybe_unused]] int turn = 0, ahead = k_part;  // epilogue buffer; this warpgroup's first round of a part
         Walk<Config> walk;
-        if constexpr (of_experts<Config>) ptx::griddepcontrol_wait();
+        walk.begin(p);
         for (Part part; walk.at(p, k_rank, part); walk.advance()) {
-            const PlaceOf<Config> place = place_of<Config>(p, part.tile);
+            const PlaceOf<Config> place = walk.place(p, part);
             const int own_tile = first_tile<Config>(place, row_rank, half) + row_part;
             // Row tiles of another CTA or past the end: an out-of-range row suppresses their stores.
             const int row = ((Config::block_tiles > 0 || of_experts<Config>) && own_tile >= end_of<Config>(p, place) ? p.weight_tiles : own_tile) * 64;

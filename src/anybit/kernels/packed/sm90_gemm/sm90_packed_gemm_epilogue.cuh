@@ -7,13 +7,6 @@
 
 namespace packed {
 
-// Fused silu(gate) * up. Weight rows alternate between eight of gate and eight of up, so that a thread, which holds rows g
-// and g + 8, has both. Y has half as many columns as there are weight rows.
-template <class Config> struct EndingWithSilu : Config {};
-template <class Config> constexpr bool ends_with_silu = false;
-template <class Config> constexpr bool ends_with_silu<EndingWithSilu<Config>> = true;
-template <class Config> constexpr bool ends_with_silu<OfExperts<Config>> = ends_with_silu<Config>;
-
 // Y as the stores of an expert's tile see it: up to the end of its tokens, with an expert's rows.
 struct ExpertOutput {
     uint16_t* y;

@@ -90,10 +90,11 @@ struct Producer {
     }
     // Loads the weights of the first prologue_stages rounds.
     DEVICE void begin() const {
-        if constexpr (of_experts<Config>) return;  // which experts is known only once routing has ended
         Part part;
-        if (!Walk<Config>().at(p, k_rank, part)) return;
-        const Weights weights = weights_of(place_of<Config>(p, part.tile));
+        Walk<Config> walk;
+        walk.begin(p);
+        if (!walk.at(p, k_rank, part)) return;
+        const Weights weights = weights_of(walk.place(p, part));
         for (int i = turn; i < min(Config::prologue_stages, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
     // X of the first two rounds of a full tile: four threads load a half each, so that these loads do not share the SM's
@@ -111,9 +112,10 @@ struct Producer {
         ptx::griddepcontrol_wait();
         RingCursor<Config::stages> cursor;
         Walk<Config> walk;
+        walk.begin(p);
         int early = Config::prologue_stages;
         for (Part part; walk.at(p, k_rank, part); walk.advance(), early = 0) {
-            const PlaceOf<Config> place = place_of<Config>(p, part.tile);
+            const PlaceOf<Config> place = walk.place(p, part);
             const Weights weights = weights_of(place);
             int round = 0;
             if constexpr (halves_first)

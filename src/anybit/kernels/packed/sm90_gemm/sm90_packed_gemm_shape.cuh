@@ -36,6 +36,12 @@ struct StoreParams : Params {
 
 namespace packed {
 
+// Fused silu(gate) * up. Weight rows alternate between eight of gate and eight of up, so that a thread, which holds rows g
+// and g + 8, has both. Y has half as many columns as there are weight rows.
+template <class Config> struct EndingWithSilu : Config {};
+template <class Config> constexpr bool ends_with_silu = false;
+template <class Config> constexpr bool ends_with_silu<EndingWithSilu<Config>> = true;
+
 template <class Config>
 struct PackedGemmShape {
     static constexpr int warpgroups = Config::row_warpgroups * Config::split_k_warpgroups;
@@ -110,6 +116,7 @@ struct ExpertPlace {
 template <class Config> struct OfExperts : Config {};
 template <class Config> constexpr bool of_experts = false;
 template <class Config> constexpr bool of_experts<OfExperts<Config>> = true;
+template <class Config> constexpr bool ends_with_silu<OfExperts<Config>> = ends_with_silu<Config>;
 template <class Config> using PlaceOf = typename Choose<of_experts<Config>, ExpertPlace, TilePlace>::type;
 
 // Rasterization: bands of `raster` row tiles, walked token tile by token tile, so that concurrent CTAs share X and W in L2.
@@ -119,9 +126,9 @@ DEVICE TilePlace tile_place(const Params& p, int tile) {
     return {first + within % height, within / height};
 }
 
-// A tile of experts: an expert's token tiles run fastest, so that its weights are read from memory once.
-template <class Config> DEVICE ExpertPlace expert_place(const Params& p, int tile) {
-    const uint4 found = ptx::ld_global_cg_v4(p.token_tile + tile / p.row_tiles);
+// A tile of experts, of which routing wrote `found`: an expert's token tiles run fastest, so that its weights are read from
+// memory once.
+template <class Config> DEVICE ExpertPlace expert_place(const Params& p, int tile, const uint4& found) {
     const int expert = found.x, first = found.z, tokens = found.w;
     const int within = tile - static_cast<int>(found.y) * p.row_tiles, token_tiles = (tokens + Config::tile_m - 1) / Config::tile_m;
     const int row_tile = within / token_tiles, token_tile = within - row_tile * token_tiles, begin = expert * p.expert_tiles;
@@ -129,13 +136,10 @@ template <class Config> DEVICE ExpertPlace expert_place(const Params& p, int til
 }
 
 // The same with Config::block_tiles: each CTA owns a contiguous range of 64-row tiles, row_warpgroups at a time.
-template <class Config> DEVICE PlaceOf<Config> place_of(const Params& p, int tile) {
-    if constexpr (of_experts<Config>) return expert_place<Config>(p, tile);
-    else {
+template <class Config> DEVICE TilePlace place_of(const Params& p, int tile) {
     if constexpr (Config::block_tiles == 0) return tile_place(p, tile);
     const int block = tile % gridDim.x, position = tile / gridDim.x;
     return {block % p.row_tiles * Config::block_tiles + position * Config::row_warpgroups, block / p.row_tiles};
-    }
 }
 // End of the 64-row tiles that this place may cover.
 template <class Config> DEVICE int end_of(const Params& p, const TilePlace& place) {
@@ -189,9 +193,35 @@ struct Walk {
             const int first = position * Config::row_warpgroups;
             return first < Config::block_tiles && blockIdx.x % p.row_tiles * Config::block_tiles + first < p.weight_tiles;
         }
-        if constexpr (of_experts<Config>)
-            return part.tile < p.row_tiles * static_cast<int>(ptx::ld_global_cg_u32(p.token_tile_count));
         return part.tile < p.row_tiles * p.token_tiles;
+    }
+    DEVICE void begin(const Params&) {}
+    DEVICE TilePlace place(const Params& p, const Part& part) { return place_of<Config>(p, part.tile); }
+    DEVICE void advance() { position++; }
+};
+
+// The same over experts' tiles, as routing wrote them: a tile's are loaded while the one ahead is worked on.
+template <class Config>
+struct Walk<OfExperts<Config>> {
+    static constexpr int cluster_size = 1;
+    int position = 0, tile, end;
+    uint4 found;
+
+    DEVICE uint4 found_at(const Params& p, int at) const { return ptx::ld_global_cg_v4(p.token_tile + at / p.row_tiles); }
+    DEVICE void begin(const Params& p) {
+        tile = blockIdx.x;
+        found = found_at(p, tile);  // may be of no tile, but within the array
+        end = p.row_tiles * static_cast<int>(ptx::ld_global_cg_u32(p.token_tile_count));
+    }
+    DEVICE bool at(const Params& p, int, Part& part) const {
+        part = {tile, 0, p.k_blocks / Config::span};
+        return tile < end;
+    }
+    DEVICE ExpertPlace place(const Params& p, const Part&) {
+        const ExpertPlace place = expert_place<Config>(p, tile, found);
+        tile += gridDim.x;
+        if (tile < end) found = found_at(p, tile);
+        return place;
     }
     DEVICE void advance() { position++; }
 };
