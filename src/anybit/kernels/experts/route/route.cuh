@@ -40,15 +40,24 @@ template <class Config> DEVICE int id_of(const Params& p, int slot) {
     return static_cast<uint32_t>(id) < static_cast<uint32_t>(p.experts) ? id : -1;
 }
 
+// The lanes that have this id, none for -1.
+template <class Config> DEVICE uint32_t alike(int id) {
+    uint32_t same = __ballot_sync(~0u, id >= 0);
+    UNROLL for (int bit = 1; bit < Config::most_experts; bit *= 2) {
+        const uint32_t set = __ballot_sync(~0u, (id & bit) != 0);
+        same &= id & bit ? set : ~set;
+    }
+    return id < 0 ? 0 : same;
+}
+
 }  // namespace route
 
 template <class Config>
 __global__ void __launch_bounds__(Config::threads) route_tokens(const __grid_constant__ Params p) {
-    static_assert(Config::shared_bytes == (2 * Config::most_experts + 2 * Config::threads) * 4, "two counts an expert, a chunk of slots");
-    int* count = reinterpret_cast<int*>(ptx::dynamic_shared());
+    static_assert(Config::shared_bytes == (2 * Config::most_experts + Config::threads) * 4, "two counts an expert, a chunk of slots");
+    int* count = reinterpret_cast<int*>(ptx::dynamic_shared());  // of this CTA's ids and those behind them
     int* next = count + Config::most_experts;  // ids ahead of this CTA's, then the row of its next slot
-    int* ids = next + Config::most_experts;
-    int* rows = ids + Config::threads;
+    int* rows = next + Config::most_experts;
     const int thread = threadIdx.x, each = (p.tokens + gridDim.x - 1) / gridDim.x;
     const int begin = min(static_cast<int>(blockIdx.x) * each, p.tokens), end = min(begin + each, p.tokens);
 
@@ -56,17 +65,21 @@ __global__ void __launch_bounds__(Config::threads) route_tokens(const __grid_con
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
     __syncthreads();
-    for (int slot = thread; slot < p.tokens * p.top_k; slot += Config::threads) {
-        const int id = route::id_of<Config>(p, slot);
-        if (id < 0) continue;
-        atomicAdd(&count[id], 1);
-        if (slot < begin * p.top_k) atomicAdd(&next[id], 1);
+    constexpr int at_once = 8;  // loads
+    for (int first = thread; first < p.tokens * p.top_k; first += at_once * Config::threads) {
+        int id[at_once];
+        UNROLL for (int i = 0; i < at_once; i++) {
+            const int slot = first + i * Config::threads;
+            id[i] = slot < p.tokens * p.top_k ? route::id_of<Config>(p, slot) : -1;
+        }
+        UNROLL for (int i = 0; i < at_once; i++)
+            if (id[i] >= 0) atomicAdd((first + i * Config::threads < begin * p.top_k ? next : count) + id[i], 1);
     }
     __syncthreads();
     if (thread < 32) {
         int first_row = 0, first_tile = 0;
         for (int from = 0; from < p.experts; from += 32) {
-            const int e = from + thread, mine = e < p.experts ? count[e] : 0, tiles = (mine + p.tile_m - 1) / p.tile_m;
+            const int e = from + thread, mine = e < p.experts ? count[e] + next[e] : 0, tiles = (mine + p.tile_m - 1) / p.tile_m;
             int all_rows, all_tiles;
             const int row = first_row + route::scanned(mine, all_rows), tile = first_tile + route::scanned(tiles, all_tiles);
             if (e < p.experts) next[e] += row;
@@ -81,12 +94,14 @@ __global__ void __launch_bounds__(Config::threads) route_tokens(const __grid_con
     for (int first = begin; first < end; first += step) {
         const int count_here = min(step, end - first), slots = count_here * p.top_k;
         const int id = thread < slots ? route::id_of<Config>(p, first * p.top_k + thread) : -1;
-        ids[thread] = id;
-        __syncthreads();
+        const uint32_t same = route::alike<Config>(id), before = same & ((1u << thread % 32) - 1);
         int row = -1;
-        if (id >= 0) {
-            row = next[id];
-            for (int other = 0; other < thread; other++) row += ids[other] == id;
+        for (int warp = 0; warp * 32 < slots; warp++) {
+            const bool mine = thread / 32 == warp && id >= 0;
+            if (mine) row = next[id] + __popc(before);
+            __syncwarp();
+            if (mine && before == 0) next[id] += __popc(same);
+            __syncthreads();
         }
         rows[thread] = row;
         if (thread < slots) p.place[first * p.top_k + thread] = row;
@@ -95,12 +110,19 @@ __global__ void __launch_bounds__(Config::threads) route_tokens(const __grid_con
             if (p.x_sum != nullptr) p.sorted_sum[row] = p.x_sum[first + thread / p.top_k];
         }
         __syncthreads();
-        if (id >= 0) atomicAdd(&next[id], 1);
-        for (int i = thread; i < count_here * p.vectors; i += Config::threads) {
-            const int token = i / p.vectors, vector = i - token * p.vectors;
-            const uint4 v = p.x[static_cast<size_t>(first + token) * p.x_stride + vector];
-            for (int j = 0; j < p.top_k; j++)
-                if (const int to = rows[token * p.top_k + j]; to >= 0) p.sorted[static_cast<size_t>(to) * p.vectors + vector] = v;
+        constexpr int vectors = 4;  // at once
+        for (int from = thread; from < count_here * p.vectors; from += vectors * Config::threads) {
+            uint4 v[vectors];
+            UNROLL for (int i = 0; i < vectors; i++) {
+                const int at = min(from + i * Config::threads, count_here * p.vectors - 1), token = at / p.vectors;
+                v[i] = p.x[static_cast<size_t>(first + token) * p.x_stride + (at - token * p.vectors)];
+            }
+            UNROLL for (int i = 0; i < vectors; i++) {
+                const int at = from + i * Config::threads, token = at / p.vectors;
+                if (at >= count_here * p.vectors) break;
+                for (int j = 0; j < p.top_k; j++)
+                    if (const int to = rows[token * p.top_k + j]; to >= 0) p.sorted[static_cast<size_t>(to) * p.vectors + (at - token * p.vectors)] = v[i];
+            }
         }
         __syncthreads();
     }

@@ -40,7 +40,7 @@ class Params:
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory per block: two counts an expert, and a chunk of slots."""
-    return 8 * (config.most_experts + config.threads)
+    return 4 * (2 * config.most_experts + config.threads)
 
 
 def kernel(config: Config) -> Kernel:
