@@ -1,36 +1,34 @@
-"""Mixtures of experts: both products with SiLU and the sum over experts, for a few tokens, beside the bytes' floor.
+"""Mixtures of experts: both products with SiLU and the sum over experts, beside the floor and vLLM's experts.
 
-    python benchmarks/experts.py              into results/h200/moe.json
+    python benchmarks/experts.py --peers     into results/h200/moe.json; peers need vLLM
     python benchmarks/experts.py --case qwen3-30b mixtral --tokens 1 4 --scheme w4a16g128 --dry
-    python benchmarks/experts.py --sweep --case qwen3-30b --tokens 1    every config, gate_up and down apart
-    python benchmarks/experts.py --compile    only compile the kernels, which needs no GPU
+    python benchmarks/experts.py --compile   only compile the kernels, which needs no GPU
 
 A kernel just before writes the ids, in the same CUDA graph; its own time is subtracted. Weights and ids rotate through
-more than L2. Each row is checked against the reference.
+more than L2. A sample of each row's tokens is checked against the reference.
 """
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight, words_per_row
 from anybit.device import Device
-from anybit.jit import Slot
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
-from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Config, Problem
+from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
+from anybit.kernels.experts.sm90_grouped_gemm.sm90_grouped_gemm import Operands, Problem
 from anybit.kernels.packed.packed_layout import unit_bytes
-from anybit.ops.experts import ExpertsSpec, PreparedExperts, experts, experts_plan, prepare_experts
-from anybit.ops.plans import OpPlan, Rows
-from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+from anybit.kernels.packed.packed_tiles import prepare
+from anybit.scheme import Scheme
 from anybit.tune.processes import compile_kernels
-from timing import RESULTS, Captured, merge_rows, rotations, stamp, time_in_turns
+from timing import RESULTS, Captured, merge_rows, replays_at_full_clocks, rest, rotations, stamp, time_in_turns
 
 CASES = {
     "qwen3-30b": (128, 8, 2048, 768),
@@ -39,44 +37,56 @@ CASES = {
     "gpt-oss-120b": (128, 4, 2880, 2880),
 }
 """Experts, experts a token, hidden and inner size. deepseek-v3: the 32 experts of one of eight ranks, chosen by all."""
-BASELINES = {
-    "qwen3-30b": {1: (32.1, 29.0), 4: (52.3, 77.7)},
-    "mixtral": {1: (95.4, 179.0), 4: (175.0, 740.0)},
-    "deepseek-v3": {1: (100.0, 184.0), 4: (186.0, 444.0)},
-}
-"""vLLM 0.26's Marlin (w4a16g128) and Triton (bf16) by tokens, measured 2026-11-29 on the same machine."""
-TOLERANCE = 1.6e-2
+SCHEMES = {1: ("w4a16g128", "w2a16g128"), 4: ("w4a16g128", "w2a16g128"), 4096: ("w4a16g128", "w4a8")}
+"""By tokens, for all but gpt-oss, whose weights are MXFP4. Others: w4a16g128."""
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+TOLERANCE = {16: 1.6e-2, 8: 2.4e-2}
+"""Mean relative error, by the bits of activations."""
 KEY = ("case", "scheme", "tokens", "routing", "dtype")
+Call = Callable[[Tensor, Tensor, Tensor, int], object]
+
+
+@dataclass(frozen=True)
+class IdsConfig:
+    """Nothing to choose."""
+
+    words: int = 1
+
+
+@dataclass(frozen=True)
+class IdsParams:
+    """Arguments of write_ids."""
+
+    source: jit.Pointer
+    target: jit.Pointer
+    count: jit.Int32
+
+
+WRITE_IDS = jit.Kernel(str(Path(__file__).resolve().with_name("ids.cuh")), "write_ids", IdsConfig(), IdsParams, 256)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a mixture's shape, the format of its weights, tokens, and how they choose."""
+    """One row: a mixture's shape, the scheme of its weights, tokens, and how they choose."""
 
     name: str
     scheme: str
     tokens: int
     routing: str = "uniform"
 
-    @property
-    def format(self) -> WeightFormat:
-        """The format of all weights."""
-        return Scheme.parse(self.scheme).weights
+    def problem(self, device: Device) -> Problem:
+        """Both products."""
+        (count, top, hidden, inner), scheme = CASES[self.name], Scheme.parse(self.scheme)
+        return Problem(
+            self.tokens, top, count, hidden, inner, scheme.weights, scheme.weights, scheme.activations, device=device,
+            id_words=1,
+        )  # fmt: skip
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of an expert's tiles without padding."""
         _, _, hidden, inner = CASES[self.name]
-        return 3 * inner * hidden * unit_bytes(self.format) // (16 * 128)
-
-    def problems(self, device: Device) -> tuple[Problem, Problem]:
-        """gate_up and down."""
-        count, top, hidden, inner = CASES[self.name]
-        shared: dict[str, Any] = {"weights": self.format, "dtype": torch.bfloat16, "device": device}
-        return (
-            Problem(min(self.tokens, 8), top, count, 2 * inner, hidden, down=False, **shared),
-            Problem(min(self.tokens, 8), top, count, hidden, inner, down=True, **shared),
-        )
+        return 3 * inner * hidden * unit_bytes(Scheme.parse(self.scheme).weights) // (16 * 128)
 
     def routes(self, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
         """``count`` different ids and weights."""
@@ -91,157 +101,196 @@ class Case:
         return found
 
 
-def random_weight(n: int, k: int, format: WeightFormat, generator: torch.Generator) -> QuantizedWeight:
+def few(p: Problem) -> bool:
+    """Whether tokens run by the kernel for few of them."""
+    return not p.activations.quantized and p.tokens <= sm90_experts_gemv.MOST_TOKENS
+
+
+def launches(p: Problem, o: Operands) -> list[jit.Launch]:
+    """Both products."""
+    if not few(p):
+        return sm90_grouped_gemm.launches(p, o)
+    gate_up = sm90_experts_gemv.Problem(
+        p.tokens, p.top_k, p.experts, 2 * p.inner, p.hidden, p.gate_up, False, dtype=p.dtype, device=p.device
+    )
+    down = replace(gate_up, n=p.hidden, k=p.inner, weights=p.down, down=True)
+    first, second = (sm90_experts_gemv.default(one) for one in (gate_up, down))
+    launch = sm90_experts_gemv.launch
+    return [
+        launch(gate_up, first, o.gate_up, o.x, p.hidden, o.scratch, p.inner, o.ids, 1),
+        launch(down, second, o.down, o.scratch, p.inner, o.y, p.hidden, o.ids, 1, routing=o.weights),
+    ]
+
+
+def scratch_bytes(p: Problem) -> int:
+    """Bytes between both products."""
+    return 2 * p.slots * p.inner if few(p) else sm90_grouped_gemm.scratch(p)
+
+
+def random_weight(n: int, k: int, scheme: str, generator: torch.Generator) -> QuantizedWeight:
     """Uniform codes, made on the GPU."""
+    format = Scheme.parse(scheme).weights
     shape, groups = (n, words_per_row(k, format.bits)), format.groups(k)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda", generator=generator)
     scale = (torch.rand(n, groups, device="cuda", generator=generator) + 0.5) * 0.02 / 2 ** (format.bits - 1)
-    zero = torch.full((n, groups), 1 << format.bits - 1, dtype=torch.uint8, device="cuda")
-    return QuantizedWeight(words, scale, zero if format.code == "asym" else None, (n, k), format)
+    return QuantizedWeight(words, scale, None, (n, k), format)
 
 
 class Bench:
     """The weights of a case's shape and format, in copies beyond L2."""
 
     def __init__(self, case: Case) -> None:
-        count, self.top, hidden, inner = CASES[case.name]
-        self.generator = torch.Generator("cuda").manual_seed(0)
-        self.copies = [
-            self._prepared(case.format, count, hidden, inner) for _ in range(rotations(count * case.expert_bytes, 4))
-        ]
+        self.problem, self.generator = case.problem(Device.at(0)), torch.Generator("cuda").manual_seed(0)
+        p, order = self.problem, "a8" if self.problem.activations.quantized else "a16"
+        self.weights, self.copies = [], []
+        for _ in range(rotations(p.experts * case.expert_bytes, 4)):
+            shapes = (p.experts * 2 * p.inner, p.hidden), (p.experts * p.hidden, p.inner)
+            self.weights = [random_weight(n, k, case.scheme, self.generator) for n, k in shapes]
+            self.copies.append([prepare(weight, order).pointers[:3] for weight in self.weights])
 
-    def _prepared(self, format: WeightFormat, count: int, hidden: int, inner: int) -> PreparedExperts:
-        gate_up = random_weight(count * 2 * inner, hidden, format, self.generator)
-        down = random_weight(count * hidden, inner, format, self.generator)
-        return prepare_experts(gate_up, down, count, ActivationFormat())
+    def call(self, case: Case) -> tuple[Call, Tensor]:
+        """The call with copy i, and its y."""
+        p = case.problem(self.problem.device)
+        y = torch.empty(p.tokens, p.hidden, dtype=p.dtype, device="cuda")
+        room = torch.empty(scratch_bytes(p), dtype=torch.uint8, device="cuda")
 
-    def times(
-        self,
-        case: Case,
-        call: Callable[[Tensor, Tensor, Tensor, PreparedExperts], object],
-        calls: int,
-        replays: int = 11,
-    ) -> float:
-        """Microseconds of a call, without the kernel that writes ids."""
-        hidden = CASES[case.name][2]
-        routes = case.routes(calls, self.generator)
-        x = torch.randn(case.tokens, hidden, device="cuda", generator=self.generator).bfloat16()
+        def call(x: Tensor, ids: Tensor, weights: Tensor, i: int) -> object:
+            gate_up, down = self.copies[i % len(self.copies)]
+            for one in launches(p, Operands(x, p.hidden, ids, weights, gate_up, down, y, room)):
+                jit.launch(one.kernel, one.params, one.grid, pdl=one.pdl)
+            return y
+
+        return call, y
+
+    def times(self, case: Case, calls: dict[str, Call], floor: float) -> dict[str, float]:
+        """Microseconds of a call each, without the kernel that writes ids."""
+        count = max(2, min(64, int(2000 / floor)))
+        routes = case.routes(min(count, 16), self.generator)
+        x = self.activations(case.tokens)
         ids = torch.empty_like(routes[0][0])
 
         def written(i: int) -> None:
-            torch.add(routes[i % calls][0], 0, out=ids)
+            grid = min(8, -(-ids.numel() // 256)), 1, 1
+            jit.launch(WRITE_IDS, IdsParams(routes[i % len(routes)][0], ids, ids.numel()), grid, pdl=True)
 
-        def both(i: int) -> None:
-            written(i)
-            call(x, ids, routes[i % calls][1], self.copies[i % len(self.copies)])
+        def both(call: Call) -> Callable[[int], None]:
+            def run(i: int) -> None:
+                written(i)
+                call(x, ids, routes[i % len(routes)][1], i)
 
-        whole, alone = time_in_turns([Captured(both, calls), Captured(written, calls)], replays)
-        return whole.us - alone.us
+            return run
 
-    def error(self, case: Case) -> float:
-        """Mean relative error of the op for two routings, the worse."""
-        hidden, found = CASES[case.name][2], []
-        for (ids, weights), prepared in zip(case.routes(2, self.generator), self.copies, strict=False):
-            x = torch.randn(case.tokens, hidden, device="cuda", generator=self.generator).bfloat16()
-            spec = ExpertsSpec.parse(prepared.spec_text)
-            y, pair = experts(x, ids, weights, prepared), (prepared.gate_up.restore(), prepared.down.restore())
-            exact = reference.experts(x, ids, weights, *pair, spec.rows, spec.count, ActivationFormat(), spec.gate)
-            found.append(float((y.float() - exact.float()).abs().mean() / exact.float().abs().mean()))
-        return max(found)
+        graphs = [Captured(written, count), *(Captured(both(call), count) for call in calls.values())]
+        p = self.problem
+        operations = 6.0 * case.tokens * p.top_k * p.hidden * p.inner * count
+        rest(operations)
+        alone, *found = time_in_turns(graphs, replays_at_full_clocks(sum(1.5 * floor * count for _ in calls), 11))
+        return {name: round(one.us - alone.us, 2) for name, one in zip(calls, found, strict=True)}
+
+    def activations(self, tokens: int) -> Tensor:
+        """Random x."""
+        return torch.randn(tokens, self.problem.hidden, device="cuda", generator=self.generator).bfloat16()
+
+    def error(self, case: Case, call: Call, y: Tensor) -> float:
+        """Mean relative error of up to eight tokens."""
+        p, (ids, weights) = self.problem, case.routes(1, self.generator)[0]
+        x, sample = self.activations(case.tokens), slice(None, None, -(-case.tokens // 8))
+        y.fill_(torch.nan)
+        call(x, ids, weights, len(self.copies) - 1)
+        exact = reference.experts(
+            x[sample], ids[sample], weights[sample], *self.weights, (2 * p.inner, p.hidden), p.experts, p.activations,
+            "silu",
+        ).float()  # fmt: skip
+        return float((y[sample].float() - exact).abs().mean() / exact.abs().mean())
 
     def floor_us(self, case: Case) -> float:
-        """Distinct experts' bytes at 4.67 TB/s, on average."""
-        hit = statistics.mean(len(ids.unique()) for ids, _ in case.routes(64, self.generator))
-        return hit * case.expert_bytes / 4.67e6
-
-    def plan(self, case: Case, choose: Callable[[Problem], Config]) -> OpPlan:
-        """The op's plan with other configs."""
-        hidden = CASES[case.name][2]
-        spec, device = ExpertsSpec.parse(self.copies[0].spec_text), torch.device("cuda", torch.cuda.current_device())
-        rows = Rows(Slot("x"), case.tokens, hidden, hidden, True, torch.bfloat16, device, Device.at(device.index))
-        return experts_plan(spec, rows, self.top, torch.int32, choose=choose)
+        """Distinct experts' bytes at 4.67 TB/s, on average, or operations at 931 or 1,860 TOPS."""
+        p = self.problem
+        hit = statistics.mean(len(ids.unique()) for ids, _ in case.routes(16, self.generator))
+        rate = 1860e6 if p.activations.quantized else 931e6
+        return max(hit * case.expert_bytes / 4.67e6, 6.0 * case.tokens * p.top_k * p.hidden * p.inner / rate)
 
 
-def measured(case: Case, bench: Bench) -> dict[str, object]:
+class Peers:
+    """vLLM's experts of a shape: Marlin (w4a16g128; it refuses sizes that 128 does not divide) and Triton (bf16)."""
+
+    def __init__(self, p: Problem) -> None:
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+        from vllm.scalar_type import scalar_types
+
+        e, h, n, like = p.experts, p.hidden, p.inner, {"dtype": torch.bfloat16, "device": "cuda"}
+        dense = [torch.randn(e, 2 * n, h, **like) * 0.02, torch.randn(e, h, n, **like) * 0.02]
+        self.calls: dict[str, Call] = {"triton bf16": lambda x, ids, w, i: fused_experts(x, *dense, w, ids)}
+        if h % 128 or n % 128:
+            return
+        shapes = (e, h // 16, 4 * n), (e, n // 16, 2 * h)
+        copies = [
+            [torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda") for shape in shapes]
+            for _ in range(rotations(3 * e * h * n // 2, 4))
+        ]
+        scales = [torch.rand(e, k // 128, rows, **like) * 0.01 for k, rows in ((h, 2 * n), (n, h))]
+        kind = scalar_types.uint4b8.id
+        self.calls["marlin w4a16g128"] = lambda x, ids, w, i: fused_marlin_moe(
+            x, *copies[i % len(copies)], None, None, *scales, w, ids, kind
+        )
+
+
+def measured(case: Case, bench: Bench, peers: dict[str, Call]) -> dict[str, object]:
     """A row."""
-    error, floor = bench.error(case), bench.floor_us(case)
-    us = bench.times(case, experts, max(8, min(64, int(2000 / floor))))
-    baselines = BASELINES.get(case.name, {}).get(case.tokens, ())
-    named = dict(zip(("marlin w4a16g128", "triton bf16"), baselines, strict=False))
+    call, y = bench.call(case)
+    error, floor = bench.error(case, call, y), bench.floor_us(case)
+    us = bench.times(case, {"us": call, **peers}, floor)
     return {
         "case": case.name, "scheme": case.scheme, "tokens": case.tokens, "routing": case.routing, "dtype": "bfloat16",
-        "us": round(us, 2), "floor_us": round(floor, 2), "baselines": named, "error": round(error, 5),
-        "checked": error < TOLERANCE, **stamp(),
+        "us": us.pop("us"), "floor_us": round(floor, 2), "baselines": us, "error": round(error, 5),
+        "checked": error < TOLERANCE[bench.problem.activations.bits], **stamp(),
     }  # fmt: skip
 
 
-def candidates(problem: Problem) -> Iterator[Config]:
-    """Configs of a problem, its default first."""
-    yield from sm90_experts_gemv.configs(problem)
-
-
-def sweep(case: Case, bench: Bench, seconds: float) -> None:
-    """Time every config of one product with the default of the other; prints the best."""
-    problems = case.problems(Device.at(0))
-    kinds = [list(candidates(problem)) for problem in problems]
-    compile_kernels([(sm90_experts_gemv.kernel(config), "sm_90a") for kind in kinds for config in kind])
-    for problem, configs in zip(problems, kinds, strict=True):
-        found, end = list[tuple[float, Config]](), time.monotonic() + seconds
-        for config in configs:
-            if time.monotonic() > end:
-                break
-
-            def choose(asked: Problem, mine: Config = config, down: bool = problem.down) -> Config:
-                return mine if asked.down == down else sm90_experts_gemv.default(asked)
-
-            plan = bench.plan(case, choose)
-
-            def call(x: Tensor, ids: Tensor, weights: Tensor, one: PreparedExperts, plan: OpPlan = plan) -> object:
-                return plan.call(x, ids, weights, None, None, *one.gate_up.tensors[:3], *one.down.tensors[:3])
-
-            found.append((bench.times(case, call, 32, 5), config))
-        print(f"{case} {'down' if problem.down else 'gate_up'}: default {found[0][0]:.2f} us, {len(found)} configs")
-        for us, c in sorted(found, key=lambda one: one[0])[:8]:
-            print(
-                f"  {us:.2f} us tile_m={c.tile_m} blocks={c.blocks}x{c.cluster} warps={c.warps} units={c.stage_units}"
-                f"x{c.chunks} stages={c.stages} x={c.x_stages} shared={sm90_experts_gemv.shared_bytes(c)}", flush=True,
-            )  # fmt: skip
+def cases(given: argparse.Namespace) -> Iterator[Case]:
+    """The rows asked for, shape by shape and scheme by scheme."""
+    for name in given.case:
+        usual = ("w4a16g32e2m1",) if name == "gpt-oss-120b" else ("w4a16g128", "w2a16g128", "w4a8")
+        for scheme in given.scheme or usual:
+            for tokens in given.tokens:
+                if given.scheme or scheme in SCHEMES.get(tokens, usual[:1]) or name == "gpt-oss-120b":
+                    yield from (Case(name, scheme, tokens, routing) for routing in given.routing)
 
 
 def main() -> None:
     """Measure, or compile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--scheme", nargs="+", default=["w4a16g128", "w2a16g128"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--scheme", nargs="+")
     parser.add_argument("--routing", nargs="+", default=["uniform"], choices=["uniform", "one"])
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a sweep, a product")
-    for flag in ("--dry", "--sweep", "--compile"):
+    for flag in ("--dry", "--peers", "--compile"):
         parser.add_argument(flag, action="store_true")
     given = parser.parse_args()
-    cases = [
-        Case(name, scheme, tokens, routing)
-        for name in given.case for scheme in given.scheme for tokens in given.tokens for routing in given.routing
-    ]  # fmt: skip
-    device = Device.named("sm_90a") if given.compile else Device.at(0)
-    usual = {sm90_experts_gemv.kernel(sm90_experts_gemv.default(p)) for case in cases for p in case.problems(device)}
-    compile_kernels([(kernel, "sm_90a") for kernel in usual])
+    device = Device.named("sm_90a")
+    operands = Operands(0, 0, 0, 0, (0, 0, 0), (0, 0, 0), 0, jit.Slot("room"))
+    kernels = {one.kernel for case in cases(given) for one in launches(case.problem(device), operands)} | {WRITE_IDS}
+    compile_kernels([(kernel, "sm_90a") for kernel in kernels])
     if given.compile:
         return
-    rows, bench, shape = [], None, None
-    for case in cases:
+    rows, bench, peers, shape, name = [], None, {}, None, None
+    for case in cases(given):
+        if given.peers and case.name != name:
+            name = case.name
+            bench, peers, shape = None, {}, None
+            torch.cuda.empty_cache()
+            peers = Peers(case.problem(Device.at(0))).calls
         if (case.name, case.scheme) != shape:
             bench, shape = None, (case.name, case.scheme)
             torch.cuda.empty_cache()
             bench = Bench(case)
         assert bench is not None
-        if given.sweep:
-            sweep(case, bench, given.seconds)
-            continue
-        rows.append(measured(case, bench))
+        own = case.scheme in ("w4a16g128", "w4a16g32e2m1")
+        rows.append(measured(case, bench, peers if own else {}))
         print(rows[-1], flush=True)
-    if rows and not given.dry:
-        merge_rows(RESULTS / "h200" / "moe.json", rows, KEY)
+        if not given.dry:
+            merge_rows(RESULTS / "h200" / "moe.json", rows[-1:], KEY)
 
 
 if __name__ == "__main__":

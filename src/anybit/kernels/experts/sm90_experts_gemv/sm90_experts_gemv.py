@@ -31,8 +31,8 @@ _MOST_CHOICES = 32
 """Most choices of the tokens that share a block of ``down``: a lane each."""
 _MOST_UNITS = {1: 16, 2: 16, 4: 8}
 """Most units of 16 rows per block, by tile_m."""
-_SIZES = (104, 72, 64, 48, 32, 16, 8, 1)
-"""Kibibytes of pipelines to try. A block of gate_up, or two where each SM has several, leave room for one of down."""
+_SIZES = (104, 64, 48, 32, 16, 8, 1)
+"""Kibibytes of pipelines to try: the first where each SM has one block of gate_up, which leaves room for one of down."""
 
 
 class Gate(Enum):
@@ -194,18 +194,21 @@ def tile_of(p: Problem) -> int:
 
 
 def blocks_of(p: Problem, tile_m: int, cluster: int = 1) -> int:
-    """Blocks along an expert's rows, for the least work of the busiest SM; a block costs some 16 units of a k block.
+    """Blocks along an expert's rows. cluster: blocks that share rows.
 
-    cluster: blocks that share rows.
+    gate_up of one token and down, all of whose blocks work: one on each SM, or as few as registers allow. gate_up of
+    more tokens, some of whose blocks end at once: 12 units each.
     """
-    high, k_blocks = _rows_of_blocks(p, tile_m), p.product.k_blocks * (p.top if p.down else 1) / cluster
-    sms = max(1, p.device.sms // cluster)
+    most = _MOST_UNITS[tile_m]
+    if p.tokens > 1 and not p.down:
+        return -(-p.units // min(12, most))
+    each = max(1, p.device.sms // (cluster * _rows_of_blocks(p, tile_m)))  # for a block on each SM
+    return min(p.units, each * -(-p.units // (each * most)))
 
-    def cost(blocks: int) -> tuple[float, int]:
-        units = -(-p.units // blocks)
-        return -(-high * blocks // sms) * (units + 16 / k_blocks) + (1e9 if units > _MOST_UNITS[tile_m] else 0), blocks
 
-    return min(range(1, p.units + 1), key=cost)
+def cluster_of(p: Problem, tile_m: int) -> int:
+    """Blocks that split K: down's in pairs, unless there is a block for each unit."""
+    return 2 if p.down and p.units * _rows_of_blocks(p, tile_m) > p.device.sms else 1
 
 
 def fitted(
@@ -214,7 +217,7 @@ def fitted(
 ) -> Config:  # fmt: skip
     """A config with these warps, and pipelines of about ``kibibytes``. Others: 0 for the usual."""
     tile_m = tile_m or tile_of(p)
-    cluster = cluster or (4 if p.down else 1)
+    cluster = cluster or cluster_of(p, tile_m)
     blocks = blocks or blocks_of(p, tile_m, cluster)
     mine = -(-p.units // blocks)
     rounds = _rounds(p, cluster * warps, tile_m)
@@ -254,22 +257,13 @@ def default(problem: Problem) -> Config:
     """The built-in choice. Raises KernelError if there is none."""
     if (reason := why_not(problem)) is not None:
         raise KernelError(reason)
-    for kibibytes in _SIZES:
-        config = fitted(problem, 8, kibibytes)
-        alone = (
-            config.blocks * config.cluster * _rows_of_blocks(problem, config.tile_m) <= problem.device.sms
-            and not problem.down
-        )
-        most = (
-            problem.device.shared_bytes * 2 // 3
-            if alone
-            else problem.device.shared_bytes // (2 if config.tile_m > 2 else 3)
-        )
-        if (reason := why_not(problem, config)) is None and shared_bytes(config) <= most:
-            break
-    if reason is not None:
-        raise KernelError(reason)
-    return config
+    tile_m = tile_of(problem)
+    alone = not problem.down and blocks_of(problem, tile_m) * _rows_of_blocks(problem, tile_m) <= problem.device.sms
+    for kibibytes in _SIZES if alone else _SIZES[1:]:
+        config = fitted(problem, 16 if problem.down else 8, kibibytes)
+        if (reason := why_not(problem, config)) is None:
+            return config
+    raise KernelError(reason)
 
 
 def launch(
