@@ -8,6 +8,7 @@ import torch
 import emulate
 from anybit import jit
 from anybit.jit.tensor_map import Matrix
+from anybit.kernels.experts.sm90_grouped_digits import sm90_grouped_digits
 from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
 from cases_experts_grouped import Experts, as_matrix, experts
 
@@ -21,6 +22,15 @@ def run(made: Experts, tile_m: int, row_warpgroups: int = 2, seed: int = 0) -> t
     configs = [replace(config, stages=2, prologue_stages=2) for config in configs]
     for launch in made.launches((configs[0], configs[1])):
         emulate.launched(boxed(launch), seed=seed)
+    assert isinstance(made.operands.y, torch.Tensor)
+    return made.operands.y
+
+
+def run_digits(made: Experts, tile_m: int, seed: int = 0, **shape: int) -> torch.Tensor:
+    """The same on digits of activations."""
+    first, second = (sm90_grouped_digits.config_for(one, tile_m, **shape) for one in made.problem.products)
+    for launch in made.launches((first, second)):
+        emulate.launched(launch, seed=seed)
     assert isinstance(made.operands.y, torch.Tensor)
     return made.operands.y
 
@@ -63,8 +73,8 @@ def ids_of(kind: str, tokens: int, top_k: int, count: int) -> torch.Tensor:
 def test_any_routing(kind: str) -> None:
     made = experts("w4a16g128", ids_of(kind, 21, 2, 5), 5, 256, 128, torch.float16)
     for seed in range(2):
-        y = run(made, 16, seed=seed)
-        assert error(made, y) < 2e-3
+        for y in (run(made, 16, seed=seed), run_digits(made, 8, seed=seed, row_warps=2, k_warps=2, units=2)):
+            assert error(made, y) < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -73,6 +83,15 @@ def test_any_routing(kind: str) -> None:
 def test_formats(scheme: str) -> None:
     made = experts(scheme, ids_of("uniform", 20, 3, 4).int(), 4, 256, 128, bias=True, routing=torch.bfloat16)
     assert error(made, run(made, 16)) < 2e-2
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w3a16g64", "w2a16g128asym", "w1a16bipolar"])
+@pytest.mark.parametrize("wgmma", [False, True])
+def test_digits(scheme: str, wgmma: bool) -> None:
+    """Ragged K and rows, more stages than blocks of columns."""
+    made = experts(scheme, ids_of("uniform", 20, 3, 4).int(), 4, 328, 200, bias=True, routing=torch.bfloat16)
+    y = run_digits(made, 16, row_warps=4 if wgmma else 1, k_warps=2, units=3, stages=2, wgmma=wgmma)
+    assert error(made, y) < 2e-2
 
 
 @pytest.mark.parametrize("tile_m, row_warpgroups", [(64, 3), (48, 4)])
@@ -87,6 +106,8 @@ def test_a_tokens_nan_stays_in_it() -> None:
     assert isinstance(made.operands.x, torch.Tensor)
     made.operands.x[4, 7] = torch.nan
     y = run(made, 16)
+    assert y[4].isnan().all() and not y[torch.arange(9) != 4].isnan().any()
+    y = run_digits(made, 8)
     assert y[4].isnan().all() and not y[torch.arange(9) != 4].isnan().any()
 
 

@@ -1,4 +1,4 @@
-// Sorts slots (a token's choice of an expert) by expert and gathers their rows of X, in one launch.
+// Sorts slots (a token's choice of an expert) by expert and gathers their rows of X (or names them), in one launch.
 //
 // Every CTA counts all ids, and those ahead of its own tokens: it knows where each of its slots goes without hearing from other
 // CTAs. Within an expert slots keep their order, so that the result does not depend on the order of threads. An id outside of
@@ -13,10 +13,11 @@ struct Params {
     const uint4* x;       // [tokens], rows of `vectors` 16-byte vectors, x_stride vectors apart
     const float* x_scale;   // of 8-bit activations: [tokens], else null
     const int32_t* x_sum;   // of int8 ones: [tokens], else null
-    uint4* sorted;          // [slots], rows of `vectors`
+    uint4* sorted;          // [slots], rows of `vectors`: 0 to gather none
     float* sorted_scale;
     int32_t* sorted_sum;
     int32_t* place;         // [tokens, top_k]: the slot's row, -1 if skipped
+    int32_t* token;         // of each row, or null
     uint4* token_tile;      // of each: its expert, the expert's first token tile, first row and rows
     uint32_t* token_tile_count;
     int32_t tokens, top_k, experts, vectors, x_stride, tile_m;
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(Config::threads) route_tokens(const __grid_con
         }
         rows[thread] = row;
         if (thread < slots) p.place[first * p.top_k + thread] = row;
+        if (row >= 0 && p.token != nullptr) p.token[row] = first + thread / p.top_k;
         if (row >= 0 && p.x_scale != nullptr) {
             p.sorted_scale[row] = p.x_scale[first + thread / p.top_k];
             if (p.x_sum != nullptr) p.sorted_sum[row] = p.x_sum[first + thread / p.top_k];

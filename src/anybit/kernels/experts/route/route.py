@@ -28,6 +28,7 @@ class Params:
     sorted_scale: Pointer
     sorted_sum: Pointer
     place: Pointer
+    token: Pointer
     token_tile: Pointer
     token_tile_count: Pointer
     tokens: Int32

@@ -1,5 +1,7 @@
 """Experts' products for many tokens, as launches: route, gate_up with SiLU, down, combine.
 
+Where few tokens chose an expert, both products run on digits of activations (sm90_grouped_digits).
+
 Weights are tall: expert e has the rows from e * n on, n a multiple of 64. Slots, a token's choices of experts, are
 sorted by expert; the products read and write a row a slot. Tiles are chosen from counts alone: ids stay on the GPU.
 """
@@ -20,6 +22,7 @@ from anybit.kernels.block.quantize_activations import Codes, Target
 from anybit.kernels.common.types import Output
 from anybit.kernels.experts.combine import combine
 from anybit.kernels.experts.route import route
+from anybit.kernels.experts.sm90_grouped_digits import sm90_grouped_digits as digits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_layout import TILE_COLUMNS, TILE_ROWS, round_up
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
@@ -28,6 +31,8 @@ from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_WARPGROUPS = (4, 3, 2, 1)
 _MOST_STAGES = 24
+Pair = tuple[Config, Config] | tuple[digits.Config, digits.Config]
+"""Configs of gate_up and down."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Operands:
     down_bias: Pointer = None
 
 
-def why_not(problem: Problem, configs: tuple[Config, Config] | None = None) -> str | None:
+def why_not(problem: Problem, configs: Pair | None = None) -> str | None:
     """Why experts (or their configs) cannot run, in a sentence; None if they can."""
     p = problem
     if reason := route.why_not(p.experts, p.top_k):
@@ -99,10 +104,12 @@ def why_not(problem: Problem, configs: tuple[Config, Config] | None = None) -> s
         return f"{p.slots} choices of experts are more than 2^24 - 1: run fewer tokens at a time"
     for place, product in enumerate(p.products):
         config = configs[place] if configs else None
-        if reason := sm90_packed_gemm.why_not(product, config):
+        if isinstance(config, digits.Config):
+            reason = digits.why_not(product, config)
+        else:
+            reason = sm90_packed_gemm.why_not(product, config) or (config and _why_not_persistent(config))
+        if reason:
             return reason
-        if config and (refusal := _why_not_persistent(config)):
-            return refusal
     if configs and configs[0].tile_m != configs[1].tile_m:
         return f"both products share token tiles, and have {configs[0].tile_m} and {configs[1].tile_m}"
     return None
@@ -184,11 +191,12 @@ def kernel(config: Config, silu: bool = False) -> Kernel:
 
 @dataclass(frozen=True)
 class _Room:
-    """Where scratch memory has what; offsets in bytes. codes: of x, and of inner values."""
+    """Where scratch memory has what; offsets in bytes. codes: of x, and of inner values.  token: of a sorted row."""
 
     token_tile: int
     count: int
     place: int
+    token: int
     codes: int
     sorted: int
     scale: int
@@ -200,16 +208,19 @@ class _Room:
 
 
 @lru_cache(maxsize=4096)
-def _room(problem: Problem, tile_m: int) -> _Room:
-    p, size = problem, 1 if problem.activations.quantized else 2
+def _room(problem: Problem, configs: Pair) -> _Room:
+    p, quantized = problem, problem.activations.quantized
+    tiles = route.token_tiles(p.tokens, p.top_k, p.experts, configs[0].tile_m)
 
-    def codes(rows: int, columns: int) -> int:
-        return quantize_activations.offsets(rows, columns, p.activations, Target.bytes)[-1] if size == 1 else 0
+    def codes(which: int, rows: int, columns: int) -> int:
+        if isinstance(config := configs[which], digits.Config):
+            return digits.digits_bytes(p.products[which], config, tiles)
+        return quantize_activations.offsets(rows, columns, p.activations, Target.bytes)[-1] if quantized else 0
 
+    gathered = 0 if isinstance(configs[0], digits.Config) else p.slots * _pitch(p.hidden, 1 if quantized else 2)
     sizes = [
-        16 * route.token_tiles(p.tokens, p.top_k, p.experts, tile_m), 4, 4 * p.slots, codes(p.tokens, p.hidden),
-        p.slots * _pitch(p.hidden, size), 4 * p.slots, 4 * p.slots,
-        2 * p.slots * p.inner, codes(p.slots, p.inner), 2 * p.slots * p.hidden,
+        16 * tiles, 4, 4 * p.slots, 4 * p.slots, codes(0, p.tokens, p.hidden), gathered, 4 * p.slots, 4 * p.slots,
+        2 * p.slots * p.inner, codes(1, p.slots, p.inner), 2 * p.slots * p.hidden,
     ]  # fmt: skip
     at = [0]
     for part in sizes:
@@ -222,17 +233,72 @@ def _pitch(columns: int, size: int) -> int:
     return round_up(columns * size, 16)
 
 
-def scratch(problem: Problem, configs: tuple[Config, Config] | None = None) -> int:
+def scratch(problem: Problem, configs: Pair | None = None) -> int:
     """Bytes of scratch memory, which need not be zero."""
-    return _room(problem, (configs or default(problem))[0].tile_m).size
+    return _room(problem, configs or default(problem)).size
 
 
-def launches(problem: Problem, operands: Operands, configs: tuple[Config, Config] | None = None) -> list[Launch]:
+def launches(problem: Problem, operands: Operands, configs: Pair | None = None) -> list[Launch]:
     """The launches, in order; each may start before the one ahead ends. Unchecked: see ``why_not``."""
     p, o = problem, operands
     configs = configs or default(problem)
-    room, quantized = _room(p, configs[0].tile_m), p.activations.quantized
-    size, found = 1 if quantized else 2, []
+    room, first = _room(p, configs), configs[0]
+    if isinstance(first, digits.Config):
+        found = [_route(p, o, room, first.tile_m, o.x, 2 * o.x_stride, 0)]
+        for which in (0, 1):
+            found += _of_digits(p, configs, which, o, room)
+    else:
+        found = _of_rows(p, o, configs, room)
+    summed = combine.Params(
+        _behind(o.scratch, room.rows), _behind(o.scratch, room.place), o.weights, o.y, p.tokens, p.hidden // 8
+    )
+    return [*found, combine.launch(summed, p.top_k, p.routing, p.dtype == torch.bfloat16)]
+
+
+def _route(
+    p: Problem, o: Operands, room: _Room, tile_m: int, x: Pointer, x_stride: int, vectors: int,
+    scale: Pointer = None, sums: Pointer = None,
+) -> Launch:  # fmt: skip
+    """Sorting of slots. vectors: of 16 bytes of a row to gather."""
+
+    def at(offset: int) -> Pointer:
+        return _behind(o.scratch, offset)
+
+    params = route.Params(
+        o.ids, x, scale, sums, at(room.sorted), at(room.scale), at(room.sum), at(room.place),
+        None if vectors else at(room.token), at(room.token_tile), at(room.count), p.tokens, p.top_k, p.experts,
+        vectors, x_stride // 16, tile_m,
+    )  # fmt: skip
+    return route.launch(params, p.id_words, p.device.sms)
+
+
+def _of_digits(p: Problem, configs: Pair, which: int, o: Operands, room: _Room) -> list[Launch]:
+    """Digits of gate_up's (0) or down's (1) activations, and the product."""
+    product, config = p.products[which], configs[which]
+    assert isinstance(config, digits.Config)
+    tiles = route.token_tiles(p.tokens, p.top_k, p.experts, config.tile_m)
+    lists = _behind(o.scratch, room.token_tile), _behind(o.scratch, room.count)
+    if which == 0:
+        x, x_stride, token, codes, y = o.x, o.x_stride, _behind(o.scratch, room.token), room.codes, room.inner
+        weight, bias, n = o.gate_up, o.gate_up_bias, p.inner
+    else:
+        x, x_stride, token, codes, y = _behind(o.scratch, room.inner), p.inner, None, room.inner_codes, room.rows
+        weight, bias, n = o.down, o.down_bias, p.hidden
+    there = _behind(o.scratch, codes)
+    slots = digits.SlotsParams(x, token, *lists, there, product.k, x_stride)
+    params = digits.GroupedParams(
+        *weight, bias, there, *lists, _behind(o.scratch, y), p.experts, n, product.k_blocks, product.weight_tiles
+    )
+    return [
+        digits.digitize_launch(product, config, slots, tiles),
+        digits.launch(product, config, params, tiles, silu=which == 0),
+    ]
+
+
+def _of_rows(p: Problem, o: Operands, configs: Pair, room: _Room) -> list[Launch]:
+    """Sorting, and both products of sorted rows."""
+    quantized, found = p.activations.quantized, []
+    size = 1 if quantized else 2
 
     def at(offset: int) -> Pointer:
         return _behind(o.scratch, offset)
@@ -243,11 +309,7 @@ def launches(problem: Problem, operands: Operands, configs: tuple[Config, Config
         found.append(launch)
         x, x_stride, x_scale, x_sum = codes.codes, _pitch(p.hidden, 1), codes.scale, codes.sum
     vectors = _pitch(p.hidden, size) // 16
-    params = route.Params(
-        o.ids, x, x_scale, x_sum, at(room.sorted), at(room.scale), at(room.sum), at(room.place), at(room.token_tile),
-        at(room.count), p.tokens, p.top_k, p.experts, vectors, x_stride // 16, configs[0].tile_m,
-    )  # fmt: skip
-    found.append(route.launch(params, p.id_words, p.device.sms))
+    found.append(_route(p, o, room, configs[0].tile_m, x, x_stride, vectors, x_scale, x_sum))
     scale, sums = (at(room.scale), at(room.sum)) if quantized else (None, None)
     sorted_x = Codes(at(room.sorted), scale, sums if x_sum is not None else None, None)
     found.append(_product(p, configs, 0, o, sorted_x, at(room.inner), room))
@@ -256,16 +318,13 @@ def launches(problem: Problem, operands: Operands, configs: tuple[Config, Config
         inner, launch = _quantize(p, at(room.inner), p.inner, p.slots, p.inner, _behind(o.scratch, room.inner_codes))
         found.append(launch)
     found.append(_product(p, configs, 1, o, inner, at(room.rows), room))
-    summed = combine.Params(at(room.rows), at(room.place), o.weights, o.y, p.tokens, p.hidden // 8)
-    found.append(combine.launch(summed, p.top_k, p.routing, p.dtype == torch.bfloat16))
     return found
 
 
-def _product(
-    p: Problem, configs: tuple[Config, Config], which: int, o: Operands, x: Codes, y: Pointer, room: _Room
-) -> Launch:
+def _product(p: Problem, configs: Pair, which: int, o: Operands, x: Codes, y: Pointer, room: _Room) -> Launch:
     """gate_up (0) or down (1) of all slots."""
     product, config, size = p.products[which], configs[which], 1 if p.activations.quantized else 2
+    assert isinstance(config, Config)
     weight, bias = (o.gate_up, o.gate_up_bias) if which == 0 else (o.down, o.down_bias)
     expert_tiles, tile_m = product.weight_tiles, config.tile_m
     row_tiles, most = -(-expert_tiles // config.row_warpgroups), route.token_tiles(p.tokens, p.top_k, p.experts, tile_m)

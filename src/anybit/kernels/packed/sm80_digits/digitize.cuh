@@ -22,33 +22,25 @@ template <class C, class F> __device__ constexpr uint64_t of_words(F&& of) {
 struct LowField { __device__ constexpr int operator()(Fields f) const { return column_of_register(f.low); } };
 struct HighField { __device__ constexpr int operator()(Fields f) const { return column_of_register(f.high); } };
 
-}  // namespace packed
-
-template <class C> __global__ void __launch_bounds__(C::threads) digitize(const __grid_constant__ Params p) {
-    using L = packed::DigitLayout<C>;
-    static_assert(C::tile_m % (C::threads / 32) == 0, "a warp a token");
+// A warp: a token's block of 128 columns of x (null: zeros), into the block of all tokens at `out`.
+template <class C> DEVICE void digitize_block(const uint16_t* x, const int32_t* permutation, int k, int block, uint32_t token, uint8_t* out) {
+    using L = DigitLayout<C>;
     constexpr bool bf16 = C::operand == Operand::bf16;
-    ptx::griddepcontrol_launch_dependents();
-    const uint32_t lane = ptx::lane_id(), word = lane >> 2, token = blockIdx.y * (C::threads / 32) + ptx::warp_id();
-    const uint32_t tile = token / 4, place = token % 4;
-    const int block = static_cast<int>(blockIdx.x);
-    constexpr uint64_t low = packed::of_words<C>(packed::LowField{}), high = packed::of_words<C>(packed::HighField{});
+    const uint32_t lane = ptx::lane_id(), word = lane >> 2, tile = token / 4, place = token % 4;
+    constexpr uint64_t low = of_words<C>(LowField{}), high = of_words<C>(HighField{});
     const int first = block * 128 + static_cast<int>(lane & 3) * 2;
     const int columns[2] = {first + static_cast<int>(low >> (8 * word) & 255), first + static_cast<int>(high >> (8 * word) & 255)};
-    ptx::griddepcontrol_wait();
-
     uint32_t pairs[2] = {0, 0};
-    if (token < static_cast<uint32_t>(p.m)) {
-        const uint16_t* x = p.x + static_cast<size_t>(token) * p.x_stride;
+    if (x != nullptr) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (!C::gather && (!C::ragged || columns[h] + 1 < p.k)) {
+            if (!C::gather && (!C::ragged || columns[h] + 1 < k)) {
                 pairs[h] = ptx::ld_global_cg_u32(x + columns[h]);
             } else {  // any order of columns, any alignment
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int column = columns[h] + e;
-                    const int channel = C::gather && p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
+                    const int channel = C::gather && permutation != nullptr ? permutation[column] : column < k ? column : -1;
                     if (channel >= 0) pairs[h] |= static_cast<uint32_t>(x[channel]) << (16 * e);
                 }
             }
@@ -65,7 +57,7 @@ template <class C> __global__ void __launch_bounds__(C::threads) digitize(const 
     constexpr int mantissa = bf16 ? 7 : 10, bias = bf16 ? 127 : 15;
     const bool finite = largest >> mantissa < 2 * bias + 1;
     // |v| < 2^14, and at most 16319 where it is doubled, whose high digit would be 128 else: eight units more round up.
-    constexpr int doubled = packed::high_bit(C::bits, C::group) - packed::low_bit(C::bits, C::group);
+    constexpr int doubled = high_bit(C::bits, C::group) - low_bit(C::bits, C::group);
     const int exponent = max(static_cast<int>(largest + (doubled ? bf16 ? 1 : 8 : 0) >> mantissa) - bias, -100);
     const float up = __uint_as_float(static_cast<uint32_t>(127 + 13 - exponent) << 23);
     const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent) << 23) : __uint_as_float(0x7fc00000u);
@@ -81,7 +73,6 @@ template <class C> __global__ void __launch_bounds__(C::threads) digitize(const 
         digits[e] = (static_cast<uint32_t>(v) << (e < 2 ? doubled : 0)) + 0x80u;  // carries; ^ 0x80 below makes the byte signed
     }
     const uint32_t even = ptx::prmt(digits[0], digits[2], 0x5410), odd = ptx::prmt(digits[1], digits[3], 0x5410);
-    uint8_t* out = p.digits + static_cast<size_t>(block) * L::block_bytes;
     const uint32_t at = C::wgmma ? (word * (2 * C::tile_m) + tile * 8 + place * 2) * 4 + (lane & 3)
                                  : tile * 256 + ((word >> 2) * 32 + place * 8 + (lane & 3)) * 4 + (word & 3);
     uint32_t* to = reinterpret_cast<uint32_t*>(out) + at;
@@ -96,8 +87,19 @@ template <class C> __global__ void __launch_bounds__(C::threads) digitize(const 
     constexpr float zero = C::code == Code::asym ? 1.0f : C::code == Code::bipolar ? ((1 << C::bits) - 1) * 0.5f : static_cast<float>(1 << (C::bits - 1));
     float2* facts = reinterpret_cast<float2*>(out + L::facts);
     if (lane % lanes == 0)
-        facts[lane / lanes * C::tile_m + token] = make_float2(scale * (1.0f / (1 << packed::high_bit(C::bits, C::group))),
+        facts[lane / lanes * C::tile_m + token] = make_float2(scale * (1.0f / (1 << high_bit(C::bits, C::group))),
                                                               static_cast<float>(sum) * scale * -zero);
+}
+
+}  // namespace packed
+
+template <class C> __global__ void __launch_bounds__(C::threads) digitize(const __grid_constant__ Params p) {
+    static_assert(C::tile_m % (C::threads / 32) == 0, "a warp a token");
+    ptx::griddepcontrol_launch_dependents();
+    const int token = static_cast<int>(blockIdx.y * (C::threads / 32) + ptx::warp_id()), block = static_cast<int>(blockIdx.x);
+    ptx::griddepcontrol_wait();
+    packed::digitize_block<C>(token < p.m ? p.x + static_cast<size_t>(token) * p.x_stride : nullptr, p.permutation, p.k, block, token,
+                              p.digits + static_cast<size_t>(block) * packed::DigitLayout<C>::block_bytes);
 }
 
 #endif  // ANYBIT_DIGITIZE_CUH

@@ -1,0 +1,1 @@
+"""The kernel sm90_grouped_digits: device code and host side."""

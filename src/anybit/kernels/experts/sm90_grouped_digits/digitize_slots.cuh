@@ -1,0 +1,37 @@
+// Digits of the slots of each token tile, as digitize makes those of tokens. blockIdx.x: a block of 128 columns; blockIdx.y: a
+// token tile that routing wrote.
+#ifndef ANYBIT_DIGITIZE_SLOTS_CUH
+#define ANYBIT_DIGITIZE_SLOTS_CUH
+
+#include "packed/sm80_digits/digitize.cuh"
+
+struct SlotsParams {
+    const uint16_t* x;
+    const int32_t* token;    // a slot's row of x; null: a row a slot
+    const uint4* token_tile;
+    const uint32_t* token_tile_count;
+    uint8_t* digits;         // [token tiles][column blocks][block_bytes]
+    int32_t k, x_stride;
+};
+
+template <class C> __global__ void __launch_bounds__(C::threads) digitize_slots(const __grid_constant__ SlotsParams p) {
+    using L = packed::DigitLayout<C>;
+    static_assert(C::threads == C::tile_m * 32, "a warp a token");
+    // The product reads tiles as soon as it starts: before inner values are there, not before routing has ended.
+    if constexpr (C::of_tokens) ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
+    const int item = static_cast<int>(blockIdx.y), token = static_cast<int>(ptx::warp_id()), block = static_cast<int>(blockIdx.x);
+    const uint4 found = ptx::ld_global_cg_v4(p.token_tile + item);
+    const int count = static_cast<int>(ptx::ld_global_cg_u32(p.token_tile_count));
+    const int slot = static_cast<int>(found.z + (item - found.y) * C::tile_m) + token;
+    if constexpr (!C::of_tokens) ptx::griddepcontrol_wait();
+    if (item >= count) return;
+    const uint16_t* x = nullptr;
+    if (slot < static_cast<int>(found.z + found.w)) {
+        const int row = C::of_tokens ? static_cast<int>(ptx::ld_global_cg_u32(p.token + slot)) : slot;
+        x = p.x + static_cast<size_t>(row) * p.x_stride;
+    }
+    packed::digitize_block<C>(x, nullptr, p.k, block, token, p.digits + (static_cast<size_t>(item) * gridDim.x + block) * L::block_bytes);
+}
+
+#endif  // ANYBIT_DIGITIZE_SLOTS_CUH

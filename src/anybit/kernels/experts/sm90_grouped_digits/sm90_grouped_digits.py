@@ -1,0 +1,111 @@
+"""Experts' products where few tokens chose an expert, on digits of activations. Host side of sm90_grouped_digits.cuh.
+
+At a few tokens an expert bf16 operands take 200 instructions a warp and block of 16 rows by 128 columns, most of what an SM
+issues while its share of memory brings them; digits take some 50, and 10 more for each four tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+from anybit import jit
+from anybit.jit import Int32, Launch, Pointer
+from anybit.kernels.common.types import Code, Operand
+from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.packed_problem import facts
+from anybit.kernels.packed.sm80_digits import digitize, sm80_packed_digits
+from anybit.kernels.packed.sm80_digits.sm80_packed_digits import Config, shared_bytes
+
+TOKENS = (8, 16)
+"""Token tiles."""
+_FOLDER = "experts/sm90_grouped_digits"
+
+
+@dataclass(frozen=True)
+class GroupedParams:
+    """Arguments of a product; see sm90_grouped_digits.cuh."""
+
+    tiles: Pointer
+    row_scale: Pointer
+    row_zero: Pointer
+    bias: Pointer
+    digits: Pointer
+    token_tile: Pointer
+    token_tile_count: Pointer
+    y: Pointer
+    experts: Int32
+    n: Int32
+    k_blocks: Int32
+    row_tiles: Int32
+
+
+@dataclass(frozen=True)
+class SlotsConfig:
+    """What digits of slots depend on. of_tokens: slots name rows of x."""
+
+    operand: Operand
+    bits: int
+    group: int
+    code: Code
+    gather: bool
+    ragged: bool
+    tile_m: int
+    wgmma: bool
+    of_tokens: bool
+
+
+@dataclass(frozen=True)
+class SlotsParams:
+    """Arguments of digitize_slots."""
+
+    x: Pointer
+    token: Pointer
+    token_tile: Pointer
+    token_tile_count: Pointer
+    digits: Pointer
+    k: Int32
+    x_stride: Int32
+
+
+def why_not(product: LinearProblem, config: Config | None = None) -> str | None:
+    """Why the kernel cannot take an expert's product (or a config for it), in a sentence; None if it can."""
+    if product.k % 8:
+        return f"rows of x must be whole 16-byte vectors, not {product.k} values"
+    one = replace(product, m=1)
+    return sm80_packed_digits.why_not(one, config and replace(config, wide_store=one.n % 4 == 0))
+
+
+def config_for(
+    product: LinearProblem, tile_m: int, row_warps: int = 2, k_warps: int = 4, units: int = 4, stages: int = 3,
+    blocks: int = 2, wgmma: bool = False,
+) -> Config:  # fmt: skip
+    """A config with these tiles. units: of 16 rows of a warp.  blocks: of an SM, whose registers they share."""
+    rounds = -(-product.k_blocks // k_warps)
+    return Config(
+        **facts(product, Config), tile_m=tile_m, row_warps=row_warps, k_warps=k_warps, units=units,
+        together=min(units, 2) if tile_m > 8 and not wgmma else units, stages=max(2, min(stages, rounds + 1)),
+        wgmma=wgmma, min_blocks_per_sm=blocks,
+    )  # fmt: skip
+
+
+def kernel(config: Config, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config."""
+    entry = "sm90_grouped_digits" + "_silu" * silu
+    return jit.Kernel(f"{_FOLDER}/sm90_grouped_digits.cuh", entry, config, GroupedParams, config.warps * 32, shared_bytes(config))
+
+
+def digits_bytes(product: LinearProblem, config: Config, token_tiles: int) -> int:
+    """Bytes of the digits of all token tiles."""
+    return token_tiles * product.k_blocks * digitize.block_bytes(config)
+
+
+def digitize_launch(product: LinearProblem, config: Config, params: SlotsParams, token_tiles: int) -> Launch:
+    """The launch that makes a product's digits."""
+    fields = {name: getattr(config, name) for name in digitize.Config.__dataclass_fields__}
+    made = SlotsConfig(**fields, of_tokens=params.token is not None)
+    code = jit.Kernel(f"{_FOLDER}/digitize_slots.cuh", "digitize_slots", made, SlotsParams, 32 * config.tile_m)
+    return Launch(code, params, (product.k_blocks, token_tiles, 1), pdl=True)
+
+
+def launch(product: LinearProblem, config: Config, params: GroupedParams, token_tiles: int, silu: bool) -> Launch:
+    """The launch of a product, right behind that of its digits."""
+    blocks = -(-product.units // config.block_units)
+    return Launch(kernel(config, silu), params, (blocks, token_tiles, 1), pdl=True)
