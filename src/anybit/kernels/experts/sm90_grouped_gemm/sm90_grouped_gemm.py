@@ -133,7 +133,9 @@ def config_for(
     config = sm90_packed_gemm.config_for(
         long, tile_m, row_warpgroups, span=span, unrolled=False, min_blocks_per_sm=blocks
     )
-    return replace(config, prologue_stages=config.stages)
+    # One set: with two, ptxas serializes the wgmmas of a tile's several widths.
+    sets = 1 if tile_m >= 64 else config.register_sets
+    return replace(config, prologue_stages=config.stages, register_sets=sets)
 
 
 def configs(problem: Problem, tile_m: int) -> tuple[Config, Config] | None:

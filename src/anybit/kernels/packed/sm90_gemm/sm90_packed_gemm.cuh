@@ -15,24 +15,23 @@
 
 namespace packed {
 
-template <class Config>
-DEVICE void multiply(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[4], uint64_t b,
-                  bool accumulate = true) {
+template <class Config, int count>
+DEVICE void multiply(typename Sums<Config>::Product (&sum)[count], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
     if constexpr (Config::operand == Operand::f16)
-        ptx::wgmma_f16<Config::tile_m>(sum, a, b, accumulate);
+        ptx::wgmma_f16<2 * count>(sum, a, b, accumulate);
     else if constexpr (Config::operand == Operand::bf16)
-        ptx::wgmma_bf16<Config::tile_m>(sum, a, b, accumulate);
+        ptx::wgmma_bf16<2 * count>(sum, a, b, accumulate);
     else if constexpr (Config::operand == Operand::s8 && Config::group == 0)
-        ptx::wgmma_u8s8<Config::tile_m>(sum, a, b, accumulate);
+        ptx::wgmma_u8s8<2 * count>(sum, a, b, accumulate);
     else if constexpr (Config::operand == Operand::s8)
-        ptx::wgmma_s8<Config::tile_m>(sum, a, b, accumulate);
+        ptx::wgmma_s8<2 * count>(sum, a, b, accumulate);
     else
-        ptx::wgmma_e4m3<Config::tile_m>(sum, a, b, accumulate);
+        ptx::wgmma_e4m3<2 * count>(sum, a, b, accumulate);
 }
 
 // Issues the wgmmas of half a k block, then waits until the A registers to be written next are free.
-template <class Config, int steps>
-DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
+template <class Config, int count, int steps>
+DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[count], const uint32_t (&a)[steps][4], uint64_t b,
                        [[maybe_unused]] uint32_t metadata) {
     ptx::wgmma_fence();
     if constexpr (is_sparse<Config>())
@@ -44,9 +43,10 @@ DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m /
 }
 
 // Main loop over one tile's rounds. A k block's two halves use alternate A register sets, so that dequantizing one overlaps the
-// wgmmas of the other. Returns the stage still to be released, or -1.
-template <class Config, class Release>
-DEVICE int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
+// wgmmas of the other. sum: of as many of the tile's tokens as are to be multiplied. Returns the stage still to be released,
+// or -1.
+template <class Config, int count, class Release>
+DEVICE int accumulate(typename Sums<Config>::Product (&sum)[count], Dequantize<Config>& dequantize, uint32_t ring,
                    uint32_t my_unit, const RingBarriers& barriers, int first, int rounds, RingCursor<Config::stages>& cursor,
                    const Release& release) {
     using Shape = PackedGemmShape<Config>;
@@ -146,13 +146,13 @@ DEVICE void pass(const RingBarriers& barriers, int rounds, RingCursor<Config::st
 }
 
 // Main loop that promotes sums to float32 after every group: no overlap within a warpgroup, others keep the MMAs coming.
-template <class Config, class Release>
-DEVICE int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring, uint32_t my_unit,
+template <class Config, int count, class Release>
+DEVICE int accumulate_promoting(float (&sum)[count], Dequantize<Config>& dequantize, uint32_t ring, uint32_t my_unit,
                              const RingBarriers& barriers, int first, int rounds, RingCursor<Config::stages>& cursor,
                              const Release& release) {
     using Shape = PackedGemmShape<Config>;
     constexpr int parts = Dequantize<Config>::parts, steps = 4 / parts;
-    typename Sums<Config>::Product product[Config::tile_m / 2];
+    typename Sums<Config>::Product product[count];
     uint32_t a[is_sparse<Config>() ? 2 : 4][4];
     Metadata<Config> metadata;
     for (int round = first; round < rounds; round += Config::split_k_warpgroups) {
@@ -177,12 +177,50 @@ DEVICE int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Con
             if (part == parts - 1) release(cursor.stage);
             const float low = Config::group == 0 ? 1.f : dequantize.scale(part, 0);
             const float high = Config::group == 0 ? 1.f : dequantize.scale(part, 1);
-            UNROLL for (int i = 0; i < Config::tile_m / 2; i++)
+            UNROLL for (int i = 0; i < count; i++)
                 sum[i] = fmaf(static_cast<float>(product[i]), i & 2 ? high : low, sum[i]);
         }
         cursor.advance(Config::split_k_warpgroups);
     }
     return -1;
+}
+
+// A warpgroup's part of an expert's tile, for n of its tokens.
+template <class Config, int n, class Release>
+DEVICE void multiply_expert(const Params& p, const ExpertPlace& place, int row, int rounds, uint32_t ring, uint32_t my_unit,
+                            const RingBarriers& barriers, RingCursor<Config::stages>& cursor, int& turn, int warp, const Release& release) {
+    using Tile = Narrow<Config, n>;
+    TileTerms<Tile> terms;
+    terms.load(p, row + warp % 4 * 16, place.first_token);
+    Dequantize<Config> dequantize;
+    dequantize.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
+    typename Sums<Config>::Total sum[n / 2];
+    UNROLL for (int i = 0; i < n / 2; i++) sum[i] = 0;
+    int previous = -1;
+    if (is_sparse<Config>() && row >= p.weight_tiles * 64)  // stale metadata would be invalid
+        pass_own<Config>(barriers, 0, rounds, cursor, release);
+    else if constexpr (Sums<Config>::promotes)
+        previous = accumulate_promoting<Config>(sum, dequantize, ring, my_unit, barriers, 0, rounds, cursor, release);
+    else
+        previous = accumulate<Config>(sum, dequantize, ring, my_unit, barriers, 0, rounds, cursor, release);
+    if (previous >= 0) release(previous);
+    const ExpertOutput out = {p.y, place.end_token, p.expert_rows};
+    const int own_row = row - place.expert * p.expert_tiles * 64;
+    const uint32_t staging = ring + PackedGemmShape<Config>::body_bytes + warp / 4 * Config::epilogue_stages * Config::epilogue_tile * 128;
+    if constexpr (ends_with_silu<Config>)
+        store_silu_tile<Tile>(out, sum, terms, staging, turn, warp / 4, own_row, place.first_token);
+    else
+        store_tile<Tile>(out, sum, terms, staging, turn, warp / 4, own_row, place.first_token);
+}
+// Calls `body` with the tokens that an expert's tile multiplies: one of wgmma's widths, up to tile_m.
+template <int n> struct Width {
+    static constexpr int value = n;
+};
+template <class Config, int n = 32, class Body> DEVICE void at_width(int tokens, const Body& body) {
+    constexpr int next = n < 64 ? 64 : n < 128 ? n + 16 : n + 32;
+    if constexpr (next > Config::tile_m || is_sparse<Config>()) body(Width<Config::tile_m>{});
+    else if (tokens <= n) body(Width<n>{});
+    else at_width<Config, next>(tokens, body);
 }
 
 template <class Config, class P>
@@ -284,6 +322,12 @@ DEVICE void packed_gemm(const P& p) {
             const int own_tile = first_tile<Config>(place, row_rank, half) + row_part;
             // Row tiles of another CTA or past the end: an out-of-range row suppresses their stores.
             const int row = ((Config::block_tiles > 0 || of_experts<Config>) && own_tile >= end_of<Config>(p, place) ? p.weight_tiles : own_tile) * 64;
+            if constexpr (of_experts<Config>) {
+                at_width<Config>(place.end_token - place.first_token, [&](auto width) {
+                    multiply_expert<Config, decltype(width)::value>(p, place, row, part.count, ring, my_unit, barriers, cursor, turn, warp, release);
+                });
+                continue;
+            }
             const bool halved = Config::halves && row_part == (half == 0 ? Config::row_warpgroups - 1 : 0);
             typename Sums<Config>::Total sum[Config::tile_m / 2];
             int previous = -1;
@@ -334,14 +378,7 @@ DEVICE void packed_gemm(const P& p) {
             }
             const uint32_t staging = ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128;
             const int begin = first_token_of<Config>(place);
-            if constexpr (of_experts<Config>) {
-                const ExpertOutput out = {p.y, place.end_token, p.expert_rows};
-                const int own_row = row - place.expert * p.expert_tiles * 64;
-                if constexpr (ends_with_silu<Config>)
-                    store_silu_tile<Config>(out, sum, terms, staging, turn, warpgroup, own_row, begin);
-                else
-                    store_tile<Config>(out, sum, terms, staging, turn, warpgroup, own_row, begin);
-            } else if constexpr (ends_with_silu<Config>)
+            if constexpr (ends_with_silu<Config>)
                 store_silu_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, begin);
             else
                 store_tile<Config>(p, sum, terms, staging, turn, warpgroup, row, begin);

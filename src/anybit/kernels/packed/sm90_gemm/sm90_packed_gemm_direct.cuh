@@ -10,8 +10,8 @@
 
 namespace packed {
 
-template <class Config, int steps>
-DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
+template <class Config, int count, int steps>
+DEVICE void multiply_half(typename Sums<Config>::Product (&sum)[count], const uint32_t (&a)[steps][4], uint64_t b,
                        uint32_t metadata);
 
 // A unit in flight: a lane's words, and the scales and zeros (or minima) of its rows.

@@ -117,6 +117,10 @@ template <class Config> struct OfExperts : Config {};
 template <class Config> constexpr bool of_experts = false;
 template <class Config> constexpr bool of_experts<OfExperts<Config>> = true;
 template <class Config> constexpr bool ends_with_silu<OfExperts<Config>> = ends_with_silu<Config>;
+// The same for n tokens of a tile. Without the tile's place in shared memory: for its sums alone.
+template <class Config, int n> struct Narrow : Config {
+    static constexpr int tile_m = n;
+};
 template <class Config> using PlaceOf = typename Choose<of_experts<Config>, ExpertPlace, TilePlace>::type;
 
 // Rasterization: bands of `raster` row tiles, walked token tile by token tile, so that concurrent CTAs share X and W in L2.
