@@ -77,20 +77,23 @@ __global__ void __launch_bounds__(Config::threads) route_tokens(const __grid_con
             if (id[i] >= 0) atomicAdd((first + i * Config::threads < begin * p.top_k ? next : count) + id[i], 1);
     }
     __syncthreads();
-    if (thread < 32) {
-        int first_row = 0, first_tile = 0;
-        for (int from = 0; from < p.experts; from += 32) {
-            const int e = from + thread, mine = e < p.experts ? count[e] + next[e] : 0, tiles = (mine + p.tile_m - 1) / p.tile_m;
-            int all_rows, all_tiles;
-            const int row = first_row + route::scanned(mine, all_rows), tile = first_tile + route::scanned(tiles, all_tiles);
-            if (e < p.experts) next[e] += row;
-            if (blockIdx.x == 0)
-                for (int i = 0; i < tiles; i++) p.token_tile[tile + i] = uint4{static_cast<uint32_t>(e), static_cast<uint32_t>(tile), static_cast<uint32_t>(row), static_cast<uint32_t>(mine)};
-            first_row += all_rows, first_tile += all_tiles;
+    int first_row = 0, first_tile = 0;
+    for (int from = 0; from < p.experts; from += Config::threads) {
+        const int e = from + thread, mine = e < p.experts ? count[e] + next[e] : 0, tiles = (mine + p.tile_m - 1) / p.tile_m;
+        int warp_rows, warp_tiles;
+        int row = first_row + route::scanned(mine, warp_rows), tile = first_tile + route::scanned(tiles, warp_tiles);
+        if (thread % 32 == 0) rows[thread / 32 * 2] = warp_rows, rows[thread / 32 * 2 + 1] = warp_tiles;
+        __syncthreads();
+        UNROLL for (int warp = 0; warp < Config::threads / 32; warp++) {
+            if (warp < thread / 32) row += rows[warp * 2], tile += rows[warp * 2 + 1];
+            first_row += rows[warp * 2], first_tile += rows[warp * 2 + 1];
         }
-        if (blockIdx.x == 0 && thread == 0) *p.token_tile_count = first_tile;
+        if (e < p.experts) next[e] += row;
+        if (blockIdx.x == 0)
+            for (int i = 0; i < tiles; i++) p.token_tile[tile + i] = uint4{static_cast<uint32_t>(e), static_cast<uint32_t>(tile), static_cast<uint32_t>(row), static_cast<uint32_t>(mine)};
+        __syncthreads();
     }
-    __syncthreads();
+    if (blockIdx.x == 0 && thread == 0) *p.token_tile_count = first_tile;
     const int step = Config::threads / p.top_k;  // tokens at a time: a thread a slot
     for (int first = begin; first < end; first += step) {
         const int count_here = min(step, end - first), slots = count_here * p.top_k;

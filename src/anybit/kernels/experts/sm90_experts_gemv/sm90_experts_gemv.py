@@ -32,7 +32,7 @@ _MOST_CHOICES = 32
 _MOST_UNITS = {1: 16, 2: 16, 4: 8}
 """Most units of 16 rows per block, by tile_m."""
 _SIZES = (104, 64, 48, 32, 16, 8, 1)
-"""Kibibytes of pipelines to try: the first where each SM has one block of gate_up, which leaves room for one of down."""
+"""Kibibytes of pipelines to try: the first if each SM has one block of gate_up, which leaves room for one of down."""
 
 
 class Gate(Enum):

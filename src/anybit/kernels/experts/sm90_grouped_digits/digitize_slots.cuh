@@ -1,5 +1,5 @@
-// Digits of the slots of each token tile, as digitize makes those of tokens. blockIdx.x: a block of 128 columns; blockIdx.y: a
-// token tile that routing wrote.
+// Digits of the slots of each token tile, as digitize makes those of tokens. blockIdx.x: at_once blocks of 128 columns;
+// blockIdx.y: a token tile that routing wrote.
 #ifndef ANYBIT_DIGITIZE_SLOTS_CUH
 #define ANYBIT_DIGITIZE_SLOTS_CUH
 
@@ -11,7 +11,7 @@ struct SlotsParams {
     const uint4* token_tile;
     const uint32_t* token_tile_count;
     uint8_t* digits;         // [token tiles][column blocks][block_bytes]
-    int32_t k, x_stride;
+    int32_t k, k_blocks, x_stride;
 };
 
 template <class C> __global__ void __launch_bounds__(C::threads) digitize_slots(const __grid_constant__ SlotsParams p) {
@@ -20,7 +20,7 @@ template <class C> __global__ void __launch_bounds__(C::threads) digitize_slots(
     // The product reads tiles as soon as it starts: before inner values are there, not before routing has ended.
     if constexpr (C::of_tokens) ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
-    const int item = static_cast<int>(blockIdx.y), token = static_cast<int>(ptx::warp_id()), block = static_cast<int>(blockIdx.x);
+    const int item = static_cast<int>(blockIdx.y), token = static_cast<int>(ptx::warp_id()), first = static_cast<int>(blockIdx.x) * C::at_once;
     const uint4 found = ptx::ld_global_cg_v4(p.token_tile + item);
     const int count = static_cast<int>(ptx::ld_global_cg_u32(p.token_tile_count));
     const int slot = static_cast<int>(found.z + (item - found.y) * C::tile_m) + token;
@@ -31,7 +31,10 @@ template <class C> __global__ void __launch_bounds__(C::threads) digitize_slots(
         const int row = C::of_tokens ? static_cast<int>(ptx::ld_global_cg_u32(p.token + slot)) : slot;
         x = p.x + static_cast<size_t>(row) * p.x_stride;
     }
-    packed::digitize_block<C>(x, nullptr, p.k, block, token, p.digits + (static_cast<size_t>(item) * gridDim.x + block) * L::block_bytes);
+    packed::BlockOfX<C> blocks[C::at_once];
+    UNROLL for (int i = 0; i < C::at_once; i++) blocks[i].load(first + i < p.k_blocks ? x : nullptr, nullptr, p.k, first + i);
+    UNROLL for (int i = 0; i < C::at_once; i++)
+        if (first + i < p.k_blocks) blocks[i].store(token, p.digits + (static_cast<size_t>(item) * p.k_blocks + first + i) * L::block_bytes);
 }
 
 #endif  // ANYBIT_DIGITIZE_SLOTS_CUH

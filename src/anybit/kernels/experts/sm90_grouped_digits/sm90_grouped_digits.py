@@ -1,7 +1,7 @@
 """Experts' products where few tokens chose an expert, on digits of activations. Host side of sm90_grouped_digits.cuh.
 
-At a few tokens an expert bf16 operands take 200 instructions a warp and block of 16 rows by 128 columns, most of what an SM
-issues while its share of memory brings them; digits take some 50, and 10 more for each four tokens.
+At a few tokens an expert bf16 operands take 200 instructions a warp and block of 16 rows by 128 columns, most of what
+an SM issues while its share of memory brings them; digits take some 50, and 10 more for each four tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,13 @@ from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_problem import facts
 from anybit.kernels.packed.sm80_digits import digitize, sm80_packed_digits
-from anybit.kernels.packed.sm80_digits.sm80_packed_digits import Config, shared_bytes
+from anybit.kernels.packed.sm80_digits.sm80_packed_digits import Config as Config
+from anybit.kernels.packed.sm80_digits.sm80_packed_digits import shared_bytes
 
 TOKENS = (8, 16)
 """Token tiles."""
 _FOLDER = "experts/sm90_grouped_digits"
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class GroupedParams:
 
 @dataclass(frozen=True)
 class SlotsConfig:
-    """What digits of slots depend on. of_tokens: slots name rows of x."""
+    """What digits of slots depend on. of_tokens: slots name rows of x.  at_once: blocks of columns of a warp."""
 
     operand: Operand
     bits: int
@@ -50,6 +52,7 @@ class SlotsConfig:
     tile_m: int
     wgmma: bool
     of_tokens: bool
+    at_once: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class SlotsParams:
     token_tile_count: Pointer
     digits: Pointer
     k: Int32
+    k_blocks: Int32
     x_stride: Int32
 
 
@@ -89,7 +93,9 @@ def config_for(
 def kernel(config: Config, silu: bool = False) -> jit.Kernel:
     """The kernel of a config."""
     entry = "sm90_grouped_digits" + "_silu" * silu
-    return jit.Kernel(f"{_FOLDER}/sm90_grouped_digits.cuh", entry, config, GroupedParams, config.warps * 32, shared_bytes(config))
+    return jit.Kernel(
+        f"{_FOLDER}/sm90_grouped_digits.cuh", entry, config, GroupedParams, config.warps * 32, shared_bytes(config)
+    )
 
 
 def digits_bytes(product: LinearProblem, config: Config, token_tiles: int) -> int:
@@ -100,9 +106,9 @@ def digits_bytes(product: LinearProblem, config: Config, token_tiles: int) -> in
 def digitize_launch(product: LinearProblem, config: Config, params: SlotsParams, token_tiles: int) -> Launch:
     """The launch that makes a product's digits."""
     fields = {name: getattr(config, name) for name in digitize.Config.__dataclass_fields__}
-    made = SlotsConfig(**fields, of_tokens=params.token is not None)
+    made = SlotsConfig(**fields, of_tokens=params.token is not None, at_once=_AT_ONCE)
     code = jit.Kernel(f"{_FOLDER}/digitize_slots.cuh", "digitize_slots", made, SlotsParams, 32 * config.tile_m)
-    return Launch(code, params, (product.k_blocks, token_tiles, 1), pdl=True)
+    return Launch(code, params, (-(-product.k_blocks // _AT_ONCE), token_tiles, 1), pdl=True)
 
 
 def launch(product: LinearProblem, config: Config, params: GroupedParams, token_tiles: int, silu: bool) -> Launch:

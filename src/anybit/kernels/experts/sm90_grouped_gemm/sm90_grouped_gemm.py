@@ -107,7 +107,7 @@ def why_not(problem: Problem, configs: Pair | None = None) -> str | None:
         if isinstance(config, digits.Config):
             reason = digits.why_not(product, config)
         else:
-            reason = sm90_packed_gemm.why_not(product, config) or (config and _why_not_persistent(config))
+            reason = sm90_packed_gemm.why_not(product, config) or (_why_not_persistent(config) if config else None)
         if reason:
             return reason
     if configs and configs[0].tile_m != configs[1].tile_m:
@@ -287,7 +287,7 @@ def _of_digits(p: Problem, configs: Pair, which: int, o: Operands, room: _Room) 
         x, x_stride, token, codes, y = _behind(o.scratch, room.inner), p.inner, None, room.inner_codes, room.rows
         weight, bias, n = o.down, o.down_bias, p.hidden
     there = _behind(o.scratch, codes)
-    slots = digits.SlotsParams(x, token, *lists, there, product.k, x_stride)
+    slots = digits.SlotsParams(x, token, *lists, there, product.k, product.k_blocks, x_stride)
     params = digits.GroupedParams(
         *weight, bias, there, *lists, _behind(o.scratch, y), p.experts, n, product.k_blocks, product.weight_tiles
     )

@@ -22,16 +22,17 @@ template <class C, class F> __device__ constexpr uint64_t of_words(F&& of) {
 struct LowField { __device__ constexpr int operator()(Fields f) const { return column_of_register(f.low); } };
 struct HighField { __device__ constexpr int operator()(Fields f) const { return column_of_register(f.high); } };
 
-// A warp: a token's block of 128 columns of x (null: zeros), into the block of all tokens at `out`.
-template <class C> DEVICE void digitize_block(const uint16_t* x, const int32_t* permutation, int k, int block, uint32_t token, uint8_t* out) {
-    using L = DigitLayout<C>;
-    constexpr bool bf16 = C::operand == Operand::bf16;
-    const uint32_t lane = ptx::lane_id(), word = lane >> 2, tile = token / 4, place = token % 4;
-    constexpr uint64_t low = of_words<C>(LowField{}), high = of_words<C>(HighField{});
-    const int first = block * 128 + static_cast<int>(lane & 3) * 2;
-    const int columns[2] = {first + static_cast<int>(low >> (8 * word) & 255), first + static_cast<int>(high >> (8 * word) & 255)};
-    uint32_t pairs[2] = {0, 0};
-    if (x != nullptr) {
+// A lane's two pairs of columns of a token's block of 128 columns of x; zeros for null.
+template <class C> struct BlockOfX {
+    uint32_t pairs[2];
+
+    DEVICE void load(const uint16_t* x, const int32_t* permutation, int k, int block) {
+        const uint32_t lane = ptx::lane_id(), word = lane >> 2;
+        constexpr uint64_t low = of_words<C>(LowField{}), high = of_words<C>(HighField{});
+        const int first = block * 128 + static_cast<int>(lane & 3) * 2;
+        const int columns[2] = {first + static_cast<int>(low >> (8 * word) & 255), first + static_cast<int>(high >> (8 * word) & 255)};
+        pairs[0] = pairs[1] = 0;
+        if (x == nullptr) return;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (!C::gather && (!C::ragged || columns[h] + 1 < k)) {
@@ -46,7 +47,14 @@ template <class C> DEVICE void digitize_block(const uint16_t* x, const int32_t* 
             }
         }
     }
+    // Stores a token's digits and facts into the block of all tokens at `out`.
+    DEVICE void store(uint32_t token, uint8_t* out) const;
+};
 
+template <class C> DEVICE void BlockOfX<C>::store(uint32_t token, uint8_t* out) const {
+    using L = DigitLayout<C>;
+    constexpr bool bf16 = C::operand == Operand::bf16;
+    const uint32_t lane = ptx::lane_id(), word = lane >> 2, tile = token / 4, place = token % 4;
     uint32_t largest = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -98,8 +106,9 @@ template <class C> __global__ void __launch_bounds__(C::threads) digitize(const 
     ptx::griddepcontrol_launch_dependents();
     const int token = static_cast<int>(blockIdx.y * (C::threads / 32) + ptx::warp_id()), block = static_cast<int>(blockIdx.x);
     ptx::griddepcontrol_wait();
-    packed::digitize_block<C>(token < p.m ? p.x + static_cast<size_t>(token) * p.x_stride : nullptr, p.permutation, p.k, block, token,
-                              p.digits + static_cast<size_t>(block) * packed::DigitLayout<C>::block_bytes);
+    packed::BlockOfX<C> x;
+    x.load(token < p.m ? p.x + static_cast<size_t>(token) * p.x_stride : nullptr, p.permutation, p.k, block);
+    x.store(token, p.digits + static_cast<size_t>(block) * packed::DigitLayout<C>::block_bytes);
 }
 
 #endif  // ANYBIT_DIGITIZE_CUH
