@@ -4,6 +4,7 @@ At a few tokens an expert bf16 operands take 200 instructions a warp and block o
 an SM issues while its share of memory brings them; digits take some 50, and 10 more for each four tokens.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from anybit import jit
@@ -15,8 +16,9 @@ from anybit.kernels.packed.sm80_digits import digitize, sm80_packed_digits
 from anybit.kernels.packed.sm80_digits.sm80_packed_digits import Config as Config
 from anybit.kernels.packed.sm80_digits.sm80_packed_digits import shared_bytes
 
-TOKENS = (8, 16)
-"""Token tiles."""
+MOST_TOKENS = 20
+"""Tokens an expert, on average, up to which digits are faster than 16-bit operands."""
+_TILES = (4, 8, 16, 24)
 _FOLDER = "experts/sm90_grouped_digits"
 _AT_ONCE = 4
 
@@ -88,6 +90,14 @@ def config_for(
         together=min(units, 2) if tile_m > 8 and not wgmma else units, stages=max(2, min(stages, rounds + 1)),
         wgmma=wgmma, min_blocks_per_sm=blocks,
     )  # fmt: skip
+
+
+def default(product: LinearProblem, mean: float) -> Config:
+    """The built-in choice for ``mean`` tokens an expert: a tile holds those of nearly all experts."""
+    tile_m = next((tile for tile in _TILES if tile >= mean + 2 * math.sqrt(mean)), _TILES[-1])
+    if tile_m <= 8:
+        return config_for(product, tile_m, 4, 2, 4, 2, blocks=1)
+    return config_for(product, tile_m, 4, 3, 2, 3, blocks=1, wgmma=True)
 
 
 def kernel(config: Config, silu: bool = False) -> jit.Kernel:
