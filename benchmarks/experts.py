@@ -83,7 +83,7 @@ class Case:
 
 def few(p: Problem) -> bool:
     """Whether tokens run by the kernel for few of them."""
-    return not p.activations.quantized and p.tokens <= sm90_experts_gemv.MOST_TOKENS
+    return not p.activations.quantized and not sm90_grouped_gemm.pays(p, sm90_experts_gemv.MOST_TOKENS)
 
 
 def launches(p: Problem, o: Operands) -> list[jit.Launch]:

@@ -26,9 +26,9 @@ def run(made: Experts, tile_m: int, row_warpgroups: int = 2, seed: int = 0) -> t
     return made.operands.y
 
 
-def run_digits(made: Experts, tile_m: int, seed: int = 0, **shape: int) -> torch.Tensor:
+def run_digits(made: Experts, tile_m: int, *shape: int, wgmma: bool = False, seed: int = 0) -> torch.Tensor:
     """The same on digits of activations."""
-    first, second = (sm90_grouped_digits.config_for(one, tile_m, **shape) for one in made.problem.products)
+    first, second = (sm90_grouped_digits.config_for(one, tile_m, *shape, wgmma=wgmma) for one in made.problem.products)
     for launch in made.launches((first, second)):
         emulate.launched(launch, seed=seed)
     assert isinstance(made.operands.y, torch.Tensor)
@@ -73,7 +73,7 @@ def ids_of(kind: str, tokens: int, top_k: int, count: int) -> torch.Tensor:
 def test_any_routing(kind: str) -> None:
     made = experts("w4a16g128", ids_of(kind, 21, 2, 5), 5, 256, 128, torch.float16)
     for seed in range(2):
-        for y in (run(made, 16, seed=seed), run_digits(made, 8, seed=seed, row_warps=2, k_warps=2, units=2)):
+        for y in (run(made, 16, seed=seed), run_digits(made, 8, 2, 2, 2, 3, seed=seed)):
             assert error(made, y) < 2e-3
 
 
@@ -90,7 +90,7 @@ def test_formats(scheme: str) -> None:
 def test_digits(scheme: str, wgmma: bool) -> None:
     """Ragged K and rows, more stages than blocks of columns."""
     made = experts(scheme, ids_of("uniform", 20, 3, 4).int(), 4, 328, 200, bias=True, routing=torch.bfloat16)
-    y = run_digits(made, 16, row_warps=4 if wgmma else 1, k_warps=2, units=3, stages=2, wgmma=wgmma)
+    y = run_digits(made, 16, 4 if wgmma else 1, 2, 3, 2, wgmma=wgmma)
     assert error(made, y) < 2e-2
 
 
@@ -107,7 +107,7 @@ def test_a_tokens_nan_stays_in_it() -> None:
     made.operands.x[4, 7] = torch.nan
     y = run(made, 16)
     assert y[4].isnan().all() and not y[torch.arange(9) != 4].isnan().any()
-    y = run_digits(made, 8)
+    y = run_digits(made, 8, 2, 4, 4, 2)
     assert y[4].isnan().all() and not y[torch.arange(9) != 4].isnan().any()
 
 

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from anybit.jit import Int32, Kernel, Launch, Pointer
 
-_THREADS = 256
+_THREADS, _MANY_THREADS = 256, 1024
+_MANY = 4096
+"""Slots from which one large block an SM is faster than two: each counts all ids."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def token_tiles(tokens: int, top_k: int, experts: int, tile_m: int) -> int:
 
 
 def launch(params: Params, id_words: int, sms: int) -> Launch:
-    """The launch: some blocks an SM, each with its own tokens."""
+    """The launch: one or two blocks an SM, each with its own tokens."""
     room = max(64, 1 << (params.experts - 1).bit_length())
-    return Launch(kernel(Config(_THREADS, id_words, room)), params, (min(params.tokens, 2 * sms), 1, 1), pdl=True)
+    many = params.tokens * params.top_k >= _MANY
+    config = Config(_MANY_THREADS if many else _THREADS, id_words, room)
+    return Launch(kernel(config), params, (min(params.tokens, sms if many else 2 * sms), 1, 1), pdl=True)

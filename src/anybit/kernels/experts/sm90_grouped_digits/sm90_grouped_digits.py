@@ -20,7 +20,6 @@ MOST_TOKENS = 20
 """Tokens an expert, on average, up to which digits are faster than 16-bit operands."""
 _TILES = (4, 8, 16, 24)
 _FOLDER = "experts/sm90_grouped_digits"
-_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -80,24 +79,26 @@ def why_not(product: LinearProblem, config: Config | None = None) -> str | None:
 
 
 def config_for(
-    product: LinearProblem, tile_m: int, row_warps: int = 2, k_warps: int = 4, units: int = 4, stages: int = 3,
-    blocks: int = 2, wgmma: bool = False,
-) -> Config:  # fmt: skip
-    """A config with these tiles. units: of 16 rows of a warp.  blocks: of an SM, whose registers they share."""
+    product: LinearProblem, tile_m: int, row_warps: int, k_warps: int, units: int, stages: int, wgmma: bool = False
+) -> Config:
+    """A config with these tiles. units: of 16 rows of a warp."""
     rounds = -(-product.k_blocks // k_warps)
     return Config(
         **facts(product, Config), tile_m=tile_m, row_warps=row_warps, k_warps=k_warps, units=units,
         together=min(units, 2) if tile_m > 8 and not wgmma else units, stages=max(2, min(stages, rounds + 1)),
-        wgmma=wgmma, min_blocks_per_sm=blocks,
+        wgmma=wgmma,
     )  # fmt: skip
 
 
 def default(product: LinearProblem, mean: float) -> Config:
     """The built-in choice for ``mean`` tokens an expert: a tile holds those of nearly all experts."""
     tile_m = next((tile for tile in _TILES if tile >= mean + 2 * math.sqrt(mean)), _TILES[-1])
-    if tile_m <= 8:
-        return config_for(product, tile_m, 4, 2, 4, 2, blocks=1)
-    return config_for(product, tile_m, 4, 3, 2, 3, blocks=1, wgmma=True)
+    k_blocks = product.k_blocks
+    if tile_m > 8:
+        return config_for(product, tile_m, *((4, 1, 2, 4) if k_blocks <= 64 else (4, 3, 2, 3)), wgmma=True)
+    return config_for(
+        product, tile_m, *((4, 1, 4, 3) if k_blocks <= 8 else (2, 2, 4, 3) if k_blocks <= 64 else (2, 4, 4, 2))
+    )
 
 
 def kernel(config: Config, silu: bool = False) -> jit.Kernel:
@@ -116,9 +117,10 @@ def digits_bytes(product: LinearProblem, config: Config, token_tiles: int) -> in
 def digitize_launch(product: LinearProblem, config: Config, params: SlotsParams, token_tiles: int) -> Launch:
     """The launch that makes a product's digits."""
     fields = {name: getattr(config, name) for name in digitize.Config.__dataclass_fields__}
-    made = SlotsConfig(**fields, of_tokens=params.token is not None, at_once=_AT_ONCE)
+    at_once = 4 if product.k_blocks <= 32 else 8
+    made = SlotsConfig(**fields, of_tokens=params.token is not None, at_once=at_once)
     code = jit.Kernel(f"{_FOLDER}/digitize_slots.cuh", "digitize_slots", made, SlotsParams, 32 * config.tile_m)
-    return Launch(code, params, (-(-product.k_blocks // _AT_ONCE), token_tiles, 1), pdl=True)
+    return Launch(code, params, (-(-product.k_blocks // at_once), token_tiles, 1), pdl=True)
 
 
 def launch(product: LinearProblem, config: Config, params: GroupedParams, token_tiles: int, silu: bool) -> Launch:

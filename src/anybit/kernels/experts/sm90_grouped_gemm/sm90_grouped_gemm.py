@@ -122,6 +122,16 @@ def _why_not_persistent(config: Config) -> str | None:
     return None
 
 
+def _by_digits(problem: Problem) -> bool:
+    few = problem.slots <= digits.MOST_TOKENS * problem.experts
+    return few and all(digits.why_not(product) is None for product in problem.products)
+
+
+def pays(problem: Problem, few: int) -> bool:
+    """Whether these kernels are faster than sm90_experts_gemv, which takes ``few`` tokens at a time."""
+    return problem.tokens > (1 if problem.slots >= problem.experts and _by_digits(problem) else few)
+
+
 def config_for(
     product: LinearProblem, tile_m: int, row_warpgroups: int, span: int | None = None, blocks: int = 1
 ) -> Config:
@@ -167,7 +177,7 @@ def _expert_cost(problem: Problem, tile_m: int) -> float:
     mean, cost = problem.slots / problem.experts, 0.0
     for eighth in (-1.15, -0.32, 0.32, 1.15):  # of a normal distribution
         whole, rest = divmod(max(1, round(mean + eighth * math.sqrt(mean))), tile_m)
-        cost += whole * _width_cost(tile_m) + (_width_cost(round_up(rest, 64 if tile_m > 160 else 16)) if rest else 0)
+        cost += whole * _width_cost(tile_m) + (_width_cost(round_up(rest, 16)) if rest else 0)
     return cost
 
 
@@ -176,17 +186,12 @@ def default(problem: Problem) -> Pair:
     """Configs of both products, by the mean tokens an expert. Raises KernelError if there are none."""
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"sm90_grouped_gemm cannot take these experts: {reason}")
-    mean = problem.slots / problem.experts
-    if mean <= digits.MOST_TOKENS and all(digits.why_not(product) is None for product in problem.products):
-        first, second = (digits.default(product, mean) for product in problem.products)
+    if _by_digits(problem):
+        first, second = (digits.default(product, problem.slots / problem.experts) for product in problem.products)
         return first, second
-    found = {tile_m: configs(problem, tile_m) for tile_m in TOKENS}
-    best = min(
-        (tile_m for tile_m in TOKENS if found[tile_m] is not None), key=lambda tile_m: _expert_cost(problem, tile_m)
-    )
-    chosen = found[best]
-    assert chosen is not None
-    return chosen
+    most = 128 if problem.activations.quantized else 160  # wider tiles leave fewer row tiles, and larger last ones
+    tiles = sorted((tile for tile in TOKENS if tile <= most), key=lambda tile: _expert_cost(problem, tile))
+    return next(found for tile in tiles if (found := configs(problem, tile)) is not None)
 
 
 def kernel(config: Config, silu: bool = False) -> Kernel:
