@@ -10,6 +10,7 @@ from anybit import jit
 from anybit.jit.tensor_map import Matrix
 from anybit.kernels.experts.sm90_grouped_digits import sm90_grouped_digits
 from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
+from anybit.kernels.experts.sm90_grouped_gemm.sm90_grouped_gemm import Config
 from cases_experts_grouped import Experts, as_matrix, experts
 
 pytestmark = pytest.mark.emulate
@@ -19,11 +20,24 @@ def run(made: Experts, tile_m: int, row_warpgroups: int = 2, seed: int = 0) -> t
     """y of the launches on the emulator, with few stages and few blocks."""
     products = made.problem.products
     configs = [sm90_grouped_gemm.config_for(one, tile_m, row_warpgroups) for one in products]
-    configs = [replace(config, stages=2, prologue_stages=2) for config in configs]
-    for launch in made.launches((configs[0], configs[1])):
+    for launch in made.launches((_short(configs[0]), _short(configs[1]))):
         emulate.launched(boxed(launch), seed=seed)
     assert isinstance(made.operands.y, torch.Tensor)
     return made.operands.y
+
+
+def run_halves(made: Experts, tile_m: int, seed: int = 0) -> torch.Tensor:
+    """The same on bf16 activations as fp16."""
+    configs = sm90_grouped_gemm.configs(made.problem, tile_m, halves=True)
+    assert configs
+    for launch in made.launches((_short(configs[0]), _short(configs[1]))):
+        emulate.launched(boxed(launch), seed=seed)
+    assert isinstance(made.operands.y, torch.Tensor)
+    return made.operands.y
+
+
+def _short(config: Config) -> Config:
+    return replace(config, stages=2, prologue_stages=2)
 
 
 def run_digits(made: Experts, tile_m: int, *shape: int, wgmma: bool = False, seed: int = 0) -> torch.Tensor:
@@ -83,6 +97,19 @@ def test_any_routing(kind: str) -> None:
 def test_formats(scheme: str) -> None:
     made = experts(scheme, ids_of("uniform", 20, 3, 4).int(), 4, 256, 128, bias=True, routing=torch.bfloat16)
     assert error(made, run(made, 16)) < 2e-2
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a16g32e2m1"])
+def test_bf16_as_fp16(scheme: str) -> None:
+    """Rows of any size, and one with NaN."""
+    made = experts(scheme, ids_of("uniform", 20, 3, 4), 4, 328, 200, bias=True)
+    assert isinstance(made.operands.x, torch.Tensor)
+    made.operands.x[::2] *= 1e3
+    made.operands.x[3] = 0
+    assert error(made, run_halves(made, 16)) < 2e-2
+    made.operands.x[4, 7] = torch.nan
+    y = run_halves(made, 64)
+    assert y[4].isnan().all() and not y[torch.arange(20) != 4].isnan().any()
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w3a16g64", "w2a16g128asym", "w1a16bipolar"])

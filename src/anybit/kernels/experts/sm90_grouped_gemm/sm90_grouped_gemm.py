@@ -19,8 +19,9 @@ from anybit.jit import Kernel, Launch, Pointer, Slot
 from anybit.jit.tensor_map import Matrix
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Codes, Target
-from anybit.kernels.common.types import Output
+from anybit.kernels.common.types import Operand, Output
 from anybit.kernels.experts.combine import combine
+from anybit.kernels.experts.halve import halve
 from anybit.kernels.experts.route import route
 from anybit.kernels.experts.sm90_grouped_digits import sm90_grouped_digits as digits
 from anybit.kernels.linear_problem import LinearProblem
@@ -31,6 +32,8 @@ from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_WARPGROUPS = (4, 3, 2, 1)
 _MOST_STAGES = 24
+_MOST_HALVED = 400
+"""Tokens an expert up to which bf16 activations as fp16 save more than their conversion takes."""
 Pair = tuple[Config, Config] | tuple[digits.Config, digits.Config]
 """Configs of gate_up and down."""
 
@@ -122,9 +125,13 @@ def _why_not_persistent(config: Config) -> str | None:
     return None
 
 
+def _few(problem: Problem, most: int) -> bool:
+    """Whether an expert has up to ``most`` tokens on average."""
+    return problem.slots <= most * problem.experts
+
+
 def _by_digits(problem: Problem) -> bool:
-    few = problem.slots <= digits.MOST_TOKENS * problem.experts
-    return few and all(digits.why_not(product) is None for product in problem.products)
+    return _few(problem, digits.MOST_TOKENS) and all(digits.why_not(product) is None for product in problem.products)
 
 
 def pays(problem: Problem, few: int) -> bool:
@@ -148,10 +155,12 @@ def config_for(
     return replace(config, prologue_stages=config.stages, register_sets=sets)
 
 
-def configs(problem: Problem, tile_m: int) -> tuple[Config, Config] | None:
+def configs(problem: Problem, tile_m: int, halves: bool = False) -> tuple[Config, Config] | None:
     """Configs of both products with these token tiles: the row tiles that take the least; None if none is legal."""
     found = []
     for product in problem.products:
+        if halves:
+            product = replace(product, dtype=torch.float16)
         legal = [config_for(product, tile_m, rows) for rows in _ROW_WARPGROUPS]
         legal = [config for config in legal if sm90_packed_gemm.why_not(product, config) is None]
         if not legal:
@@ -159,7 +168,8 @@ def configs(problem: Problem, tile_m: int) -> tuple[Config, Config] | None:
         found.append(
             min(legal, key=lambda c: -(-product.weight_tiles // c.row_warpgroups) * _step(c, product.k_blocks))
         )
-    return found[0], found[1]
+    first, second = (replace(config, bfloat_out=problem.dtype == torch.bfloat16) for config in found)
+    return first, second
 
 
 def _step(config: Config, k_blocks: int) -> float:
@@ -191,7 +201,8 @@ def default(problem: Problem) -> Pair:
         return first, second
     most = 128 if problem.activations.quantized else 160  # wider tiles leave fewer row tiles, and larger last ones
     tiles = sorted((tile for tile in TOKENS if tile <= most), key=lambda tile: _expert_cost(problem, tile))
-    return next(found for tile in tiles if (found := configs(problem, tile)) is not None)
+    halves = problem.dtype == torch.bfloat16 and not problem.activations.quantized and _few(problem, _MOST_HALVED)
+    return next(found for tile in tiles if (found := configs(problem, tile, halves)) is not None)
 
 
 def kernel(config: Config, silu: bool = False) -> Kernel:
@@ -232,6 +243,8 @@ def _room(problem: Problem, configs: Pair) -> _Room:
     def codes(which: int, rows: int, columns: int) -> int:
         if isinstance(config := configs[which], digits.Config):
             return digits.digits_bytes(p.products[which], config, tiles)
+        if _halved(p, configs):
+            return 2 * rows * columns + 4 * rows
         return quantize_activations.offsets(rows, columns, p.activations, Target.bytes)[-1] if quantized else 0
 
     gathered = 0 if isinstance(configs[0], digits.Config) else p.slots * _pitch(p.hidden, 1 if quantized else 2)
@@ -243,6 +256,10 @@ def _room(problem: Problem, configs: Pair) -> _Room:
     for part in sizes:
         at.append(at[-1] + round_up(part, 128))
     return _Room(*at)
+
+
+def _halved(problem: Problem, configs: Pair) -> bool:
+    return problem.dtype == torch.bfloat16 and configs[0].operand is Operand.f16
 
 
 def _pitch(columns: int, size: int) -> int:
@@ -314,8 +331,8 @@ def _of_digits(p: Problem, configs: Pair, which: int, o: Operands, room: _Room) 
 
 def _of_rows(p: Problem, o: Operands, configs: Pair, room: _Room) -> list[Launch]:
     """Sorting, and both products of sorted rows."""
-    quantized, found = p.activations.quantized, []
-    size = 1 if quantized else 2
+    quantized, found = p.activations.quantized or _halved(p, configs), []
+    size = 1 if p.activations.quantized else 2
 
     def at(offset: int) -> Pointer:
         return _behind(o.scratch, offset)
@@ -324,7 +341,7 @@ def _of_rows(p: Problem, o: Operands, configs: Pair, room: _Room) -> list[Launch
     if quantized:
         codes, launch = _quantize(p, o.x, o.x_stride, p.tokens, p.hidden, _behind(o.scratch, room.codes))
         found.append(launch)
-        x, x_stride, x_scale, x_sum = codes.codes, _pitch(p.hidden, 1), codes.scale, codes.sum
+        x, x_stride, x_scale, x_sum = codes.codes, _pitch(p.hidden, size), codes.scale, codes.sum
     vectors = _pitch(p.hidden, size) // 16
     found.append(_route(p, o, room, configs[0].tile_m, x, x_stride, vectors, x_scale, x_sum))
     scale, sums = (at(room.scale), at(room.sum)) if quantized else (None, None)
@@ -376,7 +393,10 @@ def _product(p: Problem, configs: Pair, which: int, o: Operands, x: Codes, y: Po
 
 
 def _quantize(p: Problem, x: Pointer, stride: int, m: int, k: int, room: Pointer) -> tuple[Codes, Launch]:
-    """Codes of rows of x, in scratch memory."""
+    """Codes of rows of x, or halves, in scratch memory."""
+    if not p.activations.quantized:
+        scale = _behind(room, 2 * m * k)
+        return Codes(room, scale, None, None), halve.launch(x, stride, room, scale, m, k)
     problem = quantize_activations.Problem(m, k, p.activations, p.dtype, target=Target.bytes, device=p.device)
     offsets = quantize_activations.offsets(m, k, p.activations, Target.bytes)
     codes, scale, sums = (_behind(room, offset) for offset in offsets[:3])

@@ -39,7 +39,7 @@ DEVICE int twice_zero_of(const Params& p, int row) {
 // spread over the lanes and read by shuffle.
 template <class Config>
 struct TileTerms {
-    static constexpr bool scaled = PackedGemmShape<Config>::bytes_of_x, raw = Sums<Config>::raw;
+    static constexpr bool scaled = PackedGemmShape<Config>::bytes_of_x || halved<Config>, raw = Sums<Config>::raw;
     static constexpr int dealt = (Config::tile_m + 31) / 32;
     float scale[2], bias[2], token_scale[scaled ? dealt : 1];
     int twice_zero[2], token_sum[raw ? dealt : 1];

@@ -121,6 +121,9 @@ template <class Config> constexpr bool ends_with_silu<OfExperts<Config>> = ends_
 template <class Config, int n> struct Narrow : Config {
     static constexpr int tile_m = n;
 };
+template <class Config, int n> constexpr bool of_experts<Narrow<Config, n>> = of_experts<Config>;
+// Whether x is bf16 as fp16, with a scale a row (halve.cuh).
+template <class Config> constexpr bool halved = of_experts<Config> && Config::operand == Operand::f16 && Config::bfloat_out;
 template <class Config> using PlaceOf = typename Choose<of_experts<Config>, ExpertPlace, TilePlace>::type;
 
 // Rasterization: bands of `raster` row tiles, walked token tile by token tile, so that concurrent CTAs share X and W in L2.

@@ -1,0 +1,1 @@
+"""The kernel halve: device code and host side."""
