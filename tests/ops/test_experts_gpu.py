@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.ops.experts import experts, pays_to_sort, prepare_experts
+from anybit.ops.experts import experts, prepare_experts
 from anybit.ops.prepared_experts import ExpertPart, PreparedExperts
 from anybit.scheme import ActivationFormat, Scheme
 from cases_experts import Mixture, error
@@ -86,7 +86,3 @@ def test_parts_are_the_layers_own_weights(scheme: str) -> None:
         for place in (0, 1):
             part = ExpertPart.of(prepared, expert, place).restore()
             assert torch.equal(part.scale.cpu(), eights[:, place].flatten(0, 1))
-
-
-def test_both_kinds_of_kernels_are_tested() -> None:
-    assert not pays_to_sort(5, TOP, COUNT) and pays_to_sort(300, TOP, COUNT)

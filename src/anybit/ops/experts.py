@@ -116,8 +116,10 @@ def experts_plan(
         dtype=rows.dtype, device=rows.gpu, id_words=ids.itemsize // 4,
     )  # fmt: skip
     biases = Slot("gate_up bias") if biased[0] else None, Slot("down bias") if biased[1] else None
-    sorts = spec.gate == "silu" and rows.aligned and pays_to_sort(rows.m, top, spec.count)
-    if sorts and sm90_grouped_gemm.why_not(asked) is None:
+    able = spec.gate == "silu" and sm90_grouped_gemm.why_not(asked) is None
+    if able and sm90_grouped_gemm.pays(asked, sm90_experts_gemv.MOST_TOKENS):
+        if not rows.aligned:
+            rows = replace(rows, at=Slot("x"), stride=rows.k, aligned=True, copied=True)
         operands = sm90_grouped_gemm.Operands(
             rows.at, rows.stride, Slot("ids"), Slot("weights"), _weight("gate_up"), _weight("down"), Slot("y"),
             plan.room(sm90_grouped_gemm.scratch(asked)), *biases,
@@ -141,15 +143,6 @@ def experts_plan(
 
     plan.prepare = prepare
     return plan
-
-
-def pays_to_sort(tokens: int, top: int, count: int) -> bool:
-    """Whether sorting tokens by expert, for a GEMM of all, is faster than running a few at a time.
-
-    On an H200 it was, with 8 experts of which a token uses 2, 32 of 8, 128 of 8 and 128 of 4, from a mean of one token
-    an expert on, and where one launch takes all tokens, of two.
-    """
-    return tokens * top >= count * (2 if tokens <= sm90_experts_gemv.MOST_TOKENS else 1)
 
 
 def _few_at_a_time(
