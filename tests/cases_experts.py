@@ -33,8 +33,10 @@ class Mixture:
     def __init__(
         self, format: WeightFormat, count: int, hidden: int, inner: int, tokens: int,
         dtype: torch.dtype = torch.float16, *, bias: bool = False, gate: str = "silu", seed: int = 0,
+        activations: ActivationFormat | None = None,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
+        self.activations = activations or ActivationFormat()
         self.count, self.gate, self.dtype, self.hidden, self.inner = count, gate, dtype, hidden, inner
         self.gate_up, self.down = (
             unit_gain(random_weight(count * n, k, format, seed)) for n, k in ((2 * inner, hidden), (hidden, inner))
@@ -54,7 +56,7 @@ class Mixture:
         """The reference, rounded between the products as kernels round."""
         rows = 2 * self.inner, self.hidden
         return reference.experts(
-            self.x, ids, weights, self.gate_up, self.down, rows, self.count, ActivationFormat(), self.gate,
+            self.x, ids, weights, self.gate_up, self.down, rows, self.count, self.activations, self.gate,
             *self.biases,
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from anybit.jit import Slot
 from anybit.kernels.packed.packed_tiles import prepare
 from anybit.ops.experts import ExpertsSpec, experts, experts_plan, prepare_experts
 from anybit.ops.plans import Rows
-from anybit.ops.prepared_experts import _padded, _rows
+from anybit.ops.prepared_experts import _padded, _rows, why_not
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_experts import Mixture, error
 
@@ -106,3 +106,16 @@ def test_sorts_where_that_was_faster(tokens: int, top: int, count: int, sorts: b
     for asked in (rows, replace(rows, aligned=False, stride=129)):  # rows between 16-byte places are copied
         entries = [kernel.entry for kernel in experts_plan(spec, asked, top, torch.int32, (True, True)).kernels]
         assert entries[0] == "route_tokens" and entries[-1] == "combine_slots" if sorts else entries == few
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a8fp", "w4a4"])
+def test_quantized_activations_run_by_the_kernels_that_sort(scheme: str, tokens: int) -> None:
+    parsed = Scheme.parse(scheme)
+    gpu, formats = Device.named("sm_90a"), (parsed.weights, parsed.weights)
+    assert why_not(8, 128, 64, formats, parsed.activations, "silu", gpu) is None
+    assert "silu" in str(why_not(8, 128, 64, formats, parsed.activations, "swigluoai", gpu))
+    spec = ExpertsSpec.parse(f"8|silu|packed:1024x128:{scheme}|packed:1024x64:{scheme}")
+    rows = Rows(Slot("x"), tokens, 128, 128, True, torch.bfloat16, torch.device("cpu"), gpu)
+    entries = [kernel.entry for kernel in experts_plan(spec, rows, 2, torch.int32).kernels]
+    assert entries[-1] == "combine_slots" and sum("quantize" in entry for entry in entries) == 2, entries

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from anybit.ops.experts import experts, prepare_experts
 from anybit.ops.prepared_experts import ExpertPart, PreparedExperts
-from anybit.scheme import ActivationFormat, Scheme
+from anybit.scheme import Scheme
 from cases_experts import Mixture, error
 from cases_packed import TOLERANCE
 
@@ -17,12 +17,16 @@ COUNT, TOP = 8, 2
 def mixture_of(scheme: str, tokens: int, gate: str = "silu", bias: bool = True, inner: int = 264) -> Mixture:
     """Experts whose rows are padded to tiles: 2 * 264 of gate_up."""
     dtype = (torch.float16, torch.bfloat16)[tokens % 2]
-    return Mixture(Scheme.parse(scheme).weights, COUNT, 512, inner, tokens, dtype, bias=bias, gate=gate, seed=tokens)
+    parsed = Scheme.parse(scheme)
+    return Mixture(
+        parsed.weights, COUNT, 512, inner, tokens, dtype, bias=bias, gate=gate, seed=tokens,
+        activations=parsed.activations,
+    )  # fmt: skip
 
 
 def on_gpu(mixture: Mixture) -> PreparedExperts:
     gate_up, down = mixture.gate_up.to("cuda"), mixture.down.to("cuda")
-    return prepare_experts(gate_up, down, mixture.count, ActivationFormat(), mixture.gate)
+    return prepare_experts(gate_up, down, mixture.count, mixture.activations, mixture.gate)
 
 
 def run(mixture: Mixture, prepared: PreparedExperts, ids: Tensor, weights: Tensor) -> Tensor:
@@ -30,14 +34,15 @@ def run(mixture: Mixture, prepared: PreparedExperts, ids: Tensor, weights: Tenso
     return experts(mixture.x.cuda(), ids.cuda(), weights.cuda(), prepared, *biases).cpu()
 
 
-@pytest.mark.parametrize("tokens", [5, 17, 64, 300, 1501])
-@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a16g32e2m1", "w4a16g128s24"])
+@pytest.mark.parametrize("tokens", [1, 5, 17, 64, 300, 1501])
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a16g32e2m1", "w4a16g128s24", "w4a8", "w4a4"])
 def test_tokens(scheme: str, tokens: int) -> None:
     mixture = mixture_of(scheme, tokens)
     prepared, (ids, weights) = on_gpu(mixture), mixture.routing(TOP)
     ids[::5, 1], ids[1::7, 0] = -1, COUNT
     y = run(mixture, prepared, ids.int() if tokens % 2 else ids, weights)
-    assert error(y, mixture.expected(ids, weights)) < 2 * TOLERANCE[mixture.dtype]
+    steps = 1.6e-2 if mixture.activations.quantized else 0  # between the products, some values round the other way
+    assert error(y, mixture.expected(ids, weights)) < max(2 * TOLERANCE[mixture.dtype], steps)
     assert torch.equal(y, run(mixture, prepared, ids.int() if tokens % 2 else ids, weights))
 
 

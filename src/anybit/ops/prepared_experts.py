@@ -13,6 +13,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Problem
+from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
 from anybit.kernels.packed.packed_layout import TILE_ROWS, round_up
 from anybit.ops import Prepared, prepare
 from anybit.ops.backend import LinearSpec, backends
@@ -111,7 +112,10 @@ def why_not(
     if device is None:
         return None
     if activations.quantized:
-        return f"the kernels take 16-bit activations, not {activations}"
+        if gate != "silu":
+            return f"kernels for {activations} activations join gate and up by silu, not by {gate}"
+        sizes = 1, 1, count, hidden, inner
+        return sm90_grouped_gemm.why_not(sm90_grouped_gemm.Problem(*sizes, *formats, activations, device=device))
     first = Problem(1, 1, count, 2 * inner, hidden, formats[0], False, device=device)
     second = replace(first, n=hidden, k=inner, weights=formats[1], down=True)
     return sm90_experts_gemv.why_not(first) or sm90_experts_gemv.why_not(second)
