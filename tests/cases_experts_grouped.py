@@ -7,9 +7,9 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.codes.packing import QuantizedWeight
-from anybit.codes.reference import quantize_activations
+from anybit.codes.reference import join, quantize_activations
 from anybit.jit.tensor_map import Matrix
-from anybit.kernels.common.types import Output
+from anybit.kernels.common.types import Gate, Output
 from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
 from anybit.kernels.experts.sm90_grouped_gemm.sm90_grouped_gemm import Config, Operands, Problem
 from anybit.kernels.packed.packed_layout import TILE_ROWS, round_up
@@ -43,8 +43,7 @@ class Experts:
             rows = _coded(o.x[token], p) @ self.gate_up[expert].double().T
             if self.gate_up_bias is not None:
                 rows = rows + self.gate_up_bias[expert].double()
-            gate, up = (part.reshape(len(token), -1).to(p.dtype).double() for part in _halves(rows))
-            inner = (torch.nn.functional.silu(gate).to(p.dtype).double() * up).to(p.dtype)
+            inner = join(rows.to(p.dtype), p.gate.value)
             rows = _coded(inner, p) @ self.down[expert].double().T
             if self.down_bias is not None:
                 rows = rows + self.down_bias[expert].double()
@@ -59,12 +58,6 @@ class Experts:
         return sm90_grouped_gemm.launches(self.problem, replace(self.operands, scratch=room), configs)
 
 
-def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up of rows that alternate eight of each."""
-    eights = rows.unflatten(1, (-1, 2, 8))
-    return eights[:, :, 0], eights[:, :, 1]
-
-
 def _coded(x: Tensor, p: Problem) -> Tensor:
     if not p.activations.quantized:
         return x.double()
@@ -73,13 +66,13 @@ def _coded(x: Tensor, p: Problem) -> Tensor:
 
 def experts(
     scheme: str, ids: Tensor, experts: int, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16,
-    bias: bool = False, device: str = "cpu", routing: torch.dtype = torch.float32,
+    bias: bool = False, device: str = "cpu", routing: torch.dtype = torch.float32, gate: Gate = Gate.silu,
 ) -> Experts:  # fmt: skip
     """A random layer of experts whose tokens chose ``ids`` [tokens, top_k]."""
     form, (tokens, top_k) = Scheme.parse(scheme), ids.shape
     problem = Problem(
         tokens, top_k, experts, hidden, inner, form.weights, form.weights, form.activations, dtype,
-        id_words=ids.itemsize // 4, routing=_OUTPUTS[routing],
+        id_words=ids.itemsize // 4, routing=_OUTPUTS[routing], gate=gate,
     )  # fmt: skip
     order = "a8" if form.activations.quantized else "a16"
     made, dense = [], []

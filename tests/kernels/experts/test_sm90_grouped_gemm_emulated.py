@@ -8,6 +8,7 @@ import torch
 import emulate
 from anybit import jit
 from anybit.jit.tensor_map import Matrix
+from anybit.kernels.common.types import Gate
 from anybit.kernels.experts.sm90_grouped_digits import sm90_grouped_digits
 from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
 from anybit.kernels.experts.sm90_grouped_gemm.sm90_grouped_gemm import Config
@@ -119,6 +120,15 @@ def test_digits(scheme: str, wgmma: bool) -> None:
     made = experts(scheme, ids_of("uniform", 20, 3, 4).int(), 4, 328, 200, bias=True, routing=torch.bfloat16)
     y = run_digits(made, 16, 4 if wgmma else 1, 2, 3, 2, wgmma=wgmma)
     assert error(made, y) < 2e-2
+
+
+@pytest.mark.parametrize("gate", [Gate.gelu_tanh, Gate.swigluoai])
+def test_gates(gate: Gate) -> None:
+    made = experts("w4a16g32", ids_of("skewed", 20, 2, 3), 3, 128, 72, bias=True, gate=gate)
+    assert isinstance(made.operands.x, torch.Tensor)
+    made.operands.x[:] *= 8  # far enough to be clamped
+    for y in (run(made, 16), run_halves(made, 16), run_digits(made, 8, 2, 2, 2, 3)):
+        assert error(made, y) < 2e-2
 
 
 @pytest.mark.parametrize("tile_m, row_warpgroups", [(64, 3), (48, 4)])

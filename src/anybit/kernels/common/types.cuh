@@ -9,5 +9,7 @@ enum class Code { sym, asym, bipolar, e4m3, min, e2m1, nf4, iq4 };
 enum class Operand { f16, bf16, s8, e4m3 };
 // Output type; s32 is the exact integer result before scales.
 enum class Output { s32, f16, bf16, f32 };
+// What joins gate and up.
+enum class Gate { silu, gelu_tanh, swigluoai };
 
 #endif  // ANYBIT_TYPES_CUH

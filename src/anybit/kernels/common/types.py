@@ -47,3 +47,11 @@ class Output(Enum):
     def is_16bit(self) -> bool:
         """Whether results are float16 or bfloat16."""
         return self in (Output.f16, Output.bf16)
+
+
+class Gate(Enum):
+    """What joins gate and up: silu(gate) * up; gelu(gate) * up by tanh; gpt-oss's clamped SwiGLU, (up + 1) * glu."""
+
+    silu = "silu"
+    gelu_tanh = "gelu_tanh"
+    swigluoai = "swigluoai"

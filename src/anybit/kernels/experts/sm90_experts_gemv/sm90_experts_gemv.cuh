@@ -13,9 +13,8 @@
 #ifndef ANYBIT_SM90_EXPERTS_GEMV_CUH
 #define ANYBIT_SM90_EXPERTS_GEMV_CUH
 
+#include "common/gate.cuh"
 #include "packed/sm90_gemv/sm90_packed_gemv_parts.cuh"
-
-enum class Gate { silu, gelu_tanh, swigluoai };
 
 struct ExpertsParams {
     const uint8_t* tiles;        // of all experts
@@ -116,21 +115,6 @@ struct At {
         for (k_block += blocks; k_block >= k_blocks; k_block -= k_blocks) place++;
     }
 };
-
-// gate(a) * b of 16-bit values.
-template <Gate gate, bool bf16> DEVICE uint16_t join(uint16_t a, uint16_t b) {
-    if constexpr (gate == Gate::silu) return static_cast<uint16_t>(values::silu_mul_pair<bf16>(a, b));
-    float g = values::low_float<bf16>(a), up = values::low_float<bf16>(b);
-    if constexpr (gate == Gate::swigluoai) {  // comparisons that leave NaN
-        g = g > 7.0f ? 7.0f : g, up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
-        g = (up + 1.0f) * (g * ptx::rcp_approx(1.0f + ptx::ex2_approx(-1.702f * 1.4426950408889634f * g)));
-    } else {  // g / (1 + e^-2t): t of gelu's tanh
-        const float t = 0.7978845608028654f * fmaf(0.044715f * g * g, g, g);
-        g = g * ptx::rcp_approx(1.0f + ptx::ex2_approx(-2.0f * 1.4426950408889634f * t));
-        g = values::low_float<bf16>(values::round_pair<bf16>(g, g)) * up;
-    }
-    return static_cast<uint16_t>(values::round_pair<bf16>(g, g));
-}
 
 template <class C> DEVICE void multiply(const ExpertsParams& p) {
     using S = Shape<C>;
@@ -363,7 +347,7 @@ template <class C> DEVICE void multiply(const ExpertsParams& p) {
             const int token = i / half, place = i % half, row = place / 8 * 16 + place % 8;
             if (static_cast<int>(ptx::ld_shared_u32(S::row(shared, 0, token))) < 0 || row >= mine * 16 || first * 16 + row + 8 >= p.n) continue;
             const size_t slot = ptx::ld_shared_u32(S::weight(shared, 0, token));
-            p.y[slot * p.y_stride + first * 8 + place] = join<C::gate, bf16>(result(token, row), result(token, row + 8));
+            p.y[slot * p.y_stride + first * 8 + place] = values::join<C::gate, bf16>(result(token, row), result(token, row + 8));
         }
     }
 }

@@ -4,7 +4,7 @@
 #ifndef ANYBIT_SM90_GROUPED_DIGITS_CUH
 #define ANYBIT_SM90_GROUPED_DIGITS_CUH
 
-#include "common/values.cuh"
+#include "common/gate.cuh"
 #include "packed/sm80_digits/sm80_packed_digits.cuh"
 
 struct GroupedParams {
@@ -21,8 +21,8 @@ struct GroupedParams {
 
 namespace packed {
 
-// silu: rows of the weight alternate between eight of gate and eight of up; Y has silu(gate) * up.
-template <class C, bool silu> DEVICE void grouped_digits(const GroupedParams& p) {
+// gated: rows of the weight alternate between eight of gate and eight of up; Y has what joins them.
+template <class C, bool gated, Gate gate = Gate::silu> DEVICE void grouped_digits(const GroupedParams& p) {
     using S = DigitsShape<C>;
     static_assert(C::threads == S::warps * 32 && C::shared_bytes >= S::bytes && C::cluster_k == 1, "the twin counts otherwise");
     constexpr bool bf16 = C::operand == Operand::bf16;
@@ -58,14 +58,14 @@ template <class C, bool silu> DEVICE void grouped_digits(const GroupedParams& p)
         return uint2{pair(fmaf(sum[0], __uint_as_float(f0.x), __uint_as_float(f0.y)), fmaf(sum[1], __uint_as_float(f0.z), __uint_as_float(f0.w))),
                      pair(fmaf(sum[2], __uint_as_float(f1.x), __uint_as_float(f1.y)), fmaf(sum[3], __uint_as_float(f1.z), __uint_as_float(f1.w)))};
     };
-    const int quads = silu ? units * 2 : units * 4, tokens = min(end - begin, C::tile_m);
+    const int quads = gated ? units * 2 : units * 4, tokens = min(end - begin, C::tile_m);
     for (int i = static_cast<int>(threadIdx.x); i < tokens * quads; i += C::threads) {
-        const int token = i / quads, quad = i - token * quads, n = first * (silu ? 8 : 16) + quad * 4;
+        const int token = i / quads, quad = i - token * quads, n = first * (gated ? 8 : 16) + quad * 4;
         uint2 v;
-        if constexpr (silu) {
-            const int gate = quad / 2 * 4 + quad % 2;
-            const uint2 a = four(token, gate), b = four(token, gate + 2);
-            v = uint2{values::silu_mul_pair<bf16>(a.x, b.x), values::silu_mul_pair<bf16>(a.y, b.y)};
+        if constexpr (gated) {
+            const int first_quad = quad / 2 * 4 + quad % 2;
+            const uint2 a = four(token, first_quad), b = four(token, first_quad + 2);
+            v = uint2{values::join_pair<gate, bf16>(a.x, b.x), values::join_pair<gate, bf16>(a.y, b.y)};
         } else {
             v = four(token, quad);
         }
@@ -80,6 +80,13 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
 }
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits_silu(const __grid_constant__ GroupedParams p) {
     packed::grouped_digits<C, true>(p);
+}
+
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits_gelu_tanh(const __grid_constant__ GroupedParams p) {
+    packed::grouped_digits<C, true, Gate::gelu_tanh>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits_swigluoai(const __grid_constant__ GroupedParams p) {
+    packed::grouped_digits<C, true, Gate::swigluoai>(p);
 }
 
 #endif  // ANYBIT_SM90_GROUPED_DIGITS_CUH

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from anybit import jit
 from anybit.jit import Int32, Launch, Pointer
-from anybit.kernels.common.types import Code, Operand
+from anybit.kernels.common.types import Code, Gate, Operand
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_problem import facts
 from anybit.kernels.packed.sm80_digits import digitize, sm80_packed_digits
@@ -101,9 +101,9 @@ def default(product: LinearProblem, mean: float) -> Config:
     )
 
 
-def kernel(config: Config, silu: bool = False) -> jit.Kernel:
-    """The kernel of a config."""
-    entry = "sm90_grouped_digits" + "_silu" * silu
+def kernel(config: Config, gate: Gate | None = None) -> jit.Kernel:
+    """The kernel of a config. gate: of gate_up."""
+    entry = "sm90_grouped_digits" + (f"_{gate.value}" if gate else "")
     return jit.Kernel(
         f"{_FOLDER}/sm90_grouped_digits.cuh", entry, config, GroupedParams, config.warps * 32, shared_bytes(config)
     )
@@ -123,7 +123,9 @@ def digitize_launch(product: LinearProblem, config: Config, params: SlotsParams,
     return Launch(code, params, (-(-product.k_blocks // at_once), token_tiles, 1), pdl=True)
 
 
-def launch(product: LinearProblem, config: Config, params: GroupedParams, token_tiles: int, silu: bool) -> Launch:
+def launch(
+    product: LinearProblem, config: Config, params: GroupedParams, token_tiles: int, gate: Gate | None
+) -> Launch:
     """The launch of a product, right behind that of its digits."""
     blocks = -(-product.units // config.block_units)
-    return Launch(kernel(config, silu), params, (blocks, token_tiles, 1), pdl=True)
+    return Launch(kernel(config, gate), params, (blocks, token_tiles, 1), pdl=True)

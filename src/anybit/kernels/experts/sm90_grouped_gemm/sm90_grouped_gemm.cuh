@@ -18,10 +18,18 @@ template <class Config>
 __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm(const __grid_constant__ Params p) {
     grouped_gemm<Config>(p);
 }
-// Epilogue silu(gate) * up, as of sm90_packed_gemm_silu.
+// Epilogues that join gate and up, as sm90_packed_gemm_silu's.
 template <class Config>
 __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm_silu(const __grid_constant__ Params p) {
     grouped_gemm<EndingWithSilu<Config>>(p);
+}
+template <class Config>
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm_gelu_tanh(const __grid_constant__ Params p) {
+    grouped_gemm<EndingWithSilu<Config, Gate::gelu_tanh>>(p);
+}
+template <class Config>
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm_swigluoai(const __grid_constant__ Params p) {
+    grouped_gemm<EndingWithSilu<Config, Gate::swigluoai>>(p);
 }
 
 }  // namespace packed

@@ -19,7 +19,7 @@ from anybit.jit import Kernel, Launch, Pointer, Slot
 from anybit.jit.tensor_map import Matrix
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Codes, Target
-from anybit.kernels.common.types import Operand, Output
+from anybit.kernels.common.types import Gate, Operand, Output
 from anybit.kernels.experts.combine import combine
 from anybit.kernels.experts.halve import halve
 from anybit.kernels.experts.route import route
@@ -32,7 +32,7 @@ from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_WARPGROUPS = (4, 3, 2, 1)
 _MOST_STAGES = 24
-_MOST_HALVED = 400
+_MOST_HALVED = 128
 """Tokens an expert up to which bf16 activations as fp16 save more than their conversion takes."""
 Pair = tuple[Config, Config] | tuple[digits.Config, digits.Config]
 """Configs of gate_up and down."""
@@ -43,7 +43,7 @@ class Problem:
     """y [tokens, hidden] of a mixture's experts, gate_up [2 * inner, hidden] and down [hidden, inner] each.
 
     gate_up, down: formats of the weights, each expert's rows padded to 64.  dtype: of x and y.  id_words: 32-bit words
-    of an id, 1 or 2.  routing: the type of routing weights.
+    of an id, 1 or 2.  routing: the type of routing weights.  gate: what joins gate and up.
     """
 
     tokens: int
@@ -58,6 +58,7 @@ class Problem:
     device: Device = field(default_factory=lambda: Device.named("sm_90a"))
     id_words: int = 2
     routing: Output = Output.f32
+    gate: Gate = Gate.silu
 
     @property
     def slots(self) -> int:
@@ -205,11 +206,11 @@ def default(problem: Problem) -> Pair:
     return next(found for tile in tiles if (found := configs(problem, tile, halves)) is not None)
 
 
-def kernel(config: Config, silu: bool = False) -> Kernel:
-    """The kernel of a config. silu: with the SiLU epilogue."""
+def kernel(config: Config, gate: Gate | None = None) -> Kernel:
+    """The kernel of a config. gate: of gate_up, which its epilogue joins."""
     return Kernel(
         header="experts/sm90_grouped_gemm/sm90_grouped_gemm.cuh",
-        entry="packed::sm90_grouped_gemm" + "_silu" * silu,
+        entry="packed::sm90_grouped_gemm" + (f"_{gate.value}" if gate else ""),
         config=config,
         params=sm90_packed_gemm.Params,
         threads=config.threads,
@@ -325,7 +326,7 @@ def _of_digits(p: Problem, configs: Pair, which: int, o: Operands, room: _Room) 
     )
     return [
         digits.digitize_launch(product, config, slots, tiles),
-        digits.launch(product, config, params, tiles, silu=which == 0),
+        digits.launch(product, config, params, tiles, None if which else p.gate),
     ]
 
 
@@ -389,7 +390,7 @@ def _product(p: Problem, configs: Pair, which: int, o: Operands, x: Codes, y: Po
         expert_rows=product.n,
     )
     grid = min(p.device.sms * config.min_blocks_per_sm, row_tiles * most), 1, 1
-    return Launch(kernel(config, silu=which == 0), params, grid, pdl=True)
+    return Launch(kernel(config, None if which else p.gate), params, grid, pdl=True)
 
 
 def _quantize(p: Problem, x: Pointer, stride: int, m: int, k: int, room: Pointer) -> tuple[Codes, Launch]:

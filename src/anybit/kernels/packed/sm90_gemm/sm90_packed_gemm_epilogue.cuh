@@ -162,8 +162,8 @@ DEVICE void store_silu_tile(const Output& p, typename Sums<Config>::Total (&sum)
             UNROLL for (int i = 0; i < 4 && j + i < groups; i += 2) {
                 uint32_t rows[4] = {0, 0, 0, 0};
                 outputs_of_16<Config>(rows, sum, terms, j + i);
-                out[i] = values::silu_mul_pair<Config::bfloat_out>(rows[0], rows[1]);
-                out[i + 1] = values::silu_mul_pair<Config::bfloat_out>(rows[2], rows[3]);
+                out[i] = values::join_pair<gate_of<Config>, Config::bfloat_out>(rows[0], rows[1]);
+                out[i + 1] = values::join_pair<gate_of<Config>, Config::bfloat_out>(rows[2], rows[3]);
             }
             ptx::stmatrix_x4_trans(place + (j * 8 - first) * 64 + write, out);
         }

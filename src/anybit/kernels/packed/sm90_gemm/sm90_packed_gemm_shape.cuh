@@ -2,6 +2,7 @@
 #ifndef ANYBIT_SM90_PACKED_GEMM_SHAPE_CUH
 #define ANYBIT_SM90_PACKED_GEMM_SHAPE_CUH
 
+#include "common/gate.cuh"
 #include "packed/packed_dequantize.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -36,11 +37,13 @@ struct StoreParams : Params {
 
 namespace packed {
 
-// Fused silu(gate) * up. Weight rows alternate between eight of gate and eight of up, so that a thread, which holds rows g
+// Fused silu(gate) * up, or another gate. Weight rows alternate between eight of gate and eight of up, so that a thread, which holds rows g
 // and g + 8, has both. Y has half as many columns as there are weight rows.
-template <class Config> struct EndingWithSilu : Config {};
+template <class Config, Gate gate = Gate::silu> struct EndingWithSilu : Config {};
 template <class Config> constexpr bool ends_with_silu = false;
-template <class Config> constexpr bool ends_with_silu<EndingWithSilu<Config>> = true;
+template <class Config, Gate gate> constexpr bool ends_with_silu<EndingWithSilu<Config, gate>> = true;
+template <class Config> constexpr Gate gate_of = Gate::silu;
+template <class Config, Gate gate> constexpr Gate gate_of<EndingWithSilu<Config, gate>> = gate;
 
 template <class Config>
 struct PackedGemmShape {
@@ -117,11 +120,13 @@ template <class Config> struct OfExperts : Config {};
 template <class Config> constexpr bool of_experts = false;
 template <class Config> constexpr bool of_experts<OfExperts<Config>> = true;
 template <class Config> constexpr bool ends_with_silu<OfExperts<Config>> = ends_with_silu<Config>;
+template <class Config> constexpr Gate gate_of<OfExperts<Config>> = gate_of<Config>;
 // The same for n tokens of a tile. Without the tile's place in shared memory: for its sums alone.
 template <class Config, int n> struct Narrow : Config {
     static constexpr int tile_m = n;
 };
 template <class Config, int n> constexpr bool of_experts<Narrow<Config, n>> = of_experts<Config>;
+template <class Config, int n> constexpr Gate gate_of<Narrow<Config, n>> = gate_of<Config>;
 // Whether x is bf16 as fp16, with a scale a row (halve.cuh).
 template <class Config> constexpr bool halved = of_experts<Config> && Config::operand == Operand::f16 && Config::bfloat_out;
 template <class Config> using PlaceOf = typename Choose<of_experts<Config>, ExpertPlace, TilePlace>::type;
