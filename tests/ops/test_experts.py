@@ -114,7 +114,6 @@ def test_quantized_activations_run_by_the_kernels_that_sort(scheme: str, tokens:
     parsed = Scheme.parse(scheme)
     gpu, formats = Device.named("sm_90a"), (parsed.weights, parsed.weights)
     assert why_not(8, 128, 64, formats, parsed.activations, "silu", gpu) is None
-    assert "silu" in str(why_not(8, 128, 64, formats, parsed.activations, "swigluoai", gpu))
     spec = ExpertsSpec.parse(f"8|silu|packed:1024x128:{scheme}|packed:1024x64:{scheme}")
     rows = Rows(Slot("x"), tokens, 128, 128, True, torch.bfloat16, torch.device("cpu"), gpu)
     entries = [kernel.entry for kernel in experts_plan(spec, rows, 2, torch.int32).kernels]

@@ -113,11 +113,13 @@ def experts_plan(
     plan = new_plan((rows.m, spec.gate_up.k), rows.device, *_SLOTS)
     asked = sm90_grouped_gemm.Problem(
         rows.m, top, spec.count, spec.gate_up.k, spec.down.k, spec.gate_up.weights, spec.down.weights,
-        spec.gate_up.activations, rows.dtype, rows.gpu, id_words=ids.itemsize // 4,
+        spec.gate_up.activations, rows.dtype, rows.gpu, id_words=ids.itemsize // 4, gate=Gate(spec.gate),
     )  # fmt: skip
     biases = Slot("gate_up bias") if biased[0] else None, Slot("down bias") if biased[1] else None
-    able = spec.gate == "silu" and sm90_grouped_gemm.why_not(asked) is None
-    if able and (asked.activations.quantized or sm90_grouped_gemm.pays(asked, sm90_experts_gemv.MOST_TOKENS)):
+    reason, alone = sm90_grouped_gemm.why_not(asked), asked.activations.quantized
+    if alone and reason is not None:
+        raise KernelError(f"experts of {rows.m} tokens: {reason}")
+    if alone or (reason is None and sm90_grouped_gemm.pays(asked, sm90_experts_gemv.MOST_TOKENS)):
         if not rows.aligned:
             rows = replace(rows, at=Slot("x"), stride=rows.k, aligned=True, copied=True)
         operands = sm90_grouped_gemm.Operands(
