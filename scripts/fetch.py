@@ -2,6 +2,7 @@
 
 python scripts/fetch.py smollm2 FOLDER      FOLDER/smollm2-135m-instruct, 16-bit safetensors (Apache-2.0)
 python scripts/fetch.py wikipedia FOLDER    FOLDER/wikipedia.txt, the prose of 97 articles (CC-BY-SA)
+python scripts/fetch.py news FOLDER         FOLDER/news.txt, 300 news stories: a text that no method learns from
 
 A wheel is a zip: it is downloaded without dependencies, never installed, and extracted files are checked.
 """
@@ -25,6 +26,11 @@ WIKIPEDIA = (
     "gensim==4.4.0",
     "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
     "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
+)
+NEWS = (
+    "gensim==4.4.0",
+    "gensim/test/test_data/lee_background.cor",
+    "5d78d6dafd953bbf65797bef09a9ffb9ec430583381be705f8fd460000f370fb",
 )
 REQUIREMENTS = {
     "smollm2": "pip install -e '.[gguf]'",
@@ -90,11 +96,17 @@ def wikipedia(cache: Path) -> None:
     file.with_suffix(".unfinished").rename(file)
 
 
+def news(cache: Path) -> None:
+    """Extract the stories."""
+    (cache / "news.txt").write_bytes(member_of(*NEWS, cache / "wheels"))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("smollm2", "wikipedia"):
+    makers = {"smollm2": smollm2, "wikipedia": wikipedia, "news": news}
+    if len(sys.argv) != 3 or sys.argv[1] not in makers:
         raise SystemExit(__doc__)
     try:
-        {"smollm2": smollm2, "wikipedia": wikipedia}[sys.argv[1]](Path(sys.argv[2]))
+        makers[sys.argv[1]](Path(sys.argv[2]))
     except ModuleNotFoundError as error:
         raise SystemExit(f"{sys.argv[1]} needs {error.name}: {REQUIREMENTS[sys.argv[1]]}") from None
     except subprocess.CalledProcessError as error:

@@ -234,6 +234,21 @@ def test_a_baseline_that_is_not_quantized_needs_no_backend(run: Any, model: Path
         assert "same next token" in out
 
 
+def test_without_a_text_the_baseline_writes_one(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    run("quantize", model, "-s", "w2a16g32", "-o", tmp_path / "w2")
+    words = ("eval", "--context", 32, "--windows", 3, "--device", "cpu", "--json", "--baseline")
+    same, first, again, other = (
+        json.loads(run(*words, model, folder, "--seed", seed)[1])
+        for folder, seed in ((model, 0), (tmp_path / "w2", 0), (tmp_path / "w2", 0), (tmp_path / "w2", 1))
+    )
+    assert same["same_token"] == 1 and same["divergence"] == pytest.approx(0, abs=1e-6)
+    assert first["text"] == f"written by {model}" and first["windows"] == 3 and first["bos"]
+    assert first["divergence"] == again["divergence"] > 1e-3 and first["divergence"] != other["divergence"]
+    for baseline in ([], ["--baseline", tmp_path / "w2"]):
+        code, _, err = run("eval", tmp_path / "w2", *baseline)
+        assert code and "eval needs a text: name a file with --text, or with --baseline a model in 16 bits" in err
+
+
 def test_eval_and_info_agree_on_a_model_of_16_bits(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(half)

@@ -20,16 +20,23 @@ if TYPE_CHECKING:
     from anybit.hf.loading import Loaded
 
 
+_WRITTEN = 16
+"""Windows that a baseline writes by default."""
+
+
 def evaluate(
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL", help="Folders, hub names or GGUF files; several are compared.")
     ],
-    text: Annotated[Path, typer.Option("--text", "-t", help="A text file, UTF-8.")],
+    text: Annotated[
+        Path | None, typer.Option("--text", "-t", help="A text file, UTF-8; by default the baseline writes the text.")
+    ] = None,
     scheme: options.Scheme = None,
     override: options.Override = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 512,
     windows: Annotated[
-        int | None, typer.Option(min=1, help="Number of windows; by default as many as the text allows.")
+        int | None,
+        typer.Option(min=1, help=f"Number of windows; by default as many as the text allows, or {_WRITTEN}."),
     ] = None,
     bos: Annotated[
         bool | None, typer.Option(help="Begin every window with the BOS token; by default as the tokenizer does.")
@@ -37,6 +44,7 @@ def evaluate(
     baseline: Annotated[
         str | None, typer.Option(help="A model to compare with: same next token, and KL divergence.")
     ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32, help="Of the text that the baseline writes.")] = 0,
     picture: Annotated[
         Path | None, typer.Option(help="Plot perplexity over bits per weight into this file (.png, .svg, .pdf).")
     ] = None,
@@ -46,13 +54,14 @@ def evaluate(
     dequantize: options.Dequantize = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure perplexity on a text, and compare models.
+    """Measure perplexity on a text, and compare models; without a text on what the baseline writes.
 
     \b
     Examples:
     anybit eval smollm2-w4 --text wiki.txt
     anybit eval llama-w4 llama-w3 ./llama -t wiki.txt --picture schemes.svg
     anybit eval ./llama --scheme w3a16g64asym -t wiki.txt --windows 16 --baseline ./llama --json
+    anybit eval llama-w4 --baseline ./llama
     """
     parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
     if picture is not None:
@@ -61,7 +70,11 @@ def evaluate(
     from anybit.hf.loading import load_model, stored_scheme
     from anybit.models.modules import check_tokens
 
-    content = measure.read_text(text)
+    content = None if text is None else measure.read_text(text)
+    if content is None and (baseline is None or stored_scheme(baseline) is not None):
+        raise TextError(
+            "eval needs a text: name a file with --text, or with --baseline a model in 16 bits, which then writes one"
+        )
     other = None
     if baseline is not None:
         with status(f"Loading {baseline}"):
@@ -69,6 +82,10 @@ def evaluate(
             theirs = None if backend is None or stored_scheme(baseline) is None else backend
             other = load_model(baseline, backend=theirs, device=device, trust_remote_code=trust_remote_code)
         _refuse_beyond(other, context)
+    own = None
+    if content is None and other is not None:
+        with status(f"{baseline} writes a text"):
+            own = measure.windows_written_by(other.model, windows or _WRITTEN, context, seed)
     found: list[dict[str, Any]] = []
     rows: Any = None
     for model in models:
@@ -78,25 +95,36 @@ def evaluate(
                 dequantize=dequantize,
             )  # fmt: skip
         _refuse_beyond(loaded, context)
-        ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
-        check_tokens(loaded.model, ids, model)
-        first = _bos(loaded.tokenizer, bos)
-        before, rows = rows, measure.windows_of(ids, context, windows, first)
-        if before is not None and not rows.equal(before):
-            warnings.warn(f"{model} splits the text into other tokens: its perplexity does not compare", stacklevel=2)
+        first: int | None = None
+        if content is not None:
+            ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
+            check_tokens(loaded.model, ids, model)
+            first = _bos(loaded.tokenizer, bos)
+            before, rows = rows, measure.windows_of(ids, context, windows, first)
+            if before is not None and not rows.equal(before):
+                message = f"{model} splits the text into other tokens: its perplexity does not compare"
+                warnings.warn(message, stacklevel=2)
+            if other is not None:
+                check_tokens(other.model, ids, other.name)
+        else:
+            assert other is not None
+            if loaded.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+                raise TextError(
+                    f"{baseline} wrote the text, and {model} has another vocabulary: name a text with --text"
+                )
+            rows = own
         cache = _cache(loaded, context)
         with progress_bar(f"Windows of {model}", counted=True) as update:
             tell = partial(update, f"windows of {model}")
-            result = measure.perplexity(loaded.model, rows, first is not None, tell, cache)
+            result = measure.perplexity(loaded.model, rows, own is not None or first is not None, tell, cache)
         figures: dict[str, Any] = {
             "model": model,
             "scheme": str(loaded.scheme) if loaded.scheme else None,
             "bits_per_weight": measure.bits_per_weight(loaded.model),
-            "text": str(text),
+            "text": f"written by {baseline}" if text is None else str(text),
             **asdict(result),
         }
         if other is not None:
-            check_tokens(other.model, ids, other.name)
             with progress_bar(f"Comparing {model}", counted=True) as update:
                 tell = partial(update, f"comparing {model}")
                 compared = measure.agreement(loaded.model, other.model, rows, tell, cache, _cache(other, context))

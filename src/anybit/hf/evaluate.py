@@ -13,7 +13,11 @@ from anybit.errors import TextError
 from anybit.hf.cache_name import CACHE
 from anybit.layers.linear import QuantLinear
 from anybit.models.families import EXPERTS
+from anybit.quantization.learn.generated import written
 from anybit.quantization.pipeline.text import read_text as read_text
+
+# Apart from the seeds of methods, which learn from text by the same writer.
+_SEED = 1 << 40
 
 Progress = Callable[[int, int], None]
 """Called with windows done and windows in all."""
@@ -63,6 +67,15 @@ def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos
     count = windows or available
     cut = torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
     return cut if bos is None else torch.cat([torch.full((count, 1), bos), cut], dim=1)
+
+
+def windows_written_by(model: PreTrainedModel, windows: int, context: int, seed: int = 0) -> Tensor:
+    """Text that a causal language model writes itself from BOS, int64 [windows, context]; no method has seen it.
+
+    Raises TextError if its config.json names no BOS token.
+    """
+    parts = written(model, [], windows * context, context, model.device, _SEED + seed)
+    return torch.cat(list(parts))
 
 
 @torch.inference_mode()
