@@ -6,7 +6,8 @@ A case is SCHEME:METHOD, from folder to folder with the method's defaults, on a 
 SCHEME:METHOD+METHOD the second reuses the calibrated blocks of the first (its seconds are those of both). Calibration
 reads the second half of the text, evaluation the first 16 windows of 512 tokens of the first. A scheme with a KV cache
 is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, with plain dequantized arithmetic
-and with anybit's kernels: APT-LLM's Table V.
+and with anybit's kernels: APT-LLM's Table V. `--news FILE` (scripts/fetch.py) adds the perplexity of a text that no
+method saw, and agreement with the 16-bit model on text that this model writes.
 
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one, replacing those of the same case,
 scheme, method and options. `--missing` skips cases that have a row, `--seconds S` starts no case after S seconds.
@@ -74,6 +75,7 @@ class Told:
 
 def measure(
     case: str, model: Path, text: Path, scheme: str, method: str, options: Row, op: bool, blocks: Path | None = None,
+    news: Path | None = None,
 ) -> Row:  # fmt: skip
     """Quantize, reload, evaluate through the layers that users get.
 
@@ -86,7 +88,7 @@ def measure(
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        folder, bits = model, 16.0
+        folder, bits, learned = model, 16.0, {}
         shared, note = (None, None) if blocks is None else (blocks / scheme, blocks / scheme / "seconds.txt")
         if scheme != "float32":
             given, bits = dict(options), options.get("bits")
@@ -96,9 +98,8 @@ def measure(
             if shared is not None and METHODS[method].calibrated:
                 given["resume"] = shared
             folder = Path(scratch) / "model"
-            bits = quantize_folder(
-                model, folder, scheme, method, bits=bits, options=given, progress=Told()
-            ).bits_per_weight
+            saved = quantize_folder(model, folder, scheme, method, bits=bits, options=given, progress=Told())
+            bits, learned = saved.bits_per_weight, saved.learned
         seconds = time.perf_counter() - started
         print(f"# {scheme} {method}: quantized in {seconds:.1f} s", file=sys.stderr, flush=True)
         if shared is not None and note is not None and shared.is_dir():
@@ -106,11 +107,13 @@ def measure(
             note.write_text(str(seconds))
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
+        if news is not None:
+            found |= unseen(model, folder, evaluate.read_text(news), scheme)
     return {
         "case": case, "scheme": scheme, "method": method, "options": options, "bits_per_weight": round(bits, 4),
         **found, "quantize_seconds": round(seconds, 1), "peak_gib": None if peak is None else round(peak, 2),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "threads": torch.get_num_threads(), **origin(),
+        "threads": torch.get_num_threads(), **({"learned": learned} if learned else {}), **origin(),
     }  # fmt: skip
 
 
@@ -144,6 +147,19 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> Row:
     return found
 
 
+def unseen(model: Path, folder: Path, news: str, scheme: str) -> Row:
+    """Perplexity on another text, and agreement with the original model on text that it writes itself."""
+    other = load_model(model, dtype=FLOAT32)
+    rows = evaluate.windows_written_by(other.model, 16, 512)
+    ours = load_model(folder, backend=None if scheme == "float32" else "reference-decoded", dtype=FLOAT32)
+    windows = evaluate.windows_of(ours.tokenizer(news).input_ids, 512, 16)
+    same = evaluate.agreement(ours.model, other.model, rows)
+    return {
+        "perplexity_news": round(evaluate.perplexity(ours.model, windows).perplexity, 4),
+        "divergence": round(same.divergence, 5), "same_token": round(same.same, 5),
+    }  # fmt: skip
+
+
 def known(file: Path, case: str, scheme: str, method: str, options: Row, op: bool) -> bool:
     """Whether a file has a case's row."""
     rows = json.loads(file.read_text()) if file.exists() else []
@@ -163,7 +179,8 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
                 continue
             blocks = Path(scratch) if "+" in methods else None
             try:
-                row = measure(arguments.case, arguments.model, arguments.text, scheme, method, options, op, blocks)
+                given = arguments.case, arguments.model, arguments.text
+                row = measure(*given, scheme, method, options, op, blocks, arguments.news)
             except Exception:  # a failed case must not lose the others
                 print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
                 continue
@@ -177,6 +194,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--case", default=CASE, help="what the rows call the model and its text")
+    parser.add_argument("--news", type=Path, default=None)
     parser.add_argument(
         "--options", type=json.loads, default={}, help="of the method, as JSON; bits: widths are chosen"
     )

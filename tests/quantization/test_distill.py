@@ -1,10 +1,12 @@
 """Distillation: weights start at given codes, learn from the model's predictions, and pack to what they computed."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.reference import quantize_activations
@@ -13,11 +15,14 @@ from anybit.codes.sparse import two_of_four
 from anybit.errors import CalibrationError, TextError
 from anybit.kernels.attention import kv_page
 from anybit.quantization.learn.adam import Adam
+from anybit.quantization.learn.fuse import fused, unfused
 from anybit.quantization.learn.generated import written
+from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.latent import Bank, Rates, banks
 from anybit.quantization.learn.loop import Course, steps_of
-from anybit.quantization.learn.norms import fuse_norms
+from anybit.quantization.learn.norms import Gains, fuse_norms
 from anybit.quantization.learn.rounding import keys_and_values_through, rounded_through
+from anybit.quantization.learn.static_step import StaticStep
 from anybit.quantization.learn.student import gains_of, placed, student_of
 from anybit.quantization.methods import distill as module
 from anybit.quantization.methods.distill import Distillation, distill
@@ -127,9 +132,39 @@ def test_banks_are_the_layers_that_they_hold():
             torch.testing.assert_close(weight.dequantize(), originals[name].dequantize())
 
 
+def test_compiled_steps_and_gradients_are_the_same(monkeypatch):
+    """By the tracing half of torch.compile, which needs no C compiler; blocks share graphs."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, found = tiny(layers=2), []
+    weights, scheme_of = rounded(model, "w2a16g32asym")
+    tokens = torch.stack(sequences(20)[::3])
+    for fuse in (unfused, fused):
+        own = banks(weights, lambda name: model.get_submodule(name).weight.data, torch.float32, torch.bfloat16, fuse)
+        leaves = {name: leaf for bank in own for name, leaf in bank.leaves.items()}
+        student = student_of(model, leaves, lambda name: scheme_of(name).activations, None)
+        gains = Gains(student)
+        gradient = KLGradient(model, student, False, fuse, repeatable=False)
+        for bank in own:
+            bank.refresh()
+        losses = []
+        for count in range(1, 3):
+            losses.append(gradient([tokens]))
+            for bank in own:
+                bank.step(Rates(0.05, 0.01), count)
+            gains.step(0.01, count, torch.tensor(1.0))
+        found.append((losses, [bank.leaves[name].detach() for bank in own for name in bank.leaves]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4) and found[0][0][-1] < found[0][0][0]
+    # Of teacher and student each, whatever their layers: up to attention, in it, and after it.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * 4 + 1 + len(own)
+    for one, other in zip(*(weights for _, weights in found), strict=True):
+        assert float((one - other).norm()) < 0.02 * float(one.norm())
+
+
 def test_steps_in_sixteen_bits_add_up():
     """Each is a hundredth of the spacing of bfloat16 there, and would be lost by rounding to nearest."""
-    adam = Adam(torch.full((4000,), 100.0).bfloat16())
+    adam = Adam.of(torch.full((4000,), 100.0).bfloat16())
     for count in range(1, 201):
         adam.step(torch.ones(4000), 0.005, count)
     assert adam.first.dtype == torch.bfloat16
@@ -244,6 +279,35 @@ def test_a_model_writes_on_from_pieces_of_a_text():
     model.config.bos_token_id = model.config.eos_token_id = None
     with pytest.raises(TextError, match="no BOS token"):
         rows(48, starts=[])
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "static"),
+    [
+        ("llama", {}, True),
+        ("gemma3_text", {"sliding_window": 32, "head_dim": 8}, True),
+        ("gpt2", {}, True),
+        ("gemma2", {"head_dim": 8}, False),  # a softcap
+        ("mamba", {"state_size": 8}, False),
+    ],
+)
+def test_a_static_cache_writes_what_a_growing_one_does(kind, others, static, monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if kind != "gpt2":
+        sizes |= {"intermediate_size": 48}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1)
+    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=32, **sizes, **special, **others)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2) if parameter.ndim > 1 else None
+    with torch.no_grad():
+        assert (StaticStep.of(placed(model, model.device), 2, 80) is not None) == static
+    attention = model.config._attn_implementation
+    found = torch.cat(list(written(model, [], 3 * 80, 80, model.device)))
+    monkeypatch.setattr(StaticStep, "of", lambda *given: None)
+    assert torch.equal(found, torch.cat(list(written(model, [], 3 * 80, 80, model.device))))
+    assert model.config._attn_implementation == attention and len(found[:, -1].unique()) > 1
 
 
 def test_steps_are_shuffled_and_as_long_as_asked():

@@ -106,6 +106,25 @@ def test_a_budget_mixes_widths_by_expert(sources: Any, tmp_path: Path) -> None:
     check(sources("qwen3_moe"), AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "again")
 
 
+def test_experts_learn_with_all_other_layers(sources: Any, tmp_path: Path) -> None:
+    """On the calibration text, which they have to imitate; the router, in 16 bits, sends it to them."""
+    source, given = sources("qwen3_moe"), text(16)
+    tokens = torch.tensor(given["sequences"])
+    wanted = AutoModelForCausalLM.from_pretrained(source).eval()(tokens).logits.detach().log_softmax(-1)
+    losses, experts = [], []
+    for method, how in (("gptq", {}), ("distill", {"learn_tokens": 12288, "weight_rate": 0.02})):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "[0-9]+ experts saw fewer than")
+            quantize_folder(source, tmp_path / method, "w2a16g32asym", method, options={**given, **how})
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / method).eval()
+        with torch.no_grad():
+            ours = found(tokens).logits.log_softmax(-1)
+        losses.append(torch.nn.functional.kl_div(ours, wanted, reduction="sum", log_target=True) / tokens.numel())
+        experts.append({name: layer.dequantize() for name, layer in layers_of(found).items() if ".experts." in name})
+    assert losses[1] < 0.9 * losses[0]
+    assert len(experts[0]) == 48 and not any(bool((w == experts[1][n]).all()) for n, w in experts[0].items())
+
+
 def test_experts_that_see_few_tokens_are_named(sources: Any, tmp_path: Path) -> None:
     """All of them, with 256 tokens of text: they are rounded to nearest."""
     with pytest.warns(UserWarning, match=r"^16 experts saw fewer .*: model\.layers\.0\.mlp\.experts\.0, ") as told:

@@ -8,9 +8,11 @@ import torch
 
 from anybit.codes.rtn import quantize_weight
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
+from anybit.quantization.learn.generated import written
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.latent import Rates
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
+from anybit.quantization.methods import distill as distill_module
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.registry import quantize_folder
@@ -69,6 +71,27 @@ def test_learning_on_a_gpu_improves(text):
     found = distill(model, weights, rows, lambda name: scheme, settings, lambda *told: losses.append(told[2]))
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     assert found.gains
+
+
+def test_minutes_compile_and_capture(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    monkeypatch.setattr(distill_module, "_LONG_SECONDS", 0)
+    model, scheme = tiny(layers=3), Scheme.parse("w2a16g32asym")
+    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in sorted(names_of(model))}
+    losses: list[float] = []
+    settings = Distillation(0, 45.0, step_tokens=128, rates=Rates(0.02, 0.005, 0.002), device="cuda")
+    rows = [row for batch in batches(4) for row in batch]
+    found = distill(model, weights, rows, lambda name: scheme, settings, lambda *told: losses.append(told[2]))
+    assert found.course.step > 500 and sum(losses[-4:]) < 0.5 * sum(losses[:4])
+    assert not [str(one.message) for one in recwarn if "slower" in str(one.message) or "longer" in str(one.message)]
+
+
+def test_text_is_written_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replayed steps write is what eager ones do."""
+    model, device = tiny(layers=2), torch.device("cuda")
+    found = torch.cat(list(written(model, [], 8 * 160, 160, device)))
+    monkeypatch.setattr("anybit.quantization.learn.static_step.can_capture", lambda model: False)
+    assert torch.equal(found, torch.cat(list(written(model, [], 8 * 160, 160, device))))
+    assert len(found.unique()) > 20
 
 
 def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):

@@ -118,6 +118,12 @@ def quantize(
         f"{layers}, {saved.bits_per_weight:.2f} bits per weight; "
         f"{saved.seconds:.1f} s, {speed:.3g} million weights/s"
     )
+    if how := saved.learned:
+        output.print(
+            f"learned from {how['tokens'] / 1e6:.3g} million tokens in {how['seconds']:.0f} s, "
+            f"{how['seconds_starting']:.0f} of them to begin; wrote {how['tokens_written'] / 1e6:.3g} million in "
+            f"{how['seconds_writing']:.0f} s"
+        )
     if saved.experts:
         output.print(
             f"{saved.experts / 1e6:.1f} million expert weights are not quantized, and count in the bits per weight"

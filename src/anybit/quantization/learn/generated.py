@@ -2,14 +2,14 @@
 sampled from the teacher will do, and there is no limit to it.
 """
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from anybit.errors import TextError
+from anybit.quantization.learn.static_step import StaticStep
 from anybit.quantization.learn.student import placed
 
 if TYPE_CHECKING:
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 # Most sequences generated at once, and the share of a GPU's free memory that their KV caches may take.
 _ROWS, _SHARE = 2048, 0.4
-# Memory that growing caches need, relative to their final size.
-_SLACK = 1.25
+
+Step = Callable[[Tensor, int], Tensor]
+"""Logits [rows, V] after tokens int64 [rows, 1] at a position."""
 
 
+@torch.no_grad()
 def written(
     model: "PreTrainedModel",
     sequences: Sequence[Tensor],
@@ -42,17 +44,14 @@ def written(
     if device.type == "cuda":
         for parameter in writer.parameters():  # not buffers: rotary frequencies stay float32
             parameter.data = parameter.data.to(torch.bfloat16)
-    row = _cache_bytes(model, length)
-    most = _rows(row, device)
-    if device.type == "cuda":
-        # A growing cache is reallocated, a little larger, at each token. This block, freed at once to the caching
-        # allocator, gives old and new ones room; else each size would be a new driver allocation.
-        torch.empty(int(_SLACK * min(most, tokens // length) * row), dtype=torch.uint8, device=device)
+    most = min(_rows(_cache_bytes(model, length), device), max(tokens // length, 1))
+    static = StaticStep.of(writer, most, length)
     for done in range(0, tokens // length, most):
-        rows = min(most, tokens // length - done)
-        prompts = [_piece(starts, piece, picks) for _ in range(rows)]
-        yield _continued(writer, torch.stack(prompts).to(device), length, dice)
+        prompts = torch.stack([_piece(starts, piece, picks) for _ in range(most)]).to(device)
+        found = _continued(static or _growing(writer), prompts, length, dice)
+        yield found[: tokens // length - done]
     if device.type == "cuda":
+        del static
         torch.cuda.empty_cache()
 
 
@@ -63,21 +62,33 @@ def _piece(sequences: Sequence[Tensor], length: int, picks: torch.Generator) -> 
     return chosen[start : start + length]
 
 
-@torch.no_grad()
-def _continued(writer: "PreTrainedModel", prompts: Tensor, length: int, dice: torch.Generator) -> Tensor:
+def _continued(step: Step, prompts: Tensor, length: int, dice: torch.Generator) -> Tensor:
     """Sample up to ``length`` tokens after prompts int64 [rows, piece]."""
     rows, piece = prompts.shape
     text = torch.empty(rows, length, dtype=torch.int64, device=prompts.device)
     text[:, :piece] = prompts
-    cache, name = None, "cache" if "cache" in inspect.signature(writer.forward).parameters else "past_key_values"
     # The prompt, too, runs token by token: logits of a whole prefill would not fit.
     for i in range(length - 1):
-        out = writer(input_ids=text[:, i : i + 1], use_cache=True, **{name: cache})
-        cache = getattr(out, name)
+        logits = step(text[:, i : i + 1], i)
         if i + 1 >= piece:
-            likely = out.logits[:, -1].float().softmax(-1)
-            text[:, i + 1] = torch.multinomial(likely, 1, generator=dice)[:, 0]
+            # Gumbel's trick samples without waiting for the GPU, as torch.multinomial does to check its input.
+            noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=dice)
+            text[:, i + 1] = (logits - noise.log_()).argmax(-1)
     return text.cpu()
+
+
+def _growing(writer: "PreTrainedModel") -> Step:
+    """Steps over the model's own cache, which grows, for models that ``StaticStep`` cannot run."""
+    kept: dict[str, object] = {}
+
+    def step(ids: Tensor, position: int) -> Tensor:
+        out = writer(input_ids=ids, use_cache=True, **kept)
+        name = next(name for name in ("cache", "past_key_values", "cache_params") if getattr(out, name, None))
+        kept.update({name: getattr(out, name)})
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    return step
 
 
 def _bos(model: "PreTrainedModel") -> int:

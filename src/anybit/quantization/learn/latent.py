@@ -9,6 +9,7 @@ learn; while masks are chosen, pruned ones do, too (SR-STE; Zhou et al., 2021).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from anybit.codes.packing import QuantizedWeight, stack, unstack
 from anybit.codes.sparse import two_of_four
 from anybit.quantization.learn.adam import Adam
+from anybit.quantization.learn.fuse import Fuse, unfused
 from anybit.quantization.methods.grid import Grid
 
-# Latents start this near to the middle of their code's cell (in code units), on the side of the original weight: Adam's
-# first steps move all of them alike, and would flip those at an edge at once.
-_NEAR = 0.35
+# Latents start at the original weights, but inside their code's cell: at most so far from its middle (in code units),
+# and so far where the code is not the nearest. Adam's first steps move all latents alike, and would flip those at an
+# edge at once.
+_INSIDE, _NEAR = 0.49, 0.35
 # Pruned weights start at no more than this fraction of the smallest kept magnitude of their four.
 _APART = 0.5
 # Weights that are updated at once: temporary tensors hold as many floats.
@@ -42,11 +45,25 @@ class Rates:
         return Rates(self.weight * factor, self.scale * factor, self.gain * factor)
 
 
+class Part(NamedTuple):
+    """Some rows of a bank: views."""
+
+    latent: Adam
+    log_scale: Adam
+    zero: Adam
+    kept: Tensor | None
+    base: Tensor
+    unit: Tensor
+    weight: Tensor
+    gradient: Tensor
+
+
 class Bank:
     """Weights of one format and number of inputs, learned as one tall matrix: rows of layer after layer.
 
     Hundreds of layers, one by one, would leave a GPU waiting for launches. ``refresh`` computes all weights into
-    ``leaves``, whose addresses never change and whose gradients accumulate in one tensor; ``step`` learns from them.
+    ``leaves``, whose addresses never change and whose gradients accumulate in one tensor; ``step`` learns from them,
+    and refreshes.
     Tensors by group are [N, G, g]: the last group is padded, and columns are sorted by group.
     """
 
@@ -56,8 +73,9 @@ class Bank:
         original: Callable[[str], Tensor],
         dtype: torch.dtype,
         latent_dtype: torch.dtype,
+        fuse: Fuse = unfused,
     ) -> None:
-        """original: [N, K] by name, on the weights' device.  dtype: of computed weights."""
+        """original: [N, K] by name, on the weights' device.  dtype: of computed weights.  fuse: compiles steps."""
         self._rows = {name: weight.shape[0] for name, weight in weights.items()}
         self._like = like = stack(list(weights.values()))
         n, k = like.shape
@@ -65,15 +83,17 @@ class Bank:
         groups = like.groups()
         self._order = None if bool((groups.diff() >= 0).all()) else groups.argsort(stable=True)
         self._back = None if self._order is None else self._order.argsort()
-        count = max(_AT_ONCE // k, 1)
-        # Rows that are updated together.
+        count = max((_AT_ONCE if fuse is unfused else 8 * _AT_ONCE) // k, 1)
+        # Rows updated together: compiled updates have no temporary tensors, but a graph for each shape.
         self._parts = [slice(start, min(start + count, n)) for start in range(0, n, count)]
         self._grid = Grid.of(like.format, like.scale.dtype)
         self._base = self._grid.store(like.scale.float())  # scales of dead groups may be 0
         mask = like.mask()
         self.kept = None if mask is None else self._grouped(mask)
         latent = torch.empty(*self._base.shape, self._size, dtype=latent_dtype, device=like.device)
-        self.latent, self.log_scale, self.zero = Adam(latent), Adam(torch.zeros_like(self._base)), Adam(like.zeros())
+        self.latent, self.zero = Adam.of(latent), Adam.of(like.zeros())
+        self.log_scale = Adam.of(torch.zeros_like(self._base))
+        self._learn = fuse(self._step)
         self._unit = torch.empty(n, 1, 1, device=like.device)
         self._weight = torch.empty(n, k, dtype=dtype, device=like.device)
         self._gradient = torch.zeros_like(self._weight)
@@ -89,8 +109,9 @@ class Bank:
     def _start(self, rows: slice, weight: QuantizedWeight, original: Tensor) -> None:
         scale, zero = self._base[rows, :, None], self.zero.value[rows, :, None]
         codes = self._grouped(weight.codes().float())
-        wanted = self._grouped(original.to(codes)) / scale
-        latent = wanted.add_(zero).sub_(codes).clamp_(-_NEAR, _NEAR).add_(codes).sub_(zero).mul_(scale)
+        places = self._grouped(original.to(codes)) / scale + zero
+        limit = torch.where(places.round().clamp(0, self._top) == codes, _INSIDE, _NEAR)
+        latent = ((places - codes).clamp(-limit, limit) + codes - zero) * scale
         size = original.float().square().mean().sqrt()
         unit = size if weight.format.sparse else torch.minimum(size, scale.abs().mean())
         self._unit[rows] = unit.clamp(min=torch.finfo(torch.float32).tiny)
@@ -106,43 +127,60 @@ class Bank:
     def refresh(self) -> None:
         """Compute the weights, and zero their gradients."""
         for rows in self._parts:
-            codes, scale, zero = self._codes(rows)
-            weight = codes.sub_(zero).mul_(scale)
-            self._weight[rows] = self._flat(weight if self.kept is None else weight.mul_(self.kept[rows]))
-        self._gradient.zero_()
+            self._compute(self._part(rows))
+
+    def size(self) -> Tensor:
+        """The norm of the accumulated gradients, float32 []."""
+        found: Tensor = torch.linalg.vector_norm(self._gradient, dtype=torch.float32)
+        return found
 
     @torch.no_grad()
-    def step(self, rates: Rates, count: int, choosing: bool = False) -> None:
-        """Take a step of Adam, the ``count``-th, from the accumulated gradients. choosing: whether masks may change."""
+    def step(self, rates: Rates, count: int, choosing: bool = False, factor: Tensor | float = 1.0) -> None:
+        """Take a step of Adam, the ``count``-th, from the accumulated gradients, and refresh the weights.
+
+        choosing: whether masks may change.  factor: of the gradients.
+        """
+        # Tensors: numbers would be compiled anew at each step.
+        factor = torch.as_tensor(factor, device=self._weight.device)
+        pace = torch.tensor([rates.weight, rates.scale], device=self._weight.device)
+        at = torch.tensor(count, dtype=torch.int32, device=self._weight.device)
         for rows in self._parts:
-            codes, scale, zero = self._codes(rows)
-            places = self.latent.value[rows].float().div(scale).add_(zero)
-            gradient = self._grouped(self._gradient[rows].float())
-            steps = gradient * scale  # the gradient of codes
-            if self.kept is not None:
-                steps.mul_(self.kept[rows])
-            below, above = places < 0, places > self._top
-            felt = codes - places
-            felt = torch.where(below | above, codes - zero, felt).mul_(steps)
-            self.log_scale.step(felt.sum(-1), rates.scale, count, rows)
-            if self._like.zero is not None:
-                felt = steps.where(below | above, 0).sum(-1).neg_()
-                self.zero.step(felt, rates.scale, count, rows)
-            stuck = (below & (steps >= 0)) | (above & (steps <= 0))
-            learning = ~stuck if choosing or self.kept is None else ~stuck & self.kept[rows]
-            self.latent.step(gradient.mul_(learning), rates.weight * self._unit[rows], count, rows)
-        if self.kept is not None and choosing:
-            self.kept.copy_(two_of_four(self.latent.value.abs().view(-1, 4)).view(self.kept.shape))
+            self._learn(self._part(rows), pace, at, choosing, factor)
+
+    def _step(self, part: Part, pace: Tensor, count: Tensor, choosing: bool, factor: Tensor) -> None:
+        codes, scale, zero = self._codes(part)
+        places = part.latent.value.float() / scale + zero
+        gradient = self._grouped(part.gradient.float() * factor)
+        steps = gradient * scale  # the gradient of codes
+        if part.kept is not None:
+            steps = steps * part.kept
+        below, above = places < 0, places > self._top
+        felt = torch.where(below | above, codes - zero, codes - places) * steps
+        part.log_scale.step(felt.sum(-1), pace[1], count)
         if self._like.zero is not None:
-            self.zero.value.clamp_(0, self._top)
+            part.zero.step(-steps.where(below | above, 0).sum(-1), pace[1], count)
+            part.zero.value.clamp_(0, self._top)
+        stuck = (below & (steps >= 0)) | (above & (steps <= 0))
+        learning = ~stuck if choosing or part.kept is None else ~stuck & part.kept
+        part.latent.step(gradient * learning, pace[0] * part.unit, count)
+        if part.kept is not None and choosing:
+            part.kept.copy_(two_of_four(part.latent.value.abs().view(-1, 4)).view(part.kept.shape))
+        self._compute(part)
+
+    def _compute(self, part: Part) -> None:
+        """Compute the weights of some rows, and zero their gradients."""
+        codes, scale, zero = self._codes(part)
+        weight = (codes - zero) * scale
+        part.weight.copy_(self._flat(weight if part.kept is None else weight * part.kept))
+        part.gradient.zero_()
 
     @torch.no_grad()
     def harden(self) -> dict[str, QuantizedWeight]:
         """The learned weights by name, on the CPU."""
         like = self._like
-        found = [self._codes(rows)[0].to(torch.uint8) for rows in self._parts]
+        found = [self._codes(self._part(rows))[0].to(torch.uint8) for rows in self._parts]
         codes = torch.cat([self._flat(part) for part in found]).cpu()
-        scale, zero = self._scale(slice(None)).to("cpu", like.scale.dtype), None
+        scale, zero = self._scale(self._base, self.log_scale.value).to("cpu", like.scale.dtype), None
         if like.zero is not None:
             zero = self.zero.value.round().to("cpu", torch.uint8)
         if self.kept is not None:
@@ -157,16 +195,21 @@ class Bank:
         own = self.latent.state("latent") | self.log_scale.state("log_scale") | self.zero.state("zero")
         return own if self.kept is None else own | {"kept": self.kept}
 
-    def _codes(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _part(self, rows: slice) -> Part:
+        kept = None if self.kept is None else self.kept[rows]
+        moving = self.latent.part(rows), self.log_scale.part(rows), self.zero.part(rows)
+        return Part(*moving, kept, self._base[rows], self._unit[rows], self._weight[rows], self._gradient[rows])
+
+    def _codes(self, part: Part) -> tuple[Tensor, Tensor, Tensor]:
         """Codes float32 [n, G, g], scales and zeros [n, G, 1] of some rows."""
-        scale, zero = self._scale(rows)[..., None], self.zero.value[rows, :, None]
+        scale, zero = self._scale(part.base, part.log_scale.value)[..., None], part.zero.value[..., None]
         if self._like.zero is not None:
             zero = zero.round()
-        return self.latent.value[rows].float().div(scale).add_(zero).round_().clamp_(0, self._top), scale, zero
+        return (part.latent.value.float() / scale + zero).round().clamp(0, self._top), scale, zero
 
-    def _scale(self, rows: slice) -> Tensor:
+    def _scale(self, base: Tensor, log_scale: Tensor) -> Tensor:
         """Scales [n, G] as they will be stored."""
-        return self._grid.store(self._base[rows] * self.log_scale.value[rows].exp())
+        return self._grid.store(base * log_scale.exp())
 
     def _grouped(self, x: Tensor) -> Tensor:
         """[n, K] -> [n, G, g]."""
@@ -185,10 +228,14 @@ def banks(
     original: Callable[[str], Tensor],
     dtype: torch.dtype,
     latent_dtype: torch.dtype,
+    fuse: Fuse = unfused,
 ) -> list[Bank]:
     """Weights in as few banks as possible; each layer with activation order gets its own. The arguments are Bank's."""
     together: dict[object, list[str]] = {}
     for name, weight in weights.items():
         key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
         together.setdefault(key, []).append(name)
-    return [Bank({name: weights[name] for name in names}, original, dtype, latent_dtype) for names in together.values()]
+    return [
+        Bank({name: weights[name] for name in names}, original, dtype, latent_dtype, fuse)
+        for names in together.values()
+    ]

@@ -15,6 +15,8 @@ from anybit.quantization.learn.kl_gradient import KLGradient
 Progress = Callable[[int, int, float], None]
 """Called with steps or seconds done, those in all, and the last loss (nats a token)."""
 
+# Steps that compile and capture.
+_STARTING = 3
 # The rate rises over so many steps, and falls to this fraction of the whole.
 _WARM, _LEAST = 50, 0.02
 
@@ -23,13 +25,16 @@ _WARM, _LEAST = 50, 0.02
 class Course:
     """How far learning has come. Give steps, which two runs repeat exactly, or seconds, which are kept.
 
-    step, elapsed: so far; a resumed run continues those of the interrupted one.
+    step, elapsed: so far; a resumed run continues those of the interrupted one.  tokens: seen in this run.
+    starting: seconds of this run's first steps, which compile.
     """
 
     steps: int = 0
     seconds: float = 0.0
     step: int = 0
     elapsed: float = 0.0
+    tokens: int = 0
+    starting: float = 0.0
 
     @property
     def done(self) -> float:
@@ -64,16 +69,19 @@ def learn(
     Raises CalibrationError if a loss is not finite, TextError for a text without sequences of at least 2 tokens.
     """
     steps = itertools.islice(steps_of(text, step_tokens, seed), course.step, None)
-    began = time.monotonic() - course.elapsed
+    started, first = time.monotonic(), course.step + _STARTING
+    began = started - course.elapsed
     while not course.over:
-        loss = gradient(
-            [part for tokens in next(steps) for part in tokens.split(max(run_tokens // tokens.shape[1], 1))]
-        )
+        batches = next(steps)
+        loss = gradient([part for tokens in batches for part in tokens.split(max(run_tokens // tokens.shape[1], 1))])
         if not math.isfinite(loss):
             raise CalibrationError(f"the loss of step {course.step} is not finite: lower the learning rates")
         update(course.rate)
         course.step += 1
+        course.tokens += sum(tokens.numel() for tokens in batches)
         course.elapsed = time.monotonic() - began
+        if course.step == first:
+            course.starting = time.monotonic() - started
         if progress is not None:
             done = (course.step, course.steps) if course.steps else (int(course.elapsed), int(course.seconds) + 1)
             progress(*done, loss)

@@ -1,7 +1,10 @@
-"""Fused RMSNorms for training: a small model spends more time on unfused norms than on its GEMMs."""
+"""Norms in training: fused, since a small model spends more time on unfused norms than on its GEMMs; their gains."""
 
 import torch
 from torch import Tensor, nn
+
+from anybit.quantization.learn.adam import Adam
+from anybit.quantization.learn.student import gains_of
 
 
 class FusedRMSNorm(nn.Module):
@@ -34,3 +37,33 @@ def fuse_norms(model: nn.Module) -> int:
             model.set_submodule(name, fused, strict=False)
             count += 1
     return count
+
+
+class Gains:
+    """A student's own gains of its norms, in float32, learned as one tensor: ``moving``.
+
+    named: views of it, by name.  gradient: of all, accumulates.
+    """
+
+    def __init__(self, student: nn.Module) -> None:
+        shared = gains_of(student)
+        sizes = [len(gain) for gain in shared.values()]
+        device = next(student.parameters()).device
+        empty = torch.zeros(0, device=device)
+        self.moving = Adam.of(torch.cat([empty, *(gain.detach().float() for gain in shared.values())]))
+        self.gradient = torch.zeros_like(self.moving.value)
+        own: dict[nn.Parameter, nn.Parameter] = {}
+        parts = zip(self.moving.value.split(sizes), self.gradient.split(sizes), strict=True)
+        for gain, (value, gradient) in zip(shared.values(), parts, strict=True):
+            own[gain] = nn.Parameter(value)
+            own[gain].grad = gradient
+        for module in student.modules():
+            weight = module._parameters.get("weight")
+            if weight in own:
+                module._parameters["weight"] = own[weight]
+        self.named = gains_of(student)
+
+    def step(self, rate: float, count: int, factor: Tensor) -> None:
+        """Take a step of Adam, the ``count``-th, from the gradient times a factor."""
+        self.moving.step(self.gradient * factor, rate, count)
+        self.gradient.zero_()

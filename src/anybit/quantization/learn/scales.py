@@ -88,7 +88,7 @@ def learn_scales(
                 student.set_submodule(name, layer, strict=False)
     if teacher.device.type == "cuda":
         fuse_norms(student)
-    moving = [Adam(log_scale.data) for log_scale in log_scales]
+    moving = [Adam.of(log_scale.data) for log_scale in log_scales]
     course = Course(settings.steps)
 
     def update(rate: float) -> None:

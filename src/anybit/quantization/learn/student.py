@@ -18,6 +18,9 @@ from anybit.scheme import ActivationFormat, KVFormat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+"""transformers' interface of attention."""
+
 
 class GivenLinear(nn.Module):
     """A linear layer over a given weight tensor, [N, K], that is not a parameter."""
@@ -105,19 +108,24 @@ def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _attend_through(model: "PreTrainedModel", format: KVFormat) -> None:
-    """Make a model round its keys and values before attention."""
+def attend_by(model: "PreTrainedModel", kind: str, change: Callable[[Attend], Attend]) -> None:
+    """Change a model's attention function. kind: tells changes apart; two of the same kind are the same."""
     usual = model.config._attn_implementation
-    attend = ALL_ATTENTION_FUNCTIONS[usual]
-
-    def rounding(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        key, value = keys_and_values_through(key, value, format)
-        found: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
-        return found
-
-    name = f"anybit-{format}-{usual}"
-    AttentionInterface.register(name, rounding)
+    name = f"anybit-{kind}-{usual}"
+    AttentionInterface.register(name, change(ALL_ATTENTION_FUNCTIONS[usual]))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
     model.config._attn_implementation = name
+
+
+def _attend_through(model: "PreTrainedModel", format: KVFormat) -> None:
+    """Make a model round its keys and values before attention."""
+
+    def through(attend: Attend) -> Attend:
+        def rounding(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
+        ) -> tuple[Tensor, Tensor | None]:
+            return attend(module, query, *keys_and_values_through(key, value, format), *args, **kwargs)
+
+        return rounding
+
+    attend_by(model, str(format), through)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CalibrationError
 from anybit.models.blocks import weight_of
-from anybit.quantization.learn.adam import Adam
+from anybit.quantization.learn.fuse import fuser, unfused
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.latent import Rates, banks
 from anybit.quantization.learn.loop import Course, Progress, learn
-from anybit.quantization.learn.norms import fuse_norms
-from anybit.quantization.learn.student import gains_of, placed, student_of
+from anybit.quantization.learn.norms import Gains, fuse_norms
+from anybit.quantization.learn.student import placed, student_of
 from anybit.quantization.pipeline.resume import SavedState
 from anybit.scheme import Scheme
 
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _SAVE, _TIMES = 240, 20
 # Share of a GPU's memory that weights, gradients and moments may take.
 _SHARE = 0.75
+# The largest norm of a step's gradient. A coarse start has gradients many times those of later steps, and Adam would
+# take small steps until it has forgotten them.
+_CLIP = 1.0
+# Tokens and seconds from which on compiling pays.
+_LONG, _LONG_SECONDS = 1 << 20, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,11 @@ class Distillation:
     seed: int = 0
 
     @property
+    def long(self) -> bool:
+        """Whether it lasts so long that compiling pays."""
+        return self.tokens >= _LONG or self.seconds >= _LONG_SECONDS
+
+    @property
     def course(self) -> Course:
         """The course at its start."""
         return Course(max(-(-self.tokens // self.step_tokens), 1) if self.tokens else 0, self.seconds)
@@ -60,10 +70,11 @@ class Distillation:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What a distillation changed: quantized weights, and gains of norms, by name."""
+    """What a distillation changed: quantized weights, and gains of norms, by name; and how it went."""
 
     weights: dict[str, QuantizedWeight]
     gains: dict[str, Tensor]
+    course: Course
 
 
 def distill(
@@ -91,16 +102,16 @@ def distill(
     def original(name: str) -> Tensor:
         return weight_of(model.get_submodule(name)).to(device)
 
-    learned = banks(start, original, half or torch.float32, latent_dtype)
+    fuse = fuser(device) if settings.long else unfused
+    learned = banks(start, original, half or torch.float32, latent_dtype, fuse)
     leaves = {name: leaf for bank in learned for name, leaf in bank.leaves.items()}
     student = student_of(teacher, leaves, lambda name: scheme_of(name).activations, scheme_of("").kv)
     if device.type == "cuda":
         fuse_norms(student)
-    gains = _own_gains(student) if settings.rates.gain else {}
-    moving = {name: Adam(gain.data) for name, gain in gains.items()}
+    gains = Gains(student)
     course = settings.course
     state = {f"{i}.{name}": tensor for i, bank in enumerate(learned) for name, tensor in bank.state().items()}
-    state |= {key: tensor for name, adam in moving.items() for key, tensor in adam.state(name).items()}
+    state |= gains.moving.state("gains")
     if saved is not None:
         _restore(saved, course, state)
     for bank in learned:
@@ -110,35 +121,21 @@ def distill(
     def update(rate: float) -> None:
         nonlocal last, cost
         count, rates = course.step + 1, settings.rates.times(rate)
+        size = torch.stack([*(bank.size() for bank in learned), gains.gradient.norm()]).norm()
+        factor = (_CLIP / size).clamp(max=1.0)
         for bank in learned:
-            bank.step(rates, count, course.done < settings.choosing)
-            bank.refresh()
-        for name, gain in gains.items():
-            assert gain.grad is not None
-            moving[name].step(gain.grad, rates.gain, count)
-            gain.grad.zero_()
+            bank.step(rates, count, course.done < settings.choosing, factor)
+        gains.step(rates.gain, count, factor)
         began = time.monotonic()
         if saved is not None and began - last > max(_SAVE, _TIMES * cost):
             saved.write({"step": count, "elapsed": course.elapsed}, state)
             last, cost = time.monotonic(), time.monotonic() - began
 
-    gradient = KLGradient(teacher, student, settings.half)
+    gradient = KLGradient(teacher, student, settings.half, fuse, repeatable=not settings.seconds)
     learn(gradient, text, settings.step_tokens, run_tokens, course, update, progress, settings.seed)
     hard = {name: weight for bank in learned for name, weight in bank.harden().items()}
-    return Learned(hard, {name: gain.detach().cpu() for name, gain in gains.items()})
-
-
-def _own_gains(student: nn.Module) -> dict[str, nn.Parameter]:
-    """Give a student's norms gains of its own, in float32, with gradients."""
-    own: dict[nn.Parameter, nn.Parameter] = {}
-    for gain in gains_of(student).values():
-        own[gain] = nn.Parameter(gain.detach().float().clone())
-        own[gain].grad = torch.zeros_like(own[gain])
-    for module in student.modules():
-        weight = module._parameters.get("weight")
-        if weight in own:
-            module._parameters["weight"] = own[weight]
-    return gains_of(student)
+    learned_gains = {name: gain.detach().cpu() for name, gain in gains.named.items() if settings.rates.gain}
+    return Learned(hard, learned_gains, course)
 
 
 def _restore(saved: SavedState, course: Course, state: Mapping[str, Tensor]) -> None:

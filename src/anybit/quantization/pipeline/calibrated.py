@@ -54,10 +54,6 @@ _LEARNED = 1 << 20
 """Tokens of a text that learning uses at most."""
 _WRITING, _WRITTEN = 3.0, 1e8
 """Seconds to write a folder, and weights written per second beyond these."""
-_SHARE, _ONCE, _A_BLOCK, _A_MILLION = 0.15, 18.0, 1.0, 0.02
-"""The share of a budget that GPTQ may take, and its seconds on an H200: at first, a block, a million weights."""
-_ON_A_CPU = 2.0
-"""Its seconds for a million weights on two CPU cores."""
 _SAME = 0.05
 """The largest relative change of logits by a transformation that should not change the model's function."""
 
@@ -80,11 +76,14 @@ def run(job: Job) -> Saved:
         text = _generated(job, model, [], options, "start", options.calibration_tokens)
     used = first_of(text, options.calibration_tokens)
     changes = _prepare(job, model, method, text, options)
-    start = options.start or _start(job, model, options, learning)
+    # In minutes the start is forgotten, all but masks.
+    brief = learning is None or not learning.minutes or job.scheme.weights.sparse
+    start = options.start or ("gptq" if brief or method != "distill" else "nearest")
     options = replace(options, start=start)
+    told: dict[str, float] = {}
     weights = _nearest(job, model, {}, options) if start == "nearest" else _calibrated(job, model, used, options)
     if learning is not None:
-        learned = _learned(job, model, weights, text, [] if writes else text, options, learning)
+        learned, told = _learned(job, model, weights, text, [] if writes else text, options, learning)
         weights = learned.weights
         changes = replace(changes, tensors={**changes.tensors, **learned.gains})
     scattered = any(weight.group_index is not None for weight in weights.values())
@@ -98,17 +97,7 @@ def run(job: Job) -> Saved:
         return weight.with_group_index() if scattered and weight.group_index is None else weight
 
     # Writing is fast beside calibration: it reports no progress.
-    return write_quantized(replace(job, progress=None), quantize, changes)
-
-
-def _start(job: Job, model: "PreTrainedModel", options: Options, learning: Learning | None) -> str:
-    """How codes start by default: short budgets are better spent on learning than on GPTQ."""
-    if job.method != "distill" or learning is None or not learning.minutes:
-        return "gptq"
-    millions = sum(layer.n * layer.k for layer in job.layers) / 1e6
-    blocks = len(find_blocks(model)[1])
-    seconds = _ONCE + _A_BLOCK * blocks + _A_MILLION * millions if options.on_gpu else _ON_A_CPU * millions
-    return "gptq" if seconds < _SHARE * 60 * learning.minutes else "nearest"
+    return replace(write_quantized(replace(job, progress=None), quantize, changes), learned=told)
 
 
 def _nearest(
@@ -161,8 +150,10 @@ def _learned(
     starts: list[Tensor],
     options: Options,
     learning: Learning,
-) -> Learned:
+) -> tuple[Learned, dict[str, float]]:
     """Distill, within the job's minutes, on a text and on what the model writes from pieces of ``starts``.
+
+    Returns figures of how it went, too.
 
     Layers outside the blocks, such as the head, start rounded to nearest.
     """
@@ -174,7 +165,9 @@ def _learned(
         return 60 * learning.minutes - (time.perf_counter() - job.began) - writing
 
     share = left() / 4 if learning.generated is None else math.inf
+    began = time.monotonic()
     generated = _generated(job, model, starts, options, "generated", learning.generated, share)
+    writing = time.monotonic() - began
     settings = learning.settings
     if learning.minutes:
         settings = replace(settings, seconds=max(left(), 1.0))
@@ -194,7 +187,15 @@ def _learned(
     def scheme_of(name: str) -> Scheme:
         return job.scheme_of(name) if name else job.scheme
 
-    return distill(model, weights, [*generated, *text * repeats], scheme_of, settings, tell, saved)
+    found = distill(model, weights, [*generated, *text * repeats], scheme_of, settings, tell, saved)
+    course, count = found.course, sum(map(len, generated))
+    return found, {
+        "tokens": course.tokens,
+        "seconds": round(course.elapsed, 1),
+        "seconds_starting": round(course.starting, 1),
+        "tokens_written": count,
+        "seconds_writing": round(writing, 1),
+    }
 
 
 def _generated(

@@ -57,8 +57,8 @@ class Options:
 
     text: a file to calibrate on; a .json file holds lists of token ids.  sequences: the same, as Python lists.
     tokens: how many to calibrate on, in sequences of ``length`` (default 16384, on a GPU 32768).
-    start: how codes start: "gptq", or "nearest", which looks at no text (``gptq.nearest``); None is "gptq", and for
-    ``distill`` "nearest" where that would take too much of the minutes.
+    start: how codes start: "gptq", or "nearest", which looks at no text (``gptq.nearest``); None is "gptq", and
+    "nearest" for ``distill`` in minutes, but for 2:4 schemes.
     drift: how far each layer corrects earlier layers' errors, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``gptq.GPTQ``.
     minutes: of the whole run, for methods that learn.  learn_tokens: to learn from instead, repeats included; two such

@@ -72,7 +72,7 @@ class Saved:
     experts: number of weights in experts that stay in 16 bits (``models.experts``).  bits_per_weight: over both.
     overrides: schemes by layer name or pattern.  beside: unquantized modules outside the language part (vision, audio).
     schemes: number of layers by scheme.
-    seconds: of the whole job, calibration included.
+    seconds: of the whole job, calibration included.  learned: of learning, tokens and seconds; empty without it.
     """
 
     folder: str
@@ -88,6 +88,7 @@ class Saved:
     overrides: dict[str, str] = field(default_factory=dict)
     beside: list[str] = field(default_factory=list)
     schemes: dict[str, int] = field(default_factory=dict)
+    learned: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
