@@ -36,7 +36,7 @@ CASES = {
     "gpt-oss-120b": (128, 4, 2880, 2880),
 }
 """Experts, experts a token, hidden and inner size. deepseek-v3: the 32 experts of one of eight ranks, chosen by all."""
-SCHEMES = {1: ("w4a16g128", "w2a16g128"), 4: ("w4a16g128", "w2a16g128"), 4096: ("w4a16g128", "w4a8")}
+SCHEMES = {**dict.fromkeys((1, 4, 16, 64), ("w4a16g128", "w2a16g128")), 4096: ("w4a16g128", "w4a8")}
 """By tokens, for all but gpt-oss, whose weights are MXFP4. Others: w4a16g128."""
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 TOLERANCE = {16: 1.6e-2, 8: 2.4e-2}
