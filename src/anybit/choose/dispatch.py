@@ -62,8 +62,7 @@ def _files(gpu: str) -> list[Policy]:
 def use(*paths: str | Path) -> None:
     """Use these maps before all others; without arguments, drop those given and reread the files at the next call.
 
-    Prepared layers keep their layout, and CUDA graphs what they captured; all other choices are made again. Files that
-    are not policy maps are ignored with a warning.
+    Prepared layers keep their layout, and CUDA graphs what they captured. Other files are ignored with a warning.
     """
     for forget in _forgets:
         forget()

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from anybit.device import Device
 from anybit.jit import Config
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.packed.sm80_digits import sm80_packed_digits
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
@@ -15,18 +16,19 @@ _C = TypeVar("_C", bound=Config)
 _MANY_UNITS, _TRIGGERS = 7, {4: 1, 2: 0}
 """When gate_up of a fused layer triggers the next kernel (PDL; ``sm90_packed_gemv.Config``), by bits, if measured."""
 _FEW: dict[type, Any] = {one.Config: one for one in (sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16)}
+_FEW[sm80_packed_digits.Config] = sm80_packed_digits
 
 
 def limit_occupancy(config: Config, device: Device) -> Config:
     """Pad a config's shared memory so that two of its blocks never share an SM; other kernels' configs are unchanged.
 
-    With PDL the SMs that free up first would take two blocks of a small layer, others none. Products with several
-    chunks are unchanged: their pipelines fit beside the previous layer's. Two blocks, but not three, may be of
-    skinny_f16, and of a GEMV of one or two tokens, which may be fused, that holds all its activations.
+    With PDL the SMs that free up first would take two blocks of a small layer, others none. Several chunks' pipelines
+    fit beside the previous layer's. Two blocks, but not three, may be of skinny_f16, of digits, and of a GEMV of one
+    or two tokens, which may be fused, that holds all its activations.
     """
-    if type(config) not in _FEW or getattr(config, "chunks", getattr(config, "row_chunks", None)) != 1:
+    if type(config) not in _FEW or getattr(config, "chunks", getattr(config, "row_chunks", 1)) != 1:
         return config
-    pairs = isinstance(config, sm90_packed_skinny_f16.Config)
+    pairs = isinstance(config, sm90_packed_skinny_f16.Config | sm80_packed_digits.Config)
     if isinstance(config, sm90_packed_gemv.Config):
         pairs = config.tile_m <= sm90_packed_gemv.NORM_TOKENS and config.x_resident
     return _padded(config, device.shared_bytes // 2 - 512 * pairs)  # each block costs 1 KB besides
@@ -46,8 +48,7 @@ def limit_occupancy_normed(config: sm90_packed_gemv.Config, device: Device) -> s
 def among_small(problem: LinearProblem, config: Config) -> Config:
     """A config of ``sm90_packed_gemm`` for more than 8 tokens of a fused layer; others are unchanged.
 
-    Among its small kernels, blocks that leave room for another are placed in pairs on the SMs that free up first, and
-    none on others, though all would fit one per SM. In a chain of GEMMs alone pairs are better.
+    Among its small kernels, pairs of blocks share the SMs that free up first; in a chain of GEMMs alone they should.
     """
     if not isinstance(config, sm90_packed_gemm.Config) or problem.m <= 8:
         return config

@@ -85,7 +85,11 @@ class LinearProblem:
     @property
     def block_units(self) -> int:
         """Units per block in kernels for few tokens."""
-        mine = -(-self.units // self.device.sms)
+        return self.units_of(self.device.sms)
+
+    def units_of(self, owners: int) -> int:
+        """Units of each of so many blocks or clusters in kernels for few tokens."""
+        mine = -(-self.units // owners)
         return mine if mine <= _MOST_IN_A_WAVE else _MOST_UNITS
 
     # -------- weights in bit planes (bitplane_layout.py)

@@ -100,6 +100,18 @@ def test_rings_of_digits() -> None:
     run(sm90_packed_gemv, format, 2, 64, 128, make=lambda p: sm90_packed_gemv.fitted(p, 4, 2, 20))
 
 
+@pytest.mark.parametrize("cluster", [2, 4])
+def test_clusters_of_digits(cluster: int) -> None:
+    """Blocks that split K: uneven shares, some blocks without columns, activations at hand or not, several tokens."""
+    for m, n, k, bits, x_stages in ((1, 320, 1408, 2, 8), (4, 100, 1100, 4, 1), (2, 72, 130, 3, 4)):
+
+        def make(p: LinearProblem, x_stages: int = x_stages) -> sm90_packed_gemv.Config:
+            return sm90_packed_gemv.fitted(p, 3, 2, 10, x_stages, cluster=cluster)
+
+        run(sm90_packed_gemv, WeightFormat(bits, "sym", 128), m, n, k, make=make, seed=k, bias=True)
+    run(sm90_packed_gemv, WeightFormat(4, "e2m1", 32), 3, 64, 640, make=make)
+
+
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 def test_shapes_of_blocks(cluster: int) -> None:
     """Warps along rows and along columns, blocks that share columns, token tiles."""
@@ -249,6 +261,9 @@ def test_norm_says_what_it_refuses() -> None:
     assert "no activation order" in str(sm90_packed_gemv.norm_why_not(replace(problem, act_order=True)))
     one = sm90_packed_gemv.fitted(problem, 1, 2, 20, 1)
     assert "whole rows" in str(sm90_packed_gemv.norm_why_not(problem, one))
+    two = sm90_packed_gemv.fitted(problem, 2, 2, 20, cluster=2)
+    assert "split K" in str(sm90_packed_gemv.norm_why_not(problem, two))
+    assert sm90_packed_gemv.norm_default(problem, two).cluster_k == 1
 
 
 @BOTH

@@ -178,6 +178,11 @@ def why_not(format: WeightFormat, quantized: bool = False) -> str | None:
     return None
 
 
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is not below ``least``."""
+    return 1 << (least - 1).bit_length()
+
+
 def round_up(value: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-value // multiple) * multiple

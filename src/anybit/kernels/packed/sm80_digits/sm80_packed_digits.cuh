@@ -143,7 +143,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
             const float2 row = packed::row_factors<f16>(p, first * 16 + i);
             ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x), __float_as_uint(row.y)});
         }
-        if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive();
+        if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive_relaxed();
         ptx::griddepcontrol_wait();
     });
 

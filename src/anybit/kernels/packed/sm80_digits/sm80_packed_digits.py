@@ -33,7 +33,7 @@ class Config(FewFacts):
     tile_m: at least m, a multiple of 4. row_warps x k_warps: warps of a block, along N and K. units: of 16 rows, most
     of a warp; together: of them, that are multiplied at a time. stages: blocks of 128 columns of a warp's pipeline, one
     of which it multiplies. cluster_k: blocks that split K. wgmma: instead of mma.sync. min_blocks_per_sm: bounds
-    registers.
+    registers. min_shared_bytes: see ``heuristics.limit_occupancy``.
     """
 
     wide_store: bool
@@ -46,6 +46,7 @@ class Config(FewFacts):
     cluster_k: int = 1
     wgmma: bool = False
     min_blocks_per_sm: int = 1
+    min_shared_bytes: int = 0
 
     @property
     def warps(self) -> int:
@@ -118,7 +119,7 @@ def shared_bytes(config: Config) -> int:
     rings = c.stages * (c.warps * c.units * c.unit_bytes + c.k_warps * digitize.block_bytes(c))
     sums = c.k_warps * c.tile_m * (rows + 8) * 4
     received = (c.cluster_k - 1) * (c.tile_m // c.cluster_k) * rows * 4
-    return max(rings, sums) + rows * 8 + received + 8
+    return max(max(rings, sums) + rows * 8 + received + 8, c.min_shared_bytes)
 
 
 def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Params:

@@ -8,7 +8,9 @@
 //   split into signed base-256 digits: two or four columns (N) of the MMA. Implied zero points enter as the initial
 //   accumulator of a token's first column.
 // - Tables of non-integer values are multiplied as 16-bit floats instead.
-// - A CTA owns whole units of 16 rows; its warps split K and reduce once, in shared memory, in a fixed order.
+// - A CTA owns whole units of 16 rows; its warps split K and reduce once, in shared memory, in a fixed order. The CTAs of a
+//   cluster may split K over the same rows: long rows are converted once less often, and units spread more evenly. The
+//   first then finishes the sums; the others send it theirs by st.async.
 // - Each warp has its own ring of bulk copies of weights, filled before griddepcontrol.wait.
 #ifndef ANYBIT_SM90_PACKED_GEMV_CUH
 #define ANYBIT_SM90_PACKED_GEMV_CUH
@@ -17,13 +19,37 @@
 
 namespace packed {
 
+// Shared memory. Of the x_stages blocks of activations that a warp has at hand, a few are all digits; of many one is, and the
+// others are as they were until their turn, which other warps' products hide. Sums of the cluster's other CTAs come last.
+template <class C> struct GemvShape : DigitShape<C> {
+    using S = DigitShape<C>;
+    static constexpr bool at_once = C::x_resident && C::x_stages <= 4;
+    static constexpr int kept = at_once ? 0 : C::x_stages - 1, kept_bytes = C::tile_m * 256;
+    static constexpr int x_bytes = (at_once ? C::x_stages : 1) * S::slot_bytes + kept * kept_bytes;
+    static constexpr int factors = S::slots + C::warps * x_bytes, barriers = factors + S::rows * 8, ends = barriers + C::warps * C::stages * 8;
+    static constexpr int sum_bytes = C::tile_m * S::rows * 4, sum_barrier = ends, received = sum_barrier + 8;
+    static constexpr int bytes = C::cluster_k > 1 ? received + (C::cluster_k - 1) * sum_bytes : ends;
+};
+
+// Keeps activations as they were loaded in shared memory, and recalls them dealt.
+template <class C> DEVICE void keep(const Incoming<C>& x, uint32_t at, uint32_t lane) {
+    UNROLL for (int token = 0; token < C::tile_m; token++)
+        ptx::st_shared_v2(at + token * 256 + lane * 8, {x.pairs[token][0], x.pairs[token][1]});
+}
+template <class C> DEVICE void recall(Incoming<C>& x, uint32_t at, uint32_t lane) {
+    int column[2] = {static_cast<int>(lane) * 4, static_cast<int>(lane) * 4 + 2};
+    if constexpr (!C::gather) Incoming<C>::columns(column, lane);
+    UNROLL for (int token = 0; token < C::tile_m; token++)
+        UNROLL for (int h = 0; h < 2; h++) x.pairs[token][h] = ptx::ld_shared_u32(at + token * 256 + column[h] * 2);
+}
+
 // RMSNorm of x + residual on activations in registers, rounded where the model rounds. Uses all warps' `slots` as scratch:
 // they are free before and after.
 template <class C>
 DEVICE void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages], const uint2 (&gamma)[C::x_stages],
                                           int rounds, int warp, uint32_t slots, uint32_t lane) {
-    using S = DigitShape<C>;
-    static_assert(C::x_resident && !C::gather, "a norm needs whole rows at hand");
+    using S = GemvShape<C>;
+    static_assert(C::x_resident && !C::gather && C::cluster_k == 1, "a norm needs whole rows at hand");
     constexpr bool bf16 = C::operand == Operand::bf16;
     const auto column = [&](int i) { return (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4; };
     const auto there = [&](int i) { return i < rounds && (!C::ragged || column(i) < p.k); };
@@ -51,12 +77,12 @@ DEVICE void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages],
                 squares = fmaf(low, low, fmaf(high, high, squares));
             }
         squares = values::Sum::over_warp(squares);
-        if (lane == 0) ptx::st_shared_f32(slots + warp * (C::x_stages * S::slot_bytes) + token * 4, squares);
+        if (lane == 0) ptx::st_shared_f32(slots + warp * S::x_bytes + token * 4, squares);
     }
     __syncthreads();
     float factor[C::tile_m];
     UNROLL for (int token = 0; token < C::tile_m; token++) {
-        const float mine = lane < C::warps ? ptx::ld_shared_f32(slots + lane * (C::x_stages * S::slot_bytes) + token * 4) : 0.0f;
+        const float mine = lane < C::warps ? ptx::ld_shared_f32(slots + lane * S::x_bytes + token * 4) : 0.0f;
         factor[token] = rsqrtf(fmaf(values::Sum::over_warp(mine), p.part, p.epsilon));
     }
     __syncthreads();
@@ -124,33 +150,41 @@ template <class C, class P> struct Rotary {
 };
 
 template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_digits(const P& p) {
-    using S = packed::DigitShape<C>;
+    using S = packed::GemvShape<C>;
     static_assert(C::threads == C::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
     if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
     const uint32_t lane = ptx::lane_id();
     const int warp = static_cast<int>(ptx::warp_id());
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * S::ring_bytes;
-    const uint32_t slots = shared + S::slots + warp * (C::x_stages * S::slot_bytes), barriers = shared + S::barriers + warp * (C::stages * 8);
+    const uint32_t slot = shared + S::slots + warp * S::x_bytes, kept = slot + S::slot_bytes, barriers = shared + S::barriers + warp * (C::stages * 8);
 
-    // Units of 16 rows are split evenly over the CTAs; k blocks go to the warps round-robin.
-    const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4;
-    const int first = static_cast<int>(blockIdx.x * row_units / gridDim.x);
-    const int mine = static_cast<int>((blockIdx.x + 1) * row_units / gridDim.x) - first;
+    // Units of 16 rows are split evenly over the clusters; k blocks go to all of a cluster's warps round-robin.
+    const int rank = C::cluster_k > 1 ? static_cast<int>(blockIdx.x % C::cluster_k) : 0;
+    const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4, owner = blockIdx.x / C::cluster_k, owners = gridDim.x / C::cluster_k;
+    const int first = static_cast<int>(owner * row_units / owners);
+    const int mine = static_cast<int>((owner + 1) * row_units / owners) - first;
     const int chunks = (mine + C::stage_units - 1) / C::stage_units;
-    const int rounds = p.k_blocks > warp ? (p.k_blocks - warp + C::warps - 1) / C::warps : 0;
+    constexpr int dealt = C::cluster_k * C::warps;
+    const int first_block = rank * C::warps + warp;
+    const int rounds = p.k_blocks > first_block ? (p.k_blocks - first_block + dealt - 1) / dealt : 0;
 
     if (lane == 0) {
         UNROLL for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
+        if (C::cluster_k > 1 && warp == 0) {
+            ptx::mbarrier_init(shared + S::sum_barrier, 1);
+            ptx::mbarrier_arrive_expect_tx(shared + S::sum_barrier, static_cast<uint32_t>((C::cluster_k - 1) * C::tile_m * mine * 64));
+        }
         ptx::fence_mbarrier_init();
     }
     __syncwarp();
+    if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive_relaxed();
 
     const uint64_t policy = ptx::createpolicy_evict_first();
-    // Step i of a warp is chunk i % chunks of its k block warp + warps * (i / chunks).
+    // Step i of a warp is chunk i % chunks of its k block first_block + dealt * (i / chunks).
     const uint32_t last_bytes = static_cast<uint32_t>(mine - (chunks - 1) * C::stage_units) * S::unit_size;
-    const size_t wrap = static_cast<size_t>(C::warps) * row_units * S::unit_size - static_cast<size_t>(chunks - 1) * S::stage_bytes;
-    const uint8_t* ahead = p.tiles + (static_cast<size_t>(warp) * row_units + first) * S::unit_size;
+    const size_t wrap = static_cast<size_t>(dealt) * row_units * S::unit_size - static_cast<size_t>(chunks - 1) * S::stage_bytes;
+    const uint8_t* ahead = p.tiles + (static_cast<size_t>(first_block) * row_units + first) * S::unit_size;
     int left = rounds * chunks, chunks_ahead = chunks;
     uint32_t ahead_slot = 0;
     const auto fetch = [&]() {
@@ -190,10 +224,13 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     {
         packed::Incoming<C> incoming[C::x_stages];  // issue all loads before the first conversion
         UNROLL for (int i = 0; i < C::x_stages; i++)
-            if (i < rounds) incoming[i].load(p, warp + i * C::warps, lane);
+            if (i < rounds) incoming[i].load(p, first_block + i * dealt, lane);
         if constexpr (norm) normalize<C>(p, incoming, gamma, rounds, warp, shared + S::slots, lane);
-        UNROLL for (int i = 0; i < C::x_stages; i++)
-            if (i < rounds) incoming[i].store(slots + i * S::slot_bytes, lane);
+        UNROLL for (int i = 0; i < C::x_stages; i++) {
+            if (i >= rounds) continue;
+            if (S::at_once || i == 0) incoming[i].store(slot + i * S::slot_bytes, lane);
+            else packed::keep<C>(incoming[i], kept + (i - 1) * S::kept_bytes, lane);
+        }
     }
     __syncwarp();
 
@@ -203,13 +240,21 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     UNROLL for (int u = 0; u < S::units; u++)
         UNROLL for (int n = 0; n < S::token_tiles; n++) sums[u][n][0] = sums[u][n][1] = 0;
 
-    uint32_t x_slot = 0, stage = 0, phase = 0;
+    uint32_t next = kept, stage = 0, phase = 0;  // next: the block after this round's
     for (int i = 0; i < rounds; i++) {
         typename packed::Choose<S::floats, packed::FloatProduct<C>, packed::DigitProduct<C>>::type product;
-        product.take(slots + x_slot * S::slot_bytes, lane);
+        product.take(slot + (S::at_once ? i * S::slot_bytes : 0), lane);
+        if constexpr (!S::at_once) __syncwarp();
+        if constexpr (S::kept > 0) {  // other warps multiply meanwhile
+            if (i + 1 < rounds) {
+                packed::Incoming<C> coming;
+                packed::recall<C>(coming, next, lane);
+                coming.convert(slot, lane);
+            }
+        }
         packed::Incoming<C> incoming;
         if constexpr (!C::x_resident)
-            if (i + C::x_stages < rounds) incoming.load(p, warp + (i + C::x_stages) * C::warps, lane);
+            if (i + C::x_stages < rounds) incoming.load(p, first_block + (i + C::x_stages) * dealt, lane);
         packed::unroll<0, C::chunks>([&](auto which) {
             constexpr int chunk = decltype(which)::value;
             if (C::chunks == 1 || chunk < chunks) {
@@ -231,19 +276,37 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
         });
         if constexpr (!C::x_resident) {
             if (i + C::x_stages < rounds) {
-                __syncwarp();
-                incoming.store(slots + x_slot * S::slot_bytes, lane);
-                __syncwarp();
+                if constexpr (S::kept > 0) packed::keep<C>(incoming, next, lane);
+                else incoming.store(slot, lane);
             }
         }
-        if (++x_slot == C::x_stages) x_slot = 0;
+        if constexpr (!S::at_once) __syncwarp();
+        next = next + S::kept_bytes == kept + S::kept * S::kept_bytes ? kept : next + S::kept_bytes;
     }
 
     packed::store_sums<C>(sums, ring, lane);  // over each warp's drained ring
     __syncthreads();
-    const auto result = [&](int token, int row) {
+    const auto add_warps = [&](int token, int row) {
         float sum = 0;
         UNROLL for (int w = 0; w < C::warps; w++) sum += ptx::ld_shared_f32(shared + w * S::ring_bytes + (token * S::rows + row) * 4);
+        return sum;
+    };
+    if constexpr (C::cluster_k > 1) {
+        ptx::barrier_cluster_wait();  // the first CTA runs and its mbarrier is initialized
+        if (rank > 0) {
+            const uint32_t there = ptx::mapa(shared + S::received + (rank - 1) * S::sum_bytes, 0), barrier = ptx::mapa(shared + S::sum_barrier, 0);
+            UNROLL for (int from = 0; from < S::rows * C::tile_m; from += C::threads) {
+                const int i = from + static_cast<int>(threadIdx.x), token = i / S::rows, row = i % S::rows;
+                if (token < C::tile_m && row < mine * 16) ptx::st_async_u32(there + i * 4, __float_as_uint(add_warps(token, row)), barrier);
+            }
+            return;
+        }
+        ptx::mbarrier_wait_parity_acquire_cluster(shared + S::sum_barrier, 0);
+    }
+    const auto result = [&](int token, int row) {
+        float sum = add_warps(token, row);
+        UNROLL for (int other = 0; other < C::cluster_k - 1; other++)
+            sum += ptx::ld_shared_f32(shared + S::received + other * S::sum_bytes + (token * S::rows + row) * 4);
         const uint2 factor = ptx::ld_shared_v2(shared + S::factors + row * 8);
         const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
         return C::operand == Operand::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);

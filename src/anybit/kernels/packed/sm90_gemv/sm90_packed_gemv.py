@@ -35,6 +35,8 @@ traits = Traits("sm90_packed_gemv", Target.bytes, arguments, gathers=True)
 MOST_TOKENS = 4
 _FLOATS = (Code.e2m1, Code.nf4, Code.e4m3)
 """Table codes whose values are not integers."""
+_AT_ONCE = 4
+"""Blocks of activations that a warp converts before its first product, if these are all."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Config(FewFacts):
 
     tile_m: at least m. warps: of a block, all along K. stage_units: units of 16 rows per copy; a block has ``chunks``
     times as many. stages: depth of a warp's pipeline of copies; prologue_stages: copies issued at once, the others as
-    these land. x_stages: blocks of activations in a warp's shared memory; x_resident: whether these are all. trigger:
+    these land. x_stages: blocks of activations that a warp has at hand; x_resident: whether these are all. trigger:
     when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue.
-    min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``. sparse: the weights are
-    2:4 sparse.
+    min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``. cluster_k: blocks that
+    split K. sparse: the weights are 2:4 sparse.
     """
 
     tile_m: int
@@ -60,6 +62,7 @@ class Config(FewFacts):
     trigger: int = 0
     min_blocks_per_sm: int = 1
     min_shared_bytes: int = 0
+    cluster_k: int = 1
     sparse: bool = False
 
 
@@ -116,7 +119,9 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return reason
     if config is None:
         return None
-    if config.x_resident != (config.x_stages * config.warps >= problem.k_blocks):
+    if config.cluster_k not in (1, 2, 4):
+        return f"a cluster has 1, 2 or 4 blocks, not {config.cluster_k}"
+    if config.x_resident != (config.x_stages * config.warps * config.cluster_k >= problem.k_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
     return why_not_config(problem, config, shared_bytes(config))
 
@@ -140,11 +145,15 @@ def slot_bytes(c: FewFacts, tile_m: int) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and digits; factors; barriers."""
+    """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and activations; factors; barriers;
+    sums of other blocks.
+    """
     c, rows = config, config.stage_units * config.chunks * UNIT_ROWS
     ring = round_up(max(c.stages * c.stage_units * c.unit_bytes, c.tile_m * rows * 4), 128)
-    a_warp = ring + c.x_stages * slot_bytes(c, c.tile_m) + c.stages * 8
-    return max(c.warps * a_warp + rows * 8, c.min_shared_bytes)
+    digits = c.x_stages if c.x_resident and c.x_stages <= _AT_ONCE else 1
+    a_warp = ring + digits * slot_bytes(c, c.tile_m) + (c.x_stages - digits) * c.tile_m * 256 + c.stages * 8
+    received = (c.cluster_k - 1) * c.tile_m * rows * 4 + 8 * (c.cluster_k > 1)
+    return max(c.warps * a_warp + rows * 8 + received, c.min_shared_bytes)
 
 
 def kernel(config: Config) -> jit.Kernel:
@@ -153,28 +162,31 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def _kernel(config: Config, end: str, params: type) -> jit.Kernel:
-    name, threads = traits.name, config.warps * 32
-    return jit.Kernel(f"packed/sm90_gemv/{name}.cuh", name + end, config, params, threads, shared_bytes(config))
+    name, c = traits.name, config
+    header = f"packed/sm90_gemv/{name}.cuh"
+    return jit.Kernel(header, name + end, c, params, c.warps * 32, shared_bytes(c), c.cluster_k)
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """At most a block per SM if that covers the rows, so that the next kernel's blocks fit beside them."""
     units = problem.units
-    return max(min(problem.device.sms, units), -(-units // (config.stage_units * config.chunks))), 1, 1
+    owners = min(problem.device.clusters(config.cluster_k), units)
+    return max(owners, -(-units // (config.stage_units * config.chunks))) * config.cluster_k, 1, 1
 
 
 def fitted(
     p: LinearProblem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0,
-    trigger: int = 0,
+    trigger: int = 0, cluster: int = 1,
 ) -> Config:  # fmt: skip
     """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
-    stage_units, blocks = min(stage_units, p.block_units), -(-p.k_blocks // warps)
-    chunks, stage = -(-p.block_units // stage_units), warps * stage_units * packed_layout.unit_bytes(p.weights)
+    units, blocks = p.units_of(p.device.clusters(cluster)), -(-p.k_blocks // (warps * cluster))
+    stage_units = min(stage_units, units)
+    chunks, stage = -(-units // stage_units), warps * stage_units * packed_layout.unit_bytes(p.weights)
     stages, prologue = ring(kibibytes << 10, stage, blocks * chunks, prefetch)
     return Config(
-        **facts(p, Config), tile_m=1 << (p.m - 1).bit_length(), warps=warps, stage_units=stage_units, chunks=chunks,
-        stages=stages, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks, prologue_stages=prologue,
-        trigger=trigger,
+        **facts(p, Config), tile_m=packed_layout.power_of_two(p.m), warps=warps, stage_units=stage_units,
+        chunks=chunks, stages=stages, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks,
+        prologue_stages=prologue, trigger=trigger, cluster_k=cluster,
     )  # fmt: skip
 
 
@@ -183,12 +195,12 @@ def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
     sizes = (kibibytes, *(one for one in SIZES if one < kibibytes))
     for at_hand, size in itertools.product((p.k_blocks, 2) if c.x_resident else (c.x_stages,), sizes):
-        yield fitted(p, c.warps, c.stage_units, size, at_hand, c.prologue_stages, c.trigger)
+        yield fitted(p, c.warps, c.stage_units, size, at_hand, c.prologue_stages, c.trigger, c.cluster_k)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
-    shapes = itertools.product((8, 16), (1, 2, 3, 4), (48, 72, 96), (4,), (1, 2, 4))
+    shapes = itertools.product((8, 16), (1, 2, 3, 4), (48, 72, 96), (4,), (1, 2, 4), (0,), (1, 2))
     candidates = (fitted(problem, *shape) for shape in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
@@ -213,15 +225,15 @@ def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | 
         return "the fused norm needs 16-byte aligned rows, K % 4 == 0 and no activation order"
     if config is not None and not config.x_resident:
         return "the config does not hold whole rows of activations"
+    if config is not None and config.cluster_k > 1:
+        return f"every block needs whole rows of activations, and {config.cluster_k} split K"
     return None
 
 
 @functools.cache
 def norm_default(problem: LinearProblem, like: Config | None = None) -> Config:
     """A config like another, by default the usual one, with a fused norm. Raises KernelError if there is none."""
-    for config in refit(problem, like) if like else (default(problem),):
-        resident = -(-problem.k_blocks // config.warps)
-        config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
+    for config in refit(problem, replace(like or default(problem), x_resident=True, cluster_k=1)):
         if (reason := norm_why_not(problem, config)) is None:
             return config
     raise KernelError(reason)

@@ -202,16 +202,20 @@ template <class C> struct Incoming {
         }
     }
 
+    // Deals and converts.
+    DEVICE void store(uint32_t slot, uint32_t lane, uint32_t there = ~0u) {
+        if constexpr (!S::floats) deal(lane);
+        convert(slot, lane, there);
+    }
     // Converts to fixed point, x = scale * v (v: 14 bits and sign, scale: a power of two), and stores the digits of
     // v * 2^shift, the scale, and the zero-point term or the sum that minima multiply. there: tokens, a bit each; zeros for others.
-    DEVICE void store(uint32_t slot, uint32_t lane, uint32_t there = ~0u) {
+    DEVICE void convert(uint32_t slot, uint32_t lane, uint32_t there = ~0u) {
         if constexpr (S::floats) {
             UNROLL for (int token = 0; token < C::tile_m; token++)
                 ptx::st_shared_v2(slot + token * S::pitch + lane * 8, {pairs[token][0], pairs[token][1]});
             if (lane < 4) ptx::st_shared_u32(slot + S::facts + lane * 4, 0);
             return;
         }
-        deal(lane);
         constexpr int top = S::top();
         constexpr uint64_t low = S::eight(LowShift<top>{}), high = S::eight(HighShift<top>{});
         constexpr int mantissa = C::operand == Operand::bf16 ? 7 : 10, bias = C::operand == Operand::bf16 ? 127 : 15;

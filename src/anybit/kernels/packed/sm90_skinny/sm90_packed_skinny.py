@@ -155,7 +155,7 @@ def fitted(
     p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
 ) -> Config:
     """A config with these warps, whose pipelines take about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
-    mine, k_warps, tile_m = -(-p.block_units // row_warps), warps // row_warps, 1 << (p.m - 1).bit_length()
+    mine, k_warps, tile_m = -(-p.block_units // row_warps), warps // row_warps, packed_layout.power_of_two(p.m)
     row_units, blocks = min(row_units, mine), -(-p.k_blocks // k_warps)
     chunks, stage = -(-mine // row_units), warps * row_units * packed_layout.unit_bytes(p.weights)
     stages, prologue = ring(kibibytes << 10, stage, blocks * chunks, prefetch)

@@ -170,7 +170,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         const float2 row = packed::row_factors<C::operand == Operand::f16>(p, block_first * 16 + i);
         ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x * Dequantize16<C>::unscale()), __float_as_uint(row.y)});
     }
-    if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive();
+    if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive_relaxed();
     __syncthreads();
     ptx::griddepcontrol_wait();
 
