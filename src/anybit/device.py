@@ -59,7 +59,8 @@ class Device:
         return _present(index)
 
 
-# Bandwidths: measured on large reads for the H200 (4.67 TB/s), else 90% of the data sheet.
+_REACHED = 0.97
+"""Share of the data sheet's bandwidth that large reads reach on an H200 (4.67 TB/s); other GPUs were not measured."""
 _TYPICAL = {
     device.arch: device
     for device in (
@@ -82,7 +83,9 @@ def _present(index: int) -> Device:
     if typical is None:
         raise KernelError(f"{found.name} is {arch}, and anybit has kernels for {', '.join(_TYPICAL)}")
     shared = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
-    return replace(typical, name=found.name, sms=found.multi_processor_count, shared_bytes=shared)
+    transfers = 2e3 * found.memory_clock_rate  # a second: two a clock, which is in kHz
+    bandwidth = _REACHED * transfers * found.memory_bus_width / 8
+    return replace(typical, name=found.name, sms=found.multi_processor_count, shared_bytes=shared, bandwidth=bandwidth)
 
 
 def memory_of(device: torch.device) -> int:
