@@ -79,6 +79,17 @@ def test_few_tokens_take_the_count_above_alone() -> None:
     assert by.choose(replace(one, m=1)).source == lower
 
 
+def test_a_count_on_one_side_does_not_decide() -> None:
+    """Above alone for many tokens, or below alone for few: the layer then asks its neighbours, too."""
+    for scheme, asked, counts, best in (("w4a8", 600, (512, 1024), 512), ("w4a16g128", 4, (6, 2), 6)):
+        own, near = product(scheme, counts[1]), product(scheme, counts[0], n=4608)
+        kernel = "sm90_packed_gemm" if asked > 8 else "sm90_packed_skinny_f16"
+        slow = "sm90_packed_gemm" if asked > 8 else "sm90_packed_gemv"
+        by = Map([policy((own, point(own, {slow: 90.0})), (near, point(near, {kernel: 5.0})))])
+        source = by.choose(replace(own, m=asked)).source
+        assert source is not None and (source.n, source.m) == (4608, best)
+
+
 # -------- neighbours
 
 

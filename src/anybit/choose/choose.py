@@ -62,13 +62,13 @@ class _Layer:
         return self.made[tokens]
 
     def around(self, tokens: int) -> list[int]:
-        """The measured counts below and at or above, at most a factor of two away; of few tokens one, the one above."""
+        """The measured counts below and at or above, at most a factor of two away; of few only the one above."""
         counts, few = sorted(self.by_tokens), tokens <= FEW_TOKENS
         place = bisect.bisect_left(counts, tokens)
         above = [m for m in counts[place : place + 1] if m <= 2 * tokens]
-        if above == [tokens] or (few and above):
+        if above == [tokens] or few:
             return above
-        return [m for m in counts[max(place - 1, 0) : place] if few or tokens <= 2 * m] + above
+        return [m for m in counts[max(place - 1, 0) : place] if tokens <= 2 * m] + above
 
 
 class Map:
@@ -105,7 +105,8 @@ class Map:
         """(expected microseconds, candidate where it was measured, that problem), least time first; see ``choose``."""
         near = [self.near(product, each) for each in layouts(product.activations, layout)]
         nearest = [one for some in near for one in some[:1]]
-        own = [(apart, layer) for apart, layer in nearest if not apart and layer.around(product.m)]
+        most = math.inf if product.m <= FEW_TOKENS else product.m  # a count above alone does not decide, of many tokens
+        own = [(apart, one) for apart, one in nearest if not apart and any(m <= most for m in one.around(product.m))]
         found: list[tuple[float, Candidate, LinearProblem]] = []
         for apart, layer in own if own and not everything else itertools.chain(*near):
             for m in layer.around(product.m):
