@@ -17,7 +17,12 @@ LLAMA2_7B = {"qkv": (12288, 4096), "o": (4096, 4096), "gate_up": (22016, 4096), 
 QWEN3_14B = {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (34816, 5120), "down": (5120, 17408)}
 """The same for Qwen3-14B."""
 
-MODELS = {"llama-3-8b": LLAMA3_8B, "llama-2-7b": LLAMA2_7B, "qwen3-14b": QWEN3_14B}
+MISTRAL_LARGE = {"qkv": (14336, 12288), "o": (12288, 12288), "gate_up": (57344, 12288), "down": (12288, 28672)}
+"""The same for Mistral-Large."""
+
+MODELS = {
+    "llama-3-8b": LLAMA3_8B, "llama-2-7b": LLAMA2_7B, "qwen3-14b": QWEN3_14B, "mistral-large": MISTRAL_LARGE,
+}  # fmt: skip
 
 BITWISE_SCHEMES = ("w1a1", "w1a2", "w2a2", "w3a2", "w3a4", "w4a4", "w2a8")
 

@@ -4,6 +4,7 @@ python benchmarks/linear_packed.py --compile            # compile the kernels of
 python benchmarks/linear_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
 python benchmarks/linear_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
 python benchmarks/linear_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a8   # each kernel at its own clock
+python benchmarks/linear_packed.py --widths             # w1 to w4 and w8 at 1 to 64 tokens, into widths.json
 
 Chains run in one CUDA graph under programmatic dependent launch, over weight copies that together exceed L2: (the
 beginning of) a product's output is the activations of the next. `us` includes the quantization of 8-bit
@@ -36,8 +37,10 @@ from anybit.choose.families import FAMILIES, tiles_of
 from anybit.codes.packing import QuantizedWeight, table_of, words_per_row
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.jit import Slot
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed, Target
+from anybit.kernels.gemm_kernel import Operands, launches
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_tiles
@@ -66,6 +69,12 @@ SCHEMES = (
     *(f"w{bits}a8" for bits in BITS),
     *(f"w{bits}a8fp" for bits in BITS if bits <= 4),  # e4m3 holds no wider codes exactly
 )
+RECORDED = ["llama-3-8b", "llama-2-7b", "qwen3-14b"]
+WIDTHS = {
+    "models": ["mistral-large", "llama-3-8b"], "only": ["qkv", "gate_up"], "tokens": TOKENS[:7],
+    "schemes": [f"w{bits}a16g128" for bits in (1, 2, 3, 4, 8)], "out": RESULTS / "h200" / "widths.json",
+}  # fmt: skip
+"""What --widths asks for, if no other option says so."""
 VENDORS = ("cublas fp16", "fp8")
 CHAIN = 32
 """Products after which a chain restarts, so values neither overflow nor vanish."""
@@ -95,7 +104,10 @@ def job_of(asked: tuple[Case, str], dtype: torch.dtype = torch.float16) -> Job |
         print(f"{asked}: {error}", flush=True)
         return None
     name, config = chosen.kernel, heuristics.limit_occupancy(chosen.config, device)
-    kernels = [FAMILIES[name].module.kernel(config)]
+    some = Slot("")
+    operands = Operands(some, case.k, (some,) * 4, some, case.n, x_scale=some, x_sum=some, scratch=(some, some))
+    made = launches(FAMILIES[name].module, operands, replace(product, m=case.m), config)
+    kernels = [launch.kernel for launch in made]
     if not scheme.weights.sparse:
         kernels.append(repack.kernel(repack.config_of(scheme.weights, "a8" if x.quantized else "a16")))
     if x.quantized:
@@ -275,7 +287,7 @@ def time_layer(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=RECORDED)
     parser.add_argument("--only", nargs="*", choices=LAYERS, default=list(LAYERS), help="layers")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
@@ -285,8 +297,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="repeat rows of this commit")
     parser.add_argument("--steady", type=float, default=0.0, help="seconds each runs alone before timing")
     parser.add_argument("--compile", action="store_true", help="only compile; needs no GPU")
+    parser.add_argument("--widths", action="store_true", help="other defaults: narrow weights at few tokens")
     parser.add_argument("--seconds", type=float, default=200.0, help="start nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "gemm_packed.json")
+    if parser.parse_args().widths:
+        parser.set_defaults(**WIDTHS)
     return parser.parse_args()
 
 
