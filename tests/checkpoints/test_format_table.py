@@ -20,8 +20,8 @@ PAGE = (Path(__file__).parent.parent.parent / "docs" / "formats.md").read_text()
 TABLE = re.search(r"<!-- formats -->(.*?)<!-- end -->", PAGE, re.DOTALL)
 assert TABLE is not None
 ROWS = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in TABLE[1].strip().splitlines()[2:]]
-BY_HAND = {("gptq", "w4a16g128min"), ("modelopt NVFP4", "w4a16g16e2m1")}
-"""Read only by tests/checkpoints/test_format_layouts.py, since no tool here writes it."""
+BY_HAND = {("gptq", "w4a16g128min"), ("modelopt NVFP4", "w4a16g16e2m1"), ("mxfp4", "w4a16g32e2m1")}
+"""Read only by tests/checkpoints/test_format_layouts.py and test_expert_formats.py, since no tool here writes it."""
 
 
 _FAMILIES = {

@@ -1,7 +1,8 @@
 """Experts that a folder stores as one tensor, as a tensor each."""
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from anybit.checkpoints.safetensors import Entry
-from anybit.models.experts import Split, conversions
+from anybit.models.experts import Part, Split, conversions
+from anybit.models.families import EXPERT_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_BLOCKS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_(blocks|scales)")
 
 
 def split_experts(model: "PreTrainedModel", entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -28,7 +32,26 @@ def split_experts(model: "PreTrainedModel", entries: Mapping[str, Entry]) -> dic
     for stored, entry in entries.items():
         name, pattern = rename_source_key(stored, renamings, [*splits.values()], model.base_model_prefix, wanted)
         whole = pattern is None or stored in wanted or name not in wanted
-        found |= {stored: entry} if whole else dict(_parts(entry, name, splits[pattern]))
+        found |= {stored: entry} if whole else _converted(entry, name, splits[pattern])
+    return found
+
+
+def split_blocks(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The tensors of a folder, those of gpt-oss' MXFP4 experts by layers: "experts.0.gate_proj.blocks".
+
+    Rows of gate and up alternate.
+    """
+    gate, up, down = EXPERT_NAMES
+    rows = {"gate_up": {gate: slice(0, None, 2), up: slice(1, None, 2)}, "down": {down: slice(None)}}
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        match = _BLOCKS.fullmatch(name)
+        if match is None or len(entry.shape) < 2:
+            found[name] = entry
+            continue
+        layers = [(number, *item) for number in range(entry.shape[0]) for item in rows[match[2]].items()]
+        own = ((f"{match[1]}.{number}.{layer}.{match[3]}", Part(number, each, False)) for number, layer, each in layers)
+        found |= dict(_parts(entry, own))
     return found
 
 
@@ -36,16 +59,19 @@ def _splits(item: object) -> bool:
     return isinstance(item, WeightConverter) and isinstance(item.operations[0], Split)
 
 
-def _parts(entry: Entry, name: str, converter: WeightConverter) -> Iterator[tuple[str, Entry]]:
+def _converted(entry: Entry, name: str, converter: WeightConverter) -> dict[str, Entry]:
     """The parts of a tensor by name; itself if it does not hold as many experts as the model has."""
     parts, targets = converter.operations[0].parts, converter.target_patterns
     if len(entry.shape) < 2 or entry.shape[0] != parts[-1].expert + 1:
-        yield entry.name, entry
-        return
+        return {entry.name: entry}
+    names = (name.replace(targets[0], target) for target in targets)
+    return dict(_parts(entry, zip(names, parts, strict=True)))
+
+
+def _parts(entry: Entry, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Entry]]:
     begin = entry.begin
-    for target, part in zip(targets, parts, strict=True):
+    for name, part in parts:
         shape = part.shape(entry.shape)
         end = begin + math.prod(shape) * entry.dtype.itemsize
-        own = name.replace(targets[0], target)
-        yield own, replace(entry, name=own, shape=shape, begin=begin, end=end, part=(entry.name, part))
+        yield name, replace(entry, name=name, shape=shape, begin=begin, end=end, part=(entry.name, part))
         begin = end

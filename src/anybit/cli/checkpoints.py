@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from anybit.checkpoints.configuration import Quantization
 
 _FORMATS = ["anybit", "compressed-tensors", "gptq", "gguf"]
-_MXFP4 = ("_blocks", "_scales")
-"""How the names of gpt-oss' quantized experts end."""
 _REQUEST = 8192
 """Request length (tokens) assumed when saying how many tokens fit."""
 
@@ -251,7 +249,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
         stored = sum(
             entries[own].bytes
             for own, name in names_in(model, entries, model.state_dict())[1].items()
-            if name.endswith(_MXFP4) or (name.rpartition(".")[0] in names and ".weight" in name)
+            if name.rpartition(".")[0] in names and ".weight" in name
         )
         left = weights_left(model)
         stored = (stored if foreign is None else foreign.bytes) + left * folder.dtype.itemsize

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from anybit.checkpoints.configuration import METHOD, Quantization, refuse_quantized
 from anybit.checkpoints.folder import read_json
-from anybit.checkpoints.formats import format_of
+from anybit.checkpoints.formats import format_of, mxfp4
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import linear_shapes
 from anybit.checkpoints.scratch import Scratch
@@ -55,7 +55,7 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
 def _checked(path: Path, config: dict[str, object], server: Server) -> list[str]:
     """Check a folder. Returns the arguments for vLLM by which anybit's kernels run another tool's."""
     chosen = (values_of("quantization", server.others) or values_of("q", server.others))[-1:]
-    other = Quantization.of(config) is None and format_of(config) is not None
+    other = Quantization.of(config) is None and format_of(config) not in (None, mxfp4)  # gpt-oss: vLLM's own kernels
     if other and chosen not in ([], [METHOD]):
         return []
     try:

@@ -17,6 +17,7 @@ from anybit.checkpoints.formats import (
     gptq,
     hqq,
     marlin_24,
+    mxfp4,
 )
 from anybit.checkpoints.formats.stored import Source, StoredLayer
 from anybit.codes.packing import QuantizedWeight
@@ -52,6 +53,7 @@ class Format(Protocol):
 
 FORMATS: tuple[Format, ...] = (
     gptq, awq, auto_round, compressed_tensors, marlin_24, hqq, bitnet, bitsandbytes, fp8, fp4,
+    mxfp4,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Layers are converted lazily, one at a time: loading, saving and ``info`` all read from here.
 """
 
+import copy
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.configuration import METHOD, configuration
+from anybit.checkpoints.expert_parts import split_blocks
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import Format, format_of, layers_of
 from anybit.checkpoints.formats.stored import StoredLayer, ordered
@@ -179,6 +181,8 @@ class FolderTranslation(_InFolder):
     """A model folder of another tool. Raises CheckpointError, naming the layer, for what cannot be read."""
 
     def __init__(self, folder: Folder, format: Format) -> None:
+        folder = copy.copy(folder)
+        folder.entries = split_blocks(folder.entries)
         super().__init__(folder)
         self.name, self._format = format.NAME, format
         self._stored = layers_of(format, folder, folder.config["quantization_config"])
