@@ -56,19 +56,28 @@ def shared_ignore(
     activation order.
     """
     quantized = set(quantized)
-    if hadamard or why_not(scheme) is not None or _experts(model) is not None:
+    if hadamard or why_not(scheme) is not None or _why_not_experts(model, quantized, scheme.weights) is not None:
         return None
     refused = _why_not_model(model, quantized, scheme.weights) is not None
     return None if refused else _unquantized_linears(model, quantized)
 
 
-def _experts(model: nn.Module) -> str | None:
-    """The name of a parameter that holds several experts, if there is one.
+def _why_not_experts(model: nn.Module, quantized: Collection[str], fmt: WeightFormat) -> str | None:
+    """What the experts of a model have that readers of a compressed-tensors folder do not load, in a sentence, or None.
 
-    In a compressed-tensors folder transformers and vLLM expect quantized experts; transformers even if ignored.
+    transformers takes all experts for quantized, even if ignored, and leaves out their zero points.
     """
-    found = (name for name, parameter in model.named_parameters() if parameter.ndim > 2)
-    return next((name for name in found if ".experts." in name or ".block_sparse_moe." in name), None)
+    several = (name for name, parameter in model.named_parameters() if parameter.ndim > 2)
+    fused = [name for name in several if ".experts." in name or ".block_sparse_moe." in name]
+    mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+    layers = [
+        f"{name}.{own}.{part}" for name, module in mixtures for own in range(len(module)) for part in module.names
+    ]
+    if plain := [*fused, *(name for name in layers if name not in quantized)]:
+        return f"experts in 16 bits ({plain[0]}): readers of compressed-tensors expect codes of them"
+    if layers and fmt.code == "asym":
+        return f"experts with zero points ({layers[0]}), which readers of compressed-tensors leave out of experts"
+    return None
 
 
 def _why_not_model(model: nn.Module, quantized: Collection[str], fmt: WeightFormat) -> str | None:
@@ -127,12 +136,10 @@ def _to_compressed_tensors(source: Folder) -> dict[str, object]:
     if quantization.group_index:
         raise ConversionError(f"layer {layers[0]} has an activation order, which a compressed-tensors folder has not")
     model = skeleton(source.path, source.trust_remote_code)
-    if (experts := _experts(model)) is not None:
-        raise ConversionError(
-            f"{source.path} has experts in 16 bits ({experts}): readers of compressed-tensors expect codes of them"
-        )
     names = HubNames.of(model)
     layers = [*map(names.own, layers)]
+    if (why := _why_not_experts(model, set(layers), scheme.weights)) is not None:
+        raise ConversionError(f"{source.path} has {why}")
     if (why := _why_not_model(model, layers, scheme.weights)) is not None:
         raise ConversionError(why)
     return compressed_tensors_settings(scheme.weights, names.both(_unquantized_linears(model, set(layers))))
