@@ -135,7 +135,7 @@ def test_refusals_name_what_does_not_fit(tmp_path: Path) -> None:
         ("gelu_mlp", "MLPs use gelu"),
         ("scaled", "RoPE has scaling of type linear"),
         ("three", "layer model.layers.0.self_attn.q_proj in w3a16g32: Q3_K has blocks of 256"),
-        ("other", "written for llama, mistral, qwen2, qwen3 models, not for gemma"),
+        ("other", "written for llama, mistral, qwen2, qwen3, qwen3_moe models, not for gemma"),
     ):
         with pytest.raises(ConversionError, match=why):
             convert_into(tmp_path / folder, "gguf", tmp_path / "out.gguf")

@@ -57,7 +57,8 @@ def stored_bytes(tensor: GgufTensor) -> int:
 class Summary:
     """A GGUF file's summary. kinds: number of tensors per type. schemes: of its matrices, by number of weights, largest
     first. dequantized: matrix types that anybit has no codes for. matrices, weights and bits_per_weight exclude the
-    embedding, which is not multiplied.
+    embedding, which is not multiplied; each expert has matrices of its own.
+    experts: how many a block has and a token uses; None without.  expert_weights: how many of the weights are theirs.
     """
 
     architecture: str
@@ -68,6 +69,8 @@ class Summary:
     matrices: int
     weights: int
     bits_per_weight: float
+    experts: tuple[int, int] | None
+    expert_weights: int
 
 
 def summary(file: Path) -> Summary:
@@ -76,7 +79,9 @@ def summary(file: Path) -> Summary:
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
     kinds: Counter[str] = Counter(kind_of(tensor) for tensor in header.tensors.values())
-    matrices = [t for t in header.tensors.values() if len(t.shape) > 1 and not t.name.startswith("token_")]
+    weighed = (tensor for tensor in header.tensors.values() if tensor.name.endswith(".weight"))
+    matrices = [t for t in weighed if len(t.shape) > 1 and not t.name.startswith("token_")]
+    routed = [tensor for tensor in matrices if len(tensor.shape) > 2]
     of_kind: Counter[str] = Counter()
     for tensor in matrices:
         of_kind[kind_of(tensor)] += math.prod(tensor.shape)
@@ -84,15 +89,19 @@ def summary(file: Path) -> Summary:
     for kind in of_kind.keys() & SCHEMES.keys():
         of_scheme[SCHEMES[kind]] += of_kind[kind]
     total = of_kind.total()
+    architecture = header.metadata["general.architecture"]
+    experts, used = (header.metadata.get(f"{architecture}.expert_{part}") for part in ("count", "used_count"))
     return Summary(
-        str(header.metadata["general.architecture"]),
+        str(architecture),
         file.stat().st_size,
         dict(kinds.most_common()),
         [scheme for scheme, _ in of_scheme.most_common()],
         sorted(of_kind.keys() - SCHEMES.keys() - set(FLOATS)),
-        len(matrices),
+        len(matrices) - len(routed) + sum(tensor.shape[2] for tensor in routed),
         total,
         8 * sum(map(stored_bytes, matrices)) / total if total else 0.0,
+        (experts, used) if isinstance(experts, int) and isinstance(used, int) and experts else None,
+        sum(math.prod(tensor.shape) for tensor in routed),
     )
 
 

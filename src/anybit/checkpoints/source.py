@@ -13,7 +13,7 @@ from anybit.checkpoints.folder import Folder, path_of, read_json, refuse_adapter
 from anybit.checkpoints.formats.compressed_tensors import matches, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.gguf import linked_alone, read_gguf_header, tokenizer_of
-from anybit.checkpoints.gguf_rotary import scale_rotary
+from anybit.checkpoints.gguf_config import config_of
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.writing import ShardWriter, write_text
@@ -120,9 +120,8 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     try:
         with linked_alone(file, alone):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                alone, gguf_file=file.name, trust_remote_code=False, **options
+                alone, gguf_file=file.name, config=config_of(alone, file, header), trust_remote_code=False, **options
             )
-            scale_rotary(model.config, file, header)
             tokenizer = tokenizer_of(alone, file.name, header)
     finally:
         shutil.rmtree(alone)

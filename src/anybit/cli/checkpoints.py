@@ -319,7 +319,9 @@ def _gguf(file: Path) -> dict[str, Any]:
         "files": 1,
         "tensors": sum(found.kinds.values()),
         "linear_layers": found.matrices,
-        "linear_weights": found.weights,
+        "linear_weights": found.weights - found.expert_weights,
+        "experts": "{}, of which a token uses {}".format(*found.experts) if found.experts else None,
+        "expert_weights": found.expert_weights or None,
         "bits_per_weight": round(found.bits_per_weight, 4),
         "dequantized": found.dequantized or None,
     }

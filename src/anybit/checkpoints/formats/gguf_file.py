@@ -7,6 +7,7 @@ tensor processors on a column of row numbers. Needs the ``gguf`` extra.
 import importlib.util
 import mmap
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,18 +16,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf import GgufTensor, linked_alone, read_gguf_header, tokenizer_of
-from anybit.checkpoints.gguf_rotary import FACTORS, scale_rotary
+from anybit.checkpoints.gguf_config import config_of
+from anybit.checkpoints.gguf_rotary import FACTORS
 from anybit.checkpoints.gguf_summary import FLOATS, kind_of, stored_bytes
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.scratch import Scratch
 from anybit.codes.packing import QuantizedWeight, reorder
 from anybit.errors import CheckpointError
+from anybit.layers.experts import Experts
+from anybit.models.experts import unfuse
+from anybit.models.families import EXPERT_NAMES
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -41,8 +46,8 @@ class GgufTranslation(Translation):
     """A GGUF file. model: transformers' model of its config, on the meta device.
 
     dequantized: matrix types that anybit has no codes for, which become floats.
-    Raises NotNative if the file's tensors do not map one to one to the model's, CheckpointError for a corrupt file or a
-    missing tensor.
+    Raises NotNative if the file's tensors do not map to the model's, CheckpointError for a corrupt file or a missing
+    tensor.
     """
 
     name = "gguf"
@@ -59,9 +64,13 @@ class GgufTranslation(Translation):
         for tensor in header.tensors.values():
             if tensor.name in FACTORS:
                 continue
-            if tensor.name not in names or len(tensor.shape) > 2:
-                raise NotNative(f"its tensor {tensor.name} does not stand for one tensor of {type(model).__name__}")
-            self._tensors[names[tensor.name]] = tensor
+            found = names.get(tensor.name)
+            if found is None or len(tensor.shape) > (2 if len(found) == 1 else 3):
+                raise NotNative(f"its tensor {tensor.name} does not stand for tensors of {type(model).__name__}")
+            if len(found) > 1 and tensor.shape[-1:] != (len(found),):
+                shape = tensor.shape[::-1]
+                raise CheckpointError(f"{file}: {tensor.name} of shape {shape} does not hold the {len(found)} experts")
+            self._tensors |= zip(found, _parts(tensor, len(found)), strict=True)
         self._rows: dict[str, Tensor | None] = {}
         self.layers, self.dequantized = {}, set()
         modules = dict(model.named_modules())
@@ -72,7 +81,9 @@ class GgufTranslation(Translation):
             if kind_of(tensor) in BLOCKS:
                 self.layers[layer] = Scheme.parse(BLOCKS[kind_of(tensor)].scheme)
                 transposed = isinstance(modules[layer], Conv1D)
-                self._rows[layer] = row_order(self._processor, tensor.name, tensor.shape[1], transposed)
+                alone = len(names[tensor.name]) == 1  # rows of experts are in order
+                rows = row_order(self._processor, tensor.name, tensor.shape[1], transposed) if alone else None
+                self._rows[layer] = rows
             elif kind_of(tensor) not in FLOATS:
                 self.dequantized.add(kind_of(tensor))
         self.plain = [name for name in self._tensors if name.removesuffix(".weight") not in self.layers]
@@ -90,7 +101,8 @@ class GgufTranslation(Translation):
     def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
         """What the model takes, but with the file's shape, unless that is only transposed."""
         shape, theirs = self._tensors[name].shape[::-1], super().entry(name, wanted)
-        return theirs if sorted(shape) == sorted(theirs.shape) else replace(theirs, shape=shape)
+        sizes = (sorted(size for size in each if size > 1) for each in (shape, theirs.shape))
+        return theirs if next(sizes) == next(sizes) else replace(theirs, shape=shape)
 
     def read_plain(self, name: str) -> Tensor:
         """Read one tensor that is not quantized, or of an unsupported type, as float32."""
@@ -140,16 +152,24 @@ def open_gguf(file: Path) -> tuple[GgufTranslation, PreTrainedTokenizerBase, Pre
     """(translation, tokenizer, model on the meta device) of a file. Raises CheckpointError for a corrupt file."""
     header = read_gguf_header(file)
     with Scratch(Path(tempfile.gettempdir())) as alone, linked_alone(file, alone):
-        config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+        config = config_of(alone, file, header)
         tokenizer = tokenizer_of(alone, file.name, header)
-        scale_rotary(config, file, header)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
+        unfuse(empty)
     return GgufTranslation(file, empty), tokenizer, empty
 
 
-def names_of(architecture: str, model: PreTrainedModel) -> tuple["TensorProcessor", dict[str, str]]:
-    """Transformers' tensor processor for an architecture, and file tensor names -> the model's."""
+def _parts(tensor: GgufTensor, count: int) -> list[GgufTensor]:
+    """The tensors of ``count`` experts that a file stores as one, in order."""
+    if count == 1:
+        return [tensor]
+    size = stored_bytes(tensor) // count
+    return [replace(tensor, shape=tensor.shape[:-1], begin=tensor.begin + i * size) for i in range(count)]
+
+
+def names_of(architecture: str, model: PreTrainedModel) -> tuple["TensorProcessor", dict[str, list[str]]]:
+    """Transformers' tensor processor for an architecture, and file tensor names -> the model's: one, or an expert's."""
     import gguf
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -158,15 +178,29 @@ def names_of(architecture: str, model: PreTrainedModel) -> tuple["TensorProcesso
         raise NotNative(f"gguf does not know the architecture {architecture}")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     table = gguf.get_tensor_name_map(known, model.config.get_text_config(decoder=True).num_hidden_layers)
-    names = {}
+    names: dict[str, list[str]] = {}
+    joined = dict(_joined(model))
     for name in model.state_dict():
-        stem, dot, part = name.rpartition(".")
-        if part not in ("weight", "bias"):
+        stem, dot, part = joined.get(name, name).rpartition(".")
+        if part.endswith("_bias"):  # the router's e_score_correction_bias
+            stem, part = name.removesuffix("_bias"), "bias"
+        elif part not in ("weight", "bias"):
             stem, dot, part = name, "", ""
-        # Files written from a base model lack the prefix.
-        for known_as in (stem, stem.removeprefix(f"{model.base_model_prefix}.")):
+        # Files written from a base model lack the prefix; the table knows mixtures by older names.
+        bare, older = stem.removeprefix(f"{model.base_model_prefix}."), stem.replace(".mlp.", ".block_sparse_moe.")
+        for known_as in (stem, bare, older):
             found = table.get_name(known_as)
             if found is not None:
-                names[f"{found}{dot}{part}"] = name
+                names.setdefault(f"{found}{dot}{part}", []).append(name)
                 break
     return processor, names
+
+
+def _joined(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """(name of an expert's tensor, name of that of all), as gguf's table knows it: "experts.up_proj.weight"."""
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            known_as = dict(zip(module.names, EXPERT_NAMES, strict=True))
+            for own, _ in module.named_parameters():
+                _, layer, part = own.split(".")
+                yield f"{name}.{own}", f"{name}.{known_as[layer]}.{part}"

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.formats.gguf_encode import encode
 from anybit.checkpoints.formats.gguf_file import NotNative, names_of, row_order
 from anybit.checkpoints.formats.translate import Translation
-from anybit.codes.packing import reorder
+from anybit.codes.packing import reorder, stack
 from anybit.errors import ConversionError, dtype_name
 from anybit.models.families import FAMILIES
 
@@ -31,6 +31,8 @@ _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
 """Pre-tokenizer regular expressions -> llama.cpp's names."""
+_MIXTURES = {"qwen3_moe": "qwen3moe"}
+"""llama.cpp's names of architectures with experts, by transformers' ``model_type``."""
 
 
 def write_gguf(source: Translation, empty: PreTrainedModel, folder: Path, file: Path) -> dict[str, str]:
@@ -44,11 +46,11 @@ def write_gguf(source: Translation, empty: PreTrainedModel, folder: Path, file: 
     import gguf
 
     config = empty.config
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        known = ", ".join(FAMILIES)
-        raise ConversionError(f"GGUF files can be written for {known} models, not for {config.model_type}")
-    architecture = family.gguf
+    known = {**{kind: family.gguf for kind, family in FAMILIES.items()}, **_MIXTURES}
+    architecture = known.get(config.model_type)
+    if architecture is None:
+        there = ", ".join(known)
+        raise ConversionError(f"GGUF files can be written for {there} models, not for {config.model_type}")
     writer = gguf.GGUFWriter(file, architecture)
     _describe(writer, config)
     _add_tokenizer(writer, folder, config.vocab_size)
@@ -76,8 +78,9 @@ class _Tensors:
         self._source = source
         self._processor, known = names_of(architecture, empty)
         self._modules = dict(empty.named_modules())
-        theirs = {name: model for name, model in known.items() if self._layer(model) or model in source.plain}
-        lost = {*source.plain, *(f"{layer}.weight" for layer in source.layers)} - set(theirs.values())
+        stored = {*source.plain, *(f"{layer}.weight" for layer in source.layers)}
+        theirs = {name: models for name, models in known.items() if stored.issuperset(models)}
+        lost = stored.difference(*theirs.values())
         if lost:
             raise ConversionError(f"GGUF has no name for tensor {min(lost)} of {type(empty).__name__}")
         self._theirs, self.names = theirs, list(theirs)
@@ -88,21 +91,25 @@ class _Tensors:
 
     def read(self, name: str) -> tuple[str, NDArray[np.generic]]:
         """(GGML type, data) of a tensor by its name in the file; blocks and bfloat16 as bytes."""
-        model = self._theirs[name]
-        layer = self._layer(model)
-        if layer is None:
-            return _floats(self._plain(name, model))
-        module = self._modules.get(layer)
+        models = self._theirs[name]
+        layers = [layer for layer in map(self._layer, models) if layer is not None]
+        if not layers:
+            plain = [self._plain(name, model) for model in models]
+            return _floats(plain[0] if len(plain) == 1 else torch.stack(plain))
+        schemes = {self._source.layers[layer] for layer in layers}
+        if len(schemes) > 1 or len(layers) < len(models):
+            found = ", ".join(sorted(map(str, schemes))) + " and 16 bits" * (len(layers) < len(models))
+            raise ConversionError(f"{name} holds all experts in one type, and they are in {found}: such as {layers[0]}")
+        module = self._modules.get(layers[0])
         if isinstance(module, Conv1D) or not isinstance(module, nn.Linear):
-            raise ConversionError(f"layer {layer} is not a plain linear layer, as GGUF expects")
-        weight = self._source.read(layer)
-        rows = self._rows(name, weight.shape[0])
+            raise ConversionError(f"layer {layers[0]} is not a plain linear layer, as GGUF expects")
+        weights = [self._source.read(layer) for layer in layers]
+        rows = self._rows(name, weights[0].shape[0]) if len(layers) == 1 else None
         try:
-            kind, data = encode(weight if rows is None else reorder(weight, rows))
+            kind, data = encode(stack(weights) if rows is None else reorder(weights[0], rows))
         except ConversionError as error:
-            scheme = self._source.layers[layer]
-            raise ConversionError(f"gguf cannot express layer {layer} in {scheme}: {error}") from None
-        return kind, data.numpy()
+            raise ConversionError(f"gguf cannot express layer {layers[0]} in {schemes.pop()}: {error}") from None
+        return kind, (data if len(layers) == 1 else data.unflatten(0, (len(layers), -1))).numpy()
 
     def _plain(self, name: str, model: str) -> Tensor:
         tensor = self._source.read_plain(model)
@@ -146,6 +153,13 @@ def _describe(writer: "GGUFWriter", config: PretrainedConfig) -> None:
         raise ConversionError(
             f"the model has a sliding window of {config.sliding_window} tokens, which GGUF's llama has not"
         )
+    experts = getattr(config, "num_experts", None)
+    if experts and not config.norm_topk_prob:
+        raise ConversionError(
+            "readers of GGUF norm the weights of a token's experts, and the model does not (norm_topk_prob)"
+        )
+    if experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        raise ConversionError("readers of GGUF expect experts in all blocks, and some of the model have none")
     if config.hidden_act != "silu":
         raise ConversionError(f"the model's MLPs use {config.hidden_act}, and readers of GGUF files compute silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -163,6 +177,10 @@ def _describe(writer: "GGUFWriter", config: PretrainedConfig) -> None:
     writer.add_value_length(head)
     writer.add_vocab_size(config.vocab_size)
     writer.add_quantization_version(2)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def _add_tokenizer(writer: "GGUFWriter", folder: Path, size: int) -> None:
