@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.cases import generator
 from tests.cases_mixtures import COMMON, MODELS
 from tests.cases_models import save_byte_tokenizer, tokens_of
+from tests.checkpoints.test_without_anybit import without_anybit
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -99,6 +100,8 @@ def test_gpt_oss_runs_from_its_own_codes(plain: Any, tmp_path: Path) -> None:
     assert tokens_of(anybit.load(tmp_path / "ours")) == tokens
     model.save_pretrained(tmp_path / "saved")
     assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()) == tokens
+    found = without_anybit(tmp_path / "ours", tmp_path / "saved")
+    assert all("mismatched" in error for error in found.values()), "other programs would take experts at random"
 
 
 @pytest.mark.parametrize(
@@ -238,11 +241,12 @@ def test_experts_convert_to_what_others_load(plain: Any, tmp_path: Path) -> None
 def test_experts_that_compressed_tensors_does_not_load_stay_anybits(plain: Any, tmp_path: Path) -> None:
     """Its readers expect codes of all experts, without zero points."""
     keep = ["lm_head", r".*experts\.3\..*"]
-    for name, scheme, kept, why in (
-        ("zeros", "w4a16g32asym", None, r"has experts with zero points \(model\S+experts\.0\.gate_proj\)"),
-        ("kept", "w4a16g32", keep, r"has experts in 16 bits \(model\S+experts\.3\.gate_proj\)"),
+    for name, kind, scheme, kept, why in (
+        ("zeros", "qwen3_moe", "w4a16g32asym", None, r"experts with zero points \(model\S+experts\.0\.gate_proj\)"),
+        ("kept", "qwen3_moe", "w4a16g32", keep, r"experts in 16 bits \(model\S+experts\.3\.gate_proj\)"),
+        ("one", "granitemoe", "w4a16g32", None, r"experts as layers \(.*\), where .* expect one tensor"),
     ):
-        quantize_folder(plain("qwen3_moe"), tmp_path / name, scheme, modules_to_not_convert=kept)
+        quantize_folder(plain(kind), tmp_path / name, scheme, modules_to_not_convert=kept)
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config["quantization_config"]["quant_method"] == "anybit"
         with pytest.raises(ConversionError, match=why):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -25,7 +26,11 @@ from anybit.checkpoints.writing import write_text
 from anybit.codes.packing import WORD, words_per_row
 from anybit.errors import ConversionError
 from anybit.layers.experts import Experts
+from anybit.models.experts import stored_as_one
 from anybit.scheme import GROUPS, Code, Scheme, WeightFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TARGETS = (COMPRESSED_TENSORS, METHOD)
 _MARK = ".weight_packed"
@@ -48,7 +53,7 @@ def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dic
 
 
 def shared_ignore(
-    model: nn.Module, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False
+    model: "PreTrainedModel", scheme: Scheme, quantized: Iterable[str], hadamard: bool = False
 ) -> list[str] | None:
     """The unquantized Linear layers of a model, if compressed-tensors can represent the others; None if it cannot.
 
@@ -62,7 +67,7 @@ def shared_ignore(
     return None if refused else _unquantized_linears(model, quantized)
 
 
-def _why_not_experts(model: nn.Module, quantized: Collection[str], fmt: WeightFormat) -> str | None:
+def _why_not_experts(model: "PreTrainedModel", quantized: Collection[str], fmt: WeightFormat) -> str | None:
     """What the experts of a model have that readers of a compressed-tensors folder do not load, in a sentence, or None.
 
     transformers takes all experts for quantized, even if ignored, and leaves out their zero points.
@@ -75,6 +80,8 @@ def _why_not_experts(model: nn.Module, quantized: Collection[str], fmt: WeightFo
     ]
     if plain := [*fused, *(name for name in layers if name not in quantized)]:
         return f"experts in 16 bits ({plain[0]}): readers of compressed-tensors expect codes of them"
+    if layers and stored_as_one(model):
+        return f"experts as layers ({layers[0]}), where readers of compressed-tensors expect one tensor"
     if layers and fmt.code == "asym":
         return f"experts with zero points ({layers[0]}), which readers of compressed-tensors leave out of experts"
     return None

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from anybit.checkpoints.safetensors import Entry
-from anybit.models.experts import Part, Split, conversions
+from anybit.checkpoints.verify import TRAP
+from anybit.layers.experts import Experts
+from anybit.models.experts import Part, Split, conversions, stored_as_one
 from anybit.models.families import EXPERT_NAMES
 
 if TYPE_CHECKING:
@@ -52,6 +54,21 @@ def split_blocks(entries: Mapping[str, Entry]) -> dict[str, Entry]:
         layers = [(number, *item) for number in range(entry.shape[0]) for item in rows[match[2]].items()]
         own = ((f"{match[1]}.{number}.{layer}.{match[3]}", Part(number, each, False)) for number, layer, each in layers)
         found |= dict(_parts(entry, own))
+    return found
+
+
+def traps(model: "PreTrainedModel", layers: Collection[str]) -> list[str]:
+    """The empty tensors (``TRAP``) that a folder with these quantized layers stores: one a layer.
+
+    Where all are experts of a model whose checkpoints hold them as one tensor, a program that looks for that finds it
+    empty, too.
+    """
+    found = [f"{layer}.{TRAP}" for layer in layers]
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    inside = tuple(f"{name}." for name in mixtures)
+    if mixtures and all(layer.startswith(inside) for layer in layers) and stored_as_one(model):
+        downs = (name for name, module in mixtures.items() if f"{name}.0.{module.names[2]}" in layers)
+        found += [f"{name}.down_proj" for name in downs]
     return found
 
 

@@ -31,6 +31,7 @@ from anybit.checkpoints.configuration import (
     settings_of,
 )
 from anybit.checkpoints.convert import shared_ignore
+from anybit.checkpoints.expert_parts import traps
 from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
 from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values, names_in
@@ -328,9 +329,10 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         names, plain = self.quantization_config.names, self.quantization_config.ignore is not None
         if plain and not names.blocks:
             return None, {}
-        state = {names.hub(name): tensor for name, tensor in model.state_dict().items()}
-        traps = [name.replace("weight_packed", TRAP) for name in state if name.endswith(".weight_packed") and not plain]
-        return {**state, **{name: torch.empty(0, dtype=torch.uint8) for name in traps}}, {}
+        state = model.state_dict()
+        layers = [name.removesuffix(".weight_packed") for name in state if name.endswith(".weight_packed")]
+        empties = dict.fromkeys([] if plain else traps(model, layers), torch.empty(0, dtype=torch.uint8))
+        return {names.hub(name): tensor for name, tensor in {**state, **empties}.items()}, {}
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: object) -> bool:
         """Whether a checkpoint tensor is the weight of a layer to quantize while loading.

@@ -34,6 +34,11 @@ def left_fused(model: "PreTrainedModel") -> dict[str, str]:
     return {name: why_not(module) or other for name, module in model.named_modules() if is_fused(module)}
 
 
+def stored_as_one(model: "PreTrainedModel") -> bool:
+    """Whether checkpoints hold the experts of a layer as one tensor, and not as layers that transformers merges."""
+    return not any(map(_merges, get_model_conversion_mapping(model)))
+
+
 def weights_left(model: "PreTrainedModel") -> int:
     """The number of weights in experts that stay fused, in 16 bits."""
     modules = [model.get_submodule(name) for name in left_fused(model)]

@@ -250,7 +250,7 @@ class OwnTranslation(_InFolder):
         self.layers = {name: quantization.scheme_of(name) for name in sorted(names)}
         self._stored = {name: name for name in self.layers}
         own = {n for n in folder.entries if n.rpartition(".")[0] in self.layers and not n.endswith(".bias")}
-        self._plain = {name: name for name in folder.entries if name not in own}
+        self._plain = {name: name for name, entry in folder.entries.items() if name not in own and entry.bytes}
         self.plain = [*self._plain]
         self.bytes = sum(folder.entries[name].bytes for name in own)
 

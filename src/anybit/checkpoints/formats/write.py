@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from anybit.checkpoints.configuration import METHOD, why_not
 from anybit.checkpoints.convert import convert
+from anybit.checkpoints.expert_parts import traps
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
@@ -22,7 +23,6 @@ from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslati
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import replace_file
 from anybit.checkpoints.source import is_gguf, local_folder
-from anybit.checkpoints.verify import TRAP
 from anybit.checkpoints.writing import ShardWriter, new_folder
 from anybit.errors import ConversionError
 from anybit.layers.linear import QuantLinear
@@ -117,11 +117,14 @@ def _write(
         _refuse_mixed(source, to)
     if to == "gptq":
         quantization = gptq_write.configuration(source.scheme, kept, source.group_index)
-    names = [*source.plain, *(f"{name}.{part}" for name in source.layers for part in (*_PARTS, TRAP))]
+    empties = traps(empty, source.layers) if to == METHOD else []
+    names = [*source.plain, *empties, *(f"{name}.{part}" for name in source.layers for part in _PARTS)]
     with ShardWriter(work, header_room([*map(hub, names)])) as writer:
         for name, tensor in _tensors(source, to):
             plain = dtype is not None and name in source.plain
             writer.add(hub(name), tensor.to(dtype) if plain and tensor.is_floating_point() else tensor)
+        for name in empties:
+            writer.add(hub(name), torch.empty(0, dtype=torch.uint8))
     text = json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
     (work / "config.json").write_text(text, encoding="utf-8")
     return convert(work, to, trust_remote_code) if to == "compressed-tensors" else quantization
@@ -137,8 +140,6 @@ def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
         weight = source.read(name)
         parts = gptq_write.tensors_of(name, weight) if to == "gptq" else QuantLinear.tensors_of(weight)
         yield from ((f"{name}.{part}", tensor.contiguous()) for part, tensor in parts.items())
-        if to == METHOD:
-            yield f"{name}.{TRAP}", torch.empty(0, dtype=torch.uint8)
 
 
 def _refuse_mixed(source: Translation, to: str) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 from anybit.cache import kvcache
 from anybit.checkpoints.configuration import configuration, in_any_order, override_of, parse_overrides, refuse_quantized
 from anybit.checkpoints.convert import shared_ignore
-from anybit.checkpoints.expert_parts import split_experts
+from anybit.checkpoints.expert_parts import split_experts, traps
 from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import header_room
-from anybit.checkpoints.verify import TRAP, check_model, names_in
+from anybit.checkpoints.verify import check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
@@ -221,8 +221,8 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                 writer.add(stored.hub(name), changes.tensors[name].contiguous())
             ignore = None if group_index else _shared_ignore(job, changes)
             if ignore is None:
-                for layer in (*job.layers, *job.embeddings):
-                    writer.add(stored.hub(f"{layer.name}.{TRAP}"), torch.empty(0, dtype=torch.uint8))
+                for name in traps(job.model, [layer.name for layer in (*job.layers, *job.embeddings)]):
+                    writer.add(stored.hub(name), torch.empty(0, dtype=torch.uint8))
         _write_companions(job, folder, group_index, changes, ignore, stored)
         after = writer.bytes
     experts = weights_left(job.model)
