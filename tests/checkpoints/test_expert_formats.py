@@ -225,6 +225,35 @@ def test_experts_run_from_their_own_codes(kind: str, name: str, plain: Any, tmp_
     assert tokens_of(anybit.load(tmp_path / "ours", dtype=torch.float32)) == tokens
 
 
+@pytest.mark.parametrize("block", [32, None])
+def test_fp8_experts_of_a_layer_may_be_one_tensor(block: int | None, plain: Any, tmp_path: Path) -> None:
+    """With scales of blocks, or of experts: of gate and up together."""
+    source = plain("qwen3_moe")
+    theirs, weights = load_file(source / "model.safetensors"), {}
+    for layer in (0, 1):
+        own = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            n: [theirs.pop(f"{own}.{e}.{n}_proj.weight").float() for e in range(8)] for n in ("gate", "up", "down")
+        }
+        joined = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        for name, each in (("gate_up_proj", torch.stack(joined)), ("down_proj", torch.stack(parts["down"]))):
+            rows, columns = (block or each.shape[1]), (block or each.shape[2])
+            scale = each.unflatten(1, (-1, rows)).unflatten(3, (-1, columns)).abs().amax((2, 4)) / 448
+            spread = scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+            codes = (each / spread).to(torch.float8_e4m3fn)
+            theirs |= {f"{own}.{name}": codes, f"{own}.{name}_scale_inv": scale}
+            weights[f"{own}.{name}"] = codes.float() * spread
+    config = {"quant_method": "fp8", "weight_block_size": block and [block, block]}
+    folder = rewritten(source, tmp_path / "theirs", {"quantization_config": config}, theirs)
+    layers = quantized(anybit.load(folder, dtype=torch.float32))
+    assert len(layers) == 2 * 8 * 3
+    for name, layer in layers.items():
+        place, number, projection = name.rsplit(".", 2)
+        whole = weights[f"{place}.{'down' if projection == 'down_proj' else 'gate_up'}_proj"][int(number)]
+        half = {"gate_proj": whole[:32], "up_proj": whole[32:]}.get(projection, whole)
+        assert torch.equal(layer.dequantize(), half), name
+
+
 def test_experts_convert_to_what_others_load(plain: Any, tmp_path: Path) -> None:
     """From compressed-tensors to GPTQ and back, by way of anybit's format in place."""
     folder, _ = stored("compressed-tensors int4", plain("qwen3_moe"), tmp_path / "theirs")

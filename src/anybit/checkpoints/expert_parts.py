@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -18,7 +19,9 @@ from anybit.models.families import EXPERT_NAMES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_BLOCKS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_(blocks|scales)")
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_blocks|_scales|_scale_inv)?")
+_OWN = {"_blocks": "blocks", "_scales": "scales", "_scale_inv": "weight_scale_inv", None: "weight"}
+"""How the tensors of a layer's experts end -> the name of an expert's own."""
 
 
 def split_experts(model: "PreTrainedModel", entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -38,21 +41,28 @@ def split_experts(model: "PreTrainedModel", entries: Mapping[str, Entry]) -> dic
     return found
 
 
-def split_blocks(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The tensors of a folder, those of gpt-oss' MXFP4 experts by layers: "experts.0.gate_proj.blocks".
+def split_codes(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The tensors of a folder, codes of all experts of a layer as tensors each: "experts.0.gate_proj.blocks".
 
-    Rows of gate and up alternate.
+    MXFP4 (gpt-oss): rows of gate and up alternate.  FP8: gate's rows, then up's; one row of scales is of both.
     """
-    gate, up, down = EXPERT_NAMES
-    rows = {"gate_up": {gate: slice(0, None, 2), up: slice(1, None, 2)}, "down": {down: slice(None)}}
     found: dict[str, Entry] = {}
     for name, entry in entries.items():
-        match = _BLOCKS.fullmatch(name)
-        if match is None or len(entry.shape) < 2:
+        match = _FUSED.fullmatch(name)
+        if match is None or len(entry.shape) < 3 or (match[3] is None and entry.dtype != torch.float8_e4m3fn):
             found[name] = entry
             continue
-        layers = [(number, *item) for number in range(entry.shape[0]) for item in rows[match[2]].items()]
-        own = ((f"{match[1]}.{number}.{layer}.{match[3]}", Part(number, each, False)) for number, layer, each in layers)
+        rows = entry.shape[1]
+        halves = (slice(None),) * 2 if rows == 1 else (slice(rows // 2), slice(rows // 2, None))
+        if match[3] in ("_blocks", "_scales"):
+            halves = (slice(0, None, 2), slice(1, None, 2))
+        gate, up, down = EXPERT_NAMES
+        layers = {down: slice(None)} if match[2] == "down" else dict(zip((gate, up), halves, strict=True))
+        experts = ((number, *item) for number in range(entry.shape[0]) for item in layers.items())
+        own = (
+            (f"{match[1]}.{number}.{layer}.{_OWN[match[3]]}", Part(number, part, False))
+            for number, layer, part in experts
+        )
         found |= dict(_parts(entry, own))
     return found
 

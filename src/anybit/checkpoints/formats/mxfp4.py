@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss stores its experts: all experts of a layer in one tensor, which ``split_blocks`` splits.
+"""MXFP4 as gpt-oss stores its experts: all experts of a layer in one tensor, which ``split_codes`` splits.
 
 blocks: uint8 [N, K/32, 16], low nibble first.  scales: E8M0 uint8 [N, K/32].
 """

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.configuration import METHOD, configuration
-from anybit.checkpoints.expert_parts import split_blocks
+from anybit.checkpoints.expert_parts import split_codes
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import Format, format_of, layers_of
 from anybit.checkpoints.formats.stored import StoredLayer, ordered
@@ -182,7 +182,7 @@ class FolderTranslation(_InFolder):
 
     def __init__(self, folder: Folder, format: Format) -> None:
         folder = copy.copy(folder)
-        folder.entries = split_blocks(folder.entries)
+        folder.entries = split_codes(folder.entries)
         super().__init__(folder)
         self.name, self._format = format.NAME, format
         self._stored = layers_of(format, folder, folder.config["quantization_config"])
