@@ -160,3 +160,4 @@ def test_info_counts_the_experts_of_gpt_oss(run: Any, tmp_path: Path) -> None:
     told = json.loads(run("info", tmp_path, "--json")[1])
     assert told["quantization"] == "mxfp4" and told["expert_weights"] == experts
     assert told["bits_per_weight"] == 4.25 and told["linear_weights"] == 0, "only quantized layers count"
+    assert "model.layers.*.self_attn.q_proj (2)" in run("info", tmp_path)[1]

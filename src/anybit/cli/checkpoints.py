@@ -3,6 +3,7 @@
 import math
 import re
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,10 +129,18 @@ def info(
         if isinstance(value, list) and any(" " in str(item) for item in value):
             lines = [line for item in value for line in _wrapped(str(item), width)]
         else:
-            text = ", ".join(map(str, value)) if isinstance(value, list) else value
+            text = ", ".join(_by_layers(map(str, value))) if isinstance(value, list) else value
             lines = _wrapped("-" if text in (None, "") else str(text), width)
         for i, line in enumerate(lines):
             output.print(f"{'' if i else name.replace('_', ' '):<{width}}  {line}")
+
+
+def _by_layers(names: Iterable[str]) -> list[str]:
+    """Names, those that differ in numbers as one, with their count: a mixture keeps hundreds of layers."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\.[0-9]+(?=\.)", ".*", name), []).append(name)
+    return [found[0] if len(found) == 1 else f"{pattern} ({len(found)})" for pattern, found in alike.items()]
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
