@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from tests.cases_damage import save_gguf
 from tests.cases_models import save_byte_tokenizer, save_tiny, tokens_of
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,7 @@ from anybit.checkpoints.formats import FORMATS
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.safetensors import read_header
 from anybit.checkpoints.scratch import PREFIX
-from anybit.checkpoints.source import local_folder
+from anybit.checkpoints.source import from_hub, local_folder
 from anybit.checkpoints.verify import check_config, check_values
 from anybit.codes.packing import pack_words
 from anybit.errors import AnyBitError, CheckpointError, LayerError
@@ -297,6 +298,12 @@ def test_a_folder_of_gguf_files_and_a_missing_tokenizer_say_what_to_do(llama, tm
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / "files"))
     with pytest.raises(CheckpointError, match=r"^a/b has no config.json on the hub: .*hf download a/b FILE.gguf"):
         load_model("a/b", device="cpu")
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **more: asked.update(more) or str(llama))
+    from_hub("a/b")
+    names = ["config.json", "model-1.safetensors", "tokenizer.json", "original/model.safetensors", "model.bin"]
+    kinds = {kind: asked[kind] for kind in ("allow_patterns", "ignore_patterns")}
+    assert [*filter_repo_objects(names, **kinds)] == names[:3], "a copy of the weights for other programs is fetched"
     bare = linked(llama, tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()

@@ -21,6 +21,8 @@ from anybit.errors import CheckpointError
 
 # Files to download; pickles and other frameworks' weights are not even fetched.
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+_COPIES = "*/*.safetensors"
+"""The same weights for other programs, in folders of their own (gpt-oss: original, metal)."""
 # Tensors of RoPE factors, which models compute themselves.
 _FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 
@@ -179,7 +181,8 @@ def from_hub(
 
     try:
         patterns = [*files, "*.py"] if trust_remote_code else list(files)
-        path = Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=patterns))
+        where = {"revision": revision, "cache_dir": cache}
+        path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_COPIES, **where))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name} is not a local folder, and the hub does not serve it: {reason}") from error
