@@ -96,15 +96,21 @@ class Quantization:
 
 
 def override_of(layer: str, overrides: Mapping[str, Scheme]) -> Scheme | None:
-    """The override for a layer: by its name, else by the last pattern that matches it; None if none does."""
+    """The override for a layer: by its name, else by the last pattern that matches it; None if none does.
+
+    Names of other layers, of which a mixture may have thousands, are not matched: that takes long.
+    """
     if layer in overrides:
         return overrides[layer]
-    return next((overrides[pattern] for pattern in reversed([*overrides]) if fnmatchcase(layer, pattern)), None)
+    patterns = [pattern for pattern in overrides if "*" in pattern or "?" in pattern or "[" in pattern]
+    return next((overrides[pattern] for pattern in reversed(patterns) if fnmatchcase(layer, pattern)), None)
 
 
 def in_any_order(overrides: Mapping[str, str], layers: Collection[str]) -> dict[str, str]:
     """Overrides that mean the same in any order, as transformers sorts config.json: by name where patterns disagree."""
-    matches = [{o for p, o in overrides.items() if p not in layers and fnmatchcase(name, p)} for name in layers]
+    known = set(layers)
+    patterns = {pattern: scheme for pattern, scheme in overrides.items() if pattern not in known}
+    matches = [{scheme for pattern, scheme in patterns.items() if fnmatchcase(name, pattern)} for name in layers]
     if all(len(found) < 2 for found in matches):
         return dict(overrides)
     schemes = parse_overrides(overrides)

@@ -100,5 +100,5 @@ def _parts(entry: Entry, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[st
     for name, part in parts:
         shape = part.shape(entry.shape)
         end = begin + math.prod(shape) * entry.dtype.itemsize
-        yield name, replace(entry, name=name, shape=shape, begin=begin, end=end, part=(entry.name, part))
+        yield name, replace(entry, name=name, shape=shape, begin=begin, end=end, part=(entry, part))
         begin = end

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from anybit.errors import CheckpointError, one_line
@@ -41,7 +41,7 @@ _MOST_DIMENSIONS = 8
 class Entry:
     """A tensor in a file, at bytes [begin, end).
 
-    part: (name of a stored tensor, the part of it that this one is), for an expert of many in one tensor.
+    part: (a stored tensor, the part of it that this one is), for an expert of many in one tensor.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
-    part: "tuple[str, Part] | None" = None
+    part: "tuple[Entry, Part] | None" = None
 
     @property
     def bytes(self) -> int:
@@ -99,12 +99,16 @@ def read_header(file: Path) -> list[Entry]:
 
 def read_tensor(entry: Entry) -> Tensor:
     """Read one tensor, mapped from its file: it takes memory as it is used. Raises CheckpointError."""
-    try:
-        with safe_open(entry.file, framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(entry.name if entry.part is None else entry.part[0])
-    except (OSError, SafetensorError) as error:
+    if entry.part is not None:
+        whole, part = entry.part
+        return part.of(read_tensor(whole))
+    if not entry.bytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    try:  # not by safetensors, which parses the header for each
+        data = np.memmap(entry.file, np.uint8, "c", entry.begin, entry.bytes)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{entry.file} cannot be read at tensor {entry.name}: {one_line(error)}") from None
-    return tensor if entry.part is None else entry.part[1].of(tensor)
+    return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
 
 
 class FileWriter:

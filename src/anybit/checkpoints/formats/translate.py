@@ -116,8 +116,9 @@ class Translation(ABC):
 
     def configuration(self, kept: list[str], hub: Callable[[str], str] = str) -> dict[str, object]:
         """The quantization_config of the model as anybit would save it. kept: other modules.  hub: renames all."""
-        others = {hub(name): str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
-        return configuration(self.scheme, [*map(hub, kept)], self.group_index, overrides=others)
+        most = self.scheme
+        others = {hub(name): str(scheme) for name, scheme in self.layers.items() if scheme != most}
+        return configuration(most, [*map(hub, kept)], self.group_index, overrides=others)
 
     def state_dict(self, model: PreTrainedModel, dtype: torch.dtype) -> "dict[str, LazyTensor]":
         """All tensors, lazily, by the names of a model on the meta device with its quantized layers in place.

@@ -144,11 +144,12 @@ def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
 
 def _refuse_mixed(source: Translation, to: str) -> None:
     """Raise ConversionError if layers have several schemes, or one that the format cannot represent."""
+    most = source.scheme
     for name, scheme in source.layers.items():
         if (reason := (gptq_write.why_not if to == "gptq" else why_not)(scheme)) is not None:
             raise ConversionError(f"{to} cannot express layer {name} in {scheme}: {reason}")
-        if scheme != source.scheme:
+        if scheme != most:
             raise ConversionError(
                 f"anybit writes {to} with one scheme for all layers, but layer {name} is in {scheme}, and most others "
-                f"in {source.scheme}"
+                f"in {most}"
             )
