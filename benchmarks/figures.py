@@ -3,6 +3,7 @@
 speed.svg          README: throughput inside vLLM, and decode steps over long contexts
 sizes.svg          schemes: perplexity and decode speed over bits per weight
 widths.svg         design/packed: times of narrow weights at few tokens, and their floors
+experts.svg        experts: time over the floor, by tokens
 packed_roofline.svg, sparse_speedup.svg, serving_rates.svg
                    the MARLIN paper's Fig. 11, its section 5 on Sparse-MARLIN and its serving figure, for an H200
 """
@@ -194,6 +195,21 @@ def sizes(found: list[Row], plain: list[Row], steps: list[Row]) -> None:
     save(picture, "sizes.svg")
 
 
+def experts(rows: list[Row]) -> None:
+    picture, axes = plt.subplots(figsize=(6, 3.6))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case and row["scheme"].startswith("w4a16")]
+        points = sorted((row["tokens"], row["us"] / row["floor_us"]) for row in mine)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=case)
+    axes.set(xscale="log", ylim=(0, None), xlabel="tokens", ylabel="time / floor", title="Experts in 4 bits on an H200")
+    ticks = (1, 4, 16, 64, 256, 1024, 4096)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save(picture, "experts.svg")
+
+
 def main() -> None:
     plt.rcParams |= {"svg.hashsalt": "anybit", "svg.fonttype": "none"}
     steps = [row for row in rows_of("generate") if row["case"] == "Llama-3-8B shape"]
@@ -204,6 +220,7 @@ def main() -> None:
     rows = [row for row in rows_of("serving") if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b"]
     served([row for row in rows if (row["ranks"], row["executor"]) == (1, "mp")])  # as `anybit serve` runs vLLM
     sparse(rows_of("sparse"))
+    experts(rows_of("moe"))
 
 
 if __name__ == "__main__":

@@ -55,4 +55,20 @@ def packed_widths() -> str:
     return table(["x cuBLAS fp16", *(f"M = {m}" for m in tokens)], body) if body else ""
 
 
-MAKERS = (bitplane_shapes, packed_layers, packed_widths)
+def experts() -> str:
+    """Mixtures down, tokens across: microseconds, and in brackets how many times the floor."""
+    body, tokens = [], (1, 4, 16, 64, 256, 1024, 4096)
+    names = {"qwen3-30b": "Qwen3-30B-A3B", "mixtral": "Mixtral-8x7B", "deepseek-v3": "DeepSeek-V3, 32 experts"}
+    for case, words in (names | {"gpt-oss-120b": "gpt-oss-120b, MXFP4"}).items():
+        for scheme in ("w4a16g128", "w4a8", "w2a16g128", "w4a16g32e2m1"):
+            found = {row["tokens"]: row for row in rows("moe") if (row["case"], row["scheme"]) == (case, scheme)}
+            cells = [
+                f"{_rounded(row['us'])} ({row['us'] / row['floor_us']:.1f})" if (row := found.get(m)) else ""
+                for m in tokens
+            ]
+            if found:
+                body.append([f"{words}, `{scheme}`", *cells])
+    return table(["us (x floor)", *(f"{m:,}" for m in tokens)], body) if body else ""
+
+
+MAKERS = (bitplane_shapes, packed_layers, packed_widths, experts)
