@@ -216,7 +216,8 @@ def main() -> None:
     speed(rows_of("serving"), steps)
     sizes(quantized(), rows_of("perplexity", "cpu"), steps)
     roofline([row for row in rows_of("gemm_packed") if "bytes" in row])
-    widths(rows_of("widths"))
+    if narrow := rows_of("widths"):
+        widths(narrow)
     rows = [row for row in rows_of("serving") if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b"]
     served([row for row in rows if (row["ranks"], row["executor"]) == (1, "mp")])  # as `anybit serve` runs vLLM
     sparse(rows_of("sparse"))
