@@ -22,6 +22,7 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.gguf_file import GgufTranslation
 from anybit.checkpoints.formats.translate import FolderTranslation, Translation
 from anybit.errors import CheckpointError, OptionError
+from anybit.models.experts import HubNames
 from anybit.models.modules import skeleton
 
 OF_FILES = ("auto", "hf", "safetensors", "fastsafetensors")
@@ -65,6 +66,11 @@ class Source:
         file = gguf_in(self.folder)
         if file is not None:
             empty = skeleton(self.folder, self._trusted)
+            if HubNames.of(empty).blocks:
+                raise CheckpointError(
+                    f"{file} is a {type(empty).__name__}, whose experts vLLM loads by other names: convert it first, "
+                    "`anybit convert FILE --to anybit -o OUT`"
+                )
             source = GgufTranslation(file, empty)
             source.check(empty)
             return source
