@@ -24,7 +24,7 @@ def test_a_log_shows_what_is_left(run: Any, model: Path, tmp_path: Path, monkeyp
     monkeypatch.setitem(METHODS, "distill", slow)
     words = ("-s", "w4a16g32", "--method", "distill", "-t", ids, "--set", "learn_tokens=600", "--device", "cpu")
     code, out, err = run("quantize", model, "-o", tmp_path / "out", *words)
-    assert code == 0 and out.count("\n") == 1
+    assert code == 0 and out.count("\n") == 2 and "learned from 0.00102 million tokens" in out
     assert "distill of 0 million weights: about 5 min on two CPU cores 50%: block 1 of 2," in err
     assert re.search(r"100%: block 2 of 2, 0 s left \d+%: learning, KL divergence \d\.\d+ nats, \d+ s left", err)
 

@@ -57,9 +57,9 @@ def on_disk(kernel: jit.Kernel) -> bool:
 
 def test_a_kernel_is_compiled_once(folder: Path, compilations: list[str]) -> None:
     first = jit.cached(KERNEL, ARCH)
-    start = time.perf_counter()
+    start = time.process_time()
     again = jit.cached(KERNEL, ARCH)
-    assert time.perf_counter() - start < 0.1  # the goal is 0.02, which GPU tests check on an idle machine
+    assert time.process_time() - start < 0.1  # the goal is 0.02, which GPU tests check on an idle machine
     assert again == first
     assert compilations == [ARCH]
     assert not list(folder.glob(".new-*"))
