@@ -84,26 +84,6 @@ def _steps(rows: Tensor, format: ActivationFormat) -> tuple[Tensor, Tensor, Tens
     return steps, scale if all_finite else torch.where(finite, scale, torch.nan), zero
 
 
-def accumulate(activations: Tensor, weights: Tensor) -> Tensor:
-    """The kernels' integer core: unsigned codes X [M, K] times W [N, K]^T, int64 [M, N], exact."""
-    return (activations.double() @ weights.double().T).to(torch.int64)
-
-
-def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
-    """Sum over K of (uw - zw)(ux - zx) from codes and rank-1 terms, float64 [M, N], exact.
-
-    Raises LayerError for grouped weights and for codes that are not integers.
-    """
-    if weight.scale.shape[1] != 1:
-        raise LayerError(f"{weight.format} has {weight.scale.shape[1]} groups a row; this needs whole rows")
-    if weight.format.code not in CODES:
-        raise LayerError(f"{weight.format} has codes that are not integers; this needs {', '.join(CODES)}")
-    uw, zw = weight.codes().double(), weight.zeros().double()
-    ux, zx = x.codes.double(), x.zero.double()[:, None]
-    raw = accumulate(x.codes, weight.codes()).double()
-    return raw - zx * uw.sum(1)[None] - ux.sum(1)[:, None] * zw.T + weight.shape[1] * zx * zw.T
-
-
 def check_activations(x: Tensor, k: int) -> None:
     """Raise LayerError unless x is floating-point with k features in its last dimension."""
     if not x.is_floating_point():

@@ -117,14 +117,7 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
 
 def _stored(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor) -> list[jit.Launch]:
     k, v = (_aligned(x) for x in (k, v))
-    strides: dict[str, int] = {
-        "k_batch_stride": k.stride(0),
-        "v_batch_stride": v.stride(0),
-        "k_token_stride": k.stride(1),
-        "k_head_stride": k.stride(2),
-        "v_token_stride": v.stride(1),
-        "v_head_stride": v.stride(2),
-    }
+    strides = _strides(k, v)
     step = k.shape[1] <= view.ring - view.window + 1
     return [
         _quantize(view, rows, batch, k.shape[1], None, k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
@@ -144,24 +137,23 @@ def stored_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: 
     sequence, or if its new tokens begin at a window: otherwise a ring slot may be overwritten before it is read.
     """
     k, v = (_aligned(x[None]) for x in (k, v))
-    strides: dict[str, int] = {
-        "k_batch_stride": 0,
-        "v_batch_stride": 0,
-        "k_token_stride": k.stride(1),
-        "k_head_stride": k.stride(2),
-        "v_token_stride": v.stride(1),
-        "v_head_stride": v.stride(2),
-    }
+    strides = _strides(k, v) | {"k_batch_stride": 0, "v_batch_stride": 0}
     return _quantize(
         view, None, new.starts.shape[0] - 1, new.most, new.starts, k=k, v=v, **strides,
         packs=int(packs), keeps=int(keeps), stored=0,
     )  # fmt: skip
 
 
+_STRIDES = ("k_batch_stride", "k_token_stride", "k_head_stride", "v_batch_stride", "v_token_stride", "v_head_stride")
+
+
+def _strides(k: Tensor, v: Tensor) -> dict[str, int]:
+    return dict(zip(_STRIDES, (*k.stride()[:3], *v.stride()[:3]), strict=True))
+
+
 def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int = 0) -> None:
     """Pack the windows that the newest ``tokens`` tokens completed; all their tokens are already in the residual."""
-    names = ("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride", "k_head_stride", "v_head_stride")
-    strides = dict.fromkeys(names, 0)
+    strides = dict.fromkeys(_STRIDES, 0)
     made = _quantize(view, rows, batch, tokens, None, k=None, v=None, **strides, packs=1, keeps=0, stored=1)
     run([made], view.pages.get_device(), layer)
 
