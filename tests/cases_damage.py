@@ -348,6 +348,42 @@ def tokenizer_file(rng: random.Random, folder: Path) -> Damage | None:
 # ---- GGUF
 
 
+GGUF_WORDS = 3 + 256 + 2
+"""The vocabulary of ``describe_gguf``."""
+
+
+def describe_gguf(
+    writer: Any, context: int, hidden: int, ffn: int, key_heads: int, epsilon: float, theta: float
+) -> None:
+    """Write the settings of a model of one block and four heads, and a byte tokenizer with two merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<s>", "</s>", *alphabet, "".join(alphabet[:2]), "".join(alphabet[2:4])]
+    writer.add_context_length(context)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(key_heads)
+    writer.add_layer_norm_rms_eps(epsilon)
+    writer.add_rope_freq_base(theta)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges([" ".join(alphabet[:2]), " ".join(alphabet[2:4])])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def finish_gguf(writer: Any) -> None:
+    """Write what was added, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def save_gguf(
     file: Path,
     hidden: int = 32,
@@ -363,25 +399,8 @@ def save_gguf(
 
     writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(3)
     ffn, heads = 2 * hidden, 4
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<pad>", "<s>", "</s>", *alphabet, "".join(alphabet[:2]), "".join(alphabet[2:4])]
-    writer.add_context_length(64)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(key_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
-    writer.add_token_merges([" ".join(alphabet[:2]), " ".join(alphabet[2:4])])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    shapes = {"token_embd": (len(tokens), hidden), "output": (len(tokens), hidden)}
+    describe_gguf(writer, 64, hidden, ffn, key_heads, 1e-5, 10000.0)
+    shapes = {"token_embd": (GGUF_WORDS, hidden), "output": (GGUF_WORDS, hidden)}
     narrow = hidden // heads * key_heads
     shapes |= {f"blk.0.attn_{part}": (hidden, hidden) for part in ("q", "output")}
     shapes |= {f"blk.0.attn_{part}": (narrow, hidden) for part in ("k", "v")}
@@ -401,10 +420,7 @@ def save_gguf(
             writer.add_string(name, value)
         else:
             writer.add_float32(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return file
 
 

@@ -12,8 +12,22 @@ from anybit.kernels.attention.kv_page import PageLayout
 from anybit.scheme import KVFormat
 
 
+class Attention:
+    """What cases of attention have in common."""
+
+    @property
+    def dtype(self):
+        return torch.bfloat16 if self.bf16 else torch.float16
+
+    def masks(self, device="cpu"):
+        generator = torch.Generator().manual_seed(7)
+        sinks = torch.randn(self.heads, generator=generator).to(device) if self.sinks else None
+        alibi = (2.0 ** -torch.arange(1, self.heads + 1).float()).to(device) if self.alibi else None
+        return Masks(window=self.window, softcap=self.softcap, sinks=sinks, alibi=alibi)
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Attention):
     """A format, a model's shape, sequence lengths (new tokens included), and the model's attention features."""
 
     format: str
@@ -39,16 +53,6 @@ class Case:
             and value not in ((1, 128, "normal") if value is not True else ())
         )
         return f"{self.format}-d{self.head_dim}-h{self.heads}x{self.kv_heads}{extra}"
-
-    @property
-    def dtype(self):
-        return torch.bfloat16 if self.bf16 else torch.float16
-
-    def masks(self, device="cpu"):
-        generator = torch.Generator().manual_seed(7)
-        sinks = torch.randn(self.heads, generator=generator).to(device) if self.sinks else None
-        alibi = (2.0 ** -torch.arange(1, self.heads + 1).float()).to(device) if self.alibi else None
-        return Masks(window=self.window, softcap=self.softcap, sinks=sinks, alibi=alibi)
 
     def build(self, device="cpu"):
         """A cache filled as by a model, its sequences, and the queries of the newest tokens."""

@@ -13,7 +13,8 @@ from anybit.device import Device
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Config, Gate, Problem
 from anybit.kernels.packed import packed_tiles
-from anybit.ops.prepared_experts import _padded
+from anybit.ops.experts import experts, prepare_experts
+from anybit.ops.prepared_experts import PreparedExperts, _padded
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
 
@@ -86,6 +87,18 @@ class Mixture:
             problem, config, packed.pointers[:3], x, x.stride(0), y, y.stride(0), ids, ids.itemsize // 4, weights, bias
         )
         emulate.launched(launch, seed=seed, dependent=dependent)
+
+
+def on_gpu(mixture: Mixture) -> PreparedExperts:
+    """A mixture's weights, prepared on the GPU."""
+    gate_up, down = mixture.gate_up.to("cuda"), mixture.down.to("cuda")
+    return prepare_experts(gate_up, down, mixture.count, mixture.activations, mixture.gate)
+
+
+def run(mixture: Mixture, prepared: PreparedExperts, ids: Tensor, weights: Tensor) -> Tensor:
+    """The op's result on the GPU, back on the CPU."""
+    biases = [None if bias is None else bias.cuda() for bias in mixture.biases]
+    return experts(mixture.x.cuda(), ids.cuda(), weights.cuda(), prepared, *biases).cpu()
 
 
 def error(y: Tensor, expected: Tensor) -> float:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from anybit.ops import kv_plain
-from anybit.ops.kv import Masks
+from cases_decode import Attention
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Attention):
     """A model's shape, tokens per sequence (0: padding) and per page, and the model's attention features."""
 
     head_dim: int = 128
@@ -30,18 +30,8 @@ class Case:
         return "-".join((*shape, *(name for name in names if getattr(self, name))))
 
     @property
-    def dtype(self):
-        return torch.bfloat16 if self.bf16 else torch.float16
-
-    @property
     def capacity(self):
         return max(self.lengths) + 7
-
-    def masks(self, device="cpu"):
-        generator = torch.Generator().manual_seed(7)
-        sinks = torch.randn(self.heads, generator=generator).to(device) if self.sinks else None
-        alibi = (2.0 ** -torch.arange(1, self.heads + 1).float()).to(device) if self.alibi else None
-        return Masks(window=self.window, softcap=self.softcap, sinks=sinks, alibi=alibi)
 
     @property
     def problem(self):

@@ -12,10 +12,11 @@ from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.scheme import KVFormat
 from anybit.vllm.kv_step import Batch
+from cases_decode import Attention
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Attention):
     """A format, a model's shape, each sequence's tokens before the step and new ones; 0 new ones: padding."""
 
     format: str
@@ -42,18 +43,8 @@ class Case:
         )
 
     @property
-    def dtype(self):
-        return torch.bfloat16 if self.bf16 else torch.float16
-
-    @property
     def rows(self):
         return RowLayout(PageLayout(KVFormat.parse(self.format), self.head_dim), self.slack, self.together)
-
-    def masks(self, device="cpu"):
-        generator = torch.Generator().manual_seed(7)
-        sinks = torch.randn(self.heads, generator=generator).to(device) if self.sinks else None
-        alibi = (2.0 ** -torch.arange(1, self.heads + 1).float()).to(device) if self.alibi else None
-        return Masks(window=self.window, softcap=self.softcap, sinks=sinks, alibi=alibi)
 
 
 class Step:

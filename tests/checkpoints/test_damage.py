@@ -31,7 +31,7 @@ from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 ROUNDS = int(os.environ.get("DAMAGE_ROUNDS", "1"))
-COUNTS = {"load_model": 60, "from_pretrained": 50, "gguf": 20, "command": 8, "others": 18}
+COUNTS = {"load_model": 60, "from_pretrained": 50, "gguf": 20, "others": 18}
 OTHERS = ("gptq-4-asym", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32-asym", "hqq-3", "bnb-nf4-nested", "fp8-blocks")
 SECONDS = 4.0
 BYTES = 1 << 30
@@ -220,24 +220,6 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
         return said.out
 
     return command
-
-
-def test_commands_on_damaged_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
-    commands = [("info", "--json"), ("generate", "--prompt", "It is", "--max-new-tokens", "3", "--device", "cpu")]
-    rng, results = random.Random(SEED), []
-    good = {}
-    for number in range(ROUNDS * COUNTS["command"]):
-        name, words = rng.choice(list(folders)), rng.choice(commands)
-        folder = copy(folders[name], tmp_path / name)
-        if (name, words) not in good:
-            good[name, words] = (run(words[0], str(folder), *words[1:]),)
-        damage = damaged(rng, folder, tuple(MUTATIONS), number)
-        found, detail = outcome(
-            lambda folder=folder, words=words: (run(words[0], str(folder), *words[1:]),), good[name, words]
-        )
-        # info's output must be true of the damaged folder.
-        results.append((damage, name, "same" if found == "other" and words[0] == "info" else found, detail))
-    judged(results)
 
 
 def test_kinds_are_listed() -> None:

@@ -1,7 +1,7 @@
 """Damaged folders and files by commands that write, measure, explain or resume, judged as in test_damage.
 
-``convert`` to every format, from anybit's folders, other tools' and GGUF files; ``info``, ``explain`` and ``eval`` of
-foreign files; calibration resumed from stored blocks.
+``convert`` to every format, from anybit's folders, other tools' and GGUF files; ``info``, ``explain``, ``eval`` and
+``generate`` of the same; calibration resumed from stored blocks.
 """
 
 import json
@@ -25,7 +25,7 @@ from anybit.quantization.methods.registry import quantize_folder
 
 __all__ = ["bounded", "folders", "run"]  # fixtures
 
-COUNTS = {"convert": 24, "ask": 12, "resume": 8}
+COUNTS = {"convert": 24, "ask": 20, "resume": 8}
 OTHERS = ("gptq-4-asym", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32-asym", "hqq-3", "bnb-nf4-nested", "ct-nvfp4")
 TARGETS = ("anybit", "compressed-tensors", "gptq", "gguf")
 NAMES = {*VALID, "config"}
@@ -96,20 +96,21 @@ def test_convert_of_damaged_models(sources: dict[str, Path], tmp_path: Path, bou
     judged(results, NAMES)
 
 
-def test_info_explain_and_eval_of_damaged_models(sources, tmp_path, bounded, run) -> None:
+def test_commands_on_damaged_models(sources, tmp_path, bounded, run) -> None:
     text = tmp_path / "text"
     text.write_text("1+2=3;(4*5)/6-7;" * 4)  # other tools' fixtures have 32 words
     commands: dict[str, tuple[str, ...]] = {
         "info": ("--json",),
         "explain": ("--m", "1", "--json"),
         "eval": ("--text", str(text), "--context", "32", "--windows", "1", "--device", "cpu", "--json"),
+        "generate": ("--prompt", "1+2", "--raw", "--max-new-tokens", "3", "--device", "cpu", "--json"),
     }
     rng, results = random.Random(SEED), []
     good: dict[tuple[str, str], Any] = {}
 
     def asked(command: str, source: Path) -> tuple[Any]:
         found = json.loads(run(command, str(source), *commands[command]))
-        return ({key: value for key, value in found.items() if key not in ("model", "seconds")},)
+        return ({key: value for key, value in found.items() if key != "model" and "second" not in key},)
 
     for number in range(ROUNDS * COUNTS["ask"]):
         name, command = rng.choice(list(sources)), list(commands)[number % len(commands)]
@@ -118,7 +119,7 @@ def test_info_explain_and_eval_of_damaged_models(sources, tmp_path, bounded, run
         source, damage = spoilt(rng, sources[name], tmp_path / "damaged", tuple(MUTATIONS), number)
         kind, detail = outcome(lambda source=source, command=command: asked(command, source), good[name, command])
         # The output of info and explain must be true of the damaged folder.
-        kind = "same" if kind == "other" and command != "eval" else kind
+        kind = "same" if kind == "other" and command in ("info", "explain") else kind
         results.append((damage, f"{command} {name}", kind, detail))
     judged(results)
 

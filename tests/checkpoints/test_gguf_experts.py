@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.cases_damage import random_blocks
+from tests.cases_damage import describe_gguf, finish_gguf, random_blocks
 from tests.cases_models import tokens_of
 from tests.checkpoints.test_gguf_write import model as written
-from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -44,29 +43,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, str, str]]] = {
 def described(file: Path, name: str, config: Any) -> Any:
     """A writer with a model's settings and a byte tokenizer. name: llama.cpp's."""
     writer = gguf.GGUFWriter(file, name)
-    writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(WIDTH)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    describe_gguf(writer, 128, WIDTH, WIDTH, 2, config.rms_norm_eps, float(config.rope_parameters["rope_theta"]))
     writer.add_key_length(64)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_expert_count(EXPERTS)
     writer.add_expert_used_count(2)
     if name == "minimax-m2":
         writer.add_rope_dimension_count(32)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<pad>", "<s>", "</s>", *alphabet, "".join(alphabet[:2]), "".join(alphabet[2:4])]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
-    writer.add_token_merges([" ".join(alphabet[:2]), " ".join(alphabet[2:4])])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
     return writer
 
 
@@ -108,10 +91,7 @@ def save(file: Path, kind: str, change: Callable[[str, Any], Any] = lambda name,
             values = values.reshape(*own.shape[:-1], -1)
         if (values := change(name, values)) is not None:
             writer.add_tensor(name, values, raw_dtype=form)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return model
 
 
@@ -182,9 +162,6 @@ def test_gpt_oss_is_refused_with_the_way_out(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_moe", **SIZES, **MODELS["qwen3_moe"][1])
     writer = described(tmp_path / "model.gguf", "gpt-oss", config)
     writer.add_tensor("token_embd.weight", random_blocks("Q4_0", 261, WIDTH), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     with pytest.raises(CheckpointError, match="use the model's own folder, in MXFP4"):
         anybit.load(tmp_path / "model.gguf")

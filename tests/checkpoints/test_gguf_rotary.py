@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.cases_damage import save_gguf
+from tests.cases_damage import finish_gguf, save_gguf
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -77,10 +77,7 @@ def described(file: Path, architecture: str, layers: int = 1, **said: float | st
         {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)](name, value)
     for layer in range(layers):
         writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.ones(512, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     scale_rotary(config, file, read_gguf_header(file))
     return config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.cases_calibration import sequences
+from tests.cases_calibration import Interrupted, interrupt, sequences
 from tests.cases_models import save_byte_tokenizer, save_tiny
 from torch import Tensor
 from transformers import (
@@ -232,13 +232,6 @@ def test_weights_that_masks_keep_learn(llama: Path, tmp_path: Path) -> None:
     ],
 )
 def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tmp_path: Path) -> None:
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what.startswith("block"):
-            raise Interrupted
-
     source = tmp_path / "source"
     AutoModelForCausalLM.from_pretrained(llama, dtype=dtype).save_pretrained(source)
     options = FAST | more | {"resume": tmp_path / "resume"}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cases_damage import finish_gguf
 from tests.checkpoints.test_formats import FIXTURES, STRIDE, whole_model
 
 from anybit.checkpoints.formats.write import convert_into
@@ -161,9 +162,6 @@ def test_parts_of_a_gguf_file_are_to_be_joined(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
     writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     with pytest.raises(CheckpointError, match=r"one of 2 parts of a GGUF file: join them first, with .* --merge"):
         read_gguf_header(tmp_path / "m-00001-of-00002.gguf")

@@ -431,16 +431,6 @@ def test_short_texts_are_refused(length: int, context: int, windows: int | None,
         evaluate.windows_of(list(range(length)), context, windows, bos)
 
 
-def test_bad_texts_are_named(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text(" \n")
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
-    (tmp_path / "wide").write_bytes("text".encode("utf-16-le"))
-    says = {"empty": "is empty", "latin": "is not UTF-8", "wide": "save it in UTF-8", "absent": "cannot be read"}
-    for name, message in says.items():
-        with pytest.raises(TextError, match=message):
-            evaluate.read_text(tmp_path / name)
-
-
 def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(model, tmp_path, monkeypatch) -> None:
     asked: list[Any] = []
 

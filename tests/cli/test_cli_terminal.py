@@ -292,20 +292,6 @@ def test_short_options_and_completion(run: Any, monkeypatch: pytest.MonkeyPatch)
         assert run()[1].split() == [found]
 
 
-def test_quantize_on_a_device(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
-    for method, scheme in (("rtn", "w4a16g32"), ("gptq", "w4a16g32")):
-        words = ["--text", text] if method == "gptq" else []
-        out = tmp_path / method
-        code, _, err = run("quantize", model, "-o", out, "-s", scheme, "--method", method, "--device", "cpu", *words)
-        assert code == 0, err
-        assert "note" not in err
-        code, _, err = run(
-            "quantize", model, "-o", tmp_path / "x", "-s", scheme, "--method", method, *words, "--device", "cuda:99"
-        )
-        assert code == 1
-        assert "device 'cuda:99' does not exist" in err
-
-
 def test_a_scheme_that_nothing_runs_says_so(run: Any, model: Path, tmp_path: Path) -> None:
     _, _, err = run("quantize", model, "-o", tmp_path / "out", "-s", "w4a8g32-xasym")
     assert err.count("note: no kernel runs w4a8g32-xasym on ") == 1

@@ -299,13 +299,6 @@ def test_tokens_of_an_image_see_one_another(static):
         torch.testing.assert_close(logits(kinds[i], **static), wanted[i], rtol=5e-2, atol=5e-2)
 
 
-def test_models_outside_the_attention_interface_get_the_cache_too(tmp_path):
-    config = hf.BloomConfig(vocab_size=128, hidden_size=128, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
-    model = quantized(folder_of(config, tmp_path), "w4a16g32-kv8")
-    result = model.generate(prompt(), **GREEDY, return_dict_in_generate=True)
-    assert isinstance(result.past_key_values, AnyBitCache) and not result.past_key_values.packed_attention
-
-
 def test_generate_refuses_by_name_what_cannot_be(tmp_path, llama):
     odd = hf.LlamaConfig(**{**SIZES, "head_dim": 16})
     model = quantized(folder_of(odd, tmp_path), "w4a16g32-kv4")

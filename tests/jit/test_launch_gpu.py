@@ -77,14 +77,6 @@ def test_a_dead_graph_does_not_end_a_capture() -> None:
     assert torch.equal(y, 2 * x.sum(1))
 
 
-def test_new_thread() -> None:
-    x, y = inputs()
-    thread = threading.Thread(target=sum_rows, args=(x, y))
-    thread.start()
-    thread.join()
-    assert torch.equal(y, 2 * x.sum(1))
-
-
 def test_threads_do_not_mix_parameters() -> None:
     pairs = [inputs() for _ in range(4)]
 

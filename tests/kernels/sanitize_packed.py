@@ -27,7 +27,7 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv  # noqa: E402
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16  # noqa: E402
 from anybit.ops.elementwise import silu_mul  # noqa: E402
 from anybit.scheme import WeightFormat  # noqa: E402
-from cases_packed import TOLERANCE, PackedCase, check_on_gpu, operands, product  # noqa: E402
+from cases_packed import TOLERANCE, PackedCase, check_on_gpu, kernels_of, operands, product  # noqa: E402
 
 W4 = WeightFormat(4, "sym", 128)
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -62,20 +62,10 @@ LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
 WAYS = {"large": LARGE}
 
 
-def problem_of(m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, ordered: bool) -> LinearProblem:
-    return LinearProblem(m, n, k, format, dtype=dtype, act_order=ordered, aligned=k % 8 == 0)
-
-
 def kernels_used() -> list[Kernel]:
     """All kernels used here, for precompile.py."""
-    found = {
-        module.kernel(module.default(problem_of(m, n, k, format, dtype, ordered and format.group is not None)))
-        for cases in FEW.values()
-        for module, m, n, k, format, dtype, ordered in cases
-    }
-    for m, n, k, cut in LARGE:
-        found.add(sm90_packed_gemm.kernel(sm90_packed_gemm.config_for(LinearProblem(m, n, k, W4), *cut)))
-    return list(found)
+    large = [sm90_packed_gemm.config_for(LinearProblem(m, n, k, W4), *cut) for m, n, k, cut in LARGE]
+    return [*kernels_of(case for cases in FEW.values() for case in cases), *map(sm90_packed_gemm.kernel, large)]
 
 
 def launch(

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,13 +11,9 @@ import torch
 import torch._dynamo
 
 from anybit.codes.packing import QuantizedWeight
-from anybit.errors import KernelError, LayerError
-from anybit.kernels.packed.packed_tiles import prepare as prepare_tiles
+from anybit.errors import LayerError
 from anybit.layers.embedding import QuantEmbedding, TiedHead
 from anybit.layers.linear import QuantLinear, use_backend
-from anybit.ops import elementwise
-from anybit.ops.backend import LinearSpec
-from anybit.ops.checks import check_input
 from anybit.scheme import Scheme
 from cases import random_weight
 
@@ -131,22 +126,6 @@ def test_a_prepared_layer_has_no_placeholders(scheme: str) -> None:
     assert {name for name, _ in layer.named_parameters()} == saved.keys()
 
 
-def test_threads_may_share_a_layer_from_the_first_call() -> None:
-    layer, x, start = layer_of("w4a16g128"), torch.randn(2, 256), threading.Barrier(4)
-    expected, found = layer_of("w4a16g128")(x), []
-
-    def call() -> None:
-        start.wait()
-        found.append(torch.equal(layer(x), expected))
-
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 4
-
-
 @pytest.mark.parametrize("shape", [(0, 256), (2, 0, 256), (256,), (2, 3, 256)])
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w2a2"])
 def test_any_leading_dimensions(scheme: str, shape: tuple[int, ...]) -> None:
@@ -199,16 +178,6 @@ def test_groups_that_are_not_there_are_named(add: int, words: str) -> None:
         layer(torch.randn(1, 256))
     with pytest.raises(LayerError, match=words):
         layer.prepare()
-
-
-def test_what_kernels_would_read_beyond_is_named() -> None:
-    spec = LinearSpec("packed", 8, 256, Scheme.parse("w4a16g128").weights, Scheme.parse("w4a16g128").activations)
-    x, tiles = torch.zeros(1, 256, dtype=torch.float16), prepare_tiles(random_weight(8, 256, spec.weights)).tiles
-    check_input(x, tiles, spec, torch.zeros(8))
-    with pytest.raises(KernelError, match=r"the bias has shape \(7,\), and the layer has 8 outputs"):
-        check_input(x, tiles, spec, torch.zeros(7))
-    with pytest.raises(KernelError, match="its last dimension must be even, not 7"):
-        elementwise._silu_mul_cuda(torch.zeros(1, 7, dtype=torch.float16))
 
 
 @pytest.mark.parametrize(

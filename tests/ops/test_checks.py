@@ -94,6 +94,8 @@ def test_gate_and_up_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_planned", lambda *_: True)
     with pytest.raises(KernelError, match=r"gate_up has shape \(2, 256\), and the layer takes 64 features of each"):
         fused._silu_linear(half(2, 256), 4 * [half(1)], None, str(spec()))
+    with pytest.raises(KernelError, match="its last dimension must be even, not 7"):
+        elementwise._silu_mul_cuda(half(1, 7))
 
 
 @pytest.mark.parametrize(

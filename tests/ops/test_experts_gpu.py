@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.ops.experts import experts, prepare_experts
-from anybit.ops.prepared_experts import ExpertPart, PreparedExperts
+from anybit.ops.experts import experts
+from anybit.ops.prepared_experts import ExpertPart
 from anybit.scheme import Scheme
-from cases_experts import Mixture, error
+from cases_experts import Mixture, error, on_gpu, run
 from cases_packed import TOLERANCE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -22,16 +22,6 @@ def mixture_of(scheme: str, tokens: int, gate: str = "silu", bias: bool = True, 
         parsed.weights, COUNT, 512, inner, tokens, dtype, bias=bias, gate=gate, seed=tokens,
         activations=parsed.activations,
     )  # fmt: skip
-
-
-def on_gpu(mixture: Mixture) -> PreparedExperts:
-    gate_up, down = mixture.gate_up.to("cuda"), mixture.down.to("cuda")
-    return prepare_experts(gate_up, down, mixture.count, mixture.activations, mixture.gate)
-
-
-def run(mixture: Mixture, prepared: PreparedExperts, ids: Tensor, weights: Tensor) -> Tensor:
-    biases = [None if bias is None else bias.cuda() for bias in mixture.biases]
-    return experts(mixture.x.cuda(), ids.cuda(), weights.cuda(), prepared, *biases).cpu()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 17, 64, 300, 1501])

@@ -1,12 +1,8 @@
 """QuantLinear on a GPU with integer activations: the reference's results, and errors before anything is launched."""
 
-import warnings
-
 import pytest
 import torch
 
-from anybit import ops
-from anybit.codes import reference
 from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
 from anybit.kernels.bitplane import bitplane
@@ -74,14 +70,6 @@ def test_equals_the_reference(scheme: str) -> None:
             torch.testing.assert_close(y.cpu(), on_cpu(x), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "backend"), [("w1a2", "bitwise"), ("w2a3", "bitwise"), ("w3a3", "packed"), ("w2a4-xasym", "bitwise")]
-)
-def test_is_chosen_where_planes_are_fewer_products(scheme: str, backend: str) -> None:
-    parsed = Scheme.parse(scheme)
-    assert ops.choose(random_weight(64, 256, parsed.weights).to("cuda"), parsed.activations) == backend
-
-
 @pytest.mark.parametrize("scheme", ["w3a4asym", "w1a2", "w8a8"])
 def test_restores_what_it_was_given(scheme: str) -> None:
     on_gpu, on_cpu = layer_of(scheme, 40, 1100)
@@ -113,35 +101,6 @@ def test_graph_and_compile() -> None:
     assert torch.equal(y, expected)
     compiled = torch.compile(on_gpu, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), expected)
-
-
-def test_errors_name_both_values() -> None:
-    on_gpu, _ = layer_of("w4a4", 64, 512)
-    with pytest.raises(KernelError, match="x is float32, and the kernels take float16 or bfloat16"):
-        on_gpu(activations(2, 512).float().cuda())
-    with pytest.raises(KernelError, match=r"x has shape \(2, 500\), and the layer takes 512 features"):
-        on_gpu(activations(2, 500).cuda())
-    with pytest.raises((KernelError, RuntimeError), match="cpu"):
-        on_gpu(activations(2, 512))
-
-
-def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme = "w4a4g128-xasym"
-    weight = random_weight(64, 512, Scheme.parse(scheme).weights)
-    x = activations(3, 512)
-    with pytest.raises(KernelError, match="these weights have groups of 128"):
-        QuantLinear.from_weight(weight.to("cuda"), scheme)(x.cuda())
-    ops.allow_fallback()
-    try:
-        with pytest.warns(UserWarning, match="falling back to reference-packed"):
-            y = QuantLinear.from_weight(weight.to("cuda"), scheme)(x.cuda())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            QuantLinear.from_weight(weight.to("cuda"), scheme)(x.cuda())
-    finally:
-        ops.allow_fallback(False)
-    expected = reference.linear(x, weight, Scheme.parse(scheme).activations)
-    torch.testing.assert_close(y.cpu(), expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w2a2"])
@@ -183,24 +142,6 @@ def test_a_bias_of_another_type(scheme: str, m: int) -> None:
         layer = QuantLinear.from_weight(weight, scheme)
         layer.bias = torch.nn.Parameter(bias[:63], requires_grad=False)
         layer(x)
-
-
-@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8", "w2a2"])
-@pytest.mark.parametrize("shape", [(0, 512), (2, 0, 512), (512,), (2, 3, 512)])
-def test_any_leading_dimensions(scheme: str, shape: tuple[int, ...]) -> None:
-    on_gpu = chosen(scheme, 64, 512)
-    x = torch.randn(shape, device="cuda", dtype=torch.float16)
-    y = on_gpu(x)
-    assert y.shape == (*shape[:-1], 64)
-    if x.numel():
-        torch.testing.assert_close(y.view(-1, 64), on_gpu(x.view(-1, 512)))
-
-
-def test_autocast_reaches_the_kernels() -> None:
-    on_gpu = chosen("w4a16g128", 64, 512)
-    x = torch.randn(3, 512, device="cuda")
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert torch.equal(on_gpu(x), on_gpu(x.bfloat16()))
 
 
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8", "w2a2"])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from anybit.codes.rtn import quantize_weight
-from anybit.quantization.learn.cuda_graphs import GraphRecorder
 from anybit.quantization.learn.generated import written
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.latent import Rates
@@ -16,9 +15,9 @@ from anybit.quantization.methods import distill as distill_module
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.pipeline.calibrate import Calibration, LayerQuantizer, calibrate
+from anybit.quantization.pipeline.calibrate import LayerQuantizer
 from anybit.scheme import Scheme
-from cases_calibration import loud, names_of, tiny
+from cases_calibration import Interrupted, interrupt, loud, names_of, tiny
 from cases_models import save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -94,30 +93,6 @@ def test_text_is_written_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.unique()) > 20
 
 
-def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
-    """Captured and replayed layers equal those of a run that starts in the middle, bit for bit."""
-    model, scheme = tiny(layers=4), Scheme.parse("w3a16g32asym")
-    tokens = [row for batch in batches(8) for row in batch]
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(done, total, left):
-        if done == 2:
-            raise Interrupted
-
-    settings = Calibration(device="cuda", resume=tmp_path)
-    with pytest.raises(Interrupted):
-        calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), settings, progress=interrupt)
-    gptq._RECORDER = GraphRecorder()  # as in a new process
-    resumed = calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), settings)
-    gptq._RECORDER = GraphRecorder()
-    whole = calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), Calibration(device="cuda"))
-    for name, weight in whole.items():
-        for part in ("words", "scale", "zero"):
-            assert torch.equal(getattr(weight, part), getattr(resumed[name], part)), name
-
-
 @pytest.mark.parametrize("rotated", [False, True])
 def test_scales_learn_on_a_gpu(rotated):
     model, losses = loud(tiny(layers=2)).cuda(), []
@@ -163,14 +138,6 @@ def test_learning_twice_is_the_same_bit_for_bit(text):
 )
 def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str, tmp_path: Path) -> None:
     """Interrupted after a block, then resumed; again from the start; and without a folder to resume from."""
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what.startswith("block"):
-            raise Interrupted
-
     source = save_tiny("llama-tied", tmp_path / "source")
     g = torch.Generator().manual_seed(4)
     text = [torch.randint(0, 96, (64,), generator=g).tolist() for _ in range(96)]

@@ -26,16 +26,28 @@ from anybit.tune.search import Options, Progress
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="explains the GPU that is present")
 
 
+def empty(gpu: str = "NVIDIA H200") -> Policy:
+    return Policy(Origin.here(gpu, "sm_90a", "575.1", "2.11"))
+
+
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     parsed = Scheme.parse("w3a3")
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations)
     other = next(c for c in space(one).candidates if c.kernel == "sm90_bitplane_skinny")
     found = {"bitwise": Measured.of(other, 15.0), "padding to int8": Measured.of(builtin(one), 12.5)}
-    policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+    policy = empty()
     policy.put(one, Point(12.5, found))
     save(policy, tmp_path / "map.json")
     return tmp_path / "map.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder of a model, where torch sees a GPU."""
+    save_tiny("llama", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return str(tmp_path)
 
 
 def test_explains_a_shape(measured: Path, run: Any) -> None:
@@ -143,28 +155,18 @@ def test_tuning_overwrites_no_file_that_is_no_map(tmp_path, measured, run, monke
     assert not (tmp_path / "new").exists(), "nothing is created if nothing is measured"
 
 
-def test_tuning_needs_a_gpu(tmp_path, run) -> None:
-    save_tiny("llama", tmp_path)
-    code, _, err = run("tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
-    assert code == 1
-    assert "anybit tune measures on an NVIDIA GPU, and torch sees none here" in err
-    assert not (tmp_path / "map.json").exists()
-
-
-def test_tuning_uses_gpus_of_one_kind(tmp_path, run, monkeypatch) -> None:
-    save_tiny("llama", tmp_path)
+def test_tuning_uses_gpus_of_one_kind(model, tmp_path, run, monkeypatch) -> None:
     used: list[Sequence[str]] = []
 
     def search_on(gpus: Sequence[str], *_: object, **__: object) -> Policy:
         used.append(gpus)
-        return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+        return empty()
 
     kinds = ["NVIDIA H200", "NVIDIA A100", "NVIDIA H200"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: kinds[i])
     monkeypatch.setattr("anybit.tune.search.search_on", search_on)
-    words = ("tune", str(tmp_path), "-s", "w4a8", "--most-tokens", "1", "-o", str(tmp_path / "map.json"), "--gpus")
+    words = ("tune", model, "-s", "w4a8", "--most-tokens", "1", "-o", str(tmp_path / "map.json"), "--gpus")
     assert run(*words, "2")[0] == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
     assert run(*words, "2")[0] == 0
@@ -173,17 +175,15 @@ def test_tuning_uses_gpus_of_one_kind(tmp_path, run, monkeypatch) -> None:
     assert code == 1 and "--gpus 3 is too many: torch sees 2 of the first one's kind, NVIDIA H200" in err
 
 
-def test_tuning_takes_coarse_counts_first_and_ends_in_time(tmp_path, run, monkeypatch) -> None:
-    save_tiny("llama", tmp_path)
+def test_tuning_takes_coarse_counts_first_and_ends_in_time(model, tmp_path, run, monkeypatch) -> None:
     parts: list[tuple[set[int], float]] = []
 
     def search(products: Sequence[LinearProblem], path: object, options: Options, **_: object) -> Policy:
         parts.append(({product.m for product in products}, options.seconds))
-        return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+        return empty()
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
-    words = ("tune", str(tmp_path), "-o", str(tmp_path / "map.json"), "--most-tokens", "128")
+    words = ("tune", model, "-o", str(tmp_path / "map.json"), "--most-tokens", "128")
     assert run(*words, "-s", "w4a8")[0] == 0
     (coarse, most), (fine, rest) = parts
     assert coarse == {m for m in GRID if m <= 128} and fine == {m for m in STEPS if m <= 128} - coarse
@@ -196,34 +196,29 @@ def test_tuning_takes_coarse_counts_first_and_ends_in_time(tmp_path, run, monkey
     assert min(parts[-2][0]) == 1
 
 
-def test_interrupted_tuning_says_how_to_go_on(tmp_path, run, monkeypatch) -> None:
-    save_tiny("llama", tmp_path)
-
+def test_interrupted_tuning_says_how_to_go_on(model, tmp_path, run, monkeypatch) -> None:
     def search(*_: object, **__: object) -> Policy:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
-    code, _, err = run("tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
+    code, _, err = run("tune", model, "-s", "w4a8", "-o", str(tmp_path / "map.json"))
     assert code == 130 and "what was measured is kept, and the same command goes on" in err
 
 
 @pytest.mark.parametrize(
     ("stored", "runs"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
 )
-def test_tuning_measures_in_the_dtype_that_the_model_runs_in(stored, runs, tmp_path, run, monkeypatch) -> None:
-    save_tiny("llama", tmp_path)
+def test_tuning_measures_in_the_dtype_that_the_model_runs_in(stored, runs, model, tmp_path, run, monkeypatch) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": stored}))
     seen: set[torch.dtype] = set()
 
     def search(products: Sequence[LinearProblem], *_: object, **__: object) -> Policy:
         seen.update(product.dtype for product in products)
-        return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+        return empty()
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
-    words = ("tune", str(tmp_path), "-o", str(tmp_path / "map.json"), "--most-tokens", "16", "-s", "w4a16g32")
+    words = ("tune", model, "-o", str(tmp_path / "map.json"), "--most-tokens", "16", "-s", "w4a16g32")
     assert run(*words)[0] == 0
     assert seen == {getattr(torch, runs)}
     assert run(*words, "--dtype", "float16")[0] == 0
@@ -235,7 +230,7 @@ def test_tuning_measures_in_the_dtype_that_the_model_runs_in(stored, runs, tmp_p
 def test_explains_the_dtype_that_is_asked_for(tmp_path, run) -> None:
     parsed = Scheme.parse("w3a16")
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations, torch.bfloat16)
-    policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+    policy = empty()
     policy.put(one, Point(12.5, {"dequantize": Measured.of(builtin(one), 12.5)}))
     save(policy, tmp_path / "map.json")
     words = ("explain", "4096,14336", "-s", "w3a16", "-m", "64", "--policy", str(tmp_path / "map.json"), "--json")
@@ -244,19 +239,19 @@ def test_explains_the_dtype_that_is_asked_for(tmp_path, run) -> None:
     assert [one["products"][0]["us"] for one in found] == [None, 12.5]
 
 
-def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(tmp_path, measured, run, monkeypatch):
-    save_tiny("llama", tmp_path)
+def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(
+    model, tmp_path, measured, run, monkeypatch
+):
     gpu = "NVIDIA H100"
 
     def search(products: Sequence[LinearProblem], path: Any, options: Options, report: Any, **_: object) -> Policy:
         path(gpu)
         report(Progress(products[0], 3, 40, 75.0, 0))
-        return Policy(Origin.here(gpu, "sm_90a", "575.1", "2.11"))
+        return empty(gpu)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("anybit.tune.search.search", search)
     monkeypatch.setattr("anybit.cli.common._SAY_SECONDS", -1.0)
-    words = ("tune", str(tmp_path), "-s", "w4a8", "--most-tokens", "1", "-o")
+    words = ("tune", model, "-s", "w4a8", "--most-tokens", "1", "-o")
     before = measured.read_text()
     code, _, err = run(*words, str(measured))
     assert code == 1 and "map.json was measured on NVIDIA H200, and this is NVIDIA H100: choose another file" in err

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -239,24 +238,6 @@ def test_no_map_of_ones_own_is_no_fault(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(dispatching, "own_file", lambda gpu, path=path: path)
         with warnings.catch_warnings(action="error"):
             assert len(list(dispatching._files("NVIDIA H200"))) == 1
-
-
-def _add(path: Path, first: int) -> None:
-    for m in range(first, first + 20):
-        one = product(m=m)
-        save(policy((one, Point(1.0, {}))), path)
-
-
-def test_two_processes_lose_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    path = tmp_path / "map.json"
-    both = [context.Process(target=_add, args=(path, first)) for first in (1, 101)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join()
-    assert read(path).points == 40
-    assert [file.name for file in tmp_path.iterdir() if "lock" not in file.name] == ["map.json"]
 
 
 def test_a_foreign_map_only_offers_neighbours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

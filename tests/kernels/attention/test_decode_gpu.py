@@ -89,25 +89,6 @@ def test_launches_that_follow_one_another_do_not_disturb_one_another():
     assert all(torch.equal(out, first) for out in outs)
 
 
-@pytest.mark.parametrize("format", ["kv4g128", "kv2g128t"])
-def test_a_fixed_split_makes_results_independent_of_the_batch(format: str):
-    case = Case(format, lengths=(5000, 17, 129, 2047, 2048, 640), bf16=format.endswith("t"))
-    cache, sequences, q = case.build("cuda")
-    out, lse = decode_kernel(q, cache, 1, sequences, split=1024)
-    want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
-    assert relative_error(out, want) < (1e-2 if case.bf16 else 2e-3)
-    for rows in ([0], [3, 1], [5, 4, 3, 2, 1, 0], [2, 0, 0, 2, 4] * 9):
-        some, some_lse = decode_kernel(q[rows], cache, 1, [sequences[i] for i in rows], split=1024)
-        assert torch.equal(some, out[rows]) and torch.equal(some_lse, lse[rows])
-
-
-def test_more_tokens_than_a_step_has_are_refused():
-    case = Case("kv4g128", queries=17, lengths=(300, 40))
-    cache, sequences, q = case.build("cuda")
-    with pytest.raises(KernelError, match="a decode step brings 1 to 16 tokens, not 17"):
-        attention.decode(q, cache, 1, sequences)
-
-
 def test_the_debug_mode_reports_what_is_out_of_range(monkeypatch: pytest.MonkeyPatch):
     case = CASES[0]
     cache, sequences, q = case.build("cuda")

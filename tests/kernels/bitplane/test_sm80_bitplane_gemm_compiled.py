@@ -42,12 +42,6 @@ def test_default_config_compiles_without_spills(arch: str, scheme: str, m: int) 
     assert not [one for one in instructions if one.startswith("RET") or ".XOR" in one]
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_120a"])
-def test_refused_where_one_bit_products_are_emulated(arch: str) -> None:
-    reason = sm80_bitplane_gemm.why_not(problem("w2a2", 64, arch))
-    assert reason is not None and "no 1-bit tensor cores: from sm_100 on they are emulated" in reason
-
-
 @pytest.mark.parametrize(
     ("scheme", "k", "words"),
     [

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from anybit.ops.experts import PreparedExperts, experts, prepare_experts
-from anybit.scheme import ActivationFormat, Scheme, WeightFormat
-from cases_experts import Mixture, error
+from anybit.scheme import Scheme, WeightFormat
+from cases_experts import Mixture, error, on_gpu, run
 from cases_packed import FOREIGN, TOLERANCE, scheme_of
 
 pytestmark = pytest.mark.gpu
@@ -21,16 +20,6 @@ WORDS = (
     "w8a16asym",
 )
 FORMATS = tuple(Scheme.parse(word).weights for word in WORDS) + FOREIGN
-
-
-def on_gpu(mixture: Mixture) -> PreparedExperts:
-    gate_up, down = mixture.gate_up.to("cuda"), mixture.down.to("cuda")
-    return prepare_experts(gate_up, down, mixture.count, ActivationFormat(), mixture.gate)
-
-
-def run(mixture: Mixture, prepared: PreparedExperts, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    biases = [None if bias is None else bias.cuda() for bias in mixture.biases]
-    return experts(mixture.x.cuda(), ids.cuda(), weights.cuda(), prepared, *biases).cpu()
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=scheme_of)
@@ -72,24 +61,3 @@ def test_kinds_of_routing() -> None:
     mixture.x[1, 3] = torch.nan
     y = run(mixture, prepared, torch.tensor([[0, 1, 2]] * 6), weights)
     assert y[1].isnan().all() and y[[0, 2, 3, 4, 5]].isfinite().all()
-
-
-def test_a_graph_reads_ids_at_each_replay() -> None:
-    mixture = Mixture(WeightFormat(4, "sym", 128), 8, 512, 256, 12)
-    prepared, x = on_gpu(mixture), mixture.x.cuda()
-    ids, weights = (one.cuda() for one in mixture.routing(2))
-    source = ids.clone()
-
-    def step() -> torch.Tensor:
-        torch.add(source, 0, out=ids)
-        return experts(x, ids, weights, prepared)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    for seed in range(4):
-        chosen, _ = mixture.routing(2, seed)
-        source.copy_(chosen)
-        graph.replay()
-        assert error(y.cpu(), mixture.expected(chosen, weights.cpu())) < 2 * TOLERANCE[torch.float16]

@@ -10,7 +10,6 @@ from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.kernels.gemm_kernel import GemmKernel
-from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_problem, packed_tiles
 from anybit.kernels.packed.packed_layout import PackedWeight
@@ -18,7 +17,7 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, check_on_gpu, product, unpack
+from cases_packed import FOREIGN, check_on_gpu, kernels_of, product, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -77,12 +76,7 @@ CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *TABLES, *SPARSE]
 
 def kernels_used() -> list[Kernel]:
     """Kernels of the tests below, for precompile.py."""
-    found = set()
-    for module, m, n, k, format, dtype, act_order, _ in CASES:
-        ordered = act_order and format.group is not None
-        problem = LinearProblem(m, n, k, format, dtype=dtype, act_order=ordered, aligned=k % 8 == 0)
-        found.add(module.kernel(module.default(problem)))
-    return list(found)
+    return kernels_of(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -127,7 +121,7 @@ def test_chains_under_programmatic_launch(module: GemmKernel[Any], m: int) -> No
         assert torch.equal(chain(module, layers, x, 41, pdl=True), plain)
 
 
-@pytest.mark.parametrize(("module", "m", "step"), [(D, 2, 10), (M, 16, 20)])
+@pytest.mark.parametrize(("module", "m", "step"), [(D, 2, 10), (M, 16, 20), (sm90_packed_skinny, 2, 60)])
 def test_gemv_is_right_with_each_config(module: GemmKernel[Any], m: int, step: int) -> None:
     it = product(WeightFormat(2, "sym", 128), m, 1024, 2048, device="cuda")
     problem = packed_problem.problem_of(it.packed, m, torch.float16, torch.float16, Device.of(it.x))

@@ -1,18 +1,14 @@
 """sm90_packed_skinny on hardware: every width, code and group, the peers' shapes, repeated runs, chains under PDL."""
 
-import itertools
-
 import pytest
 import torch
 
 from anybit.codes.packing import QuantizedWeight
-from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.multiply import multiply
-from anybit.kernels.packed import packed_problem, packed_tiles
+from anybit.kernels.packed import packed_tiles
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, PackedCase, check_on_gpu, problem, product
+from cases_packed import FOREIGN, PackedCase, check_on_gpu, kernels_of, product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -21,12 +17,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 def kernels_used() -> list[Kernel]:
     """Kernels of the tests below, for precompile.py."""
-    found = set()
-    for m, n, k, format, dtype, ordered, _ in CASES:
-        size = 1 if dtype == torch.int8 else 2
-        asked = problem(m, n, k, format, dtype, act_order=ordered, aligned=k * size % 16 == 0)
-        found.add(sm90_packed_skinny.kernel(sm90_packed_skinny.default(asked)))
-    return list(found)
+    return kernels_of((sm90_packed_skinny, *case) for case in CASES)
 
 
 Case = tuple[int, int, int, WeightFormat, torch.dtype, bool, bool]
@@ -92,12 +83,3 @@ def test_skinny_is_right_for_machete_cases(case: Case) -> None:
     expected = x.double() @ weight.dequantize(torch.float64).T * (1 if x_scale is None else x_scale.double()[:, None])
     packed = packed_tiles.prepare(weight, "a16" if x_scale is None else "a8")
     check_on_gpu(sm90_packed_skinny, PackedCase(packed, x, x_scale, None, expected))
-
-
-def test_every_config_agrees() -> None:
-    it = product(WeightFormat(2, "sym", 128), 2, 1024, 2048, device="cuda")
-    problem = packed_problem.problem_of(it.packed, 2, torch.float16, torch.float16, Device.of(it.x))
-    for config in itertools.islice(sm90_packed_skinny.configs(problem), 0, None, 60):
-        y = it.empty()
-        multiply(sm90_packed_skinny, it.x, it.packed, y, config=config)
-        assert it.error(y) < 1e-3, f"{config}: {it.error(y):.2e}"
