@@ -152,7 +152,10 @@ def unpack(packed: PackedWeight) -> Tensor:
     format = packed.format
     units = packed_tiles._units(packed.tiles, format)
     if format.sparse:
-        values = sparse_layout.dense_codes(units, format.bits, packed.order)
+        n, k = units.shape[1] * 64, units.shape[0] * 128
+        codes, places = sparse_layout.read(units, format.bits, packed.order, n, k)
+        pruned = torch.full((n, k // 4, 4), torch.nan, dtype=torch.float64, device=codes.device)
+        values = pruned.scatter_(-1, places.view(n, -1, 2).long(), codes.view(n, -1, 2).double()).view(n, k)
     else:
         values = packed_tiles._tile_codes(packed).double()
     if format.tabled:

@@ -18,28 +18,27 @@ from anybit.kernels.packed.packed_layout import PackedWeight, in_order
 
 def multiply(
     kernel: GemmKernel[C], x: Tensor | Packed, weight: PackedWeight | PlaneWeight, y: Tensor,
-    bias: Tensor | None = None, config: C | None = None, *, x_scale: Tensor | None = None, silu: bool = False,
-    pdl: bool = True,
+    bias: Tensor | None = None, config: C | None = None, *, x_scale: Tensor | None = None, pdl: bool = True,
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias on the current stream. config: the kernel's default if None.
 
     x: float16 or bfloat16 [m, k], or codes: ``Packed``, or int8 [m, k] with x_scale float32 [m].  y: [m, n].
-    bias: [n], in y's dtype, float32 for bit planes.  silu: y is [m, n / 2] (``Traits.silu``).  pdl: whether it may
-    start before the kernel ahead ends; always safe, as it touches nothing that that one writes before it has ended.
+    bias: [n], in y's dtype, float32 for bit planes.  pdl: whether it may start before the kernel ahead ends; always
+    safe, as it touches nothing that that one writes before it has ended.
     Raises KernelError for operands or a config that do not fit.
     """
-    problem, operands = product(kernel, x, weight, y, bias, x_scale, silu)
+    problem, operands = product(kernel, x, weight, y, bias, x_scale)
     config = kernel.default(problem) if config is None else config
     if (reason := kernel.why_not(problem, config)) is not None:
         raise KernelError(reason)
     operands = replace(operands, scratch=scratch(kernel, problem, config, y.device))
-    for launch in launches(kernel, operands, problem, config, silu):
+    for launch in launches(kernel, operands, problem, config):
         jit.launch(launch.kernel, launch.params, launch.grid, pdl=pdl and launch.pdl, device=y.get_device())
 
 
 def product(
     kernel: GemmKernel[C], x: Tensor | Packed, weight: PackedWeight | PlaneWeight, y: Tensor,
-    bias: Tensor | None = None, x_scale: Tensor | None = None, silu: bool = False,
+    bias: Tensor | None = None, x_scale: Tensor | None = None,
 ) -> tuple[LinearProblem, Operands]:  # fmt: skip
     """The problem and operands of ``multiply``, without scratch. Raises KernelError for operands that do not fit."""
     if kernel.traits.target is Target.planes:
@@ -49,7 +48,7 @@ def product(
     if isinstance(x, Tensor) and not kernel.traits.gathers:
         x = in_order(weight.permutation, x)
     gathers = kernel.traits.gathers
-    return packed_problem.product(x, weight, y, bias, gathers=gathers, silu=silu, x_scale=x_scale)
+    return packed_problem.product(x, weight, y, bias, gathers=gathers, x_scale=x_scale)
 
 
 def scratch(kernel: GemmKernel[C], problem: LinearProblem, config: C, device: torch.device) -> tuple[Tensor, Tensor]:

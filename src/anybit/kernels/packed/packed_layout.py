@@ -216,26 +216,22 @@ def check_operands(
     y: Tensor,
     x_scale: Tensor | None,
     bias: Tensor | None,
-    outputs: int = 0,
     ordered: bool = False,
 ) -> None:
     """Raise KernelError unless the operands fit y[m, n] = x[m, k] W^T + bias[n] (with x_scale [m] for 8-bit x).
 
-    Rows of x may be strided; y must be contiguous; bias has y's dtype. outputs: y's columns, if an epilogue changes
-    their number; n must then be a multiple of 16. ordered: x comes from ``in_order``.
+    Rows of x may be strided; y must be contiguous; bias has y's dtype. ordered: x comes from ``in_order``.
     """
     n, k = weight.shape
     if ordered and weight.permutation is not None:
         k = weight.padded[1]
-    if outputs and n % UNIT_ROWS:
-        raise KernelError(f"a fused epilogue needs a multiple of {UNIT_ROWS} outputs, not {n}")
     if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
         raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
     if ordered and not rows_aligned(x):
         raise KernelError(f"rows of x must start on 16 bytes, not {x.stride(0)} values apart from {x.data_ptr():#x}")
-    if tuple(y.shape) != (x.shape[0], outputs or n) or not y.is_contiguous():
+    if tuple(y.shape) != (x.shape[0], n) or not y.is_contiguous():
         found = f"{tuple(y.shape)} strided {y.stride()}"
-        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs or n}], not {found}")
+        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {n}], not {found}")
     coded = x.element_size() == 1
     if (x_scale is not None) != coded:
         raise KernelError(f"x_scale is for 8-bit activations, and x is {dtype_name(x.dtype)}")

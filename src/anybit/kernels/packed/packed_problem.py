@@ -209,18 +209,18 @@ def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.d
 
 def product(
     x: Tensor | Packed, weight: PackedWeight, y: Tensor, bias: Tensor | None = None, *, gathers: bool = False,
-    silu: bool = False, x_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> tuple[LinearProblem, Operands]:  # fmt: skip
     """The problem and operands of y[:] = x W^T + bias, after ``packed_layout.check_operands``.
 
     x: rows, or codes (a tensor of 8 bits with x_scale).  gathers: of the kernel's ``Traits``; if False, x comes from
-    ``packed_layout.in_order``.  silu: y is [m, n / 2].
+    ``packed_layout.in_order``.
     """
     form, x_sum = None, None
     if isinstance(x, Packed):
         form, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
-    (n, _), (m, k) = weight.shape, x.shape
-    packed_layout.check_operands(weight, x, y, x_scale, bias, n // 2 if silu else 0, ordered=not gathers)
+    m, k = x.shape
+    packed_layout.check_operands(weight, x, y, x_scale, bias, ordered=not gathers)
     asked = problem_of(weight, m, x.dtype, y.dtype, Device.of(y))
     ordered = gathers and weight.permutation is not None
     problem = replace(asked, k=k, activations=form or asked.activations, act_order=ordered, aligned=rows_aligned(x))

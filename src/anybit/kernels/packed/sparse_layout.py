@@ -174,11 +174,3 @@ def words_of(tiles: Tensor, bits: int, order: str, n: int, k: int) -> tuple[Tens
     """``words`` and ``indices`` of a layer [n, k] in tiles, exactly as its QuantizedWeight had them."""
     codes, places = read(tiles.view(*tiles.shape[:2], 4, -1), bits, order, n, k)
     return pack_words(codes, bits), pack_words(places, 2)
-
-
-def dense_codes(units: Tensor, bits: int, order: str) -> Tensor:
-    """Codes by row and column, float64 [N', K']: NaN where pruned."""
-    n, k = units.shape[1] * 64, units.shape[0] * 128
-    codes, places = read(units, bits, order, n, k)
-    found = torch.full((n, k // 4, 4), torch.nan, dtype=torch.float64, device=codes.device)
-    return found.scatter_(-1, places.view(n, -1, 2).long(), codes.view(n, -1, 2).double()).view(n, k)

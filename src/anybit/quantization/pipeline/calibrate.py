@@ -44,16 +44,16 @@ class Statistics:
     drift: Tensor | None
     tokens: int
 
-    def corrected(self, weight: Tensor, strength: float = 1.0, damping: float = 0.01) -> Tensor:
+    def corrected(self, weight: Tensor, strength: float = 1.0) -> Tensor:
         """The weight [N, K] whose outputs for x best match the original's for x': W + W drift (H + damping I)^-1.
 
-        This compensates errors of earlier layers; damping is relative to the mean diagonal of H, and strength 0 returns
-        the weight unchanged.
+        This compensates errors of earlier layers; damping is a hundredth of the mean diagonal of H, and strength 0
+        returns the weight unchanged.
         """
         if self.drift is None or strength == 0:
             return weight
         h = self.hessian.double()
-        damped = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * h.diagonal().mean())
+        damped = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (0.01 * h.diagonal().mean())
         shift: Tensor = torch.linalg.solve(damped, self.drift.double().T).T
         corrected = weight.double() + strength * (weight.double() @ shift)
         return corrected.to(weight.dtype)
