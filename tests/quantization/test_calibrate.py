@@ -14,13 +14,23 @@ from anybit.quantization.pipeline.blocks import Store
 from anybit.quantization.pipeline.calibrate import Calibration, batched, calibrate
 from anybit.quantization.pipeline.text import read_sequences, read_text
 from anybit.scheme import Scheme
-from cases_calibration import divergence, names_of, sequences, tiny
+from cases_calibration import Interrupted, divergence, names_of, sequences, tiny
 
 SCHEME = Scheme.parse("w3a16g32asym")
 
 
 def quantizer(weight, statistics, name):
     return gptq.quantize(statistics.corrected(weight), statistics.hessian, SCHEME.weights, name=name)
+
+
+def watching(seen):
+    """A quantizer that keeps each layer's statistics."""
+
+    def watch(weight, statistics, name):
+        seen[name] = statistics
+        return quantizer(weight, statistics, name)
+
+    return watch
 
 
 def same(a, b) -> bool:
@@ -43,13 +53,8 @@ def test_gptq_beats_rounding_end_to_end():
 def test_statistics_are_those_of_the_quantized_model():
     model = tiny(layers=2)
     seen = {}
-
-    def watch(weight, statistics, name):
-        seen[name] = statistics
-        return quantizer(weight, statistics, name)
-
     tokens = sequences()
-    weights = calibrate(model, tokens, SCHEME, names_of(model), watch)
+    weights = calibrate(model, tokens, SCHEME, names_of(model), watching(seen))
     last = "model.layers.1.mlp.down_proj"
     for n, w in weights.items():
         if n != last:
@@ -68,9 +73,6 @@ def test_statistics_are_those_of_the_quantized_model():
 def test_resumed_equals_uninterrupted(tmp_path, stop_after):
     model, tokens = tiny(), sequences()
     settings = Calibration(resume=tmp_path / "resume", spill=tmp_path / "spill", budget=20_000)
-
-    class Interrupted(Exception):
-        pass
 
     def interrupt(done, total, left):
         if done == stop_after:
@@ -185,15 +187,10 @@ def test_fused_and_transposed_layers():
 def test_activations_are_rounded_during_calibration():
     model = tiny(layers=1)
     seen = {}
-
-    def watch(weight, statistics, name):
-        seen[name] = statistics
-        return quantizer(weight, statistics, name)
-
-    calibrate(model, sequences(), Scheme.parse("w3a2g32asym"), names_of(model), watch)
+    calibrate(model, sequences(), Scheme.parse("w3a2g32asym"), names_of(model), watching(seen))
     first = ", ".join(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
     coarse = seen[first].hessian
-    calibrate(model, sequences(), SCHEME, names_of(model), watch)
+    calibrate(model, sequences(), SCHEME, names_of(model), watching(seen))
     assert not torch.allclose(coarse, seen[first].hessian, rtol=1e-2)
 
 

@@ -28,7 +28,7 @@ from anybit.quantization.methods import distill as module
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.pipeline.resume import SavedState
 from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
-from cases_calibration import divergence, names_of, sequences, tiny
+from cases_calibration import Interrupted, divergence, names_of, sequences, tiny
 
 FORMATS = [
     WeightFormat(2, "asym", 32),
@@ -192,9 +192,6 @@ def test_two_runs_and_a_resumed_one_are_the_same(tmp_path, monkeypatch):
     model = tiny(layers=1)
     weights, scheme_of = rounded(model, "w2a16g32asym")
     settings = Distillation(10 * 256, step_tokens=256, half=False)
-
-    class Interrupted(Exception):
-        pass
 
     def interrupt(done, total, loss):
         if done == 6:

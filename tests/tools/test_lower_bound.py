@@ -3,7 +3,6 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +13,10 @@ from anybit.choose.families import FAMILIES, Candidate
 from anybit.choose.policy import SHIPPED, read
 from anybit.choose.space import promising
 from anybit.errors import KernelError
-from anybit.kernels.linear_problem import LinearProblem
-from anybit.scheme import Scheme
+from cases_tune import product
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "tuning"))
 from lower_bound import lower_bound_us
-
-
-def product(scheme: str, m: int, n: int, k: int, **more: Any) -> LinearProblem:
-    parsed = Scheme.parse(scheme)
-    return LinearProblem(m, n, k, parsed.weights, parsed.activations, **more)
 
 
 def test_nothing_was_measured_to_be_faster_than_its_bound() -> None:

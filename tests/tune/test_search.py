@@ -22,19 +22,14 @@ from anybit.choose.space import preserves_pdl_overlap, space
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.scheme import Scheme
 from anybit.tune import search as searching
 from anybit.tune.processes import Worker
 from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search, search_on
 from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
+from cases_tune import product
 
 H200 = Device.named("sm_90a")
 NONE = Map([])
-
-
-def product(scheme: str = "w4a8", m: int = 1, n: int = 4096, k: int = 4096) -> LinearProblem:
-    parsed = Scheme.parse(scheme)
-    return LinearProblem(m, n, k, parsed.weights, parsed.activations)
 
 
 def made_up_us(candidate: Candidate) -> float:
@@ -194,11 +189,11 @@ def test_layers_are_measured_on_several_gpus_and_written_into_one_map(tmp_path, 
 
 
 def test_no_product_is_begun_after_its_time(tmp_path: Path) -> None:
-    assert run([product()], tmp_path / "map.json", seconds=-1.0).points == 0
+    assert run([product(m=1)], tmp_path / "map.json", seconds=-1.0).points == 0
 
 
 def test_a_kernel_that_does_not_compile_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = product()
+    one = product(m=1)
     refused = candidates_of(one, NONE, Options(each=3))[1]
     *_, multiplies = refused.kernels(one)
     monkeypatch.setattr(searching, "compile_one", _Refusing({multiplies.config}))
@@ -283,7 +278,7 @@ def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Worker, "start", lambda self: start(self, limit=0.5))
     before = set(multiprocessing.active_children())
     with pytest.raises(KernelError, match="could not start"):
-        search([product()], None, Options(each=1, jobs=1), factory=SlowRunner)
+        search([product(m=1)], None, Options(each=1, jobs=1), factory=SlowRunner)
     assert set(multiprocessing.active_children()) <= before
 
 
