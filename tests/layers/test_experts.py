@@ -108,11 +108,28 @@ def _loaded(experts: Experts) -> None:
     experts.load_state_dict({name: 2 * one if name.endswith("scale") else one for name, one in state.items()})
 
 
-@pytest.mark.parametrize(
-    "change", [_another, _wrapped, _new_scale, _hooked, _loaded, lambda experts: experts.bfloat16()]
-)
+def _patched(experts: Experts) -> None:
+    layer = experts[3]["up_proj"]
+    layer.forward = lambda x: 2 * QuantLinear.forward(layer, x)
+
+
+def _new_bias(experts: Experts) -> None:
+    experts[3]["up_proj"].bias = nn.Parameter(torch.ones(INNER), requires_grad=False)
+
+
+def _written_bias(experts: Experts) -> None:
+    experts[3]["up_proj"].bias.add_(1)
+
+
+CHANGES = [
+    _another, _wrapped, _new_scale, _hooked, _patched, _new_bias, _written_bias, _loaded,
+    lambda experts: experts.bfloat16(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_a_layer_separates_all(change: Callable[[Experts], None]) -> None:
-    joined, alone = quantized().prepare(together=True), quantized()
+    joined, alone = quantized(bias=True).prepare(together=True), quantized(bias=True)
     before = joined(*tokens())
     for experts in (joined, alone):
         change(experts)
@@ -127,6 +144,38 @@ def test_a_layer_called_alone_has_its_own_weight_again() -> None:
     torch.testing.assert_close(joined(*tokens()), alone(*tokens()))
     assert joined._joined is None
     assert joined.prepare(together=True)._joined is not None
+
+
+def test_compiling_separates_what_changed_before() -> None:
+    experts, (x, ids, weights) = quantized().prepare(together=True), tokens()
+    _another(experts)
+    with torch.no_grad():  # of no expert: one by one, each layer would be compiled
+        torch.compile(experts, backend="eager")(x, torch.full_like(ids, -1), weights)
+    assert experts._joined is None
+
+
+def test_biases_trained_after_joining_get_gradients() -> None:
+    experts = quantized(bias=True).prepare(together=True)
+    bias = experts[3]["up_proj"].bias.requires_grad_()
+    experts(*tokens()).sum().backward()
+    assert bias.grad is not None
+
+
+def test_routing_weights_of_all_experts_are_refused() -> None:
+    x, ids, _ = tokens()
+    with pytest.raises(LayerError, match=r"shape of top_k_index, \(7, 2\), and is \(7, 5\)"):
+        quantized()(x, ids, torch.rand(7, EXPERTS))
+
+
+def test_gradients_of_no_expert_and_by_torch_func() -> None:
+    joined, alone = quantized().prepare(together=True), quantized()
+    x, ids, weights = tokens()
+    chosen = x.clone().requires_grad_()
+    joined(chosen, torch.full_like(ids, -1), weights).sum().backward()
+    assert chosen.grad is not None and not chosen.grad.any()
+    found = [torch.func.grad(lambda x, e=e: e(x, ids, weights).square().sum())(x) for e in (joined, alone)]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5 * float(found[1].abs().max()))
+    assert joined._joined is not None
 
 
 def test_gradients_of_inputs_and_routing_weights() -> None:

@@ -59,7 +59,8 @@ class Experts(nn.ModuleList):
 
     On a GPU the first call, or ``prepare``, joins quantized experts into one op where ``why_not_together`` allows: ids
     are not read on the host, and all is one node of a graph. The layers then share the op's weights: ``state_dict``
-    saves the same, and a layer that is replaced, hooked, moved or called alone separates all.
+    saves the same, and a layer that is replaced, hooked, moved or called alone, or whose bias changes, separates all.
+    What torch.compile has traced goes on with the weights of then, except after a move or load_state_dict.
     """
 
     transposed = False
@@ -96,8 +97,13 @@ class Experts(nn.ModuleList):
 
         hidden_states: [T, H].  top_k_index: int [T, k]; an id that is no expert's (-1, or the number of experts, which
         transformers writes for those of other ranks) adds nothing, and one that occurs twice adds twice.
-        top_k_weights: float [T, k].  Sums are float32.
+        top_k_weights: float [T, k].  Sums are float32.  Raises LayerError for weights of another shape than the ids.
         """
+        if top_k_weights.shape != top_k_index.shape:
+            raise LayerError(
+                f"top_k_weights must have the shape of top_k_index, {tuple(top_k_index.shape)}, and is "
+                f"{tuple(top_k_weights.shape)}: give each chosen expert's own, not those of all experts"
+            )
         if not self._together(hidden_states):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights, self.expert)
         assert self._joined is not None
@@ -170,14 +176,22 @@ class Experts(nn.ModuleList):
         """Whether this call is one op; joins or separates the experts where it must."""
         forwards = forward_ad._current_level >= 0
         if torch.compiler.is_compiling():
+            self._separate_changed()
             if self._joined is None and x.is_cuda:
                 self.prepare()
             return self._joined is not None and not forwards
-        if self._joined is not None and (forwards or not self._joined.holds(self._layers())):
+        if forwards:
             self.separate()
+        self._separate_changed()
         if self._joined is None and x.is_cuda and not forwards and self.why_not_together() is None:
             self.prepare()
         return self._joined is not None
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _separate_changed(self) -> None:
+        """Separate joined layers of which one has changed. torch.compile calls, but does not trace, this."""
+        if self._joined is not None and not self._joined.holds(self._layers()):
+            self.separate()
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         self.separate()
@@ -216,8 +230,9 @@ class _Differentiable(torch.autograd.Function):
             gate, up, down = layers[3 * number :][:3]
             return product(down, join(product(gate, x.float()), product(up, x.float())))
 
-        with torch.enable_grad():
-            x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-            y = ctx.experts._one_by_one(x, ids, weights, expert)
-            of_x, of_weights = torch.autograd.grad(y, (x, weights), gradient, allow_unused=True)
+        def sums(x: Tensor, weights: Tensor) -> Tensor:
+            y: Tensor = ctx.experts._one_by_one(x, ids, weights, expert)
+            return y
+
+        of_x, of_weights = torch.func.vjp(sums, x, weights)[1](gradient)
         return of_x, None, of_weights, None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
 from anybit.codes.packing import stack
@@ -25,7 +26,15 @@ class Joined:
     layers: list[QuantLinear]
     parts: list[ExpertPart]
     biases: tuple[Tensor | None, Tensor | None]
+    _own: list[nn.Parameter | None] = field(init=False)
+    _counted: list[nn.Parameter] = field(init=False)
+    _counts: list[tuple[int, bool]] = field(init=False)
     _hooks: int = field(init=False, default_factory=lambda: RemovableHandle.next_id)
+
+    def __post_init__(self) -> None:
+        self._own = [layer.bias for layer in self.layers]  # of which ``biases`` are copies
+        self._counted = [bias for bias in self._own if bias is not None and not bias.is_inference()]
+        self._counts = self._writes()
 
     @classmethod
     def of(cls, layers: list[nn.Module], gate: str) -> "Joined":
@@ -56,14 +65,22 @@ class Joined:
         return experts(x, ids, weights, self.prepared, *self.biases).to(x.dtype)
 
     def holds(self, layers: list[nn.Module]) -> bool:
-        """Whether these are still the joined layers, with the weights that they share and without hooks."""
-        if layers != self.layers or [layer._prepared for layer in self.layers] != self.parts:
+        """Whether these are still the joined layers, with the weights that they share, their biases and no hooks."""
+        if layers != self.layers or self._writes() != self._counts:
             return False
+        for layer, part, bias in zip(self.layers, self.parts, self._own, strict=True):
+            now = layer.__dict__  # faster than attributes, and this runs at each call
+            if now["_prepared"] is not part or now["_parameters"]["bias"] is not bias or "forward" in now:
+                return False
         if RemovableHandle.next_id != self._hooks:
             if _hooked(layers):
                 return False
             self._hooks = RemovableHandle.next_id
         return True
+
+    def _writes(self) -> list[tuple[int, bool]]:
+        """What changes when a bias is written, or is to be trained."""
+        return [(bias._version, bias.requires_grad) for bias in self._counted]
 
     def separate(self) -> None:
         """Give each layer its own weight again, in the saved layout."""
@@ -114,7 +131,8 @@ def _stacked(layers: Sequence[QuantLinear], count: int) -> Tensor | None:
 
 def _hooked(layers: Sequence[nn.Module]) -> bool:
     """Whether calling layers does more than their own forward."""
-    return any(
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in layer.__dict__
+    return _has_any_global_hook() or any(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
         for layer in layers
-    )
+    )  # fmt: skip
