@@ -77,5 +77,5 @@ def test_schemes_of_single_layers(source: Path, tmp_path: Path) -> None:
     assert words(tmp_path / "again") == words(tmp_path / "q") and schemes(tmp_path / "again") == found
     told = _model(str(tmp_path / "q"), False)
     assert told["linear_layers"] == len(found)
-    one = "model.layers.0.mlp.experts one by one: not all of their layers are quantized"
+    one = "model.layers.0.mlp.experts and of 1 more layer one by one: not all of their layers are quantized"
     assert told["experts"] == f"8, of which a token uses 2; a GPU runs those of {one}"

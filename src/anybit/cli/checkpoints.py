@@ -303,13 +303,17 @@ def _experts(model: "PreTrainedModel", saved: "Quantization | None", quantized: 
         shape, bias, ordered = (plain.in_features, plain.out_features), plain.bias is not None, saved.group_index
         return QuantLinear(*shape, saved.scheme_of(name), bias, group_index=ordered, device="meta")
 
-    counted = experts_of(model)
+    told, alone = experts_of(model), dict[str, str]()
     for name, experts in model.named_modules():
         if isinstance(experts, Experts) and any(one.startswith(f"{name}.") for one in quantized):
             own = [layer(f"{name}.{number}.{each}") for number in range(len(experts)) for each in experts.names]
             if (reason := why_not_joined(own, str(experts.gate), Device.named("sm_90a"))) is not None:
-                return f"{counted}; a GPU runs those of {name} one by one: {reason}"
-    return counted
+                alone[name] = reason
+    for reason in dict.fromkeys(alone.values()):
+        first, *others = (name for name in alone if alone[name] == reason)
+        more = f" and of {len(others)} more layer{'s' * (len(others) > 1)}" if others else ""
+        told = f"{told}; a GPU runs those of {first}{more} one by one: {reason}"
+    return told
 
 
 def _gguf(file: Path) -> dict[str, Any]:
