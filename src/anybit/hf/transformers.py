@@ -290,6 +290,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, QuantLinear):
                 check_values(name, dict(module.named_parameters()))
         for name, module in model.named_modules():
+            if isinstance(module, Experts):
+                module.freeze_biases()
             if isinstance(module, QuantLinear | Experts):  # experts first: they prepare their layers
                 try:
                     module.prepare()

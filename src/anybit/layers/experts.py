@@ -146,6 +146,12 @@ class Experts(nn.ModuleList):
             self._prepare(together)
         return self
 
+    def freeze_biases(self) -> None:
+        """Train no bias of a quantized layer, as ``QuantLinear`` makes them: transformers loads them to be trained."""
+        for layer in self._layers():
+            if isinstance(layer, QuantLinear) and layer.bias is not None:
+                layer.bias.requires_grad_(False)
+
     def why_not_together(self) -> str | None:
         """Why the experts cannot be one op on their device, in a sentence; None if they can."""
         return why_not_joined(self._layers(), str(self.gate))
