@@ -128,12 +128,10 @@ def _to_compressed_tensors(source: Folder) -> dict[str, object]:
     if quantization is None:
         raise ConversionError(f"{source.path} is not a model that anybit quantized: its config.json does not say so")
     if quantization.hadamard:
-        raise ConversionError(
-            f"{source.path} rotates inputs at run time (hadamard): compressed-tensors cannot express it"
-        )
+        raise ConversionError("the model rotates inputs at run time (hadamard): compressed-tensors cannot express it")
     if quantization.overrides:
         raise ConversionError(
-            f"{source.path} has layers in schemes of their own, such as {next(iter(quantization.overrides))}: a "
+            f"the model has layers in schemes of their own, such as {next(iter(quantization.overrides))}: a "
             "compressed-tensors folder of anybit's has one scheme"
         )
     scheme = quantization.scheme
@@ -146,7 +144,7 @@ def _to_compressed_tensors(source: Folder) -> dict[str, object]:
     names = HubNames.of(model)
     layers = [*map(names.own, layers)]
     if (why := _why_not_experts(model, set(layers), scheme.weights)) is not None:
-        raise ConversionError(f"{source.path} has {why}")
+        raise ConversionError(f"the model has {why}; anybit's own format holds it")
     if (why := _why_not_model(model, layers, scheme.weights)) is not None:
         raise ConversionError(why)
     return compressed_tensors_settings(scheme.weights, names.both(_unquantized_linears(model, set(layers))))
