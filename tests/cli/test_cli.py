@@ -247,6 +247,8 @@ def test_without_a_text_the_baseline_writes_one(run: Any, model: Path, text: Pat
     for baseline in ([], ["--baseline", tmp_path / "w2"]):
         code, _, err = run("eval", tmp_path / "w2", *baseline)
         assert code and "eval needs a text: name a file with --text, or with --baseline a model in 16 bits" in err
+    code, _, err = run("eval", model, "--baseline", model, "--no-bos")
+    assert code and "--no-bos needs a text" in err
 
 
 def test_eval_and_info_agree_on_a_model_of_16_bits(run: Any, model: Path, text: Path, tmp_path: Path) -> None:

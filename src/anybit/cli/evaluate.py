@@ -75,6 +75,8 @@ def evaluate(
         raise TextError(
             "eval needs a text: name a file with --text, or with --baseline a model in 16 bits, which then writes one"
         )
+    if content is None and bos is False:
+        raise OptionError("--no-bos needs a text: what a baseline writes begins with BOS; name a file with --text")
     other = None
     if baseline is not None:
         with status(f"Loading {baseline}"):

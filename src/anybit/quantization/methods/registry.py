@@ -64,7 +64,7 @@ METHODS: dict[str, Method] = {
         pace=(2.0, 0.02), settings=_SETTINGS,
     ),
     "distill": Method(
-        "gptq, then learns from the original model's predictions, for 20 minutes on a GPU", _CALIBRATED, True,
+        "rounds (2:4: gptq), then learns the original model's predictions, for 20 minutes on a GPU", _CALIBRATED, True,
         mixed=True, pace=(12.0, 0.3), settings=(*_SETTINGS, "choosing"),
     ),
     "smooth": Method(
