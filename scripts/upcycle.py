@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoTokenizer, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from anybit.checkpoints.writing import new_folder
 from anybit.quantization.learn.generated import written
@@ -139,11 +139,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    kind = AutoConfig.from_pretrained(arguments.parent).model_type
+    if kind != "llama":  # transformers would load it all the same, with random weights where names differ
+        parser.error(f"PARENT must be a Llama, and {arguments.parent} is of model_type {kind}")
     tokenizer = AutoTokenizer.from_pretrained(arguments.parent)
     parent = LlamaForCausalLM.from_pretrained(arguments.parent, dtype=dtype).to(device).eval()
     content = arguments.text.read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer(content[len(content) // 2 :]).input_ids)
     text = list(ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH))
+    if not text:
+        parser.error(f"half of TEXT must have {LENGTH} tokens or more, and that of {arguments.text} has {len(ids)}")
     model = upcycled(parent, torch.stack(text[:ROWS]), arguments.experts, arguments.top).to(dtype)
     for rows in written(parent, text, arguments.written, LENGTH, torch.device(device)):
         text += list(rows)

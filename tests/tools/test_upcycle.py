@@ -4,19 +4,35 @@ import importlib.util
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 FILE = Path(__file__).parents[2] / "scripts" / "upcycle.py"
 
 
-def test_upcycle_begins_at_the_parent_spreads_tokens_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def upcycle() -> Any:
     spec = importlib.util.spec_from_file_location("upcycle", FILE)
     assert spec is not None and spec.loader is not None
-    upcycle = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(upcycle)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_another_parent_than_a_llama_is_refused(
+    upcycle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MixtralConfig().save_pretrained(tmp_path)
+    monkeypatch.setattr("sys.argv", ["upcycle.py", str(tmp_path), "text", "folder"])
+    with pytest.raises(SystemExit):
+        upcycle.main()
+    assert "must be a Llama" in capsys.readouterr().err
+
+
+def test_upcycle_begins_at_the_parent_spreads_tokens_and_learns(upcycle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     parent = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=2, **shape)).eval()
