@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from anybit import jit
 from anybit.jit import Int32, Launch, Pointer
-from anybit.kernels.common.types import Code, Gate, Operand
+from anybit.kernels.common.types import Gate
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_problem import facts
 from anybit.kernels.packed.sm80_digits import digitize, sm80_packed_digits
@@ -41,17 +41,9 @@ class GroupedParams:
 
 
 @dataclass(frozen=True)
-class SlotsConfig:
+class SlotsConfig(digitize.Config):
     """What digits of slots depend on. of_tokens: slots name rows of x.  at_once: blocks of columns of a warp."""
 
-    operand: Operand
-    bits: int
-    group: int
-    code: Code
-    gather: bool
-    ragged: bool
-    tile_m: int
-    wgmma: bool
     of_tokens: bool
     at_once: int
 
