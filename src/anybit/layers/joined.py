@@ -1,6 +1,6 @@
 """Quantized experts joined for one op: their layers share the weights that it reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,22 +98,23 @@ def why_not_joined(layers: Sequence[nn.Module], gate: str, gpu: Device | None = 
     if len(own) != len(layers):
         return "not all of their layers are quantized"
     first, down = own[0], own[2]
-    schemes = {first.scheme, *(layer.scheme for place, layer in enumerate(own) if place % 3 != 2)}
-    activations = {layer.scheme.activations for layer in own}
     ups, downs = [layer for place, layer in enumerate(own) if place % 3 != 2], own[2::3]
-    reasons = {
-        "gate_proj and up_proj have several schemes": len(schemes) > 1,
-        "down_proj has several schemes": len({layer.scheme for layer in downs}) > 1,
-        "activations have several formats": len(activations) > 1,
-        "layers run on several backends": len({layer.backend for layer in own}) > 1,
-        "inputs are rotated": any(layer.hadamard for layer in own),
-        "layers have an activation order": any(layer.ordered for layer in own),
-        "some layers have a bias": any(len({layer.bias is None for layer in some}) > 1 for some in (ups, downs)),
-        "biases are trained": any(layer.bias is not None and layer.bias.requires_grad for layer in own),
-        "layers have hooks": _hooked(own),
+    # Asked at each eager call of experts that run one by one: no check goes further than it must.
+    checks: dict[str, Callable[[], bool]] = {
+        "gate_proj and up_proj have several schemes": lambda: any(layer.scheme != first.scheme for layer in ups),
+        "down_proj has several schemes": lambda: any(layer.scheme != down.scheme for layer in downs),
+        "activations have several formats": lambda: first.scheme.activations != down.scheme.activations,
+        "layers run on several backends": lambda: any(layer.backend != first.backend for layer in own),
+        "inputs are rotated": lambda: any(layer.hadamard for layer in own),
+        "layers have an activation order": lambda: any(layer.ordered for layer in own),
+        "some layers have a bias": lambda: any(
+            len({layer.bias is None for layer in some}) > 1 for some in (ups, downs)
+        ),
+        "biases are trained": lambda: any(layer.bias is not None and layer.bias.requires_grad for layer in own),
+        "layers have hooks": lambda: _hooked(own),
     }
-    for reason, found in reasons.items():
-        if found:
+    for reason, found in checks.items():
+        if found():
             return reason
     if gpu is None and first.weight_shape.is_cuda and first.backend in (None, "packed"):
         gpu = Device.of(first.weight_shape)
