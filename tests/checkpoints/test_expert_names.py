@@ -61,6 +61,8 @@ def test_one_scheme(source: Path, tmp_path: Path) -> None:
     expected = again(ids).logits
     for folder in ("again", "anybit"):
         torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / folder)(ids).logits, expected)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float16)
+    assert {each.dtype for each in other.parameters() if each.is_floating_point()} == {torch.float16}
 
 
 def test_schemes_of_single_layers(source: Path, tmp_path: Path) -> None:

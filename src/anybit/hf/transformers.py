@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -153,6 +154,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     experts: Collection[str] = ()
     entries: Mapping[str, Entry] | None = None
     loading: PreTrainedModel | None = None
+    renamed: Mapping[str, torch.dtype] = MappingProxyType({})
     fault: AnyBitError | None = None
     quantization_config: AnyBitConfig
 
@@ -250,6 +252,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             put_embedding(model, name, new, self.shared)
         if self.pre_quantized and entries is not None:
             check_model(model, entries, model.name_or_path, self, whole)
+            self.renamed = {name: each.dtype for name, each in model.named_parameters() if names.hub(name) != name}
         # The empty tensors that keep other programs from loading the folder (``TRAP``) are expected here.
         trap = rf"({'|'.join(map(re.escape, [*linears, *self.embeddings]))})\.{TRAP}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
@@ -282,6 +285,9 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.loading = None
         if self.fault is not None:
             raise self.fault
+        for name, dtype in self.renamed.items():  # which transformers 5.17 leaves in the folder's dtype
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtype)
         if any(isinstance(module, Experts) for module in model.modules()):
             model._weight_conversions = []  # save by the names that the quantization_config has
         for name in (*self.tied, *(() if self.pre_quantized else self.embeddings)):
