@@ -1,25 +1,23 @@
 #!/usr/bin/env bash
 # Proofs on a GPU, and rows of products, decode steps and the tuner, by importance: scripts/record.sh FOLDER [STEP...]
 #
-# Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
-# new map to FOLDER. By default all steps run; their limits add up to 27 and 36 minutes on two GPUs, with the check (one
-# GPU takes it all). A second GPU measures the map and the tuner meanwhile, and both share the check. Kernels are compiled
-# concurrently. A step that fails or times out does not affect the others; an interrupted check continues
-# FOLDER/check.json, if that is of this commit. MAP=FILE: the map that later steps use, if none is measured. AGAINST=TREE:
-# a tree whose host times are measured beside this one's.
+# Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, the new map to FOLDER. By
+# default all steps run; their limits add up to 27 minutes on two GPUs, of which the second measures the map and whole
+# steps, and to 46 on one. Kernels are compiled concurrently. A step that fails or times out does not affect the others.
+# AGAINST=TREE: a tree whose host times are measured beside this one's.
 set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
 STEPS=" $* "
-ALL=" bitplane memcheck memcheck_bitplane racecheck_bitplane tests packed steady map generate launch check "
+ALL=" bitplane memcheck memcheck_bitplane racecheck_bitplane tests packed steady map generate launch "
 for name in "$@"; do
   [[ $ALL == *" $name "* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
 done
 cd "$(dirname "$0")/.."
-mkdir -p "$OUT/log" "$OUT/work"
+mkdir -p "$OUT/log"
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # tests and compilers share the cores with what is timed
-PYTHON=${PYTHON:-python3} SEED=${SEED:-20261130}
+PYTHON=${PYTHON:-python3}
 # Before anything is measured: rows name their commit, which a copy without .git takes from ANYBIT_COMMIT.
 ANYBIT_COMMIT=$(PYTHONPATH=benchmarks $PYTHON -c 'import rows; print(rows.commit())') || exit 2
 export ANYBIT_COMMIT
@@ -30,17 +28,8 @@ wanted() { # NAME
   [[ $STEPS == "  " || $STEPS == *" $1 "* ]]
 }
 
-if wanted map && [ -e "$OUT/work/map" ]; then # its points are claimed, and would not be measured again
-  echo "$OUT/work/map is there: name another folder" >&2
-  exit 2
-fi
-
 step() { # NAME SECONDS COMMAND...
   wanted "$1" || return 0
-  timed "$@"
-}
-
-timed() { # LOG SECONDS COMMAND...
   local name=$1 seconds=$2 start
   shift 2
   start=$(date +%s)
@@ -72,21 +61,8 @@ map_and_steps() {
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
 }
 
-by_map() { # the map just measured, or MAP, or the shipped one
-  local map=${MAP:-}
-  [ -f "$OUT/nvidia-h200.json" ] && map=$OUT/nvidia-h200.json
-  BY=(${map:+--map "$map"})
-}
-
 host_times() { # with nothing beside it
   step launch 100 $PYTHON benchmarks/launch.py ${AGAINST:+--against "$AGAINST"}
-}
-
-check() { # PART PARTS
-  wanted check || return 0
-  by_map
-  timed "check$1" $((${CHECK_SECONDS:-380} + 20)) $PYTHON tools/tuning/check_policy.py verify --seed "$SEED" \
-    "${BY[@]}" --part "$1" "$2" --seconds "${CHECK_SECONDS:-380}" --rows "$OUT/check.json"
 }
 
 if [ "$GPUS" -ge 2 ]; then
@@ -95,14 +71,9 @@ if [ "$GPUS" -ge 2 ]; then
   (export CUDA_VISIBLE_DEVICES=0; proofs_and_rows)
   wait $models
   host_times
-  (export CUDA_VISIBLE_DEVICES=1; check 1 2) &
-  half=$!
-  (export CUDA_VISIBLE_DEVICES=0; check 0 2)
-  wait $half
 else
   proofs_and_rows
   map_and_steps
   host_times
-  check 0 1
 fi
 true

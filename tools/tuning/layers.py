@@ -1,6 +1,4 @@
-"""The contents of maps: layers of eleven models, schemes and token counts; and random problems."""
-
-import random
+"""The contents of maps: layers of eleven models, schemes and token counts."""
 
 from anybit.choose.registry import GRID
 from anybit.kernels.linear_problem import LinearProblem
@@ -20,12 +18,11 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
     "SmolLM2-135M": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
     "SmolLM2-1.7B": ((6144, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
 }
-SHAPES = tuple(dict.fromkeys(shape for layers in MODELS.values() for shape in layers))
 
 SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a8", "w2a16g128", "w3a16g128")
 """Schemes that a map may have, in measuring order; the shipped one lacks the last two."""
 CHECKED = SCHEMES[:5]
-"""Measured at all of ``MAPPED``, others at powers of two and halfway between; also the schemes of random problems."""
+"""Measured at all of ``MAPPED``, others at powers of two and halfway between."""
 MAPPED = tuple(m for m in GRID if m <= 1024 or m % 3 == 0 or m.bit_count() == 1)
 """Token counts of a map: above 1024 without quarters, which take long and where tiles fill most waves anyway."""
 
@@ -75,14 +72,3 @@ def parts(
                 else:
                     found.append((of(scheme, first + rest, counts), max(each - 2, 0)))
     return [(products, count) for products, count in found if products]
-
-
-def drawn(problems: int, seed: int) -> list[LinearProblem]:
-    """Random products: a layer, a scheme, and 1 to 8192 tokens, log-uniformly."""
-    generator = random.Random(seed)
-    found: dict[LinearProblem, None] = {}
-    while len(found) < problems:
-        (n, k), scheme = generator.choice(SHAPES), Scheme.parse(generator.choice(CHECKED))
-        m = min(max(GRID), round(2 ** generator.uniform(0, 13)))
-        found[LinearProblem(m, n, k, scheme.weights, scheme.activations)] = None
-    return list(found)

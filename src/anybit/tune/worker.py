@@ -243,8 +243,6 @@ class Bench:
 class Runner:
     """Checks and times candidates on the current CUDA device; keeps the weights of the last layer."""
 
-    bench: type[Bench] = Bench
-
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
@@ -266,7 +264,7 @@ class Runner:
                 self._layer = layer = None
                 torch.cuda.empty_cache()
             layer = self._layer = Layer.random(*key, self.device)
-        return self.bench(product, layer, self.stream)
+        return Bench(product, layer, self.stream)
 
 
 def _driver_version() -> str:
