@@ -4,7 +4,6 @@ python benchmarks/linear_packed.py --compile            # compile the kernels of
 python benchmarks/linear_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
 python benchmarks/linear_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
 python benchmarks/linear_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a8   # each kernel at its own clock
-python benchmarks/linear_packed.py --widths             # w1 to w4 and w8 at 1 to 64 tokens, into widths.json
 
 Chains run in one CUDA graph under programmatic dependent launch, over weight copies that together exceed L2: (the
 beginning of) a product's output is the activations of the next. `us` includes the quantization of 8-bit
@@ -70,11 +69,6 @@ SCHEMES = (
     *(f"w{bits}a8fp" for bits in BITS if bits <= 4),  # e4m3 holds no wider codes exactly
 )
 RECORDED = ["llama-3-8b", "llama-2-7b", "qwen3-14b"]
-WIDTHS = {
-    "models": ["mistral-large", "llama-3-8b"], "only": ["qkv", "gate_up"], "tokens": TOKENS[:7],
-    "schemes": [f"w{bits}a16g128" for bits in (1, 2, 3, 4, 8)], "out": RESULTS / "h200" / "widths.json",
-}  # fmt: skip
-"""What --widths asks for, if no other option says so."""
 VENDORS = ("cublas fp16", "fp8")
 CHAIN = 32
 """Products after which a chain restarts, so values neither overflow nor vanish."""
@@ -297,11 +291,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="repeat rows of this commit")
     parser.add_argument("--steady", type=float, default=0.0, help="seconds each runs alone before timing")
     parser.add_argument("--compile", action="store_true", help="only compile; needs no GPU")
-    parser.add_argument("--widths", action="store_true", help="other defaults: narrow weights at few tokens")
     parser.add_argument("--seconds", type=float, default=200.0, help="start nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "gemm_packed.json")
-    if parser.parse_args().widths:
-        parser.set_defaults(**WIDTHS)
     return parser.parse_args()
 
 

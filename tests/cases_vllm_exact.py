@@ -250,12 +250,29 @@ def below_the_largest(model: Any, format: str, asked: list[Asked], answers: list
     return gaps
 
 
+class LastTime:
+    """Replaces vLLM's n-gram drafter, which needs numba: proposes what last followed the last token."""
+
+    def __init__(self, config: Any) -> None:
+        self.count = config.speculative_config.num_speculative_tokens
+
+    def propose(self, count: int, sampled: Any, lengths: Any, tokens: Any, slot_mappings: object = None) -> list[Any]:
+        """Draft tokens of each request that has sampled a token."""
+        found = []
+        for i, new in enumerate(sampled):
+            known = tokens[i, : lengths[i]]
+            places = (known[: -count - 1] == known[-1]).nonzero()[0] if len(new) else ()
+            first = places[-1] + 1 if len(places) else len(known) - count
+            found.append(known[first : first + count].tolist() if len(new) else [])
+        return found
+
+    def load_model(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+
 def draft_without_numba() -> None:
     """Replace vLLM's n-gram drafter if numba is missing."""
     if find_spec("numba") is None:
-        sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-        from serving_kv_checks import LastTime
-
         module: Any = types.ModuleType("vllm.v1.spec_decode.ngram_proposer")
         module.NgramProposer = LastTime
         sys.modules[module.__name__] = module
