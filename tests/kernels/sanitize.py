@@ -23,7 +23,6 @@ from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels.bitplane import bitplane  # noqa: E402
 from anybit.kernels.bitplane.bitplane_problem import Facts  # noqa: E402
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm  # noqa: E402
-from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule  # noqa: E402
 from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationary  # noqa: E402
 from anybit.kernels.block import quantize_activations as activation_kernel  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
@@ -38,22 +37,13 @@ CASES = [
     (150, 264, 1100, "w2a2"),  # float16 results leave by tensor map
 ]
 RINGS: dict[str, Any] = {"weight_chunks": 2, "activation_chunks": 2}
-# Ways that small products do not take by default, with 16-bit results: split tiles, multicast activations,
-# warpgroups that share k or rows of B, clusters that share k, several tiles of stacked planes.
+# Ways that small products do not take by default, with 16-bit results: split tiles, clusters that
+# share k, several tiles of stacked planes.
 Way = tuple[int, int, int, str, Callable[..., Facts], dict[str, Any]]
 WAYS: list[Way] = [
     (150, 264, 1100, "w1a1", gemm, {"tile_m": 128, "tma_store": True, "tail_tile_m": 64, "epilogue_stages": 4}),
-    (150, 264, 1100, "w1a2", gemm, {"tile_m": 64, "tma_store": True, "cluster_n": 2}),
-    (
-        300,
-        264,
-        2100,
-        "w2a2",
-        gemm,
-        {"tile_m": 256, "tma_store": True, "first_plane_pieces": 2} | {"schedule": Schedule.cooperative} | RINGS,
-    ),
-    (70, 72, 2100, "w2a2", skinny, TOKENS_A | {"split_k_warpgroups": 4, **rings(6, 3, 3)}),
-    (70, 72, 2100, "w2a2", skinny, TOKENS_A | {"split_b_warpgroups": 2, "wgmma_n": 32}),
+    (300, 264, 2100, "w2a2", gemm, {"tile_m": 256, "tma_store": True} | RINGS),
+    (70, 72, 2100, "w2a2", skinny, TOKENS_A | rings(6, 3, 3)),
     (9, 72, 2100, "w1a2", skinny, {"tile_b": 16, "cluster_k": 2}),
     (64, 136, 2100, "w1a2", resident, {"tile_b": 32, "fill_waves": True}),
     (70, 128, 2100, "w2a2", resident, {"tile_b": 32, "accumulator_sets": 2, "prologue_stages": 1}),
@@ -65,16 +55,7 @@ WAYS: list[Way] = [
         2100,
         "w1a2",
         stacked,
-        {"tile_m": 128, "stationary": Stationary.activations, "activation_stages": 3}
-        | {"weight_stages": 3, "warpgroup_lag": 2},
-    ),
-    (
-        1030,
-        4104,
-        1100,
-        "w2a2",
-        stacked,
-        {"tile_m": 128, "stationary": Stationary.weights, "weight_stages": 4} | {"warpgroup_lag": 1},
+        {"tile_m": 128, "stationary": Stationary.activations, "activation_stages": 3, "weight_stages": 3},
     ),
     (1030, 4104, 1100, "w2a2asym-xasym", stacked, {"tile_m": 128, "weight_stages": 3}),
 ]

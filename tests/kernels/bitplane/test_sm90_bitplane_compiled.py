@@ -103,10 +103,8 @@ def test_planes_side_by_side_are_refused_where_they_do_not_fit() -> None:
     )
     for change, reason in (
         ({"tile_m": 96}, "not 96"),
-        ({"warpgroup_lag": 1}, "would block all 2 stages"),
         ({"weight_stages": 12}, "bytes of shared memory"),
         ({"stationary": sm90_bitplane_stacked.Stationary.activations}, "activation_stages = 4"),
-        ({"stationary": sm90_bitplane_stacked.Stationary.weights}, "weight_stages = 8"),
         ({"weight_bits": 3}, "other bit-widths"),
     ):
         assert reason in (sm90_bitplane_stacked.why_not(asked, dataclasses.replace(config, **change)) or ""), change
@@ -146,15 +144,6 @@ def test_every_listed_config_is_legal_and_fits() -> None:
                     assert family.shared_bytes(config) <= H200.shared_bytes
                     assert min(family.grid(asked, config)) >= 1
             assert bitplane.default(asked) in bitplane.family(asked).configs(asked)
-
-
-def test_warpgroups_that_share_k_need_stages_for_all_planes() -> None:
-    """When stages are reused, a warpgroup cannot tell a use from the one two later: such configs hung on a GPU."""
-    asked = problem("w2a4", 16, k=4096)
-    shared = [c for c in sm90_bitplane_skinny.configs(asked) if c.split_k_warpgroups > 1]
-    assert shared and all(config.pass_chunks == 4 and config.a_stages >= 8 for config in shared)
-    few = dataclasses.replace(shared[0], a_stages=2)
-    assert "a stage for each of" in (sm90_bitplane_skinny.why_not(asked, few) or "")
 
 
 def test_tokens_that_threads_copy_come_in_sixteens() -> None:

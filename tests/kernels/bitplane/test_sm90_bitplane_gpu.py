@@ -55,24 +55,15 @@ MANY: list[dict[str, Any]] = [
     {"tile_m": 128, "epilogue_tile": 64},
     {"tile_m": 256, "epilogue_tile": 64},
     {"tile_m": 128, "epilogue_tile": 128, "epilogue_stages": 2, "weight_chunks": 2, "activation_chunks": 2},
-    {"tile_m": 64, "activation_stationary": True, "activation_chunks": 3, "weight_chunks": 3}
-    | {"schedule": Schedule.pingpong},
-    {"tile_m": 64, "activation_stationary": True, "activation_chunks": 3, "weight_chunks": 2},
+    {"tile_m": 64, "activation_chunks": 3, "weight_chunks": 3, "schedule": Schedule.pingpong},
     {"tile_m": 128, "tail_tile_m": 64},
-    {"tile_m": 256, "cluster_n": 2, "schedule": Schedule.cooperative},
 ]
 FEW: list[dict[str, Any]] = [
     *({"tile_b": b, "cluster_k": c} for b, c in [(8, 1), (8, 4), (16, 2), (32, 1)]),
     {"tile_b": 32, **rings(5, 3, 3)},
     TOKENS_A | rings(3, 4, 2),
     TOKENS_A | {"cluster_k": 2},
-    {"tile_b": 16, "split_k_warpgroups": 2, **rings(6, 3, 3)},
-    TOKENS_A | {"split_k_warpgroups": 4, **rings(9, 3, 3)},
-    TOKENS_A | {"split_k_warpgroups": 2, **rings(9, 3, 3), "min_blocks_per_sm": 2},
     TOKENS_A | {"tile_b": 64, "wgmma_n": 128, **rings(9, 3, 3)},
-    TOKENS_A | {"split_b_warpgroups": 2, "wgmma_n": 32, **rings(2, 3, 3)},
-    TOKENS_A | {"split_b_warpgroups": 4, "wgmma_n": 16, "a_stages": 6},
-    {"tile_b": 32, "split_b_warpgroups": 2, "wgmma_n": 48, "a_stages": 6},
 ]
 WHOLE: list[dict[str, Any]] = [
     {"tile_b": 32, "fill_waves": True},
@@ -95,14 +86,9 @@ AT_ONCE: list[dict[str, Any]] = [
 CUTS: list[dict[str, Any]] = [
     {"tile_m": 128, "tail_tile_m": 64},
     {"tile_m": 256, "tail_tile_m": 128},
-    {"tile_m": 256, "tail_tile_m": 64, "cluster_n": 2, "schedule": Schedule.cooperative},
+    {"tile_m": 256, "tail_tile_m": 64},
     {"tile_m": 128, "tail_tile_m": 64, "schedule": Schedule.pingpong, "weight_chunks": 3, "activation_chunks": 3},
 ]
-IN_PIECES = [(1024, 4096, 4096), (300, 264, 2100), (100, 72, 1024)]
-PIECES: dict[str, Any] = {
-    "tile_m": 256, "first_plane_pieces": 2, "tma_store": True, "schedule": Schedule.cooperative, "weight_chunks": 2,
-    "activation_chunks": 2,
-}  # fmt: skip
 
 
 def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.s32) -> LinearProblem:
@@ -126,7 +112,6 @@ def kernels_used() -> list[Kernel]:
     configs: set[Any] = {bitplane.default(problem) for problem in problems}
     configs |= {make(asked(300, 328, 2100, "w2a3asym"), **change) for make, change in VARIANTS}
     configs |= {gemm(asked(1000, 6000, 2100, "w1a1", Output.f16), tma_store=True, **change) for change in CUTS}
-    configs |= {gemm(asked(*shape, "w2a2", Output.f16), **PIECES) for shape in IN_PIECES}
     configs |= {resident(asked(64, 4096, 4096, "w2a2", Output.f16), **change) for change in AT_ONCE}
     for rows, stages, tma_store in itertools.product((32, 64), (2, 3), (True, False)):
         problem = asked(300, 328, 2100, "w2a3asym", Output.f16)
@@ -157,14 +142,6 @@ def test_results_are_rounded_once(m: int, output: Output) -> None:
     check_on_gpu(problem, bias=True)
     check_on_gpu(problem, padding=1)  # rows not aligned to 16 bytes
     check_on_gpu(asked(m, 263, 1500, "w2a3-xasym", output))
-
-
-@pytest.mark.parametrize(("m", "n", "k"), IN_PIECES)
-def test_first_planes_in_pieces(m: int, n: int, k: int) -> None:
-    problem = asked(m, n, k, "w2a2", Output.f16)
-    config = gemm(problem, **PIECES)
-    assert sm90_bitplane_gemm.why_not(problem, config) is None
-    check_on_gpu(problem, config, bias=True)
 
 
 @pytest.mark.parametrize("change", CUTS, ids=str)

@@ -1,4 +1,4 @@
-"""sm90_bitplane_stacked.cuh on a GPU: exact results, stationary operands, lagging warpgroups, ragged sizes."""
+"""sm90_bitplane_stacked.cuh on a GPU: exact results, stationary activations, ragged sizes."""
 
 from typing import Any
 
@@ -19,10 +19,9 @@ from cases_bitplane import H200, check_on_gpu, code_pairs, operands, stacked
 pytestmark = pytest.mark.gpu
 SHAPES = [(1024, 4096, 4096), (65, 8, 77), (1000, 4104, 3000), (4097, 136, 1024), (300, 30000, 1024)]
 WAYS: list[tuple[int, dict[str, Any]]] = [
-    (128, {"weight_stages": 4, "activation_stages": 3, "stationary": Stationary.activations, "warpgroup_lag": 1}),
-    (128, {"weight_stages": 6, "activation_stages": 2, "stationary": Stationary.weights}),
-    (128, {"weight_stages": 3, "activation_stages": 2, "warpgroup_lag": 1}),
-    (64, {"weight_stages": 6, "activation_stages": 6, "warpgroup_lag": 2, "epilogue_tile": 64, "epilogue_stages": 2}),
+    (128, {"weight_stages": 4, "activation_stages": 3, "stationary": Stationary.activations}),
+    (128, {"weight_stages": 3, "activation_stages": 2}),
+    (64, {"weight_stages": 6, "activation_stages": 6, "epilogue_tile": 64, "epilogue_stages": 2}),
 ]
 
 

@@ -15,19 +15,18 @@ from machine_code import check
 
 
 @pytest.mark.parametrize(
-    ("bits", "m", "dtype", "split", "instruction"),
+    ("bits", "m", "dtype", "instruction"),
     [
-        (4, 1, torch.float16, False, "HMMA"),
-        (3, 1, torch.bfloat16, False, "HMMA"),
-        (8, 16, torch.float16, False, "HMMA"),
-        (2, 1, torch.float16, True, "IMMA"),
-        (4, 8, torch.int8, False, "IMMA"),
+        (4, 1, torch.float16, "HMMA"),
+        (3, 1, torch.bfloat16, "HMMA"),
+        (8, 16, torch.float16, "HMMA"),
+        (4, 8, torch.int8, "IMMA"),
     ],
 )
-def test_skinny_does_not_spill(bits: int, m: int, dtype: torch.dtype, split: bool, instruction: str) -> None:
+def test_skinny_does_not_spill(bits: int, m: int, dtype: torch.dtype, instruction: str) -> None:
     for n, k in in_turn((4096, 4096), (28672, 4096), at=m > 1):
         asked = problem(m, n, k, WeightFormat(bits, "sym", 128), dtype)
-        config = sm90_packed_skinny.fitted(asked, 8, 1, 2, 64, 1, split) if split else sm90_packed_skinny.default(asked)
+        config = sm90_packed_skinny.default(asked)
         assert sm90_packed_skinny.why_not(asked, config) is None
         check(sm90_packed_skinny.kernel(config), "sm_90a", has=instruction)
 

@@ -24,11 +24,10 @@ HOPPER = replace(Device.named("sm_90a"), sms=2)
 
 def run(
     format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, act_order: bool = False,
-    bias: bool = False, split: bool = False, seed: int = 0, **changes: int,
+    bias: bool = False, seed: int = 0, **changes: int,
 ) -> None:  # fmt: skip
     case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
-    make = (lambda p: sm90_packed_skinny.fitted(p, 8, 1, 2, 32, 1, True)) if split else None
-    check_emulated(sm90_packed_skinny, case, make, seed, **changes)
+    check_emulated(sm90_packed_skinny, case, seed=seed, **changes)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +67,10 @@ def test_codes_and_groups(code: str, group: int | None) -> None:
         run(WeightFormat(bits, code, group), 2, 64, 512, dtype, seed=bits, bias=True)
 
 
-@pytest.mark.parametrize(
-    ("bits", "code", "group"), [(1, "bipolar", 128), (2, "asym", 64), (4, "sym", 32), (8, "sym", None)]
-)
-def test_split_activations(bits: int, code: str, group: int | None) -> None:
-    for dtype in in_turn(torch.float16, torch.bfloat16, at=bits // 2):
-        run(WeightFormat(bits, code, group), 3, 64, 256, dtype, split=True, seed=bits)
-
-
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
 def test_formats_of_other_tools(format: WeightFormat) -> None:
     dtypes = (torch.float16, torch.bfloat16)
     run(format, 3, 40, 328, dtypes[FOREIGN.index(format) % 2], bias=True)
-    if format.code == "min" and format.group != 16:
-        run(format, 2, 64, 256, dtypes[FOREIGN.index(format) % 2 - 1], split=True)
 
 
 def test_activation_order() -> None:

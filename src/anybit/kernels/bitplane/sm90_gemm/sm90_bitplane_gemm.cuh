@@ -19,10 +19,9 @@
 #include "bitplane/bitplane_terms.cuh"
 #include "bitplane/bitplane_epilogue.cuh"
 
-// How the two consumer warpgroups share the tensor cores. cooperative: unordered. alternating: they issue a chunk's
-// diagonals in turn, so that one rotates while the other's wgmmas run. pingpong: one runs a tile's main loop while the
-// other runs its epilogue.
-enum class Schedule { cooperative, alternating, pingpong };
+// How the two consumer warpgroups share the tensor cores. cooperative: unordered. pingpong: one runs a tile's main loop
+// while the other runs its epilogue.
+enum class Schedule { cooperative, pingpong };
 
 // Shared-memory layout: weight slots, activation slots, then per warpgroup staging buffers and columns, then mbarriers.
 template <class Config> struct GemmShared {
@@ -34,56 +33,43 @@ template <class Config> struct GemmShared {
     static constexpr int epilogues = activations + activation_slots * activation_slot;
     using W = EpilogueShared<Config>;
     static constexpr int barriers = epilogues + 2 * W::bytes, epilogue_barriers = barriers + 16 * (weight_slots + activation_slots);
-    // The first plane of activations is loaded in pieces with an mbarrier each, so that MMAs start sooner.
-    static constexpr int first_barriers = epilogue_barriers + 2 * W::barrier_bytes, first_pieces = Config::first_plane_pieces;
-    static constexpr int bytes = first_barriers + (first_pieces > 1 ? 16 * first_pieces : 0);
+    static constexpr int bytes = epilogue_barriers + 2 * W::barrier_bytes;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_gemm.py disagrees");
 
     static DEVICE uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
     static DEVICE uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
     static DEVICE uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
     static DEVICE uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
-    static DEVICE uint32_t first_full(uint32_t shared, int piece) { return shared + first_barriers + 16 * piece; }
     static DEVICE W epilogue(uint32_t shared, int warpgroup) {
         return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
     }
 };
 
 // Persistent tile scheduler. CTAs take every gridDim.x-th tile, tokens fastest, so that concurrent CTAs share weights.
-// Activation-stationary CTAs keep a tile of activations and walk a range of weight tiles. With `tail_tile_m`, tiles left
-// over by whole waves are cut into smaller token tiles, to shorten the last wave. The CTAs of a cluster take adjacent
-// weight tiles at the same tokens, and each multicasts its share of the activations.
+// With `tail_tile_m`, tiles left over by whole waves are cut into smaller token tiles, to shorten the last wave.
 template <class Config> struct Tiles {
     static constexpr int pieces = Config::tail_tile_m ? Config::tile_m / Config::tail_tile_m : 1;
-    int rows_m, rank, token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
+    int rows_m, token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
     int tail = 0, tails = 0, first_tail = 0;  // this tail piece, number of pieces, tile of the first one
 
     DEVICE explicit Tiles(const Params& p)
-        : rows_m(p.rows_m), rank(blockIdx.x % Config::cluster_n), token_tiles((p.m + Config::tile_m - 1) / Config::tile_m),
-          weight_tiles((p.n + 128 * Config::cluster_n - 1) / (128 * Config::cluster_n)) {
-        const int tiles = token_tiles * weight_tiles, blocks = gridDim.x / Config::cluster_n, block = blockIdx.x / Config::cluster_n;
-        if constexpr (Config::activation_stationary) {
-            const int first = share(tiles, block);
-            left = share(tiles, block + 1) - first;
-            token_tile = first / weight_tiles, weight_tile = first % weight_tiles;
+        : rows_m(p.rows_m), token_tiles((p.m + Config::tile_m - 1) / Config::tile_m), weight_tiles((p.n + 127) / 128) {
+        const int tiles = token_tiles * weight_tiles, blocks = gridDim.x, block = blockIdx.x;
+        token_tile = block % token_tiles, weight_tile = block / token_tiles;
+        if constexpr (Config::tail_tile_m > 0) {
+            left = tiles / blocks, first_tail = left * blocks, tail = block, tails = (tiles - first_tail) * pieces;
+            if (left == 0) cut();
         } else {
-            token_tile = block % token_tiles, weight_tile = block / token_tiles;
-            if constexpr (Config::tail_tile_m > 0) {
-                left = tiles / blocks, first_tail = left * blocks, tail = block, tails = (tiles - first_tail) * pieces;
-                if (left == 0) cut();
-            } else {
-                left = block < tiles ? (tiles - block + blocks - 1) / blocks : 0;
-            }
-            token_step = blocks % token_tiles, weight_step = blocks / token_tiles;
+            left = block < tiles ? (tiles - block + blocks - 1) / blocks : 0;
         }
+        token_step = blocks % token_tiles, weight_step = blocks / token_tiles;
     }
-    static DEVICE int share(int tiles, int block) { return static_cast<int>(static_cast<int64_t>(tiles) * block / static_cast<int>(gridDim.x)); }
     DEVICE bool more() const { return left > 0 || tail < tails; }
     DEVICE bool small() const { return Config::tail_tile_m > 0 && left <= 0; }
     DEVICE int width() const { return small() ? Config::tail_tile_m : Config::tile_m; }
     // Moves to piece `tail`, or to this CTA's next one that has tokens.
     DEVICE void cut() {
-        for (; tail < tails; tail += gridDim.x / Config::cluster_n) {
+        for (; tail < tails; tail += gridDim.x) {
             const int tile = first_tail + tail / pieces;
             token_tile = tile % token_tiles, weight_tile = tile / token_tiles;
             if (token() < rows_m) return;
@@ -92,25 +78,18 @@ template <class Config> struct Tiles {
     DEVICE void next() {  // without divisions, which are slow
         if constexpr (Config::tail_tile_m > 0) {
             if (left <= 1) {
-                if (left <= 0) tail += gridDim.x / Config::cluster_n;
+                if (left <= 0) tail += gridDim.x;
                 left = 0;
                 cut();
                 return;
             }
         }
         left--;
-        if constexpr (Config::activation_stationary) {
-            if (++weight_tile == weight_tiles) weight_tile = 0, token_tile++;
-        } else {
-            token_tile += token_step, weight_tile += weight_step;
-            if (token_tile >= token_tiles) token_tile -= token_tiles, weight_tile++;
-        }
+        token_tile += token_step, weight_tile += weight_step;
+        if (token_tile >= token_tiles) token_tile -= token_tiles, weight_tile++;
     }
     DEVICE int token() const { return token_tile * Config::tile_m + (small() ? tail % pieces * Config::tail_tile_m : 0); }
-    DEVICE int row() const { return (weight_tile * Config::cluster_n + rank) * 128; }
-    // Whether this tile's activations differ from the previous (fresh) or next (final) tile's.
-    DEVICE bool fresh(bool first) const { return !Config::activation_stationary || first || weight_tile == 0; }
-    DEVICE bool final() const { return !Config::activation_stationary || left == 1 || weight_tile + 1 == weight_tiles; }
+    DEVICE int row() const { return weight_tile * 128; }
 };
 
 template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) {
@@ -119,30 +98,16 @@ template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) 
     Ring<Config::weight_chunks> weight_ring;
     Ring<Config::activation_chunks> activation_ring;
     bool waited = false;  // griddepcontrol.wait is done
-    bool begun = false;   // the first activations are issued
-    auto load_pieces = [&](uint32_t to, const uint8_t* from, int rows) {
-        constexpr int piece_rows = Config::tile_m / S::first_pieces;
-#pragma unroll 1
-        for (int piece = 0; piece < S::first_pieces; piece++) {
-            const int at = piece * piece_rows * planes::row_bytes, bytes = max(0, min(piece_rows, rows - piece * piece_rows)) * planes::row_bytes;
-            ptx::mbarrier_arrive_expect_tx(S::first_full(shared, piece), bytes);
-            if (bytes > 0) ptx::cp_async_bulk_load(to + at, from + at, bytes, S::first_full(shared, piece));
-        }
-    };
     for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row();
-        const bool fresh = tiles.fresh(!waited);
-        // The last CTA of a cluster may have no weights, but still takes part in multicast.
         const uint32_t weight_bytes = max(0, min(S::rows, p.rows_n - row)) * planes::row_bytes;
-        const int width = tiles.width(), rows = min(width, p.rows_m - token);
-        const int first = tiles.rank * (width / Config::cluster_n), mine = min(width / Config::cluster_n, rows - first);
+        const int rows = min(tiles.width(), p.rows_m - token);
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const bool down = (p.chunks - chunk) & 1;
             auto load_weights = [&](int order) {
                 const int slot = weight_ring.at * P + order, i = down ? P - 1 - order : order;
                 ptx::mbarrier_wait_parity(S::weight_empty(shared, slot), weight_ring.parity ^ 1);
                 ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, slot), weight_bytes);
-                if (Config::cluster_n > 1 && weight_bytes == 0) return;
                 ptx::cp_async_bulk_load(shared + slot * S::weight_slot,
                                         p.weights + (static_cast<size_t>(chunk * P + i) * p.rows_n + row) * planes::row_bytes,
                                         weight_bytes, S::weight_full(shared, slot));
@@ -152,20 +117,8 @@ template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) 
                 ptx::mbarrier_wait_parity(S::activation_empty(shared, slot), activation_ring.parity ^ 1);
                 const uint32_t to = shared + S::activations + slot * S::activation_slot;
                 const uint8_t* const from = p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes;
-                if constexpr (S::first_pieces > 1) {
-                    if (!begun) {
-                        begun = true;
-                        load_pieces(to, from, rows);
-                        ptx::mbarrier_arrive(S::activation_full(shared, slot));
-                        return;
-                    }
-                }
                 ptx::mbarrier_arrive_expect_tx(S::activation_full(shared, slot), rows * planes::row_bytes);
-                if constexpr (Config::cluster_n == 1)
-                    ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, S::activation_full(shared, slot));
-                else if (mine > 0)
-                    ptx::cp_async_bulk_load_multicast(to + first * planes::row_bytes, from + first * planes::row_bytes, mine * planes::row_bytes,
-                                                      S::activation_full(shared, slot), static_cast<uint16_t>((1 << Config::cluster_n) - 1));
+                ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, S::activation_full(shared, slot));
             };
             const bool early = !waited;  // PDL: the first chunk of weights loads before griddepcontrol.wait
             if (early) {
@@ -175,10 +128,10 @@ template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) 
             }
             for (int order = 0; order < diagonals; order++) {
                 if (order < P && !early) load_weights(order);
-                if (order < Q && fresh) load_activations(order);
+                if (order < Q) load_activations(order);
             }
             weight_ring.advance();
-            if (fresh) activation_ring.advance();
+            activation_ring.advance();
         }
     }
 }
@@ -188,16 +141,14 @@ template <class Config> struct GemmConsumer {
     using S = GemmShared<Config>;
     static constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
     static constexpr int turn_barrier = 1, both = 256;
-    // alternating: a tile's first chunk takes no turns, so that it can start during the other's epilogue.
-    static constexpr bool alternating = Config::schedule == Schedule::alternating && diagonals > 1, pingpong = Config::schedule == Schedule::pingpong;
-    // wgmmas issue back to back if ptxas knows descriptors to be warp-uniform and advances them by 32-bit adds. With two
-    // wgmma shapes it then runs out of registers and serializes them.
-    static constexpr bool uniform = S::first_pieces == 1 && !pingpong;
+    static constexpr bool pingpong = Config::schedule == Schedule::pingpong;
+    // wgmmas issue back to back if ptxas knows descriptors to be warp-uniform and advances them by 32-bit adds.
+    static constexpr bool uniform = !pingpong;
 
     const Params& p;
     uint32_t shared;
     int warpgroup;
-    bool leader, begun = false;
+    bool leader;
     Epilogue<Config> epilogue;
     Ring<Config::weight_chunks> weight_ring;
     Ring<Config::activation_chunks> activation_ring;
@@ -210,12 +161,8 @@ template <class Config> struct GemmConsumer {
     DEVICE void release_weights(int slot) const {
         if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
     }
-    DEVICE void release_activations(int slot, bool final) const {
-        if constexpr (Config::cluster_n == 1) {
-            if (leader && final) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
-        } else {  // every CTA of the cluster loads a part of it
-            if (const int lane = ptx::lane_id(); lane < Config::cluster_n) ptx::mbarrier_arrive_cluster(ptx::mapa(S::activation_empty(shared, slot), lane));
-        }
+    DEVICE void release_activations(int slot) const {
+        if (leader) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
     }
 
     static DEVICE uint64_t at(uint64_t descriptor, uint32_t bytes) {
@@ -223,19 +170,7 @@ template <class Config> struct GemmConsumer {
         return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
     }
 
-    // MMAs of the first plane pair, piece by piece as its tokens land.
-    template <int tokens> DEVICE void start(int32_t (&acc)[tokens / 2], uint64_t a, uint64_t b) const {
-        constexpr int part = tokens / S::first_pieces;
-        UNROLL for (int piece = 0; piece < S::first_pieces; piece++) {
-            ptx::mbarrier_wait_parity(S::first_full(shared, piece), 0);
-            int32_t (&some)[part / 2] = *reinterpret_cast<int32_t (*)[part / 2]>(&acc[piece * part / 2]);
-            UNROLL for (int step = 0; step < planes::steps; step++)
-                ptx::wgmma_b1<part>(some, at(a, step * planes::step_bytes),
-                                    at(b, piece * part * planes::row_bytes + step * planes::step_bytes), step > 0);
-        }
-    }
-
-    template <int tokens> DEVICE void tile(int row, int token, bool final) {
+    template <int tokens> DEVICE void tile(int row, int token) {
         int32_t acc[tokens / 2];
         epilogue.fetch(p, row, token);
         if (pingpong) take_turn();
@@ -248,48 +183,38 @@ template <class Config> struct GemmConsumer {
                 // Planes are numbered in walking order, so that in either direction those with i + j = diagonal meet.
                 if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.at * P + diagonal), weight_ring.parity);
                 if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.at * Q + diagonal), activation_ring.parity);
-                if (alternating && diagonal > 0 && chunk > 0) take_turn();
                 ptx::wgmma_fence();
-                if (S::first_pieces > 1 && diagonal == 0 && !begun) {
-                    begun = true;
-                    start<tokens>(acc, a, b);
-                } else {
-                    UNROLL for (int i = 0; i < P; i++) {
-                        const int j = diagonal - i;
-                        if (j < 0 || j >= Q) continue;
-                        UNROLL for (int step = 0; step < planes::steps; step++)
-                            ptx::wgmma_b1<tokens>(acc, at(a, i * S::weight_slot + step * planes::step_bytes),
-                                                          at(b, j * S::activation_slot + step * planes::step_bytes),
-                                                          diagonal > 0 || step > 0 || chunk > 0);
-                    }
+                UNROLL for (int i = 0; i < P; i++) {
+                    const int j = diagonal - i;
+                    if (j < 0 || j >= Q) continue;
+                    UNROLL for (int step = 0; step < planes::steps; step++)
+                        ptx::wgmma_b1<tokens>(acc, at(a, i * S::weight_slot + step * planes::step_bytes),
+                                              at(b, j * S::activation_slot + step * planes::step_bytes), diagonal > 0 || step > 0 || chunk > 0);
                 }
                 ptx::wgmma_commit_group();
-                // A chunk's last diagonal and the next one's first have no rotation between them: one turn covers both.
-                if (alternating && ((diagonal == 0 && chunk > 1) || (diagonal > 0 && diagonal < diagonals - 1 && chunk > 0))) pass_turn();
                 if (diagonal == 0 && chunk > 0) {
                     ptx::wgmma_wait_group<1>();
                     release_weights(weight_ring.previous() * P + P - 1);
-                    release_activations(activation_ring.previous() * Q + Q - 1, final);
+                    release_activations(activation_ring.previous() * Q + Q - 1);
                 }
                 if (diagonal < diagonals - 1) {
                     ptx::wgmma_wait_group<0>();
                     ptx::wgmma_touch(acc);
                     // Release the planes whose last diagonal this was.
                     if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weight_ring.at * P + diagonal - (Q - 1));
-                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.at * Q + diagonal - (P - 1), final);
+                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.at * Q + diagonal - (P - 1));
                     rotate(acc, left);
                 }
             }
             weight_ring.advance();
             activation_ring.advance();
-            if (Config::activation_stationary && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // stationary: same phase again
         }
-        if (pingpong || (alternating && p.chunks > 1)) pass_turn();
+        if (pingpong) pass_turn();
         epilogue.stage_columns();  // overlaps the last wgmmas
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_touch(acc);
         release_weights(weight_ring.previous() * P + P - 1);
-        release_activations(activation_ring.previous() * Q + Q - 1, final);
+        release_activations(activation_ring.previous() * Q + Q - 1);
         epilogue.template write<tokens>(p, acc, row, token);
     }
 };
@@ -298,15 +223,15 @@ template <class Config> DEVICE void gemm_multiply(const Params& p, uint32_t shar
     using C = GemmConsumer<Config>;
     const int warpgroup = C::uniform ? ptx::warp_id() / 4 : threadIdx.x / 128;
     C consumer(p, shared, warpgroup);
-    if ((C::alternating || C::pingpong) && warpgroup == 1) consumer.pass_turn();
+    if (C::pingpong && warpgroup == 1) consumer.pass_turn();
     ptx::griddepcontrol_wait();
     Tiles<Config> tiles(p);
     for (; tiles.more() && !tiles.small(); tiles.next())
-        consumer.template tile<Config::tile_m>(tiles.row() + 64 * warpgroup, tiles.token(), tiles.final());
+        consumer.template tile<Config::tile_m>(tiles.row() + 64 * warpgroup, tiles.token());
     if constexpr (Config::tail_tile_m > 0) {
-        for (; tiles.more(); tiles.next()) consumer.template tile<Config::tail_tile_m>(tiles.row() + 64 * warpgroup, tiles.token(), true);
+        for (; tiles.more(); tiles.next()) consumer.template tile<Config::tail_tile_m>(tiles.row() + 64 * warpgroup, tiles.token());
     }
-    if ((C::alternating || C::pingpong) && warpgroup == 0) consumer.take_turn();  // consumes the last pass_turn
+    if (C::pingpong && warpgroup == 0) consumer.take_turn();  // consumes the last pass_turn
 }
 
 template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_gemm(const __grid_constant__ Params p) {
@@ -316,24 +241,17 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
     if (threadIdx.x == 256) {
         for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
             ptx::mbarrier_init(S::weight_full(shared, slot), 1);
-            // Arrivals: every consumer warp, of every CTA that the load is multicast to.
-            ptx::mbarrier_init(S::weight_empty(shared, slot), slot < S::weight_slots ? 8 : 8 * Config::cluster_n);
+            ptx::mbarrier_init(S::weight_empty(shared, slot), 8);  // every consumer warp
         }
         for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
             const typename S::W epilogue = S::epilogue(shared, buffer % 2);
             ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
             ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
         }
-        if constexpr (S::first_pieces > 1)
-            for (int piece = 0; piece < S::first_pieces; piece++) ptx::mbarrier_init(S::first_full(shared, piece), 1);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
     ptx::griddepcontrol_launch_dependents();
-    if constexpr (Config::cluster_n > 1) {  // the other CTAs' mbarriers are initialized
-        ptx::barrier_cluster_arrive();
-        ptx::barrier_cluster_wait();
-    }
     if (threadIdx.x >= 256) {
         ptx::setmaxnreg_dec<40>();
         if (threadIdx.x == 256) gemm_load<Config>(p, shared);
@@ -343,11 +261,6 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
     } else {
         ptx::setmaxnreg_inc<232>();
         gemm_multiply<Config>(p, shared);
-    }
-    if constexpr (Config::cluster_n > 1) {  // other CTAs may still arrive on this one's mbarriers
-        __syncwarp();
-        ptx::barrier_cluster_arrive();
-        ptx::barrier_cluster_wait();
     }
 }
 

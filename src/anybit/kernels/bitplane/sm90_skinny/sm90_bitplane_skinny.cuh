@@ -6,8 +6,7 @@
 // these chunks, a rotation of the sums, the next plane. Passes walk the planes down and up alternately, the last one down.
 //
 // A producer warp loads as many weights as fit before griddepcontrol.wait, so two CTAs per SM should fit. A tile's chunks
-// are split over `split_k_warpgroups` of a CTA or `cluster_k` CTAs, or its columns over `split_b_warpgroups`; each
-// finishes its share of the results.
+// are split over `cluster_k` CTAs; each finishes its share of the results.
 #ifndef ANYBIT_SM90_BITPLANE_SKINNY_CUH
 #define ANYBIT_SM90_BITPLANE_SKINNY_CUH
 
@@ -17,15 +16,11 @@
 template <class Config> struct SkinnyShared : SkinnyTile<Config> {
     using Sides = SkinnyTile<Config>;
     using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
-    // Warpgroups split K, or the columns: then each has a part of B with all planes of its own columns.
-    static constexpr int k_groups = Config::split_k_warpgroups, b_parts = Config::split_b_warpgroups, groups = k_groups * b_parts;
-    static constexpr int part_columns = columns / b_parts, part_bytes = Config::wgmma_n * planes::row_bytes;
-    static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = b_parts * part_bytes;
+    static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = Config::wgmma_n * planes::row_bytes;
     static constexpr int b = Config::a_stages * a_bytes;
     static constexpr int inbox = b + Config::b_stages * b_bytes;
     static constexpr int split = Config::cluster_k;  // CTAs that split K
-    static constexpr int parts = split * groups;
-    static constexpr int values = part_columns / 2, share = columns / 2 / parts;  // a thread's sums; those it finishes
+    static constexpr int values = columns / 2, share = values / split;  // a thread's sums; those it finishes
     // With more than one pass, why_not() requires 2 * pass_chunks B stages. no_reuse: no slot is filled twice, so that no
     // empty mbarriers are needed.
     static constexpr bool single = Config::b_stages < 2 * Config::pass_chunks, no_reuse = single && Config::a_stages >= P * Config::pass_chunks;
@@ -33,9 +28,7 @@ template <class Config> struct SkinnyShared : SkinnyTile<Config> {
     static constexpr int barriers = inbox + (split > 1 ? split * partial_bytes : 0);
     static constexpr int bytes = barriers + 16 * (Config::a_stages + Config::b_stages) + 16;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_skinny.py disagrees");
-    static_assert(Config::wgmma_n >= Q * part_columns && columns / 2 % parts == 0, "refused by why_not()");
-    static_assert(groups == 1 || split == 1, "refused by why_not()");
-    static_assert(k_groups == 1 || groups * groups * partial_bytes <= inbox, "refused by why_not()");
+    static_assert(Config::wgmma_n >= Q * columns && values % split == 0, "refused by why_not()");
 
     uint32_t shared;
     DEVICE uint32_t a_slot(int slot) const { return shared + slot * a_bytes; }
@@ -46,7 +39,6 @@ template <class Config> struct SkinnyShared : SkinnyTile<Config> {
     DEVICE uint32_t b_empty(int slot) const { return b_full(slot) + 8; }
     DEVICE uint32_t gathered() const { return a_full(Config::a_stages + Config::b_stages); }
     DEVICE uint32_t partial(int from) const { return shared + inbox + from * partial_bytes; }
-    DEVICE uint32_t partial(int from, int to) const { return shared + (from * groups + to) * partial_bytes; }  // over the stages
 };
 
 template <class Config> struct Skinny {
@@ -90,15 +82,13 @@ template <class Config> struct Skinny {
     DEVICE void load_a(const uint8_t* plane, int slot) const { ptx::cp_async_bulk_load(shared.a_slot(slot), plane, a_rows() * planes::row_bytes, shared.a_full(slot)); }
     DEVICE int b_rows() const { return min(S::columns, S::b_stored(p) - b_row); }
     DEVICE void expect_b(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * b_rows() * planes::row_bytes); }
-    // Loads the rows of one plane of B that belong to column part `part`.
-    DEVICE void load_b(int i, int bit, int part) const {
+    // Loads the rows of one plane of B.
+    DEVICE void load_b(int i, int bit) const {
         const uint8_t* from = S::a_is_weights ? p.activations : p.weights;
-        const int stored = S::b_stored(p), first = b_row + part * S::part_columns;
-        const int slot = i % Config::b_stages, chunk = rank + i * S::split, rows = min(S::part_columns, stored - first);
-        if (S::b_parts > 1 && rows <= 0) return;
-        ptx::cp_async_bulk_load(shared.b_slot(slot) + part * S::part_bytes + bit * S::part_columns * planes::row_bytes,
-                                from + (static_cast<int64_t>(chunk * Q + bit) * stored + first) * planes::row_bytes, rows * planes::row_bytes,
-                                shared.b_full(slot));
+        const int slot = i % Config::b_stages, chunk = rank + i * S::split;
+        ptx::cp_async_bulk_load(shared.b_slot(slot) + bit * S::columns * planes::row_bytes,
+                                from + (static_cast<int64_t>(chunk * Q + bit) * S::b_stored(p) + b_row) * planes::row_bytes,
+                                b_rows() * planes::row_bytes, shared.b_full(slot));
     }
 
     DEVICE void produce() const {
@@ -115,8 +105,7 @@ template <class Config> struct Skinny {
         __syncwarp();
         auto fill_a = [&] { if (mine_at >= 0) load_a(plane, mine_at); };
         auto fill_b = [&] {
-            constexpr int pieces = Q * S::b_parts;
-            for (int i = lane; i < first_b * pieces; i += 32) load_b(i / pieces, i % Q, i / Q % S::b_parts);
+            for (int i = lane; i < first_b * Q; i += 32) load_b(i / Q, i % Q);
         };
         if (S::a_is_weights) fill_a();
         else fill_b();
@@ -129,7 +118,7 @@ template <class Config> struct Skinny {
             if (a.order == 0 && i >= Config::b_stages) {
                 ptx::mbarrier_wait_parity(shared.b_empty(i % Config::b_stages), (i / Config::b_stages & 1) ^ 1);
                 expect_b(i % Config::b_stages);
-                for (int piece = 0; piece < Q * S::b_parts; piece++) load_b(i, piece % Q, piece / Q);
+                for (int bit = 0; bit < Q; bit++) load_b(i, bit);
             }
             ptx::mbarrier_wait_parity(shared.a_empty(slot), (n / Config::a_stages & 1) ^ 1);
             expect_a(slot);
@@ -142,9 +131,9 @@ template <class Config> struct Skinny {
     }
 
     // MMAs of one chunk of an A plane with the chunk of B in `stage`; both have landed.
-    DEVICE void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int slot, int stage, int group) const {
+    DEVICE void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int slot, int stage) const {
         const uint64_t a = planes::descriptor(shared.a_slot(slot));
-        const uint64_t b = planes::descriptor(shared.b_slot(stage) + (S::b_parts > 1 ? group * S::part_bytes : 0));
+        const uint64_t b = planes::descriptor(shared.b_slot(stage));
         ptx::wgmma_fence();
         UNROLL for (int step = 0; step < planes::steps; step++)
             ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), true);
@@ -152,14 +141,14 @@ template <class Config> struct Skinny {
     }
 
     // A single pass, walked down, with a stage per plane.
-    DEVICE void walk_without_reuse(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
+    DEVICE void walk_without_reuse(int32_t (&acc)[Config::wgmma_n / 2]) const {
         UNROLL for (int order = 0; order < P; order++) {
 #pragma unroll 1
-            for (int chunk = S::k_groups > 1 ? group : 0; chunk < count; chunk += S::k_groups) {
+            for (int chunk = 0; chunk < count; chunk++) {
                 const int slot = order * count + chunk;
                 if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(chunk), 0);
                 ptx::mbarrier_wait_parity(shared.a_full(slot), 0);
-                multiply_chunk(acc, slot, chunk, group);
+                multiply_chunk(acc, slot, chunk);
             }
             ptx::wgmma_wait_group<0>();
             ptx::wgmma_touch(acc);
@@ -167,7 +156,7 @@ template <class Config> struct Skinny {
         }
     }
 
-    DEVICE void walk(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
+    DEVICE void walk(int32_t (&acc)[Config::wgmma_n / 2]) const {
         const bool leader = ptx::lane_id() == 0;
         int slot = 0, parity = 0;
 #pragma unroll 1
@@ -180,16 +169,14 @@ template <class Config> struct Skinny {
 #pragma unroll 1
                 for (int chunk = 0; chunk < chunks; chunk++) {
                     const int i = first + chunk;
-                    if (S::k_groups == 1 || i % S::k_groups == group) {
-                        if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::b_stages), i / Config::b_stages & 1);
-                        ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
-                        multiply_chunk(acc, slot, i % Config::b_stages, group);
-                        if (previous >= 0) {  // its wgmmas complete
-                            ptx::wgmma_wait_group<1>();
-                            release_a(previous);
-                        }
-                        previous = slot;
+                    if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::b_stages), i / Config::b_stages & 1);
+                    ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
+                    multiply_chunk(acc, slot, i % Config::b_stages);
+                    if (previous >= 0) {  // its wgmmas complete
+                        ptx::wgmma_wait_group<1>();
+                        release_a(previous);
                     }
+                    previous = slot;
                     if (++slot == Config::a_stages) slot = 0, parity ^= 1;
                 }
                 ptx::wgmma_wait_group<0>();
@@ -198,17 +185,16 @@ template <class Config> struct Skinny {
                 if (order < P - 1) rotate(acc, left);
             }
             if (!S::single && leader)
-                for (int chunk = 0; chunk < chunks; chunk++)
-                    if (S::k_groups == 1 || (first + chunk) % S::k_groups == group) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::b_stages));
+                for (int chunk = 0; chunk < chunks; chunk++) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::b_stages));
         }
     }
 
-    // Sums over this warpgroup's chunks, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
-    DEVICE void multiply(int32_t (&sums)[S::values], int group) const {
+    // Sums over this CTA's chunks, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
+    DEVICE void multiply(int32_t (&sums)[S::values]) const {
         int32_t acc[Config::wgmma_n / 2];
         UNROLL for (int i = 0; i < Config::wgmma_n / 2; i++) acc[i] = 0;
-        if constexpr (S::no_reuse) walk_without_reuse(acc, group);
-        else walk(acc, group);
+        if constexpr (S::no_reuse) walk_without_reuse(acc);
+        else walk(acc);
         UNROLL for (int v = 0; v < S::values; v++) {
             uint32_t sum = 0;
             UNROLL for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[j * S::values + v]) << j;
@@ -235,58 +221,21 @@ template <class Config> struct Skinny {
         }
     }
 
-    // The same among the warpgroups of a CTA.
-    DEVICE void exchange(const int32_t (&sums)[S::values], int32_t (&own)[S::share], int group) const {
-        constexpr int barrier = 1, wide = S::share % 4 == 0 ? 4 : 1;
-        const int thread = threadIdx.x % 128;
-        ptx::bar_sync(barrier, 128 * S::groups);  // all wgmmas are complete: the stages are free
-        UNROLL for (int to = 0; to < S::groups; to++) {
-            if (to == group) {
-                UNROLL for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
-                continue;
-            }
-            UNROLL for (int v = 0; v < S::share; v += wide) {
-                const int32_t* const from = &sums[to * S::share + v];
-                const uint32_t at = shared.partial(group, to) + (v * 128 + thread * wide) * 4;
-                if constexpr (wide == 4)
-                    ptx::st_shared_v4(at, {static_cast<uint32_t>(from[0]), static_cast<uint32_t>(from[1]), static_cast<uint32_t>(from[2]), static_cast<uint32_t>(from[3])});
-                else
-                    ptx::st_shared_u32(at, static_cast<uint32_t>(from[0]));
-            }
-        }
-        ptx::bar_sync(barrier, 128 * S::groups);
-        UNROLL for (int other = 1; other < S::groups; other++) {
-            const int from = (group + other) % S::groups;
-            UNROLL for (int v = 0; v < S::share; v += wide) {
-                const uint32_t at = shared.partial(from, group) + (v * 128 + thread * wide) * 4;
-                if constexpr (wide == 4) {
-                    const uint4 sum = ptx::ld_shared_v4(at);
-                    own[v] += sum.x, own[v + 1] += sum.y, own[v + 2] += sum.z, own[v + 3] += sum.w;
-                } else {
-                    own[v] += ptx::ld_shared_u32(at);
-                }
-            }
-        }
-    }
-
     DEVICE void consume() const {
-        const int group = threadIdx.x / 128, part = S::groups > 1 ? group : rank;
         const int thread = threadIdx.x % 128, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
         constexpr int eights = (S::share + 3) / 4;
-        const int first = part * S::share / 4;  // first octet of columns that this part finishes
+        const int first = rank * S::share / 4;  // first octet of columns that this CTA finishes
         SkinnyTerms<Config, eights> terms;
         terms.load_weights(p, row, pair + 8 * first);
         ptx::griddepcontrol_wait();
         terms.load_tokens(p, row, pair + 8 * first);
 
         int32_t sums[S::values], own[S::share];
-        multiply(sums, group);
+        multiply(sums);
         terms.finish();
         const auto& weights = terms.weights;
         const auto& tokens = terms.tokens;
-        if constexpr (S::k_groups > 1) {
-            exchange(sums, own, group);
-        } else if constexpr (S::split > 1) {
+        if constexpr (S::split > 1) {
             ptx::barrier_cluster_wait();  // the other CTAs' mbarriers are initialized
             gather(sums, own);
         } else {
@@ -309,7 +258,7 @@ template <class Config> struct Skinny {
         }
         UNROLL for (int v = 0; v < S::share; v++) {
             // Value 4 * octet + 2 * h + e; with a share below four, which one is known at run time only.
-            const int within = S::share % 4 == 0 ? v % 4 : (part * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
+            const int within = S::share % 4 == 0 ? v % 4 : (rank * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
             const int at_row = row + 8 * h, at_column = pair + 8 * (first + v / 4) + e;
             if constexpr (S::a_is_weights)
                 T::store(p, at_column, at_row, own[v], T::pick(h, weights[0], weights[1]), T::pick(e, tokens[i], tokens[i + 1]));
@@ -320,17 +269,17 @@ template <class Config> struct Skinny {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_bitplane_skinny(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_skinny(const __grid_constant__ Params p) {
     using S = SkinnyShared<Config>;
-    constexpr int loader = 128 * S::groups;
-    static_assert(Config::threads == loader + 32, "warpgroups that multiply, and a warp that loads");
+    constexpr int loader = 128;
+    static_assert(Config::threads == loader + 32, "a warpgroup that multiplies, and a warp that loads");
     const int rank = S::split > 1 ? ptx::cluster_ctarank() : 0;
     const Skinny<Config> block(p, ptx::shared_address(ptx::dynamic_shared()), rank);
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == loader) {
         for (int slot = 0; slot < Config::a_stages + Config::b_stages; slot++) {
             ptx::mbarrier_init(block.shared.a_full(slot), 1);
-            ptx::mbarrier_init(block.shared.a_empty(slot), 4 * S::b_parts);  // every warp that consumes it
+            ptx::mbarrier_init(block.shared.a_empty(slot), 4);  // every warp that consumes it
         }
         ptx::mbarrier_init(block.shared.gathered(), 1);
         if (S::split > 1) ptx::mbarrier_arrive_expect_tx(block.shared.gathered(), (S::split - 1) * S::partial_bytes);

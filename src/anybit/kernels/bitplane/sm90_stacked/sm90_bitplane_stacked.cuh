@@ -7,15 +7,15 @@
 // tile's accumulators: a warpgroup's epilogue is interleaved with the next tile's MMAs.
 //
 // Persistent CTAs take contiguous ranges of tiles. One producer thread loads planes of weights and stages of activations
-// (all planes of a tile's tokens); either may stay in shared memory for all tiles that share it (`stationary`).
+// (all planes of a tile's tokens), which may stay in shared memory for all tiles that share them (`stationary`).
 #ifndef ANYBIT_SM90_BITPLANE_STACKED_CUH
 #define ANYBIT_SM90_BITPLANE_STACKED_CUH
 
 #include "bitplane/bitplane_terms.cuh"
 #include "bitplane/bitplane_epilogue.cuh"
 
-// The operand that stays in shared memory from one tile of a CTA to the next.
-enum class Stationary { none, weights, activations };
+// What stays in shared memory from one tile of a CTA to the next.
+enum class Stationary { none, activations };
 
 // Shared-memory layout: weight slots (a plane each), activation stages, staging and columns per warpgroup, mbarriers.
 template <class Config> struct StackedShared {
@@ -58,7 +58,7 @@ template <class Config> struct StackedTiles {
     }
     DEVICE int token() const { return (Config::stationary == Stationary::activations ? outer : inner) * Config::tile_m; }
     DEVICE int row() const { return (Config::stationary == Stationary::activations ? inner : outer) * 128; }
-    // Whether the stationary operand is not that of this CTA's previous (fresh) or next (final) tile.
+    // Whether stationary activations are not those of this CTA's previous (fresh) or next (final) tile.
     DEVICE bool fresh(bool first) const { return first || inner == 0; }
     DEVICE bool final() const { return left == 1 || inner + 1 == inner_tiles; }
 };
@@ -82,7 +82,7 @@ template <class Config> DEVICE void stacked_load(const Params& p, uint32_t share
     bool waited = false;  // griddepcontrol.wait is done
     for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row();
-        const bool fresh = Config::stationary != Stationary::weights || tiles.fresh(!waited), fresh_tokens = Config::stationary != Stationary::activations || tiles.fresh(!waited);
+        const bool fresh = Config::stationary != Stationary::activations || tiles.fresh(!waited);
         const uint32_t bytes = min(Config::tile_m, p.rows_m - token) * planes::row_bytes;
         int asked = 0;  // steps whose weights have been issued
         if (!waited) {
@@ -91,8 +91,8 @@ template <class Config> DEVICE void stacked_load(const Params& p, uint32_t share
             waited = true;
         }
         for (int chunk = 0; chunk < p.chunks; chunk++) {
-            if (fresh && asked <= chunk * P) load_weights(row, chunk * P), asked = chunk * P + 1;
-            if (fresh_tokens) {
+            if (asked <= chunk * P) load_weights(row, chunk * P), asked = chunk * P + 1;
+            if (fresh) {
                 const uint32_t full = S::stage_full(shared, stages.at);
                 ptx::mbarrier_wait_parity(S::stage_empty(shared, stages.at), stages.parity ^ 1);
                 ptx::mbarrier_arrive_expect_tx(full, Q * bytes);
@@ -101,8 +101,7 @@ template <class Config> DEVICE void stacked_load(const Params& p, uint32_t share
                                             p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes, bytes, full);
                 stages.advance();
             }
-            if (fresh)
-                for (; asked < (chunk + 1) * P; asked++) load_weights(row, asked);
+            for (; asked < (chunk + 1) * P; asked++) load_weights(row, asked);
         }
     }
 }
@@ -112,9 +111,6 @@ template <class Config> struct StackedConsumer {
     using T = Terms<Config>;
     static constexpr int P = Config::weight_bits, Q = Config::activation_bits, sums = Config::tile_m / 2;
     static constexpr int eights = Config::epilogue_tile / 8, parts = Config::tile_m / Config::epilogue_tile;
-    // The second warpgroup starts `warpgroup_lag` chunks behind the first, so that one's MMAs overlap the other's combining
-    // of sets and last stores.
-    static constexpr int start_barrier = 1;
 
     const Params& p;
     uint32_t shared;
@@ -127,8 +123,8 @@ template <class Config> struct StackedConsumer {
     DEVICE StackedConsumer(const Params& p, uint32_t shared, int warpgroup)
         : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
 
-    DEVICE void release_weights(int slot, bool final) const {
-        if (leader && final) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
+    DEVICE void release_weights(int slot) const {
+        if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
     }
     DEVICE void release_stage(int slot, bool final) const {
         if (leader && final) ptx::mbarrier_arrive(S::stage_empty(shared, slot));
@@ -176,15 +172,14 @@ template <class Config> struct StackedConsumer {
     DEVICE void run() {
         int32_t value[sums];
         typename T::Row row[2];
-        bool pending = false, started = Config::warpgroup_lag == 0;
+        bool pending = false;
         UNROLL for (int i = 0; i < sums; i++) value[i] = 0;
         row[0] = row[1] = {};
 #pragma unroll 1
         for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
             int32_t acc[S::columns / 2];
-            const bool final = Config::stationary != Stationary::weights || tiles.final(), final_tokens = Config::stationary != Stationary::activations || tiles.final();
+            const bool final = Config::stationary != Stationary::activations || tiles.final();
             epilogue.fetch(p, tiles.row() + 64 * warpgroup, tiles.token());
-            if (!started && warpgroup == 1) ptx::bar_sync(start_barrier, 256), started = true;
 #pragma unroll 1
             for (int chunk = 0; chunk < p.chunks; chunk++) {
                 const int left = (p.chunks - chunk) & 1 ? 1 : 31;
@@ -200,30 +195,28 @@ template <class Config> struct StackedConsumer {
                     if (order == 0) {
                         if (chunk > 0) {
                             ptx::wgmma_wait_group<1>();
-                            release_weights(weights.previous(), final);
-                            release_stage(stages.previous(), final_tokens);
+                            release_weights(weights.previous());
+                            release_stage(stages.previous(), final);
                         }
                         if (pending) write_some(chunk, value, row);
                     }
                     if (order < P - 1) {
                         ptx::wgmma_wait_group<0>();
                         ptx::wgmma_touch(acc);
-                        release_weights(weights.at, final);
+                        release_weights(weights.at);
                         rotate(acc, left);
                     }
                     weights.advance();
                 }
                 stages.advance();
-                if (!started && chunk == min(Config::warpgroup_lag, p.chunks) - 1) ptx::bar_arrive(start_barrier, 256), started = true;
             }
             epilogue.stage_columns();  // overlaps the last wgmmas
             row[0] = T::row(epilogue.row_load[0]), row[1] = T::row(epilogue.row_load[1]);
             ptx::wgmma_wait_group<0>();
             ptx::wgmma_touch(acc);
-            release_weights(weights.previous(), final);
-            release_stage(stages.previous(), final_tokens);
-            if (!final) weights.parity ^= 1;  // stationary: same phase again
-            if (!final_tokens) stages.parity ^= 1;
+            release_weights(weights.previous());
+            release_stage(stages.previous(), final);
+            if (!final) stages.parity ^= 1;  // stationary: same phase again
             UNROLL for (int i = 0; i < sums; i++) {
                 uint32_t v = static_cast<uint32_t>(acc[i]);
                 UNROLL for (int j = 1; j < Q; j++) v += static_cast<uint32_t>(acc[j * sums + i]) << j;

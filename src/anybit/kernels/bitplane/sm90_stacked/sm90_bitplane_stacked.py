@@ -26,10 +26,9 @@ from anybit.kernels.linear_problem import LinearProblem
 
 
 class Stationary(Enum):
-    """Which operand stays in shared memory between a block's tiles."""
+    """What stays in shared memory between a block's tiles."""
 
     none = "none"
-    weights = "weights"
     activations = "activations"
 
 
@@ -38,16 +37,14 @@ class Config(LargeFacts):
     """A kernel config: tiles of 128 weights x ``tile_m`` tokens, all planes of the tokens side by side in wgmma's N.
 
     weight_stages: pipeline depth in planes of weights.  activation_stages: in chunks of k of all activation planes.
-    stationary: which operand stays in shared memory while a block's tiles share it.  warpgroup_lag: chunks by which the
-    second warpgroup lags behind the first.  epilogue_tile: tokens of results per staging buffer, of which there are
-    ``epilogue_stages``.
+    stationary: what stays in shared memory while tiles share it.  epilogue_tile: tokens of results per staging
+    buffer, of which there are ``epilogue_stages``.
     """
 
     tile_m: int
     weight_stages: int
     activation_stages: int
     stationary: Stationary = Stationary.none
-    warpgroup_lag: int = 0
     epilogue_tile: int = 32
     epilogue_stages: int = 3
 
@@ -79,19 +76,13 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
 
 
 def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
-    p, chunks = c.weight_bits, problem.chunks
     if refused := why_not_epilogue(c, (32, 64)):
         return refused
     if c.tile_m not in (64, 128):
         return f"tile_m must be 64 or 128, not {c.tile_m}"
     if c.weight_stages < 2 or c.activation_stages < 2:
         return "the pipeline needs at least 2 stages of weights and of activations"
-    if c.warpgroup_lag < 0 or c.warpgroup_lag >= c.activation_stages or c.warpgroup_lag * p >= c.weight_stages:
-        stages = f"{c.weight_stages} stages of weights and {c.activation_stages} of activations"
-        return f"warpgroup_lag = {c.warpgroup_lag} chunks would block all {stages}"
-    if c.stationary is Stationary.weights and c.weight_stages != chunks * p:
-        return f"stationary weights need weight_stages = {chunks * p}, all planes, not {c.weight_stages}"
-    if c.stationary is Stationary.activations and c.activation_stages != chunks:
+    if c.stationary is Stationary.activations and c.activation_stages != (chunks := problem.chunks):
         return f"stationary activations need activation_stages = {chunks}, all chunks of k, not {c.activation_stages}"
     return None
 
@@ -110,15 +101,13 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 
 
 def _candidates(problem: LinearProblem) -> Iterator[Config]:
-    p, chunks = problem.weights.bits, problem.chunks
-    none, weights, activations = Stationary
+    none, activations = Stationary
     staging, ring = ((32, 3), (32, 4), (32, 5), (64, 2)), (2, 3, 4, 6, 8)
-    for tile_m, epilogue, lag in itertools.product((128, 64), staging, (0, 1, 2)):
+    for tile_m, epilogue in itertools.product((128, 64), staging):
         for stages in itertools.product(ring, ring):
-            yield Config(*facts(problem), tile_m, *stages, none, lag, *epilogue)
+            yield Config(*facts(problem), tile_m, *stages, none, *epilogue)
         for count in ring:
-            yield Config(*facts(problem), tile_m, count, chunks, activations, lag, *epilogue)
-            yield Config(*facts(problem), tile_m, chunks * p, count, weights, lag, *epilogue)
+            yield Config(*facts(problem), tile_m, count, problem.chunks, activations, *epilogue)
 
 
 @functools.cache
@@ -133,9 +122,9 @@ def default(problem: LinearProblem) -> Config:
     """Stationary activations if they fit, then deep pipelines. Raises KernelError if there is no config."""
 
     def cost(config: Config) -> tuple[int, ...]:
-        keeps = (Stationary.activations, Stationary.weights, Stationary.none).index(config.stationary)
         ring = -min(config.weight_stages, 4), -min(config.activation_stages, 4)
-        return -config.tile_m, keeps, *ring, config.warpgroup_lag, config.epilogue_tile, abs(config.epilogue_stages - 3)
+        keeps = config.stationary is not Stationary.activations
+        return -config.tile_m, keeps, *ring, config.epilogue_tile, abs(config.epilogue_stages - 3)
 
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
 

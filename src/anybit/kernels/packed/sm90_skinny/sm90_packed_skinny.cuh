@@ -16,14 +16,12 @@
 // One warp's accumulators: units x token tiles, over its k blocks.
 template <class C> struct Warp {
     using T = Traits<C>;
-    static constexpr bool exact = T::integer && T::whole_rows && !T::split;  // int32 sums up to the epilogue
+    static constexpr bool exact = T::integer && T::whole_rows;  // int32 sums up to the epilogue
     using Part = typename Number<T::integer>::type;
     using Sum = typename Number<exact>::type;
 
     uint32_t lane;
-    static constexpr int sums_a_tile = 4 / T::planes;
-    Sum sums[T::units][T::token_tiles][sums_a_tile];
-    float token_scale[T::token_tiles];  // split activations: scale of token 4n + t
+    Sum sums[T::units][T::token_tiles][4];
     // Per group, for columns 2t and 2t + 1: zero * (sum of activations), the term to subtract; for asym and min the sum
     // alone. offset: what the bf16 offset of 128 adds, for asym and min.
     Part correction[T::token_tiles][T::flushes][2];
@@ -98,8 +96,8 @@ template <class C> struct Warp {
     // B fragments of one token tile for 32 columns: b[odd] are k16 steps (16-bit), b[0] the k32 step (8-bit).
     DEVICE void columns(
         uint32_t (&b)[T::steps_a_wide][2], uint32_t slot, int token_tile, int wide, int tokens) const {
-        const int row = static_cast<int>(lane & 7) + token_tile * 8;  // a token, or one of its planes
-        const uint32_t from = slot + (row < tokens * T::planes ? row : 0) * T::pitch + wide * (32 * T::element);
+        const int token = static_cast<int>(lane & 7) + token_tile * 8;
+        const uint32_t from = slot + (token < tokens ? token : 0) * T::pitch + wide * (32 * T::element);
         if constexpr (T::integer) {
             uint32_t r[2];
             ptx::ldmatrix_x2(r, from + ((lane >> 3) & 1) * 16);
@@ -161,20 +159,11 @@ template <class C> struct Warp {
                     }
                     centered[i] = v;
                 }
-                Sum(&sum)[sums_a_tile] = sums[chunk * C::row_units + r][n];
-                if constexpr (T::split) {
-                    UNROLL for (int i = 0; i < 2; i++)
-                        sum[i] = fmaf(scale[i] * token_scale[n], static_cast<float>(centered[2 * i] * 256 + centered[2 * i + 1]), sum[i]);
-                    if constexpr (C::code == Code::min) {
-                        const float all = token_scale[n] * static_cast<float>(correction[n][group][0] * 256 + correction[n][group][1]);
-                        sum[0] = fmaf(minimum[0], all, sum[0]), sum[1] = fmaf(minimum[1], all, sum[1]);
-                    }
-                } else {
-                    UNROLL for (int i = 0; i < 4; i++) {
-                        if constexpr (T::whole_rows) sum[i] += static_cast<Sum>(centered[i]);
-                        else sum[i] = fmaf(scale[i >> 1], static_cast<float>(centered[i]), sum[i]);
-                        if constexpr (C::code == Code::min) sum[i] = fmaf(minimum[i >> 1], correction[n][group][i & 1], sum[i]);
-                    }
+                Sum(&sum)[4] = sums[chunk * C::row_units + r][n];
+                UNROLL for (int i = 0; i < 4; i++) {
+                    if constexpr (T::whole_rows) sum[i] += static_cast<Sum>(centered[i]);
+                    else sum[i] = fmaf(scale[i >> 1], static_cast<float>(centered[i]), sum[i]);
+                    if constexpr (C::code == Code::min) sum[i] = fmaf(minimum[i >> 1], correction[n][group][i & 1], sum[i]);
                 }
                 UNROLL for (int i = 0; i < 4; i++)
                     UNROLL for (int s = 0; s < T::slots(); s++) part[r][n][s][i] = 0;
@@ -254,7 +243,7 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
     work.lane = lane;
     UNROLL for (int r = 0; r < T::units; r++)
         UNROLL for (int n = 0; n < T::token_tiles; n++)
-            UNROLL for (int i = 0; i < W::sums_a_tile; i++) work.sums[r][n][i] = 0;
+            UNROLL for (int i = 0; i < 4; i++) work.sums[r][n][i] = 0;
 
     if constexpr (C::x_resident) {
         ptx::cp_async_wait_all();
@@ -269,12 +258,6 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
         }
         const uint32_t x = slots + slot * T::slot_bytes;
         work.sum_activations(x, p.m);
-        if constexpr (T::split) {
-            UNROLL for (int n = 0; n < T::token_tiles; n++) {
-                const int token = n * 4 + static_cast<int>(lane & 3);
-                work.token_scale[n] = ptx::ld_shared_f32(x + T::tokens * 2 * T::pitch + (token < p.m && token < T::tokens ? token : 0) * 4);
-            }
-        }
         unroll<0, C::row_chunks>([&](auto which) {
             constexpr int chunk = decltype(which)::value;
             if (C::row_chunks == 1 || chunk < chunks) {
@@ -306,9 +289,8 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
     // [token][row], over the warp's ring: all its copies have landed and been consumed.
     UNROLL for (int r = 0; r < T::units; r++)
         UNROLL for (int n = 0; n < T::token_tiles; n++)
-            UNROLL for (int i = 0; i < W::sums_a_tile; i++) {
-                const int t = static_cast<int>(lane & 3), token = T::split ? n * 4 + t : n * 8 + t * 2 + (i & 1);
-                const int row = r * 16 + static_cast<int>(lane >> 2) + (T::split ? i : i >> 1) * 8;
+            UNROLL for (int i = 0; i < 4; i++) {
+                const int token = n * 8 + static_cast<int>(lane & 3) * 2 + (i & 1), row = r * 16 + static_cast<int>(lane >> 2) + (i >> 1) * 8;
                 if (token < T::tokens) {
                     if constexpr (W::exact) ptx::st_shared_u32(ring + (token * rows + row) * 4, static_cast<uint32_t>(work.sums[r][n][i]));
                     else ptx::st_shared_f32(ring + (token * rows + row) * 4, work.sums[r][n][i]);
@@ -348,10 +330,10 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
     }
 }
 
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_skinny(const __grid_constant__ Params p) {
     multiply_few<C, false>(p);
 }
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny_silu(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_skinny_silu(const __grid_constant__ Params p) {
     multiply_few<C, true>(p);
 }
 

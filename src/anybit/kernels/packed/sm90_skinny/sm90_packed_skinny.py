@@ -32,16 +32,14 @@ MOST_TOKENS = 16
 class Config(FewFacts):
     """A kernel config.
 
-    split: 16-bit activations are split into two planes of int8. tile_m: MMA columns, at least m. warps: of a block, of
-    which split_k_warps split K. row_units: units of 16 rows that a warp takes at a time, row_chunks times in sequence.
-    stages: depth of a warp's pipeline of weights; prologue_stages: copies issued at once, the others as these land.
-    x_stages: blocks of activations in a warp's shared memory; x_resident: whether these are all. trigger: when the
-    next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue. chain: length of chains of
-    dependent MMAs. min_blocks_per_sm: bounds registers. min_shared_bytes: at least so much shared memory; see
-    ``heuristics.limit_occupancy``.
+    tile_m: MMA columns, at least m. warps: of a block, of which split_k_warps split K. row_units: units of 16 rows that
+    a warp takes at a time, row_chunks times in sequence. stages: depth of a warp's pipeline of weights;
+    prologue_stages: copies issued at once, the others as these land. x_stages: blocks of activations in a warp's shared
+    memory; x_resident: whether these are all. trigger: when the next kernel may start (PDL): 0 at once, else when
+    trigger - 1 copies are left to issue. chain: length of chains of dependent MMAs. min_shared_bytes: at least so much
+    shared memory; see ``heuristics.limit_occupancy``.
     """
 
-    split: bool
     tile_m: int
     warps: int
     split_k_warps: int
@@ -50,7 +48,6 @@ class Config(FewFacts):
     stages: int
     x_stages: int
     trigger: int = 0
-    min_blocks_per_sm: int = 1
     prologue_stages: int = 1
     chain: int = 2
     x_resident: bool = True
@@ -74,27 +71,13 @@ def _why_not_split(p: LinearProblem, c: Config) -> str | None:
         return f"{c.warps} warps are not a multiple of split_k_warps = {c.split_k_warps}"
     if c.x_resident != (c.x_stages * c.split_k_warps >= p.k_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
-    if not c.split:
-        return None
-    if c.gather:
-        return "split activations must be aligned and in natural order"
-    if c.group == 16 or p.weights.tabled:
-        return "split activations need weights in integer codes, in groups of 32 or more"
-    if c.bits not in (1, 2, 4, 8):
-        return f"split activations need weights of 1, 2, 4 or 8 bits, not {c.bits}"
-    if not c.x_resident:
-        return "split activations must all be in shared memory: use more x_stages"
-    if p.k % 2:
-        return f"split activations need an even K, not {p.k}"
     return None
 
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: per warp a pipeline of weights (reused for sums) and activations; factors; barriers."""
     c = config
-    pitch = 128 if c.split or c.operand is Operand.s8 else 256
-    pitch += 16 if c.tile_m > 1 or c.split else 0
-    slot = c.tile_m * (2 * pitch if c.split else pitch) + (round_up(c.tile_m * 4, 16) if c.split else 0)
+    slot = c.tile_m * ((128 if c.operand is Operand.s8 else 256) + (16 if c.tile_m > 1 else 0))
     units = c.row_units * c.row_chunks
     ring = round_up(max(c.stages * c.row_units * c.unit_bytes, units * 16 * c.tile_m * 4), 128)
     rows = c.warps // c.split_k_warps * units * 16
@@ -131,16 +114,14 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
     kibibytes = -(-c.warps * c.stages * c.row_units * c.unit_bytes >> 10)
-    split = c.split and not p.activations.quantized and p.m <= 2
     for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
-        one = fitted(p, c.warps, c.warps // c.split_k_warps, c.row_units, size, c.prologue_stages, split)
+        one = fitted(p, c.warps, c.warps // c.split_k_warps, c.row_units, size, c.prologue_stages)
         yield replace(one, chain=c.chain)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
-    splits = (False, True) if not problem.activations.quantized else (False,)
-    shapes = itertools.product((8, 16), (1, 2), (1, 2, 3, 4), (48, 72, 96, 160), (1, 2, 4), splits)
+    shapes = itertools.product((8, 16), (1, 2), (1, 2, 3, 4), (48, 72, 96, 160), (1, 2, 4))
     candidates = (fitted(problem, *shape) for shape in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
@@ -151,18 +132,16 @@ def default(problem: LinearProblem) -> Config:
     return packed_layout.first_legal(problem, (fitted(problem, 8, 1, 2, size) for size in SIZES), why_not)
 
 
-def fitted(
-    p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
-) -> Config:
+def fitted(p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0) -> Config:
     """A config with these warps, whose pipelines take about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
     mine, k_warps, tile_m = -(-p.block_units // row_warps), warps // row_warps, packed_layout.power_of_two(p.m)
     row_units, blocks = min(row_units, mine), -(-p.k_blocks // k_warps)
     chunks, stage = -(-mine // row_units), warps * row_units * packed_layout.unit_bytes(p.weights)
     stages, prologue = ring(kibibytes << 10, stage, blocks * chunks, prefetch)
-    whole = split or (tile_m <= 8 and warps * blocks * tile_m * 256 <= p.device.shared_bytes // 4)
+    whole = tile_m <= 8 and warps * blocks * tile_m * 256 <= p.device.shared_bytes // 4
     late = stages < blocks * chunks and warps == 8 and tile_m <= 2
     return Config(
-        **facts(p, Config), split=split, tile_m=tile_m, warps=warps, split_k_warps=k_warps, row_units=row_units,
+        **facts(p, Config), tile_m=tile_m, warps=warps, split_k_warps=k_warps, row_units=row_units,
         row_chunks=chunks, stages=stages, x_stages=blocks if whole else min(blocks, 2), trigger=int(late),
         prologue_stages=prologue, x_resident=whole or blocks <= 2,
     )  # fmt: skip

@@ -7,17 +7,12 @@
 #include "packed/packed_params.cuh"
 #include "packed/packed_tables.cuh"
 
-// split: 16-bit activations become two int8 planes (fixed point per k block), since an int8 MMA takes four codes
-// per register where a 16-bit one takes two, and unpacking limits narrow weights.
 using packed::Index;
 using packed::unroll;
 
 // Compile-time traits of a Config.
 template <class C> struct Traits {
-    static constexpr bool split = C::split;
-    static constexpr bool integer = split || C::operand == Operand::s8;
-    static constexpr bool source_bf16 = C::operand == Operand::bf16;
-    static constexpr bool as_f16 = C::operand == Operand::f16 && !split, as_bf16 = source_bf16 && !split;
+    static constexpr bool integer = C::operand == Operand::s8, as_f16 = C::operand == Operand::f16, as_bf16 = C::operand == Operand::bf16;
     static constexpr int field = integer ? 8 : 16;
     // Bits of a field in which codes are exact: f16 subnormal 10, bf16 with offset 7, unsigned byte 8.
     static constexpr int limit = integer ? 8 : as_f16 ? 10 : 7;
@@ -29,12 +24,11 @@ template <class C> struct Traits {
     static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code);
     static constexpr int stage_bytes = C::row_units * unit_bytes;
     static constexpr int words = 2 * C::bits;
-    static constexpr int planes = split ? 2 : 1, source_element = C::operand == Operand::s8 ? 1 : 2;
     static constexpr int element = integer ? 1 : 2, block_bytes = 128 * element;
-    static constexpr int pitch = block_bytes + (C::tile_m * planes > 1 ? 16 : 0);  // padded: conflict-free ldmatrix
-    static constexpr int tokens = C::tile_m, token_tiles = (C::tile_m * planes + 7) / 8;
+    static constexpr int pitch = block_bytes + (C::tile_m > 1 ? 16 : 0);  // padded: conflict-free ldmatrix
+    static constexpr int tokens = C::tile_m, token_tiles = (C::tile_m + 7) / 8;
     static constexpr int row_warps = C::warps / C::split_k_warps, units = C::row_units * C::row_chunks;  // per warp
-    static constexpr int slot_bytes = tokens * planes * pitch + (split ? (tokens * 4 + 15) / 16 * 16 : 0);  // + token scales
+    static constexpr int slot_bytes = tokens * pitch;
     static constexpr int x_bytes = C::warps * C::x_stages * slot_bytes;
     // A warp's final sums reuse its ring.
     static constexpr int sums_bytes = units * 16 * tokens * 4;
@@ -140,56 +134,11 @@ template <class C> DEVICE void read_stage(Stage<C>& stage, uint32_t from, uint32
     }
 }
 
-// Splits a k block into two planes: x = scale * (256 high + low), scale a power of two per token. Within each 16
-// columns byte 4t + e is column 2t + (e >> 1) + 8 (e & 1): the order in which 8-bit fields see the codes of 16-bit tiles.
-template <class C>
-DEVICE void split_activations(const Params& p, uint32_t slot, int k_block, uint32_t lane) {
-    using T = Traits<C>;
-    const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
-    uint32_t pairs[T::tokens][2];
-    const int column = k_block * 128 + static_cast<int>(lane >> 2) * 16 + static_cast<int>(lane & 3) * 2;
-    UNROLL for (int token = 0; token < T::tokens; token++)
-        UNROLL for (int i = 0; i < 2; i++) {
-            const bool inside = token < p.m && column + 8 * i < p.k;  // k is even
-            pairs[token][i] = inside ? ptx::ld_global_cg_u32(x + static_cast<size_t>(token) * p.x_stride + column + 8 * i) : 0;
-        }
-    UNROLL for (int token = 0; token < T::tokens; token++) {
-        uint32_t largest = 0;
-        UNROLL for (int i = 0; i < 4; i++) {
-            const uint32_t magnitude = (pairs[token][i / 2] >> (16 * (i % 2))) & 0x7fffu;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        largest = ptx::redux_max(largest);
-        constexpr int mantissa = T::source_bf16 ? 7 : 10, bias = T::source_bf16 ? 127 : 15;
-        int exponent = static_cast<int>(largest >> mantissa) - bias;  // |x| < 2^(exponent + 1)
-        const bool finite = exponent <= bias;
-        exponent = exponent < -100 ? -100 : exponent;
-        const float up = __uint_as_float(static_cast<uint32_t>(127 + 13 - exponent) << 23);
-        int v[4], high[4];
-        UNROLL for (int i = 0; i < 4; i++) {
-            const uint16_t bits = static_cast<uint16_t>(pairs[token][i / 2] >> (16 * (i % 2)));
-            v[i] = static_cast<int>(rintf((T::source_bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits)) * up));
-            high[i] = (v[i] + 128) >> 8;
-        }
-        // v[0], v[1]: columns 2t, 2t + 1; v[2], v[3]: the same plus 8.
-        const uint32_t at = slot + token * (2 * T::pitch) + lane * 4;
-        ptx::st_shared_u32(at, (high[0] & 255) | (high[2] & 255) << 8 | (high[1] & 255) << 16 | static_cast<uint32_t>(high[3]) << 24);
-        ptx::st_shared_u32(at + T::pitch, (v[0] & 255) | (v[2] & 255) << 8 | (v[1] & 255) << 16 | static_cast<uint32_t>(v[3]) << 24);
-        if (lane == 0)
-            ptx::st_shared_f32(
-                slot + T::tokens * 2 * T::pitch + token * 4,
-                finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent) << 23) : __uint_as_float(0x7fc00000u));
-    }
-}
-
 // Loads a k block of the activations into a shared-memory slot: [token][128 columns], padded.
 template <class C>
 DEVICE void fetch_activations(const Params& p, uint32_t slot, int k_block, uint32_t lane) {
     using T = Traits<C>;
-    static_assert(!T::split || !C::gather, "activations in another order are not split into planes");
-    if constexpr (T::split) {
-        split_activations<C>(p, slot, k_block, lane);
-    } else if constexpr (C::gather) {  // any order of columns, any alignment
+    if constexpr (C::gather) {  // any order of columns, any alignment
         for (int i = lane; i < T::tokens * (T::block_bytes / 4); i += 32) {
             const int token = i / (T::block_bytes / 4), word = i % (T::block_bytes / 4);
             uint32_t v = 0;
