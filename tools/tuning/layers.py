@@ -1,5 +1,7 @@
 """The contents of maps: layers of eleven models, schemes and token counts."""
 
+import itertools
+
 from anybit.choose.registry import GRID
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
@@ -27,23 +29,9 @@ MAPPED = tuple(m for m in GRID if m <= 1024 or m % 3 == 0 or m.bit_count() == 1)
 """Token counts of a map: above 1024 without quarters, which take long and where tiles fill most waves anyway."""
 
 
-def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[LinearProblem]:
-    """The products of layers in a scheme, layer by layer."""
-    s = Scheme.parse(scheme)
-    return [LinearProblem(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
-
-
-def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """The token counts, among these, to measure for a scheme."""
-    return tokens if scheme in CHECKED else tuple(m for m in tokens if rank_of(m) < _QUARTERS)
-
-
-_POWERS, _HALVES, _QUARTERS = 0, 1, 2
-
-
 def rank_of(tokens: int) -> int:
-    """Whether a count is a power of two, halfway between two, or a quarter of the way."""
-    return min(_QUARTERS, tokens.bit_count() - 1) if tokens % 3 == 0 else _QUARTERS * (tokens.bit_count() > 1)
+    """0 for a power of two, 1 for a count halfway between two, 2 for a quarter of the way."""
+    return 0 if tokens.bit_count() == 1 else 1 if tokens % 3 == 0 and tokens.bit_count() == 2 else 2
 
 
 def parts(
@@ -51,24 +39,14 @@ def parts(
 ) -> list[tuple[list[LinearProblem], int]]:
     """Problems in measuring order, in case time runs out, each part with its number of candidates per family.
 
-    First powers of two, then halfway counts, then quarters, of all layers for the schemes of ``CHECKED``; then the same
-    for other schemes. At the powers of two, the layers of the first model come first, with those of the smallest, which
-    resemble no others; all else gets fewer candidates, besides what won nearby.
+    First powers of two, then halfway counts, then quarters, of all layers for the schemes of ``CHECKED``; then the
+    first two for other schemes. Powers of two of ``CHECKED`` get all candidates: they are the hints of what follows.
     """
-    shapes = tuple(dict.fromkeys(shape for model in models for shape in MODELS[model]))
-    first = tuple(shape for shape in shapes if shape in (*MODELS["Llama-3-8B"], *MODELS["SmolLM2-135M"]))
-    rest = tuple(shape for shape in shapes if shape not in first)
+    shapes = dict.fromkeys(shape for model in models for shape in MODELS[model])
     found = []
-    for several in (
-        tuple(s for s in schemes if s in CHECKED),
-        tuple(s for s in schemes if s in SCHEMES[len(CHECKED) :]),
-    ):
-        for rank in (_POWERS, _HALVES, _QUARTERS):
-            for scheme in several:
-                counts = tuple(m for m in tokens_of(scheme, tokens) if rank_of(m) == rank)
-                if rank == _POWERS and scheme in CHECKED:
-                    found.append((of(scheme, first, counts), each))
-                    found.append((of(scheme, rest, counts), max(each - 2, 0)))
-                else:
-                    found.append((of(scheme, first + rest, counts), max(each - 2, 0)))
+    for ranks, several in ((range(3), CHECKED), (range(2), SCHEMES[len(CHECKED) :])):
+        for rank, scheme in itertools.product(ranks, (scheme for scheme in several if scheme in schemes)):
+            s, counts = Scheme.parse(scheme), [m for m in tokens if rank_of(m) == rank]
+            products = [LinearProblem(m, n, k, s.weights, s.activations) for n, k in shapes for m in counts]
+            found.append((products, each if scheme in CHECKED and rank == 0 else max(each - 2, 0)))
     return [(products, count) for products, count in found if products]
