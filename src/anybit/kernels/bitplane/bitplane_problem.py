@@ -6,7 +6,7 @@ Y = X W^T for W and X of 1 to 8 bits, each sym, asym or bipolar: products of uns
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -108,7 +108,14 @@ def why_not_config(problem: LinearProblem, config: Facts, shared_bytes: int) -> 
 
 
 class LargeFacts(Facts):
-    """``Facts`` of kernels for many tokens: two consumer warpgroups, and one that loads and stores."""
+    """``Facts`` of kernels for many tokens: two consumer warpgroups, and one that loads and stores.
+
+    Results leave through ``epilogue_stages`` buffers of ``epilogue_tile`` tokens.
+    """
+
+    tile_m: int
+    epilogue_tile: int
+    epilogue_stages: int
 
     @property
     def threads(self) -> int:
@@ -116,31 +123,7 @@ class LargeFacts(Facts):
         return 384
 
 
-class Staged(Protocol):
-    """A config whose results leave through ``epilogue_stages`` buffers of ``epilogue_tile`` tokens."""
-
-    @property
-    def tile_m(self) -> int:
-        """Tokens per tile."""
-
-    @property
-    def epilogue_tile(self) -> int:
-        """Tokens per buffer."""
-
-    @property
-    def epilogue_stages(self) -> int:
-        """Buffers of a warpgroup."""
-
-    @property
-    def activation_code(self) -> Code:
-        """How activations are decoded."""
-
-    @property
-    def output(self) -> Output:
-        """The type of the results."""
-
-
-def why_not_epilogue(config: Staged, tiles: tuple[int, ...]) -> str | None:
+def why_not_epilogue(config: LargeFacts, tiles: tuple[int, ...]) -> str | None:
     """Why a config's staging of results is illegal, in a sentence; None if not. tiles: allowed epilogue_tile."""
     most = config.tile_m
     if config.epilogue_tile not in tiles or most % config.epilogue_tile:
@@ -159,7 +142,7 @@ def why_not_tma(problem: LinearProblem) -> str | None:
     return None
 
 
-def epilogue_bytes(config: Staged) -> int:
+def epilogue_bytes(config: LargeFacts) -> int:
     """Shared memory of a warpgroup's epilogue: 16-bit staging buffers, and per-token constants of two tiles."""
     columns = 2 * config.tile_m * (12 if config.activation_code is Code.asym else 8)
     needed = columns + 128 * config.epilogue_tile * config.epilogue_stages * config.output.is_16bit

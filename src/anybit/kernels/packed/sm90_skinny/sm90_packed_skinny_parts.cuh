@@ -3,6 +3,7 @@
 #define ANYBIT_SM90_PACKED_SKINNY_PARTS_CUH
 
 #include "common/types.cuh"
+#include "packed/packed_activations.cuh"
 #include "packed/packed_layout.cuh"
 #include "packed/packed_params.cuh"
 #include "packed/packed_tables.cuh"
@@ -134,44 +135,9 @@ template <class C> DEVICE void read_stage(Stage<C>& stage, uint32_t from, uint32
     }
 }
 
-// Loads a k block of the activations into a shared-memory slot: [token][128 columns], padded.
 template <class C>
 DEVICE void fetch_activations(const Params& p, uint32_t slot, int k_block, uint32_t lane) {
-    using T = Traits<C>;
-    if constexpr (C::gather) {  // any order of columns, any alignment
-        for (int i = lane; i < T::tokens * (T::block_bytes / 4); i += 32) {
-            const int token = i / (T::block_bytes / 4), word = i % (T::block_bytes / 4);
-            uint32_t v = 0;
-            if (token < p.m) {
-                UNROLL for (int e = 0; e < 4 / T::element; e++) {
-                    const int column = k_block * 128 + word * (4 / T::element) + e;
-                    const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
-                    if (channel >= 0) {
-                        const size_t at = static_cast<size_t>(token) * p.x_stride + channel;
-                        const uint32_t code =
-                            T::integer ? p.x[at] : reinterpret_cast<const uint16_t*>(p.x)[at];
-                        v |= code << (8 * T::element * e);
-                    }
-                }
-            }
-            ptx::st_shared_u32(slot + token * T::pitch + word * 4, v);
-        }
-    } else {
-        // Rows past the last token stay stale: each only affects its own column of the MMA.
-        constexpr int chunks = T::block_bytes / 16, step = 32 / chunks;
-        const int first = static_cast<int>(lane) / chunks, at = k_block * T::block_bytes + static_cast<int>(lane) % chunks * 16;
-        const int row_bytes = p.x_stride * T::element;
-        const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
-        const uint32_t to = slot + first * T::pitch + static_cast<int>(lane) % chunks * 16;
-        const int left = p.k * T::element - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
-        UNROLL for (int i = 0; i < (T::tokens + step - 1) / step; i++)
-            if (first + i * step < T::tokens && first + i * step < p.m) {
-                if constexpr (C::ragged)
-                    ptx::cp_async<16>(to + i * step * T::pitch, valid > 0 ? from + static_cast<size_t>(i * step) * row_bytes : p.x, valid);
-                else
-                    ptx::cp_async<16>(to + i * step * T::pitch, from + static_cast<size_t>(i * step) * row_bytes);
-            }
-    }
+    packed::load_activations<C, Traits<C>::element, Traits<C>::pitch, 32>(p, slot, k_block, static_cast<int>(lane));
     if constexpr (!C::x_resident) ptx::cp_async_commit_group();
 }
 

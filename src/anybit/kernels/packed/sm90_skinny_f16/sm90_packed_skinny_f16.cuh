@@ -11,6 +11,7 @@
 #ifndef ANYBIT_SM90_PACKED_SKINNY_F16_CUH
 #define ANYBIT_SM90_PACKED_SKINNY_F16_CUH
 
+#include "packed/packed_activations.cuh"
 #include "packed/packed_dequantize.cuh"
 #include "packed/packed_params.cuh"
 
@@ -46,38 +47,9 @@ template <class C> DEVICE void multiply16(float (&d)[4], const uint32_t (&a)[4],
 // One thread's part of loading a k block of the activations into `slot`; arrives on the mbarrier once landed.
 template <class C> DEVICE void bring_activations(const Params& p, uint32_t slot, uint32_t barrier, int k_block, int thread) {
     using S = MidShape<C>;
-    if constexpr (C::gather) {  // any order of columns, any alignment
-        const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
-        for (int i = thread; i < C::tile_m * 64; i += S::group_threads) {
-            const int token = i / 64, word = i % 64;
-            uint32_t v = 0;
-            if (token < p.m) {
-                UNROLL for (int e = 0; e < 2; e++) {
-                    const int column = k_block * 128 + word * 2 + e;
-                    const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
-                    if (channel >= 0)
-                        v |= static_cast<uint32_t>(x[static_cast<size_t>(token) * p.x_stride + channel]) << (16 * e);
-                }
-            }
-            ptx::st_shared_u32(slot + token * S::pitch + word * 4, v);
-        }
-        ptx::mbarrier_arrive(barrier);
-    } else {
-        // Rows past the last token stay stale: each only affects its own column of the MMA.
-        const int first = thread / 16, at = k_block * 256 + thread % 16 * 16;
-        const int row_bytes = p.x_stride * 2, left = p.k * 2 - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
-        const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
-        const uint32_t to = slot + first * S::pitch + thread % 16 * 16;
-        constexpr int step = S::group_threads / 16;
-        UNROLL for (int i = 0; i < (C::tile_m + step - 1) / step; i++)
-            if (first + i * step < C::tile_m && first + i * step < p.m) {
-                if constexpr (C::ragged)
-                    ptx::cp_async<16>(to + i * step * S::pitch, valid > 0 ? from + static_cast<size_t>(i * step) * row_bytes : p.x, valid);
-                else
-                    ptx::cp_async<16>(to + i * step * S::pitch, from + static_cast<size_t>(i * step) * row_bytes);
-            }
-        ptx::cp_async_mbarrier_arrive_noinc(barrier);
-    }
+    load_activations<C, 2, S::pitch, S::group_threads>(p, slot, k_block, thread);
+    if constexpr (C::gather) ptx::mbarrier_arrive(barrier);
+    else ptx::cp_async_mbarrier_arrive_noinc(barrier);
 }
 
 // Multiplies a stage of weights by a k block of activations and accumulates.
