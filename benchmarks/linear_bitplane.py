@@ -20,8 +20,8 @@ from anybit.kernels.bitplane import bitplane, bitplane_layout
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.block import quantize_activations
-from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.multiply import multiply
 from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (
@@ -90,7 +90,7 @@ def run(case: Case, scheme: Scheme, config: object) -> Row:
         quantize_activations.launch(problem, pack_config, packed, x)
 
     def product(i: int) -> None:
-        bitplane.multiply(packed, weights[i % count], Output.f16, y=y, config=config)
+        multiply(bitplane.family_of(config), packed, weights[i % count], y, config=config)
 
     def both(i: int) -> None:
         quantize()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.reference import quantize_activations
 from anybit.kernels.bitplane import bitplane_layout
+from anybit.kernels.block import quantize_activations as activation_kernel
 from anybit.kernels.block.quantize_activations import Packed, Target
 from anybit.scheme import (
     CODES,
@@ -89,6 +90,14 @@ def random_weight(n: int, k: int, format: WeightFormat, seed: int = 0) -> Quanti
         mask = torch.rand(n, k // 4, 4, generator=generator(seed + 4)).argsort(-1) < 2
         return QuantizedWeight.from_sparse_codes(codes, mask.view(n, k), scale, zero, format)
     return QuantizedWeight.from_codes(codes, scale, zero, format, minimum=minimum)
+
+
+def quantized(x: torch.Tensor, format: ActivationFormat, target: Target = Target.planes) -> Packed:
+    """The codes of x [m, k] by quantize-and-pack on its GPU, in the built-in config."""
+    problem = activation_kernel.problem_of(x, format, target)
+    packed = Packed(*x.shape, format, target, x.device)
+    activation_kernel.launch(problem, activation_kernel.default(problem), packed, x)
+    return packed
 
 
 def assert_codes_equal(packed: Packed, x: torch.Tensor, format: ActivationFormat, mean: float = 1e-6) -> None:

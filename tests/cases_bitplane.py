@@ -21,6 +21,7 @@ from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
 from anybit.kernels.block.quantize_activations import Packed, Target
 from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.multiply import multiply as multiply_by
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from cases import random_codes
 
@@ -61,6 +62,15 @@ def assert_right(given: Operands, y: Tensor, bias: Tensor | None = None) -> None
     assert bool(((y.double() - expected).abs() <= bound).all())
 
 
+def multiply(
+    x: Packed, weight: PlaneWeight, y: Tensor, config: Facts | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Y after y[:] = x W^T + bias by the kernel of a config, or by the built-in one."""
+    config = config or bitplane.default(bitplane_problem.product(x, weight, y, bias)[0])
+    multiply_by(bitplane.family_of(config), x, weight, y, bias, config)
+    return y
+
+
 def check_on_gpu(problem: LinearProblem, config: Facts | None = None, padding: int = 0, bias: bool = False) -> Tensor:
     """Multiply into poisoned memory; nothing around y is written. Returns y."""
     m, n = problem.m, problem.n
@@ -68,7 +78,7 @@ def check_on_gpu(problem: LinearProblem, config: Facts | None = None, padding: i
     room = torch.full((m + 2, n + padding), 77, dtype=problem.output.dtype, device="cuda")
     y = room[1 : m + 1, :n]
     added = torch.linspace(-1, 1, n, device="cuda") if bias else None
-    bitplane.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
+    multiply(given.x, given.weight, y, config, added)
     assert_right(given, y, added)
     assert bool((room[0] == 77).all() and (room[m + 1] == 77).all() and (room[:, n:] == 77).all())
     return y

@@ -28,7 +28,7 @@ from anybit.kernels.block import quantize_activations as activation_kernel  # no
 from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
-from cases import assert_codes_equal  # noqa: E402
+from cases import assert_codes_equal, quantized  # noqa: E402
 from cases_bitplane import H200, TOKENS_A, check_on_gpu, gemm, resident, rings, skinny, stacked  # noqa: E402
 from cases_decode import Case, relative_error  # noqa: E402
 
@@ -129,7 +129,7 @@ def main() -> None:
             for family in (sm80_bitplane_gemm, bitplane):
                 check_on_gpu(problem, family.default(problem))
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half()
-        assert_codes_equal(activation_kernel.quantize(x.cuda(), scheme.activations), x, scheme.activations, mean=1e-5)
+        assert_codes_equal(quantized(x.cuda(), scheme.activations), x, scheme.activations, mean=1e-5)
     for problem, config in ways():
         check_on_gpu(problem, config)
     torch.cuda.synchronize()

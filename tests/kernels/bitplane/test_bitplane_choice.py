@@ -41,8 +41,8 @@ def test_token_count_decides_where_nothing_was_measured(scheme: str, m: int, n: 
 
 def test_rows_that_begin_anywhere_leave_by_threads() -> None:
     for m in (1, 64, 1024):
-        assert not bitplane.default(replace(problem("w2a2", m, 28672), y_aligned=False)).needs_aligned_rows
-    assert bitplane.default(problem("w2a2", 1024, 28672)).needs_aligned_rows
+        assert not bitplane.default(replace(problem("w2a2", m, 28672), y_aligned=False)).tma_rows
+    assert bitplane.default(problem("w2a2", 1024, 28672)).tma_rows
 
 
 def test_architectures_decide() -> None:

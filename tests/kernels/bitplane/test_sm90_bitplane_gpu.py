@@ -20,11 +20,10 @@ from anybit.kernels.bitplane import bitplane, bitplane_layout
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule
 from anybit.kernels.bitplane.sm90_resident import sm90_bitplane_resident
-from anybit.kernels.block import quantize_activations
 from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
-from cases import PAIRS, random_weight
+from cases import PAIRS, quantized, random_weight
 from cases_bitplane import (
     H200,
     TOKENS_A,
@@ -32,6 +31,7 @@ from cases_bitplane import (
     check_on_gpu,
     code_pairs,
     gemm,
+    multiply,
     operands,
     resident,
     rings,
@@ -165,7 +165,7 @@ def test_gemm_stores_through_tma(m: int, n: int, rows: int, stages: int) -> None
     config = gemm(problem, 128, tma_store=True, epilogue_tile=rows, epilogue_stages=stages)
     assert sm90_bitplane_gemm.why_not(problem, config) is None
     check_on_gpu(problem, config, padding=8, bias=True)
-    with pytest.raises(KernelError, match="rows that start on 16 bytes"):
+    with pytest.raises(KernelError, match="16-byte aligned rows"):
         check_on_gpu(problem, config, padding=3)
     check_on_gpu(problem, replace(config, tma_store=False), padding=3)
 
@@ -174,10 +174,11 @@ def test_gemm_stores_through_tma(m: int, n: int, rows: int, stages: int) -> None
 def test_large_layer_and_repeats(m: int) -> None:
     problem = asked(m, 28672, 4096, "w1a1", Output.f16)
     given = operands(m, 28672, 4096, problem.weights, problem.activations, "cuda")
-    first = bitplane.multiply(given.x, given.weight, Output.f16)
+    y = torch.empty(m, 28672, dtype=torch.float16, device="cuda")
+    first = multiply(given.x, given.weight, y).clone()
     assert_right(given, first)
     for _ in range(20):
-        assert torch.equal(first, bitplane.multiply(given.x, given.weight, Output.f16))
+        assert torch.equal(first, multiply(given.x, given.weight, y))
 
 
 @pytest.mark.parametrize("change", AT_ONCE, ids=str)
@@ -187,7 +188,7 @@ def test_chains_of_products_that_overlap(change: dict[str, Any]) -> None:
     config = resident(problem, **change)
     assert sm90_bitplane_resident.why_not(problem, config) is None
     given = operands(64, 4096, 4096, problem.weights, problem.activations, "cuda")
-    results = [bitplane.multiply(given.x, given.weight, Output.f16, config=config) for _ in range(24)]
+    results = [multiply(given.x, given.weight, y, config) for y in torch.empty(24, 64, 4096, device="cuda").half()]
     assert_right(given, results[0])
     assert all(torch.equal(results[0], result) for result in results)
 
@@ -196,7 +197,7 @@ def test_after_quantize_and_pack() -> None:
     weight = random_weight(320, 1300, WeightFormat(4))
     x = torch.randn(33, 1300, generator=torch.Generator().manual_seed(5)).half()
     form = ActivationFormat(4, "sym")
-    packed = quantize_activations.quantize(x.cuda(), form)
-    y = bitplane.multiply(packed, bitplane_layout.prepare(weight).to("cuda"), Output.f16)
+    y = torch.empty(33, 320, dtype=torch.float16, device="cuda")
+    multiply(quantized(x.cuda(), form), bitplane_layout.prepare(weight).to("cuda"), y)
     expected = reference.linear(x.double(), weight, form)
     assert bool(((y.cpu().double() - expected).abs() <= expected.abs() * 2**-10 + 1e-5).all())

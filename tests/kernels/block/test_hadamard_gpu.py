@@ -13,6 +13,7 @@ from anybit.kernels.block.quantize_activations import Target
 from anybit.layers.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, silu_mul
 from anybit.scheme import ActivationFormat, Scheme
+from cases import quantized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -69,7 +70,7 @@ def test_rotated_while_coded_is_rotated_and_coded(case, k):
     x[1] = 0
     x[2, 7] = 3e4
     x = x.to("cuda", (torch.float16, torch.bfloat16)[case % 2])[:, :k]
-    wanted = quantize_activations.quantize(kernel.transform(x), format, target)
+    wanted = quantized(kernel.transform(x), format, target)
     problem = quantize_activations.problem_of(x, format, target, rotated=True)
     for config in quantize_activations.configs(problem):
         found = quantize_activations.Packed(5, k, format, target, x.device)

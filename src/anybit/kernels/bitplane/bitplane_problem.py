@@ -48,11 +48,6 @@ class Facts:
         """Tokens per TMA store box; 0 if threads store results."""
         return 0
 
-    @property
-    def needs_aligned_rows(self) -> bool:
-        """Whether rows of Y must be 16-byte aligned, with N a multiple of 8."""
-        return self.tma_rows > 0
-
 
 def facts(problem: LinearProblem) -> tuple[int, int, Code, Code, Output, bool]:
     """The fields of ``Facts``."""

@@ -273,32 +273,6 @@ def problem_of(
     return Problem(m, k, format, x.dtype, source, target, aligned, rotated, device)
 
 
-def quantize(
-    x: Tensor,
-    format: ActivationFormat,
-    target: Target = Target.planes,
-    *,
-    config: Config | None = None,
-    pdl: bool = True,
-) -> Packed:
-    """Quantize activations, float16 or bfloat16 [m, k] on a GPU, per token, in one launch on the current stream.
-
-    Rows may be strided; columns must be adjacent. Raises KernelError for unsupported activations and for a config that
-    is not legal.
-    """
-    if x.dim() != 2 or x.stride(1) != 1:
-        raise KernelError(f"x must be [m, k] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
-    if not x.is_cuda:
-        raise KernelError(f"x is on {x.device}, and quantize-and-pack needs a CUDA device")
-    problem = problem_of(x, format, target)
-    config = config or default(problem)
-    if (reason := why_not(problem, config)) is not None:
-        raise KernelError(f"no quantize-and-pack kernel: {reason}")
-    packed = Packed(problem.m, problem.k, format, target, x.device)
-    launch(problem, config, packed, x, pdl=pdl)
-    return packed
-
-
 class Operands(TypedDict, total=False):
     """Further inputs and outputs, depending on ``Source``; all [m, k] in x's dtype, dense, except gamma [k]."""
 

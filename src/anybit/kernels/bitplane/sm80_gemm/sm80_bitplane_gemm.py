@@ -33,11 +33,6 @@ class Config(Facts):
         """Threads per block."""
         return 32 * self.warps_n * self.warps_m * self.warps_k
 
-    @property
-    def needs_aligned_rows(self) -> bool:
-        """Whether rows of Y must be 16-byte aligned, with N a multiple of 8."""
-        return self.aligned
-
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can.
