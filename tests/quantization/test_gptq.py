@@ -161,9 +161,7 @@ def test_candidates_reach_the_extremes_of_a_group(code):
     assert bool((error.abs() <= most * scale[0].abs()).all())
 
 
-@pytest.mark.parametrize(
-    "options", [{"order": "random"}, {"damping": 0.0}, {"damping": 2.0}, {"clips": 0}, {"passes": -1}]
-)
+@pytest.mark.parametrize("options", [{"order": "random"}, {"damping": 0.0}, {"damping": 2.0}, {"passes": -1}])
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         gptq.GPTQ(**options)

@@ -13,7 +13,7 @@ from cases_calibration import loud, models, sequences, tiny
 
 
 @pytest.mark.parametrize("kind", range(3))
-@pytest.mark.parametrize("change", ["rotate", "rotate offline", "rotate heads", "smooth", "spread"])
+@pytest.mark.parametrize("change", ["rotate", "smooth", "spread"])
 @torch.no_grad()
 def test_a_changed_model_computes_the_same(kind, change):
     model = list(models())[kind]
@@ -24,8 +24,7 @@ def test_a_changed_model_computes_the_same(kind, change):
     elif change == "spread":
         assert len(smooth_rotate(model, batched(sequences(), 256))) == 14
     else:
-        names = rotate(model, online=change != "rotate offline", mix_heads=change == "rotate heads")
-        assert len(names) == {"rotate": 2, "rotate offline": 0, "rotate heads": 4}[change]
+        assert len(rotate(model)) == 2
     after = model(tokens).logits
     torch.testing.assert_close(after, before, rtol=2e-3, atol=2e-4 * float(before.abs().max()) + 1e-4)
 

@@ -305,7 +305,7 @@ def test_kv_heads_that_ranks_cannot_share_are_refused_by_name(
     ("drafter", "rotated", "told"),
     [
         ("eagle3", ("down_proj",), True),
-        ("mtp", ("down_proj", "o_proj"), True),
+        ("mtp", ("down_proj",), True),
         ("ngram", ("down_proj",), False),
         ("eagle3", ("q_proj", "o_proj", "gate_proj", "down_proj"), False),  # smooth_rotate
         ("eagle3", (), False),

@@ -41,7 +41,7 @@ _DRAFT = "draft_model."
 """Prefix that vLLM adds to the layer names of a draft model; checkpoints do not have it."""
 _TEXT_DRAFTERS = (None, "ngram", "ngram_gpu", "suffix", "draft_model")
 """How vLLM drafts without the model's hidden states."""
-_OF_ROTATED = ({"down_proj"}, {"down_proj", "o_proj"})
+_OF_ROTATED = {"down_proj"}
 """The layers whose inputs method ``rotate`` leaves to be rotated at run time; smooth_rotate leaves all of a block's."""
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
@@ -284,7 +284,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 "GPU: leave them out; a scheme with fewer bits takes less memory"
             )
         drafter = getattr(getattr(config, "speculative_config", None), "method", None)
-        if drafter not in _TEXT_DRAFTERS and {name.rpartition(".")[2] for name in self.hadamard} in _OF_ROTATED:
+        if drafter not in _TEXT_DRAFTERS and {name.rpartition(".")[2] for name in self.hadamard} == _OF_ROTATED:
             _logger.warning(
                 "anybit: the model's hidden states are rotated (method rotate), and %s drafts from those of the model "
                 "before: nearly all of its drafts will be refused. Use ngram or a draft model, or quantize with "

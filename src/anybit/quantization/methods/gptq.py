@@ -27,6 +27,8 @@ from anybit.scheme import WeightFormat
 
 # The smallest clipping threshold to try: with few levels, clipping large weights in favour of small ones pays off.
 _HARDEST_CLIP = {1: 0.06, 2: 0.2, 3: 0.3}
+_CLIPS, _CONTENDERS = 24, 3
+"""Clipping thresholds to try; those, the best by plain rounding error, to try with error feedback."""
 
 # Weights that ``nearest`` searches scales for at once.
 _AT_ONCE = 1 << 24
@@ -43,24 +45,19 @@ class GPTQ:
     order: "natural" keeps the order of input channels; "grouped" sorts groups by importance, and channels within each
     group, so that groups stay contiguous; "sorted" sorts all channels (act-order): groups then hold scattered channels
     and the layer stores a group index.  damping: added to the Hessian's diagonal, as a fraction of its mean; raised
-    until the Hessian is positive definite.  clips: how many clipping thresholds are tried.
-    contenders: how many of them, the best by plain rounding error, are tried with error feedback.
-    passes: rounds of coordinate descent.  scale_dtype: of the stored scales.
+    until the Hessian is positive definite.  passes: rounds of coordinate descent.  scale_dtype: of the stored scales.
     """
 
     order: Order = "grouped"
     damping: float = 0.01
-    clips: int = 24
-    contenders: int = 3
     passes: int = 3
     scale_dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
         if self.order not in ("natural", "grouped", "sorted"):
             raise OptionError(f"order must be 'natural', 'grouped' or 'sorted', not {self.order!r}")
-        for name, low in (("clips", 1), ("contenders", 1), ("passes", 0)):
-            if getattr(self, name) < low:
-                raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
+        if self.passes < 0:
+            raise OptionError(f"passes must be at least 0, not {self.passes}")
         if not 0 < self.damping <= 1:
             raise OptionError(f"damping must be above 0 and at most 1, not {self.damping}")
 
@@ -94,8 +91,8 @@ def quantize(
     members = (permutation // group) if order == "grouped" else torch.arange(k, device=weight.device) // group
     ranges = _ranges(members)
     codes, scale, zero, *chosen = _RECORDER(
-        ("feedback", tuple(ranges), grid, options, format.sparse),
-        lambda target, upper: _feedback(target, upper, ranges, grid, options, format.sparse),
+        ("feedback", tuple(ranges), grid, format.sparse),
+        lambda target, upper: _feedback(target, upper, ranges, grid, format.sparse),
         target,
         upper,
     )
@@ -132,7 +129,7 @@ def nearest(weight: Tensor, format: WeightFormat, scale_dtype: torch.dtype, name
     check_finite(weight, f"the weights of {name}")
     k = weight.shape[1]
     size = min(format.group or k, k)
-    grid, clips = Grid.of(format, scale_dtype), _clips(format.bits, 24, weight.device)
+    grid, clips = Grid.of(format, scale_dtype), _clips(format.bits, weight.device)
     mask = magnitude_mask(weight) if format.sparse else None
     whole = weight.float() if mask is None else weight.float() * mask
     parts = []
@@ -151,8 +148,8 @@ def nearest(weight: Tensor, format: WeightFormat, scale_dtype: torch.dtype, name
     return QuantizedWeight.from_codes(codes, scale.to(scale_dtype), zeros, format)
 
 
-def _clips(bits: int, count: int, device: torch.device) -> Tensor:
-    return torch.linspace(1.0, _HARDEST_CLIP.get(bits, 0.5), count, device=device)
+def _clips(bits: int, device: torch.device) -> Tensor:
+    return torch.linspace(1.0, _HARDEST_CLIP.get(bits, 0.5), _CLIPS, device=device)
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
@@ -202,7 +199,7 @@ def _factor(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]
 
 
 def _feedback(
-    target: Tensor, upper: Tensor, ranges: list[tuple[int, int]], grid: Grid, options: GPTQ, sparse: bool
+    target: Tensor, upper: Tensor, ranges: list[tuple[int, int]], grid: Grid, sparse: bool
 ) -> tuple[Tensor, ...]:
     """Round group by group with error feedback; channel-major, groups in the order of ``ranges``.
 
@@ -210,7 +207,7 @@ def _feedback(
     """
     weight = target.clone()
     n = weight.shape[1]
-    clips = _clips(grid.bits, options.clips, weight.device)
+    clips = _clips(grid.bits, weight.device)
     codes = torch.empty_like(weight)
     mask = torch.ones_like(weight, dtype=torch.bool) if sparse else None
     scales, zeros = (torch.empty(len(ranges), n, device=weight.device) for _ in range(2))
@@ -219,7 +216,7 @@ def _feedback(
         seen = weight[start:end]
         if sparse:
             seen = seen * keep_two(seen, diagonal)
-        scale, zero = best_candidates(seen, diagonal.pow(-2), grid, clips, options.contenders)
+        scale, zero = best_candidates(seen, diagonal.pow(-2), grid, clips, _CONTENDERS)
         rows = len(scale)
         # All contenders of all rows are rounded in one sweep: [g, contenders * N].
         trial = weight[start:end].repeat(1, rows)

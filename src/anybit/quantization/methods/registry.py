@@ -73,7 +73,7 @@ METHODS: dict[str, Method] = {
     ),
     "rotate": Method(
         "spreads outliers by a Hadamard rotation, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
-        settings=(*_SETTINGS, "mix_heads"),
+        settings=_SETTINGS,
     ),
     "smooth_rotate": Method(
         "smooths and rotates the input of every layer, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),

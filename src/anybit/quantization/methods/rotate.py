@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def rotate(model: "PreTrainedModel", seed: int = 0, online: bool = True, mix_heads: bool = False) -> list[str]:
+def rotate(model: "PreTrainedModel", seed: int = 0) -> list[str]:
     """Rotate a Llama-like model in place; it computes the same function, up to rounding.
 
-    A tied output head is untied, because the final norm's gain is folded into it. online: also rotate the down
-    projections' inputs, at run time. mix_heads: rotate the output projections' inputs at run time, across all heads,
-    instead of head by head in the weights. Returns the names of the layers with online rotations; forward hooks rotate
-    until the layers are replaced. Raises LayerError, before anything is changed, for an architecture or a width that
-    cannot be rotated.
+    A tied output head is untied, because the final norm's gain is folded into it. Returns the names of the down
+    projections, whose inputs are rotated at run time; forward hooks do it until the layers are replaced. Raises
+    LayerError, before anything is changed, for an architecture or a width that cannot be rotated.
     """
     parts = list(llama_blocks(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -41,8 +39,7 @@ def rotate(model: "PreTrainedModel", seed: int = 0, online: bool = True, mix_hea
     for norm in [final, *(norm for part in parts for norm in (part.attention_norm, part.feed_forward_norm))]:
         gain_of(norm)
     hidden = embedding.weight.shape[1]
-    heads = parts[0].output.in_features if mix_heads else parts[0].head_dim
-    for size in (hidden, heads, *((parts[0].down.in_features,) if online else ())):
+    for size in (hidden, parts[0].head_dim, parts[0].down.in_features):
         hadamard.factor(size)
     if head is None or not isinstance(head, nn.Linear):
         raise LayerError(f"{type(model).__name__} has no linear output head to fold its final norm's gain into")
@@ -55,15 +52,14 @@ def rotate(model: "PreTrainedModel", seed: int = 0, online: bool = True, mix_hea
     _fold_gain(final, [head])
     head.weight.data = _rotate_stream(head.weight.data, signs)
     for part in parts:
-        _rotate_block(part, signs, online, mix_heads)
-    names = [f"{part.name}.self_attn.o_proj" for part in parts] if mix_heads else []
-    names += [f"{part.name}.mlp.down_proj" for part in parts] if online else []
+        _rotate_block(part, signs)
+    names = [f"{part.name}.mlp.down_proj" for part in parts]
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(rotate_input)
     return names
 
 
-def _rotate_block(part: LlamaBlock, signs: Tensor, online: bool, mix_heads: bool) -> None:
+def _rotate_block(part: LlamaBlock, signs: Tensor) -> None:
     _fold_gain(part.attention_norm, [part.query, part.key, part.value])
     _fold_gain(part.feed_forward_norm, [part.gate, part.up])
     for reader in (part.query, part.key, part.value, part.gate, part.up):
@@ -73,15 +69,11 @@ def _rotate_block(part: LlamaBlock, signs: Tensor, online: bool, mix_heads: bool
         if writer.bias is not None:
             writer.bias.data = _rotate_stream(writer.bias.data, signs)
     value, output, size = part.value, part.output, part.head_dim
-    if mix_heads:
-        output.weight.data = _rotate_rows(output.weight.data)
-    else:
-        value.weight.data = _rotate_heads(value.weight.data.T, size).T.contiguous()
-        if value.bias is not None:
-            value.bias.data = _rotate_heads(value.bias.data, size)
-        output.weight.data = _rotate_heads(output.weight.data, size)
-    if online:
-        part.down.weight.data = _rotate_rows(part.down.weight.data)
+    value.weight.data = _rotate_heads(value.weight.data.T, size).T.contiguous()
+    if value.bias is not None:
+        value.bias.data = _rotate_heads(value.bias.data, size)
+    output.weight.data = _rotate_heads(output.weight.data, size)
+    part.down.weight.data = hadamard.transform(part.down.weight.data.double()).to(part.down.weight.dtype)
 
 
 def rotate_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -105,7 +97,3 @@ def _rotate_stream(rows: Tensor, signs: Tensor) -> Tensor:
 def _rotate_heads(rows: Tensor, size: int) -> Tensor:
     """Rotate each head's part of the last dimension."""
     return hadamard.transform(rows.double().reshape(*rows.shape[:-1], -1, size)).reshape(rows.shape).to(rows.dtype)
-
-
-def _rotate_rows(rows: Tensor) -> Tensor:
-    return hadamard.transform(rows.double()).to(rows.dtype)

@@ -279,7 +279,7 @@ def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Te
         strength = 0.5 if options.strength is None else options.strength
         hadamard = smooth_rotate(model, batches, strength, options.seed, improve)
     else:
-        hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
+        hadamard = rotate(model, options.seed)
         config = {"tie_word_embeddings": False}
     # A block with Llama's parts may still compute something else: other gains, gates, norms in between.
     size = float(before.norm())

@@ -17,10 +17,6 @@ from anybit.quantization.methods.distill import Distillation
 from anybit.scheme import Scheme
 
 
-def _as_bool(value: object) -> bool:
-    return {"true": True, "false": False}[str(value).lower()]
-
-
 def _as_int(value: Any) -> int:
     number = int(value)
     if isinstance(value, bool) or (not isinstance(value, str) and number != value):
@@ -35,8 +31,8 @@ def _as_float(value: Any) -> float:
     return number
 
 
-_READERS: dict[type, Callable[[Any], object]] = {bool: _as_bool, int: _as_int, float: _as_float}
-_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number"}
+_READERS: dict[type, Callable[[Any], object]] = {int: _as_int, float: _as_float}
+_KINDS: dict[type, str] = {int: "a whole number", float: "a finite number"}
 _AT_LEAST_0 = ("minutes", "learn_tokens", "generated_tokens", "weight_rate", "scale_rate", "gain_rate")
 _RANGES: dict[str, tuple[int, int | None]] = {
     "tokens": (1, None),
@@ -71,7 +67,6 @@ class Options:
     scale_steps, between_rate: steps and learning rate to train these scales (``learn.scales``); None is 64 steps on a
     GPU, else 0.
     seed: of the rotation, of generated text and its order.
-    mix_heads: also rotate attention's output across heads, at run time.
     device: to work on; None takes a GPU if there is one.
     resume: a folder for finished blocks, generated text and the state of learning.
     spill: a folder for activations beyond the memory budget.
@@ -98,7 +93,6 @@ class Options:
     scale_steps: int | None = None
     between_rate: float = 0.02
     seed: int = 0
-    mix_heads: bool = False
     device: str | None = None
     resume: Path | None = None
     spill: Path | None = None
@@ -114,11 +108,11 @@ class Options:
             kinds = (known[name].type, *get_args(known[name].type))
             if value is None and NoneType not in kinds:
                 raise OptionError(f"option {name} cannot be null: leave it out, and it is {known[name].default!r}")
-            kind = next((kind for kind in (bool, int, float, str, Path) if kind in kinds), None)
+            kind = next((kind for kind in (int, float, str, Path) if kind in kinds), None)
             try:
                 read = None if kind is None else _READERS.get(kind, kind)
                 values[name] = value if value is None or read is None else read(value)
-            except (TypeError, ValueError, KeyError, OverflowError):
+            except (TypeError, ValueError, OverflowError):
                 wanted = _KINDS.get(kind or Path, "a path")
                 raise OptionError(f"option {name} must be {wanted}, not {value!r}") from None
         options = cls(**values)
