@@ -20,8 +20,19 @@ QWEN3_14B = {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (34816, 5120), "
 MISTRAL_LARGE = {"qkv": (14336, 12288), "o": (12288, 12288), "gate_up": (57344, 12288), "down": (12288, 28672)}
 """The same for Mistral-Large."""
 
+HELD_OUT = {
+    "gemma-2-9b": {"qkv": (8192, 3584), "o": (3584, 4096), "gate_up": (28672, 3584), "down": (3584, 14336)},
+    "gemma-2-27b": {"qkv": (8192, 4608), "o": (4608, 4096), "gate_up": (73728, 4608), "down": (4608, 36864)},
+    "phi-4": {"qkv": (7680, 5120), "o": (5120, 5120), "gate_up": (35840, 5120), "down": (5120, 17920)},
+    "qwen3-32b": {"qkv": (10240, 5120), "o": (5120, 8192), "gate_up": (51200, 5120), "down": (5120, 25600)},
+    "llama-3-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
+    "llama-3-70b/8": {"qkv": (1280, 8192), "o": (8192, 1024), "gate_up": (7168, 8192), "down": (8192, 3584)},
+}
+"""Layers that no table shows; the last are the shards of one of eight GPUs."""
+
 MODELS = {
     "llama-3-8b": LLAMA3_8B, "llama-2-7b": LLAMA2_7B, "qwen3-14b": QWEN3_14B, "mistral-large": MISTRAL_LARGE,
+    **HELD_OUT,
 }  # fmt: skip
 
 BITWISE_SCHEMES = ("w1a1", "w1a2", "w2a2", "w3a2", "w3a4", "w4a4", "w2a8")

@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py --record [--seconds 150]
     python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--context 512] [--baseline] [--profile]
+    python benchmarks/generate.py --prompts 128 1024 4096 [--schemes w4a16g128,w4a8] [--baseline]
 
 A Llama-3-8B-shaped model with random weights (random codes if quantized) decodes after ``--context`` tokens of
 random keys and values. Rows go to benchmarks/results/h200/generate.json, or to ``--out``.
@@ -14,6 +15,8 @@ StaticCache.
 
 fp16: one decoder layer under torch.compile, projections stacked, cuDNN's attention (the fastest) over exactly the
 tokens present, all layers in one CUDA graph: faster than transformers' model compiled whole (5.98 ms at batch 1).
+
+--prompts: milliseconds until the host has the first token of ``generate``; fp16's is that of the same graph's replay.
 """
 
 import argparse
@@ -22,7 +25,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,7 +34,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import anybit
 from anybit.errors import AnyBitError
 from anybit.scheme import Scheme
-from generate_models import LLAMA_3_8B, apart, check, history, random_model, reference_logits, stepper, unfused_logits
+from generate_models import (
+    LLAMA_3_8B,
+    apart,
+    check,
+    check_prompt,
+    history,
+    prompt_of,
+    random_model,
+    reference_logits,
+    stepper,
+    unfused_logits,
+)
 from kernel_times import print_kernels
 from timing import RESULTS, merge_rows, stamp
 
@@ -49,17 +63,34 @@ def milliseconds(step: Callable[[], object], steps: int = 20, repeats: int = 5) 
     return statistics.median(found)
 
 
-def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: str, **more: object) -> dict[str, object]:
-    """A row of generate.json."""
-    tokens = batch * 1e3 / ms
+def first_milliseconds(call: Callable[[], object], seconds: float = 1.0) -> float:
+    """Median time of calls that wait for their result, after two more."""
+    found: list[float] = []
+    stop = time.perf_counter() + seconds
+    while len(found) < 7 or time.perf_counter() < stop:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found[2:])
+
+
+def row(
+    case: str, scheme: str, batch: int, context: int, ms: float, checked: str, tokens: int = 0
+) -> dict[str, object]:
+    """A row of generate.json. tokens: that ``ms`` computes; 0: one a sequence."""
+    speed = (tokens or batch) * 1e3 / ms
     fields = {"case": case, "scheme": scheme, "batch": batch, "context": context}
     print(
-        f"{case:22s} {scheme:14s} batch {batch:3d} context {context:6d}: {ms:7.3f} ms/step, {tokens:8.1f} tokens/s"
+        f"{case:22s} {scheme:14s} batch {batch:3d} context {context:6d}: {ms:7.3f} ms, {speed:8.1f} tokens/s"
         f"  ({checked})",
         flush=True,
     )
-    found = {"ms": round(ms, 4), "tokens_per_second": round(tokens, 1), "checked": True, "check": checked}
-    return {**fields, **found, **more, **stamp()}
+    found = {"ms": round(ms, 4), "tokens_per_second": round(speed, 1), "checked": True, "check": checked}
+    return {**fields, **found, **stamp()}
+
+
+FIRST = "Llama-3-8B shape, first token"
 
 
 @torch.inference_mode()
@@ -90,12 +121,31 @@ def quantized(
     return row(case, scheme, batch, context, milliseconds(step), checked)
 
 
+@torch.inference_mode()
+def first_tokens(scheme: str, prompts: list[int], layers: int, profile: bool = False) -> Iterator[dict[str, object]]:
+    """The first token of ``generate`` by a quantized, fused model after prompts of so many tokens."""
+    coded = Scheme.parse(scheme).activations.quantized
+    checks = [check_prompt(scheme, tokens) for tokens in prompts]
+    model = anybit.fuse(random_model(scheme, layers, prepare=False))
+    for tokens, found in zip(prompts, checks, strict=True):
+        assert found.part < 2e-2 and found.logits < (1.5 if coded else 2e-2), str(found)
+        ids = prompt_of(tokens)
+        call = functools.partial(
+            model.generate, ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False,
+            cache_implementation="static", pad_token_id=0,
+        )  # fmt: skip
+        ms = first_milliseconds(lambda call=call: call().tolist())
+        if profile:
+            print_kernels(call)
+        yield row(FIRST, scheme, 1, tokens, ms, str(found), tokens)
+
+
 def fp16_layer(
     x: torch.Tensor, residual: torch.Tensor, norms: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...],
     k_cache: torch.Tensor, v_cache: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, position: torch.Tensor,
     tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A decoder layer, one new token per row: x and residual [batch, hidden] -> the same."""
+    """A decoder layer, new tokens at ``position`` [new]: x and residual [batch * new, hidden] -> the same."""
     qkv_weight, out_weight, gate_up_weight, down_weight = weights
 
     def norm(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
@@ -106,30 +156,36 @@ def fp16_layer(
         low, high = x.chunk(2, -1)
         return x * cosine + torch.cat((-high, low), -1) * sine
 
-    batch, heads = x.shape[0], k_cache.shape[1]
+    (batch, heads), new = k_cache.shape[:2], len(position)
     residual = residual + x
-    q, k, v = (norm(residual, norms[0]) @ qkv_weight.t()).view(batch, -1, 128).split((32, heads, heads), 1)
-    k_cache.index_copy_(2, position, turn(k)[:, :, None])
-    v_cache.index_copy_(2, position, v[:, :, None])
+    qkv = (norm(residual, norms[0]) @ qkv_weight.t()).view(batch, new, -1, 128).transpose(1, 2)
+    q, k, v = qkv.split((32, heads, heads), 1)
+    k_cache.index_copy_(2, position, turn(k))
+    v_cache.index_copy_(2, position, v)
     attended = torch.nn.functional.scaled_dot_product_attention(
-        turn(q)[:, :, None], k_cache[:, :, :tokens], v_cache[:, :, :tokens], enable_gqa=True
+        turn(q), k_cache[:, :, :tokens], v_cache[:, :, :tokens], is_causal=new > 1, enable_gqa=True
     )
-    residual = residual + attended.reshape(batch, -1) @ out_weight.t()
+    residual = residual + attended.transpose(1, 2).reshape(batch * new, -1) @ out_weight.t()
     gate, up = (norm(residual, norms[1]) @ gate_up_weight.t()).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up) @ down_weight.t(), residual
 
 
 @torch.inference_mode()
-def baseline(batch: int, context: int, layers: int, profile: bool = False) -> dict[str, object]:
-    """The fp16 model, compiled layer by layer, in a CUDA graph, with the faster attention."""
+def baseline(batch: int, context: int, layers: int, profile: bool = False, prompt: int = 0) -> dict[str, object]:
+    """The fp16 model, compiled layer by layer, in a CUDA graph, with the faster attention.
+
+    prompt: time the first token after so many, not a step after ``context``, which is then 0.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     model = random_model(None, layers)
-    expected = unfused_logits(model, batch, context)
+    ids = prompt_of(prompt) if prompt else torch.zeros(batch, 1, dtype=torch.long, device="cuda")
+    expected = model(ids, logits_to_keep=1).logits.float() if prompt else unfused_logits(model, batch, context)
     body = model.model
     caches, weights = [], []
     for i, layer in enumerate(body.layers):
-        caches.append([torch.cat((x, x.new_zeros(*x.shape[:2], 16, 128)), 2) for x in history(i, batch, context)])
+        room = 16 + prompt
+        caches.append([torch.cat((x, x.new_zeros(*x.shape[:2], room, 128)), 2) for x in history(i, batch, context)])
         attn, mlp = layer.self_attn, layer.mlp
         weights.append((
             torch.cat((attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)), attn.o_proj.weight,
@@ -138,19 +194,18 @@ def baseline(batch: int, context: int, layers: int, profile: bool = False) -> di
         norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         body.layers[i] = torch.nn.Identity()
         body.layers[i].norms = norms
-    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
-    position = torch.tensor([context], device="cuda")
-    compiled = torch.compile(fp16_layer, dynamic=False)
+    position = torch.arange(context, context + ids.shape[1], device="cuda")
+    compiled, tokens = torch.compile(fp16_layer, dynamic=False), context + ids.shape[1]
 
     def run() -> torch.Tensor:
-        x = body.embed_tokens(ids)[:, 0]
+        x = body.embed_tokens(ids).flatten(0, 1)
         cosine, sine = (t[0] for t in body.rotary_emb(x, position[None]))
         residual = torch.zeros_like(x)
         for i in range(layers):
             x, residual = compiled(
-                x, residual, body.layers[i].norms, weights[i], *caches[i], cosine, sine, position, context + 1
+                x, residual, body.layers[i].norms, weights[i], *caches[i], cosine, sine, position, tokens
             )
-        return model.lm_head(body.norm(x + residual))[:, None]
+        return model.lm_head(body.norm((x + residual).unflatten(0, ids.shape)[:, -1:]))
 
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         stream = torch.cuda.Stream()
@@ -167,8 +222,11 @@ def baseline(batch: int, context: int, layers: int, profile: bool = False) -> di
     assert error < 2e-2, f"the fp16 step's logits are off by {error:.3e}"
     if profile:
         print_kernels(graph.replay)
-    ms = milliseconds(graph.replay)
-    return row("Llama-3-8B shape", "fp16", batch, context, ms, f"logits within {error:.1e} of transformers'")
+    checked = f"logits within {error:.1e} of transformers'"
+    if prompt:
+        ms = first_milliseconds(lambda: (graph.replay(), logits.argmax().item()))
+        return row(FIRST, "fp16", batch, prompt, ms, checked, prompt)
+    return row("Llama-3-8B shape", "fp16", batch, context, milliseconds(graph.replay), checked)
 
 
 RECORD = (
@@ -180,11 +238,23 @@ RECORD = (
 """Scheme, batch and context of the committed rows, most important first."""
 
 
+def rows_of(scheme: str, batch: int, context: int, arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """The rows of a case; with --prompts, ``context`` is the prompt of fp16."""
+    rest = arguments.layers, arguments.profile
+    if scheme == "fp16":
+        yield baseline(batch, 0, *rest, prompt=context) if arguments.prompts else baseline(batch, context, *rest)
+    elif arguments.prompts:
+        yield from first_tokens(scheme, arguments.prompts, *rest)
+    else:
+        yield quantized(scheme, batch, context, *rest, head=arguments.head)
+
+
 def main() -> None:
     """Time the requested models, and write a row after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--context", type=int, nargs="*", default=[512])
+    parser.add_argument("--prompts", type=int, nargs="*", help="first tokens after so many, instead of steps")
     parser.add_argument("--schemes", default="w4a16g128,w2a16g128,w4a8,w4a4")
     parser.add_argument("--baseline", action="store_true", help="time the compiled fp16 model too")
     parser.add_argument("--record", action="store_true", help="measure the committed rows, most important first")
@@ -194,22 +264,22 @@ def main() -> None:
     parser.add_argument("--head", metavar="SCHEME", help="also quantize lm_head, in this scheme")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "generate.json")
     arguments = parser.parse_args()
-    start, key = time.perf_counter(), ("case", "scheme", "batch", "context")
-    schemes = [scheme for scheme in arguments.schemes.split(",") if scheme]
-    wanted = schemes + ["fp16"] * arguments.baseline
+    wanted = [scheme for scheme in arguments.schemes.split(",") if scheme] + ["fp16"] * arguments.baseline
     cases = [(s, b, c) for c in arguments.context for b in arguments.batch for s in wanted]
+    if arguments.prompts:
+        cases = [("fp16", 1, tokens) for tokens in arguments.prompts if "fp16" in wanted]
+        cases = [(scheme, 1, 0) for scheme in wanted if scheme != "fp16"] + cases
+    start = time.perf_counter()
     for scheme, batch, context in RECORD if arguments.record else cases:
         if time.perf_counter() - start > arguments.seconds:
             print(f"no time left for {scheme}, batch {batch}, context {context}", flush=True)
             continue
-        measure = baseline if scheme == "fp16" else functools.partial(quantized, scheme, head=arguments.head)
         try:
-            found = measure(batch, context, arguments.layers, arguments.profile)
+            for found in rows_of(scheme, batch, context, arguments):
+                if arguments.layers == LLAMA_3_8B["num_hidden_layers"]:
+                    merge_rows(arguments.out, [found], ("case", "scheme", "batch", "context"))
         except (AnyBitError, AssertionError, RuntimeError) as error:  # one failed case must not lose the others
             print(f"{scheme}, batch {batch}, context {context}: {type(error).__name__}: {error}", flush=True)
-        else:
-            if arguments.layers == LLAMA_3_8B["num_hidden_layers"]:
-                merge_rows(arguments.out, [found], key)
         gc.collect()
         torch.cuda.empty_cache()
         print(f"{time.perf_counter() - start:.0f} s", flush=True)

@@ -246,3 +246,22 @@ def check(scheme: str, batch: int, head: str | None = None, layers: int = 2) -> 
     model.config._attn_implementation = before
     assert len(errors) >= 7 * layers, f"only {len(errors)} parts were compared"
     return Check(worst_of(errors), logits)
+
+
+def prompt_of(tokens: int) -> torch.Tensor:
+    """A random prompt [1, tokens], the same for every model."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    return torch.randint(LLAMA_3_8B["vocab_size"], (1, tokens), device="cuda", generator=generator)
+
+
+@torch.inference_mode()
+def check_prompt(scheme: str, tokens: int, layers: int = 2) -> Check:
+    """Compare a fused pass of a few layers over a prompt with the unfused model."""
+    model, ids = random_model(scheme, layers), prompt_of(tokens)
+    expected = model(ids, logits_to_keep=1).logits.float()
+    errors: list[float] = []
+    with parts_compared(anybit.fuse(model), errors):
+        cache = AnyBitCache("kv16", config=model.config, capacity=tokens + 512, static=True)
+        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+    assert len(errors) >= 6 * layers, f"only {len(errors)} parts were compared"
+    return Check(worst_of(errors), apart(logits, expected))
