@@ -138,6 +138,7 @@ CASES = [
     ),
     *(Case(format, data="sink", lengths=(300, 640, 1025)) for format in ("kv8g128", "kv8t", "kv4g128")),
     Case("kv4g128", data="spiky", queries=4, bf16=True, lengths=(300, 40, 128, 1025)),
+    *(Case(format, heads=32, kv_heads=8, lengths=(640,)) for format in ("kv16", "kv4g128", "kv8")),  # clusters
     Case("kv4g128", lengths=(5000, 17, 129, 2047, 2048, 2049, 1, 640) * 6),
 ]
 

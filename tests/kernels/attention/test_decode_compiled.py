@@ -23,6 +23,7 @@ CASES = [
     Case("k8v4g32", head_dim=96, window=512),
     Case("kv16", head_dim=256, alibi=True),
     Case("kv4g128", queries=16),
+    Case("kv16", heads=32, kv_heads=8, lengths=(640,)),  # a cluster for each pair
 ]
 
 

@@ -14,7 +14,7 @@ from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.decode import decode as kernel
 from anybit.ops import kv
 from cases import EXHAUSTIVE
-from cases_decode import Case, relative_error
+from cases_decode import Case, problem, relative_error
 
 pytestmark = pytest.mark.emulate
 
@@ -47,7 +47,8 @@ MEMBERS = [
 def run(case: Case, arch: str = "sm_90a", blocks: int = 3, seed: int = 0, tolerance: float = 0.0, **kw):
     device = dataclasses.replace(Device.named(arch), sms=blocks)
     cache, sequences, q = case.build("cpu")
-    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device)
+    config = kernel.on_a_line(kv.problem_of(q, cache.view(0), case.masks()), device)
+    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
     emulate.run(launch.kernel, launch.params, launch.grid, seed=seed, resident=blocks, **kw)
     want, want_lse = decode_reference(q, cache, 1, sequences, case.masks(), precision=torch.float64)
     assert launch.out.isfinite().all()
@@ -107,6 +108,45 @@ def test_a_pair_of_many_parts(pieces: int, length: int):
     assert relative_error(launch.out, want) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("case", "blocks", "warps", "pieces"),
+    [
+        (small("kv16", bf16=True), 8, 4, 2),
+        (small("kv16", heads=8, kv_heads=2, lengths=(1, 1025, 640)), 4, 2, 1),
+        (small("kv4g128", heads=2, queries=2, window=130), 2, 2, 1),
+        (small("kv8", heads=1, sinks=True), 2, 3, 2),
+        (small("kv2g32", head_dim=96, heads=12, alibi=True), 8, 2, 1),
+    ],
+    ids=str,
+)
+def test_a_cluster_for_each_pair(case: Case, blocks: int, warps: int, pieces: int):
+    """Fewer and more items than warps, an empty sequence, tasks for some blocks only, and for each several."""
+    cache, sequences, q = case.build("cpu")
+    device = Device.named("sm_90a")
+    want, want_lse = decode_reference(q, cache, 1, sequences, case.masks(), precision=torch.float64)
+    cache.lengths[sequences[0]] = 0
+    config = kernel.make(kv.problem_of(q, cache.view(0), case.masks()), device, warps, 2)
+    config = dataclasses.replace(config, pair_blocks=blocks, merge_warps=pieces)
+    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
+    written = ("q", "residual", "out", "lse")
+    emulate.run(launch.kernel, launch.params, launch.grid, seed=blocks, resident=3, dependent=written)
+    assert not launch.out[0].any() and (launch.lse[0] == -torch.inf).all() != case.sinks
+    assert relative_error(launch.out[1:], want[1:]) < (1e-2 if case.bf16 else 2e-3)
+    torch.testing.assert_close(launch.lse[1:], want_lse[1:], rtol=1e-3, atol=2e-2 if case.bf16 else 4e-3)
+
+
+def test_a_few_short_sequences_get_a_cluster_for_each_pair():
+    device = Device.named("sm_90a")
+
+    def blocks(format: str, on: Device = device, **kw: object) -> int:
+        case = dataclasses.replace(Case(format, heads=32, kv_heads=8, lengths=(512,)), **kw)
+        return kernel.default(problem(case), on).pair_blocks
+
+    assert blocks("kv16") == blocks("kv4g128") == blocks("kv16", lengths=(4000,)) == 4
+    assert not (blocks("kv4g128", lengths=(4000,)) or blocks("kv16", lengths=(4100,)) or blocks("kv16", lengths=(9, 9)))
+    assert not (blocks("kv16", on=Device.named("sm_80")) or blocks("kv16", on=Device.named("sm_120a")))
+
+
 def test_more_sequences_than_a_warp_has_lanes():
     """Each lane then handles several rows, and finding a unit's row takes one or more passes."""
     run(small("kv2g128", lengths=(130, 1, 3, 260, 17) * 7, heads=2, head_dim=64), blocks=4)
@@ -157,9 +197,9 @@ def test_lengths_from_zero_as_only_the_device_sees_them():
     want, want_lse = decode_reference(q, cache, 1, sequences, precision=torch.float64)
     for row in (0, 2):
         cache.lengths[sequences[row]] = 0
-    launch = kv.prepare(
-        q, cache.view(1), cache.row_pointer(sequences), case.masks(), dataclasses.replace(Device.named("sm_90a"), sms=3)
-    )
+    device = dataclasses.replace(Device.named("sm_90a"), sms=3)
+    config = kernel.on_a_line(kv.problem_of(q, cache.view(0)), device)
+    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
     emulate.run(launch.kernel, launch.params, launch.grid, resident=3)
     assert not launch.out[[0, 2]].any() and (launch.lse[[0, 2]] == -torch.inf).all()
     assert relative_error(launch.out[[1, 3]], want[[1, 3]]) < 2e-3
@@ -177,7 +217,7 @@ def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
         cache.table[sequences[0], 1] = 10_000
     else:
         rows[1] = 77
-    config = kernel.default(kv.problem_of(q, cache.view(0)), device, checked=True)
+    config = kernel.on_a_line(kv.problem_of(q, cache.view(0)), device, checked=True)
     errors = torch.zeros(1, dtype=torch.int32)
     launch = kv.prepare(
         q, cache.view(1), cache.row_pointer(sequences), MEMBERS[0].masks(), device, config, errors=errors

@@ -9,6 +9,7 @@
 #include "attention/decode/decode_block.cuh"
 #include "attention/fp4/decode_fp4.cuh"
 #include "attention/decode/decode_merge.cuh"
+#include "attention/decode/decode_pair.cuh"
 #include "attention/decode/decode_schedule.cuh"
 
 namespace decode {
@@ -265,44 +266,11 @@ DEVICE void load_columns(const Params& p, const Cursor<Config>& at, Column (&col
         }
 }
 
-template <class Config> __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) kernel(const __grid_constant__ Params p) {
+// A warp's items, `from` to `to`: `finish(at, state, whole, last)` where a pair, or this warp's part of one, ends.
+template <class Config, class Finish>
+DEVICE void attend_items(const Params& p, Pipeline<Config>& pipeline, Cursor<Config> at, int from, int to, Finish&& finish) {
     using S = Shape<Config>;
     constexpr bool raw_residual = Config::bf16 && !S::raw_queries;
-    const int warp = ptx::warp_id();
-    const Layout<Config> shared{};
-    ptx::griddepcontrol_launch_dependents();
-    // PDL: pages, tables and lengths predate the previous kernel; queries and the residual are its output.
-    Line<Config> line(p);
-    const int total = line.total, shares = min(static_cast<int>(gridDim.x), total);
-    const int share = blockIdx.x;
-    if (share >= shares) return;
-    const int begin = share_begin(total, shares, share), end = share_begin(total, shares, share + 1);
-    const int from = begin + (end - begin) * warp / Config::warps, to = begin + (end - begin) * (warp + 1) / Config::warps;
-    Cursor<Config> at = line.locate(p, min(from, total - 1));
-    Pipeline<Config> pipeline(p, at, to - from, shared.stage(warp), shared.barriers(warp));
-    const int early = Config::stages;
-    int asked = 0;
-    for (; asked < early && pipeline.left > 0 && pipeline.next_is_old(); ++asked) pipeline.fill();
-    if constexpr (Config::split == 0) {
-        shared.clear_segments(warp);
-        plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // overlaps the first loads
-    }
-    // L2 prefetch past the ring, in two parts: l2_early blocks once this warp's ring has landed, so as not to delay other
-    // warps' ring loads, and l2_late blocks once the previous kernel has ended, when memory would idle until a stage
-    // frees up. Short ranges gain nothing from it.
-    constexpr int enough = 6;  // pieces left
-    if constexpr (Config::bulk && Config::l2_early > 0)
-        if (asked == early && pipeline.left >= enough) {
-            ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
-            pipeline.ask_ahead(pipeline.place_ahead(0, Config::l2_early), 0);
-        }
-    const uint8_t* next = nullptr;  // looked up before the wait, off the queries' critical path
-    if constexpr (Config::bulk && Config::l2_late > 0)
-        if (asked == early && pipeline.left >= enough) next = pipeline.place_ahead(Config::l2_early, Config::l2_late);
-    ptx::griddepcontrol_wait();
-    if constexpr (Config::bulk && Config::l2_late > 0) pipeline.ask_ahead(next, Config::l2_early);
-    for (; asked < early; ++asked) pipeline.fill();
-
     State<Config> state;
     Queries<Config> queries;
     Column column[Config::query_tiles][S::width] = {};
@@ -338,12 +306,90 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
             }
         } else if (at.last() || i == to) {
             state.settle();
-            finish_segment<Config>(p, shared, warp, at, state, whole, i == to);
+            finish(at, state, whole, i == to);
             fresh = whole = true;
         }
         at.advance(p);
     }
+}
+
+// A cluster a pair: its warps share the items evenly.
+template <class Config> DEVICE void attend_pair(const Params& p) {
+    using L = PairLayout<Config>;
+    const int warp = ptx::warp_id(), rank = blockIdx.x % L::blocks, pair = blockIdx.x / L::blocks, mine = warp * L::blocks + rank;
+    const PairLayout<Config> shared{};
+    Cursor<Config> at{};
+    at.row = pair / (p.kv_heads * Config::query_chunks);
+    at.head = pair % (p.kv_heads * Config::query_chunks);
+    at.load(p);
+    const int total = at.extent.items, parts = min(total, L::parts);
+    if (threadIdx.x == 0) {
+        const int own = (L::tasks - rank + L::blocks - 1) / L::blocks;
+        ptx::mbarrier_init(shared.arrived(), 1);
+        ptx::mbarrier_arrive_expect_tx(shared.arrived(), own * parts * (L::channels * 4 + 8));
+        ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+    ptx::barrier_cluster_arrive_relaxed();
+    const int each = total / L::parts, more = total % L::parts;
+    const int from = mine * each + min(mine, more), to = from + each + (mine < more);
+    at.item = min(from, max(total - 1, 0));
+    Pipeline<Config> pipeline(p, at, to - from, shared.stage(warp), shared.barriers(warp));
+    int asked = 0;
+    for (; asked < Config::stages && pipeline.left > 0 && pipeline.next_is_old(); ++asked) pipeline.fill();
+    ptx::griddepcontrol_wait();
+    for (; asked < Config::stages; ++asked) pipeline.fill();
+    ptx::barrier_cluster_wait();
+    attend_items(p, pipeline, at, from, to, [&](const Cursor<Config>&, State<Config>& state, bool, bool) {
+        send_part<Config>(shared, warp, mine, state);
+    });
+    if (parts) merge_sent<Config>(p, shared, warp, rank, pair, parts);
+}
+
+template <class Config> DEVICE void attend_line(const Params& p) {
+    const int warp = ptx::warp_id();
+    const Layout<Config> shared{};
+    // PDL: pages, tables and lengths predate the previous kernel; queries and the residual are its output.
+    Line<Config> line(p);
+    const int total = line.total, shares = min(static_cast<int>(gridDim.x), total);
+    const int share = blockIdx.x;
+    if (share >= shares) return;
+    const int begin = share_begin(total, shares, share), end = share_begin(total, shares, share + 1);
+    const int from = begin + (end - begin) * warp / Config::warps, to = begin + (end - begin) * (warp + 1) / Config::warps;
+    Cursor<Config> at = line.locate(p, min(from, total - 1));
+    Pipeline<Config> pipeline(p, at, to - from, shared.stage(warp), shared.barriers(warp));
+    const int early = Config::stages;
+    int asked = 0;
+    for (; asked < early && pipeline.left > 0 && pipeline.next_is_old(); ++asked) pipeline.fill();
+    if constexpr (Config::split == 0) {
+        shared.clear_segments(warp);
+        plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // overlaps the first loads
+    }
+    // L2 prefetch past the ring, in two parts: l2_early blocks once this warp's ring has landed, so as not to delay other
+    // warps' ring loads, and l2_late blocks once the previous kernel has ended, when memory would idle until a stage
+    // frees up. Short ranges gain nothing from it.
+    constexpr int enough = 6;  // pieces left
+    if constexpr (Config::bulk && Config::l2_early > 0)
+        if (asked == early && pipeline.left >= enough) {
+            ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
+            pipeline.ask_ahead(pipeline.place_ahead(0, Config::l2_early), 0);
+        }
+    const uint8_t* next = nullptr;  // looked up before the wait, off the queries' critical path
+    if constexpr (Config::bulk && Config::l2_late > 0)
+        if (asked == early && pipeline.left >= enough) next = pipeline.place_ahead(Config::l2_early, Config::l2_late);
+    ptx::griddepcontrol_wait();
+    if constexpr (Config::bulk && Config::l2_late > 0) pipeline.ask_ahead(next, Config::l2_early);
+    for (; asked < early; ++asked) pipeline.fill();
+    attend_items(p, pipeline, at, from, to, [&](const Cursor<Config>& end, State<Config>& state, bool whole, bool last) {
+        finish_segment<Config>(p, shared, warp, end, state, whole, last);
+    });
     if constexpr (Config::split == 0) merge_block<Config>(p, shared, warp);
+}
+
+template <class Config> __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) kernel(const __grid_constant__ Params p) {
+    ptx::griddepcontrol_launch_dependents();
+    if constexpr (Config::pair_blocks > 0) attend_pair<Config>(p);
+    else attend_line<Config>(p);
 }
 
 }  // namespace decode

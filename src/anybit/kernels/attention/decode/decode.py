@@ -15,6 +15,9 @@ from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 MOST_QUERIES = 16
 _MOST_WARPS = 16  # the merge has a lane for each of a block's 2 * warps segments
+_MOST_PARTS, _MOST_BLOCKS = 32, 8  # the merge of a cluster has a lane for each warp's part
+_SHORT, _SHORT_16, _FEW_PAIRS = 1024, 4096, 8
+"""Capacities (packed, 16 bits) and pairs to which a cluster for each pair was measured, and faster (H200)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Config(BlockConfig):
     """A kernel config. ``decode_block.cuh`` explains its constants.
 
     l2_early, l2_late: packed blocks that a warp prefetches into L2 beyond its pipeline, while the previous kernel still
-    runs, and after it has ended.  merge_warps: warps that share a row of the merge.
+    runs, and after it has ended.  merge_warps: warps that share a row of the merge.  pair_blocks: 0, or the blocks of a
+    cluster for each pair (decode_pair.cuh).
     """
 
     windowed: bool
@@ -90,6 +94,7 @@ class Config(BlockConfig):
     l2_early: int = 0
     l2_late: int = 0
     merge_warps: int = 1
+    pair_blocks: int = 0
     front: int = 0
     slots: int = 0
     plain: bool = False
@@ -151,7 +156,14 @@ def slot_bytes(config: "Config", layout: PageLayout) -> int:
 
 
 def shared_bytes(config: Config, layout: PageLayout) -> int:
-    """Dynamic shared memory per block: pipelines, first segments, states, owners, barriers, plan."""
+    """Dynamic shared memory per block: pipelines, first segments, states, owners, barriers, plan; with a cluster for
+    each pair pipelines, what other warps send, barriers.
+    """
+    if config.pair_blocks:
+        rings = config.warps * config.stages * slot_bytes(config, layout)
+        tasks, parts = config.rows * config.merge_warps, config.pair_blocks * config.warps
+        task = parts * (config.head_dim // config.merge_warps * 4 + 8)
+        return rings + -(-tasks // config.pair_blocks) * task + (config.warps * config.stages + 1) * 8
     segments = config.warps * (config.stages * slot_bytes(config, layout) + config.rows * config.head_dim * 4)
     owners = segments + config.warps * 2 * config.rows * 8
     barriers = -(-(owners + config.warps * 2 * 4) // 8) * 8
@@ -251,6 +263,13 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     if config.merge_warps > 1 and (config.split or config.head_dim % (32 * config.merge_warps)):
         where = "a fixed split merges within its loop" if config.split else f"heads have {config.head_dim} channels"
         return f"{config.merge_warps} warps cannot share a row of the merge, since {where}: use merge_warps = 1"
+    if config.pair_blocks and (config.split or device.capability < 90):
+        return "a cluster for each pair needs sm_90 or later and no fixed split: use pair_blocks = 0"
+    if config.pair_blocks * config.warps > _MOST_PARTS or config.pair_blocks > _MOST_BLOCKS:
+        return (
+            f"a cluster has at most {_MOST_BLOCKS} blocks and {_MOST_PARTS} warps, not {config.pair_blocks} blocks of "
+            f"{config.warps} warps"
+        )
     if config.stages < 2:
         return f"the pipeline needs at least 2 stages, one for keys and one for values, not {config.stages}"
     if config.bulk and device.capability < 90:
@@ -273,6 +292,18 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
 @cache
 def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     """The built-in config, from measurements on an H200. Raises KernelError with the reason if there is none."""
+    format, pairs = problem.layout.format, problem.batch * problem.kv_heads
+    most = _SHORT_16 if format.key_bits == format.value_bits == 16 else _SHORT
+    if problem.capacity <= most and pairs <= _FEW_PAIRS and not (problem.plain or problem.front or format.float4):
+        clusters = replace(make(problem, device, 8, 2, checked=checked), pair_blocks=4)
+        if why_not(problem, clusters, device) is None:
+            return clusters
+    return on_a_line(problem, device, checked)
+
+
+@cache
+def on_a_line(problem: Problem, device: Device, checked: bool = False) -> Config:
+    """The built-in config of one wave of blocks that share all items; KernelError as ``default``."""
     layout = problem.layout
     bits = layout.format.key_bits + layout.format.value_bits
     wide = problem.rows > 8 or layout.head_dim > 128 or layout.chunk < 64
@@ -321,7 +352,9 @@ def _merge_warps(problem: Problem, config: Config, device: Device) -> int:
 
 
 def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
-    """Blocks: one wave, independent of lengths."""
+    """Blocks: one wave, independent of lengths; or a cluster for each pair."""
+    if config.pair_blocks:
+        return (problem.batch * problem.parts * problem.kv_heads * config.query_chunks * config.pair_blocks, 1, 1)
     return (device.sms * config.min_blocks_per_sm, 1, 1)
 
 
@@ -342,9 +375,8 @@ def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, in
 @cache
 def kernel(config: Config, layout: PageLayout) -> Kernel:
     """The kernel of a config."""
-    return Kernel(
-        "attention/decode/decode.cuh", "decode::kernel", config, Params, 32 * config.warps, shared_bytes(config, layout)
-    )
+    shared, cluster = shared_bytes(config, layout), config.pair_blocks or 1
+    return Kernel("attention/decode/decode.cuh", "decode::kernel", config, Params, 32 * config.warps, shared, cluster)
 
 
 def log2_scale(scale: float) -> float:

@@ -135,8 +135,7 @@ template <class Config> struct RowSum {
         UNROLL for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[k], v[k]);
     }
     // This lane's channels of a row in shared memory, or in global memory (other CTAs': ld.cg).
-    DEVICE void from_shared(float (&row)[width], const float* at) const {
-        const uint32_t shared = ptx::shared_address(at + first);
+    DEVICE static void from_shared(float (&row)[width], uint32_t shared) {
         UNROLL for (int k = 0; k < width; k += vector) {
             if constexpr (vector == 4) {
                 const uint4 w = ptx::ld_shared_v4(shared + 4 * k);
@@ -316,8 +315,8 @@ template <class Config> DEVICE void merge_block(const Params& p, const Layout<Co
             parts &= parts - 1;
             const int two = parts ? __ffs(parts) - 1 : one;
             float rows[2][RowSum<Config>::width];
-            sum.from_shared(rows[0], shared.segment(one) + row * Config::head_dim);
-            sum.from_shared(rows[1], shared.segment(two) + row * Config::head_dim);
+            RowSum<Config>::from_shared(rows[0], ptx::shared_address(shared.segment(one) + row * Config::head_dim + sum.first));
+            RowSum<Config>::from_shared(rows[1], ptx::shared_address(shared.segment(two) + row * Config::head_dim + sum.first));
             const float weights[2] = {__shfl_sync(0xffffffffu, weight, one), __shfl_sync(0xffffffffu, weight, two)};
             sum.add(weights[0], rows[0]);
             if (parts) sum.add(weights[1], rows[1]);
