@@ -393,6 +393,8 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         if set(counts) == {tokens} and self._in_one_launch(tokens) and self.seen > tokens:
             kv.write(store, layer, self.rows, k, v)
             return kv.attend(q, store, layer, self.rows, masks)
+        if counts == [tokens]:
+            return attention.prefill(q[0], k[0], v[0], store, layer, self.rows[0], masks)[None]
         out = torch.zeros_like(q)
         for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             if count:

@@ -249,9 +249,11 @@ class Decoder:
         if not static:
             return AnyBitCache(kv, config=self.config, capacity=capacity)
         capacity = -(-(capacity + 1) // _ROUND) * _ROUND
-        layers = [m._prepared for m in self.model.modules() if isinstance(m, QuantLinear)]
-        weights = [(-1 if prepared is None else prepared.number, False) for prepared in layers]
-        weights += [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.model.parameters()]
+        weights = []
+        for module in self.model.modules():
+            if isinstance(module, QuantLinear):
+                weights.append((-1 if module._prepared is None else module._prepared.number, False))
+            weights += [(p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None]
         if weights != self._weights:  # moved, another backend, or an adapter: graphs would read freed addresses
             self.forget()
             self._weights = weights
@@ -359,11 +361,13 @@ def install(model: PreTrainedModel, kv: KVFormat | None) -> None:
         model_kwargs[CACHE] = made
         return None
 
+    signature = inspect.signature(model.generate)
+
     @functools.wraps(type(model).generate)
     def generate(self: PreTrainedModel, *args: object, **kwargs: object) -> Tensor | ModelOutput:
         decoder: Decoder = self._anybit_decoder
         usual = types.MethodType(type(self).generate, self)
-        given = (signature := inspect.signature(usual)).bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
         named = dict(zip(signature.parameters, given.args, strict=False)) | given.kwargs
         static = greedy.setting(self, named, "cache_implementation") == "static"
         if greedy.wanted(self, named) and why_not(self, decoder.kv or _SIXTEEN_BITS) is None:

@@ -72,8 +72,14 @@ def test_rotary_embedding_of_odd_heads(dim):
     check_rotary_embedding(torch.float16, dim, norms=dim > 16)
 
 
-def check_rotary_embedding(dtype, dim, norms, stores=False, paired=False):
-    heads, kv_heads, tokens, batch, ring = 3, 2, 2, 2, 32
+@pytest.mark.parametrize("paired", [False, True])
+def test_rotary_embedding_of_several_heads_a_warp(paired, monkeypatch):
+    monkeypatch.setattr(rope, "_MANY", 1)
+    check_rotary_embedding(torch.float16, 96, norms=True, paired=paired, heads=10)
+
+
+def check_rotary_embedding(dtype, dim, norms, stores=False, paired=False, heads=3):
+    kv_heads, tokens, batch, ring = 2, 2, 2, 32
     rows = batch * tokens
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(rows, dim) * 6

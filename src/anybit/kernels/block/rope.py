@@ -13,6 +13,8 @@ from anybit.kernels.block.norm_act import paired_rows
 
 WARP = 32
 MAX_HEAD_DIM = 512
+_MANY, _TOGETHER = 32768, 8
+"""Heads of all tokens from which a warp turns several, waiting once for their loads, and how many."""
 MOST_TOKENS = jit.MOST_BLOCKS[1]
 """Most tokens per launch: tokens are the grid's y dimension."""
 
@@ -36,9 +38,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel config, a warp per head. threads: per block."""
+    """A kernel config. threads: per block. heads: of a warp."""
 
     threads: int
+    heads: int
     head_dim: int
     is_bf16: bool
     stores: bool = False
@@ -136,16 +139,20 @@ def why_not(problem: Problem) -> str | None:
 
 
 def default(problem: Problem) -> Config:
-    """The config: few heads per block, to spread heads over SMs. Raises KernelError if ``why_not`` refuses."""
+    """The config: few heads per block, to spread heads over SMs; of many tokens several per warp. Raises KernelError if
+    ``why_not`` refuses.
+    """
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for the rotary embedding: {reason}")
-    return Config(2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, problem.stores, problem.paired)
+    many = problem.tokens * (problem.query_heads + problem.key_heads) >= _MANY and not problem.stores
+    heads, bf16 = _TOGETHER if many else 1, problem.dtype == torch.bfloat16
+    return Config(2 * WARP, heads, problem.head_dim, bf16, problem.stores, problem.paired)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Blocks: (heads, tokens)."""
     heads = problem.query_heads + problem.key_heads * (2 if config.stores else 1)
-    return -(-heads // (config.threads // WARP)), problem.tokens, 1
+    return -(-heads // (config.threads // WARP * config.heads)), problem.tokens, 1
 
 
 @cache
