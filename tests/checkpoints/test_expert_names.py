@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from anybit import AnyBitConfig
 from anybit.checkpoints.convert import convert
 from anybit.checkpoints.formats.write import convert_into
 from anybit.cli.checkpoints import _model
+from anybit.errors import LayerError
 from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
 from cases_mixtures import COMMON, MODELS
@@ -29,7 +32,10 @@ def words(folder: Path) -> dict[str, object]:
 
 
 def schemes(folder: Path) -> dict[str, str]:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    return schemes_of(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def schemes_of(model: nn.Module) -> dict[str, str]:
     return {name: str(one.scheme) for name, one in model.named_modules() if isinstance(one, QuantLinear)}
 
 
@@ -65,12 +71,16 @@ def test_one_scheme(source: Path, tmp_path: Path) -> None:
     assert {each.dtype for each in other.parameters() if each.is_floating_point()} == {torch.float16}
 
 
-def test_schemes_of_single_layers(source: Path, tmp_path: Path) -> None:
-    others = {"*.mlp.experts.*.w2": "w8a16", "model.layers.1.mlp.experts.3.w1": "w2a16g32"}
-    quantize_folder(
-        source, tmp_path / "q", "w4a16g32", overrides=others, modules_to_not_convert=["lm_head", ".*mlp.experts.5"]
-    )
+@pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
+def test_schemes_of_single_layers(source: Path, tmp_path: Path, block: str) -> None:
+    """By transformers' names, or by those of the folder."""
+    others = {f"*.{block}.experts.*.w2": "w8a16", f"model.layers.1.{block}.experts.3.w1": "w2a16g32"}
+    kept = ["lm_head", f".*{block}\\.experts\\.5"]
+    quantize_folder(source, tmp_path / "q", "w4a16g32", overrides=others, modules_to_not_convert=kept)
     found = schemes(tmp_path / "q")
+    loading = AnyBitConfig("w4a16g32", kept, overrides=others)
+    loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=loading)
+    assert schemes_of(loaded) == found
     assert {scheme for name, scheme in found.items() if name.endswith("w2")} == {"w8a16"}
     assert [name for name, scheme in found.items() if scheme == "w2a16g32"] == ["model.layers.1.mlp.experts.3.w1"]
     assert not [name for name in found if ".experts.5." in name]
@@ -81,3 +91,13 @@ def test_schemes_of_single_layers(source: Path, tmp_path: Path) -> None:
     assert told["linear_layers"] == len(found)
     one = "model.layers.0.mlp.experts and of 1 more layer one by one: not all of their layers are quantized"
     assert told["experts"] == f"8, of which a token uses 2; a GPU runs those of {one}"
+
+
+@pytest.mark.parametrize("pattern", ["*.block_sparse_moe.experts.*.w4", "*sparse_moe.experts.*.w1"])
+def test_overrides_of_no_expert_are_refused(source: Path, tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(LayerError, match="matches no layer"):
+        quantize_folder(source, tmp_path / "q", "w4a16", overrides={pattern: "w8a16"})
+    with pytest.raises(LayerError, match="matches no layer"):
+        AutoModelForCausalLM.from_pretrained(
+            source, quantization_config=AnyBitConfig("w4a16", overrides={pattern: "w8a16"})
+        )

@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from anybit.errors import CheckpointError, SchemeError
-from anybit.models.patterns import LONGEST_PATTERN, MOST_REPETITIONS, check_pattern
+from anybit.models.patterns import LONGEST_PATTERN, MOST_REPETITIONS, check_pattern, is_wild
 from anybit.scheme import CODES, Scheme, WeightFormat
 from anybit.version import __version__
 
@@ -26,6 +27,20 @@ _KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "forma
 """Keys by which other tools name a method's layout."""
 
 
+class Overrides(dict[str, Scheme]):
+    """Schemes of single layers, by name or shell pattern. Not to be changed: patterns are sorted out once."""
+
+    @cached_property
+    def _patterns(self) -> list[str]:
+        return [pattern for pattern in self if is_wild(pattern)]  # of a mixture's names there may be thousands
+
+    def of(self, layer: str) -> Scheme | None:
+        """A layer's scheme: by its name, else by the last pattern that matches it; None if none does."""
+        if layer in self:
+            return self[layer]
+        return next((self[pattern] for pattern in reversed(self._patterns) if fnmatchcase(layer, pattern)), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How a saved model is quantized, according to its config.json.
@@ -39,7 +54,7 @@ class Quantization:
     kept: list[str] | None = None
     group_index: bool = False
     hadamard: list[str] = field(default_factory=list)
-    overrides: dict[str, Scheme] = field(default_factory=dict)
+    overrides: Overrides = field(default_factory=Overrides)
 
     @classmethod
     def of(cls, config: Mapping[str, object], where: object = "config.json") -> "Quantization | None":
@@ -86,24 +101,13 @@ class Quantization:
 
     def scheme_of(self, layer: str) -> Scheme:
         """The scheme of one layer."""
-        return override_of(layer, self.overrides) or self.scheme
+        return self.overrides.of(layer) or self.scheme
 
     def renamed(self, rename: Callable[[str], str]) -> "Quantization":
         """The same with other names of layers."""
-        kept = None if self.kept is None else [*map(rename, self.kept)]
-        overrides = {rename(name): scheme for name, scheme in self.overrides.items()}
+        kept = [*map(rename, self.kept)] if isinstance(self.kept, list) else self.kept
+        overrides = Overrides((rename(name), scheme) for name, scheme in self.overrides.items())
         return replace(self, kept=kept, hadamard=[*map(rename, self.hadamard)], overrides=overrides)
-
-
-def override_of(layer: str, overrides: Mapping[str, Scheme]) -> Scheme | None:
-    """The override for a layer: by its name, else by the last pattern that matches it; None if none does.
-
-    Names of other layers, of which a mixture may have thousands, are not matched: that takes long.
-    """
-    if layer in overrides:
-        return overrides[layer]
-    patterns = [pattern for pattern in overrides if "*" in pattern or "?" in pattern or "[" in pattern]
-    return next((overrides[pattern] for pattern in reversed(patterns) if fnmatchcase(layer, pattern)), None)
 
 
 def in_any_order(overrides: Mapping[str, str], layers: Collection[str]) -> dict[str, str]:
@@ -114,12 +118,12 @@ def in_any_order(overrides: Mapping[str, str], layers: Collection[str]) -> dict[
     if all(len(found) < 2 for found in matches):
         return dict(overrides)
     schemes = parse_overrides(overrides)
-    return {name: str(found) for name in layers if (found := override_of(name, schemes)) is not None}
+    return {name: str(found) for name in layers if (found := schemes.of(name)) is not None}
 
 
-def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, Scheme]:
+def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> Overrides:
     """Parse and check per-layer schemes. Raises SchemeError for one that a saved model cannot have."""
-    found = {}
+    found = Overrides()
     for pattern, text in (overrides or {}).items():
         if len(pattern) > LONGEST_PATTERN or pattern.count("*") > MOST_REPETITIONS:
             raise SchemeError(
@@ -257,9 +261,9 @@ def _names(entry: Mapping[str, object], key: str, place: str) -> list[str] | Non
     return value
 
 
-def _overrides(value: object, place: str) -> dict[str, Scheme]:
+def _overrides(value: object, place: str) -> Overrides:
     if value is None:
-        return {}
+        return Overrides()
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for item in value.items() for text in item):
         raise CheckpointError(f"{place}.overrides must map layer names to schemes, not be {_short(value)}")
     try:

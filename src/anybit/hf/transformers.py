@@ -24,10 +24,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from anybit.checkpoints.configuration import (
     COMPRESSED_TENSORS,
     METHOD,
+    Overrides,
     Quantization,
     configuration,
     in_any_order,
-    override_of,
     parse_overrides,
     settings_of,
 )
@@ -204,13 +204,14 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         whole = None if kwargs.get("whole") else partial(self._check_whole, model, checkpoint_files or [])
         if not self.pre_quantized:
             warn_of_left(model)
-            modules.check_kept(model, config.modules_to_not_convert)
             if entries is not None:
                 check_model(model, entries, model.name_or_path, check_whole=whole)
         elif entries is not None:
             self._take_names(model, check_layers(config.quantization, entries))
         names = config.names = HubNames.of(model)
         own = config.quantization.renamed(names.own)
+        if not self.pre_quantized:
+            modules.check_kept(model, own.kept)
         config.modules_to_not_convert, config.hadamard = own.kept, own.hadamard
         config.overrides = {name: str(each) for name, each in own.overrides.items()}
         keep = modules.kept_modules(model, config.modules_to_not_convert, config.overrides)
@@ -221,23 +222,29 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.embeddings = [layer.name for layer in modules.embedding_layers(model, overrides)]
         self.shared = modules.shared_heads(model, overrides)
         self.quantized = [*self.embeddings, *linears]
+        if not self.pre_quantized:
+            modules.check_overrides(model, overrides, linears)
         config.overrides = in_any_order(config.overrides, self.quantized)
         if names.blocks:  # saved by names alone: patterns may be of the model's names
-            every = [layer.name for layer in modules.linear_layers(model, [])]
-            config.modules_to_not_convert = [name for name in every if name not in linears]
-            schemes = config.quantization.overrides
-            found = {name: override_of(name, schemes) for name in self.quantized}
+            every, known = [layer.name for layer in modules.linear_layers(model, [])], set(linears)
+            config.modules_to_not_convert = [name for name in every if name not in known]
+            found = {name: overrides.of(name) for name in self.quantized}
             config.overrides = {name: str(each) for name, each in found.items() if each is not None}
         self.validate_environment(device_map=device_map)
-        if not self.pre_quantized:
-            modules.check_overrides(model, config.overrides, linears)
         # A tied head is loaded as an ordinary one and quantized once its weight is there.
         self.tied = sorted(set(linears) & set(modules.tied_heads(model)))
         keep = [*keep, *self.tied]
         if not config.group_index and not config.overrides:
             config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard))
         replace_linears(
-            model, scheme, keep, config.backend, config.group_index, not self.pre_quantized, config.hadamard, overrides
+            model,
+            scheme,
+            keep,
+            config.backend,
+            config.group_index,
+            not self.pre_quantized,
+            config.hadamard,
+            overrides=overrides,
         )
         loading = (name for name, module in model.named_modules() if isinstance(module, _Loading))
         experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}
@@ -474,7 +481,8 @@ def replace_linears(
     group_index: bool = False,
     placeholder: bool = False,
     hadamard: Collection[str] = (),
-    overrides: Mapping[str, Scheme] | None = None,
+    *,
+    overrides: Overrides,
 ) -> None:
     """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, except those in ``keep``.
 
@@ -484,7 +492,7 @@ def replace_linears(
     kind = _Loading if placeholder else QuantLinear
     for found in modules.linear_layers(model, keep):
         module, name = model.get_submodule(found.name), found.name
-        own = override_of(name, overrides or {}) or scheme
+        own = overrides.of(name) or scheme
         try:
             layer = kind(
                 found.k, found.n, own, module.bias is not None, group_index=group_index, hadamard=name in hadamard,

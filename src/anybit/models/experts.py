@@ -181,22 +181,21 @@ class HubNames:
 
     def hub(self, name: str) -> str:
         """A tensor's or layer's name in the model -> in checkpoints."""
-        return self._renamed(name, "mlp", _STORED, self.router, "gate")
+        before, found, inside = name.partition(".mlp.")
+        if not found or f"{before}.mlp" not in self.blocks:
+            return name
+        first, dot, rest = inside.partition(".")
+        return f"{before}.{_STORED}.{'gate' if first == self.router else first}{dot}{rest}"
 
     def own(self, name: str) -> str:
-        """The inverse of ``hub``."""
-        return self._renamed(name, _STORED, "mlp", "gate", self.router)
+        """The inverse of ``hub``; the same for a pattern with block_sparse_moe in it."""
+        if not self.blocks:
+            return name
+        return re.sub(rf"{_STORED}(\\?\.)gate\b", rf"mlp\1{self.router}", name).replace(_STORED, "mlp")
 
     def both(self, names: Iterable[str]) -> list[str]:
         """Names in checkpoints and in the model, for readers that know either."""
         return [*dict.fromkeys(each for name in names for each in (self.hub(name), name))]
-
-    def _renamed(self, name: str, old: str, new: str, old_router: str, new_router: str) -> str:
-        before, found, inside = name.partition(f".{old}.")
-        if not found or f"{before}.mlp" not in self.blocks:
-            return name
-        first, dot, rest = inside.partition(".")
-        return f"{before}.{new}.{new_router if first == old_router else first}{dot}{rest}"
 
 
 _STORED = "block_sparse_moe"

@@ -19,7 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from anybit.errors import CheckpointError, LayerError, one_line
 from anybit.models.experts import unfuse
-from anybit.models.patterns import check_pattern
+from anybit.models.patterns import check_pattern, is_wild
 
 if TYPE_CHECKING:  # at run time it would make anybit.registration import hf, and with it this module, half-way here
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -196,10 +196,10 @@ def untied(config: Mapping[str, object]) -> dict[str, object]:
 def check_overrides(model: "PreTrainedModel", overrides: Mapping[str, object], quantized: Iterable[str]) -> None:
     """Raise LayerError for an override that matches no quantized layer, and would silently do nothing."""
     embedding = [layer.name for layer in embedding_layers(model, overrides)]
-    quantized = [*quantized, *embedding, *shared_heads(model, overrides)]
+    quantized = {*quantized, *embedding, *shared_heads(model, overrides)}
     known = [*_linear_names(model), _embedding_name(model)]
     for pattern in overrides:
-        if any(name == pattern or fnmatchcase(name, pattern) for name in quantized):
+        if pattern in quantized or (is_wild(pattern) and any(fnmatchcase(name, pattern) for name in quantized)):
             continue
         kept = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
         if kept:

@@ -8,6 +8,11 @@ LONGEST_PATTERN = 256
 MOST_REPETITIONS = 3
 
 
+def is_wild(pattern: str) -> bool:
+    """Whether a shell pattern can match more than the name that it is."""
+    return any(mark in pattern for mark in "*?[")
+
+
 def check_pattern(pattern: str, place: str) -> None:
     """Raise CheckpointError for a regular expression that is invalid, or could backtrack exponentially.
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from anybit.checkpoints.configuration import Quantization, method_of, override_of
+from anybit.checkpoints.configuration import Overrides, Quantization, method_of
 from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.safetensors import read_header
 from anybit.checkpoints.sidecars import with_quantization
@@ -63,7 +63,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         hadamard: list[str] | None = None, overrides: dict[str, Scheme] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.scheme, self.overrides = None if scheme is None else Scheme.parse(scheme), dict(overrides or {})
+        self.scheme, self.overrides = None if scheme is None else Scheme.parse(scheme), Overrides(overrides or {})
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index = group_index
         self.stored: list[str] | None = None
@@ -166,7 +166,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         for name in source.kv_scales[:1]:
             _logger.warning("anybit: scales for an 8-bit KV cache, such as %s, are ignored", name)
         self.scheme, self.group_index = source.scheme, source.group_index
-        self.overrides = {name: scheme for name, scheme in source.layers.items() if scheme != source.scheme}
+        self.overrides = Overrides((name, scheme) for name, scheme in source.layers.items() if scheme != source.scheme)
         self.stored = sorted(source.layers)
         if self._mapper is not None:
             self.apply_vllm_mapper(self._mapper)
@@ -175,7 +175,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         """Map checkpoint names to vLLM's, for models whose names differ."""
         self._mapper = hf_to_vllm_mapper
         self.kept = hf_to_vllm_mapper.apply_list(self.kept)
-        self.overrides = hf_to_vllm_mapper.apply_dict(self.overrides)
+        self.overrides = Overrides(hf_to_vllm_mapper.apply_dict(self.overrides))
         self.hadamard = hf_to_vllm_mapper.apply_list(self.hadamard)
         if self.stored is not None:
             self.stored = hf_to_vllm_mapper.apply_list(self.stored)
@@ -218,7 +218,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _scheme_of(self, name: str) -> Scheme:
         """The scheme of one layer."""
-        found = override_of(name, self.overrides) or self.scheme
+        found = self.overrides.of(name) or self.scheme
         assert found is not None, "a layer is built before its folder was read"
         return found
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoints.configuration import override_of
+from anybit.checkpoints.configuration import Overrides
 from anybit.checkpoints.verify import layer_shapes
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, OptionError, TextError
@@ -79,7 +79,7 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     if not {"text", "sequences"} & job.options.keys():
         raise TextError("widths are chosen by what they cost on a text: name a file with --text")
     options = Options.of({name: value for name, value in job.options.items() if name in OPTIONS})
-    free = [layer for layer in job.layers if override_of(layer.name, job.overrides) is None]
+    free = [layer for layer in job.layers if job.overrides.of(layer.name) is None]
     if not free:
         raise OptionError("every layer has an override, so there is nothing to choose")
     cache = 0.0 if context is None else cache_bytes(job.model.config, job.scheme.kv, context)
@@ -115,7 +115,7 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
         for name in names
         if width != usual
     }
-    return replace(job, scheme=scheme, overrides={**job.overrides, **others})
+    return replace(job, scheme=scheme, overrides=Overrides(others | job.overrides))
 
 
 def choose(units: Sequence[Sequence[Choice]], budget: float) -> list[int]:

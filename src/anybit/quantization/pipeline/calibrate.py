@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoints.configuration import Quantization
+from anybit.checkpoints.configuration import Overrides, Quantization
 from anybit.codes.packing import QuantizedWeight, unstack
 from anybit.codes.reference import quantize_activations
 from anybit.errors import CalibrationError, TextError
@@ -134,7 +134,7 @@ def calibrate(
     """
     settings = settings or Calibration()
     batches = batched(sequences, settings.batch_tokens)
-    run = _Run(model, batches, Quantization(scheme, overrides=dict(overrides or {})), names, quantizer, settings)
+    run = _Run(model, batches, Quantization(scheme, overrides=Overrides(overrides or {})), names, quantizer, settings)
     started = time.monotonic()
     fresh = 0
     try:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from anybit.cache import kvcache
-from anybit.checkpoints.configuration import configuration, in_any_order, override_of, parse_overrides, refuse_quantized
+from anybit.checkpoints.configuration import (
+    Overrides,
+    Quantization,
+    configuration,
+    in_any_order,
+    parse_overrides,
+    refuse_quantized,
+)
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.expert_parts import split_experts, traps
 from anybit.checkpoints.folder import Folder, path_of
@@ -110,7 +117,7 @@ class Job:
     kept: list[str]
     layers: list[LinearLayer]
     names: dict[str, str]
-    overrides: dict[str, Scheme] = field(default_factory=dict)
+    overrides: Overrides = field(default_factory=Overrides)
     tied: dict[str, str] = field(default_factory=dict)
     embeddings: list[LinearLayer] = field(default_factory=list)
     overwrite: bool = False
@@ -133,7 +140,7 @@ class Job:
     ) -> "Job":
         """Open and check the source. Raises CheckpointError, LayerError or SchemeError."""
         began = time.perf_counter()
-        scheme, others = Scheme.parse(scheme), parse_overrides(overrides)
+        given = Quantization(Scheme.parse(scheme), modules_to_not_convert, overrides=parse_overrides(overrides))
         output = path_of(output, "the output")
         folder = Folder(source, trust_remote_code)
         check_place(output, rest.get("overwrite", False), folder.path)  # fail now, not after an hour
@@ -141,8 +148,10 @@ class Job:
         model = skeleton(folder.path, trust_remote_code)
         warn_of_left(model)
         folder.entries = split_experts(model, folder.entries)
-        check_kept(model, modules_to_not_convert)
-        kept = kept_modules(model, modules_to_not_convert, others)
+        given = given.renamed(HubNames.of(model).own)
+        scheme, others = given.scheme, given.overrides
+        check_kept(model, given.kept)
+        kept = kept_modules(model, given.kept, others)
         layers = linear_layers(model, kept)
         check_overrides(model, others, [layer.name for layer in layers])
         embeddings = embedding_layers(model, others)
@@ -150,7 +159,7 @@ class Job:
             if refused := embedding_refused(others[layer.name]):
                 raise LayerError(f"override {layer.name!r}: {refused}")
         for layer in (*layers, *embeddings):
-            _check_fit(layer, override_of(layer.name, others) or scheme)
+            _check_fit(layer, others.of(layer.name) or scheme)
         if scheme.kv is not None and (reason := kvcache.why_not(model, scheme.kv)) is not None:
             raise LayerError(
                 f"the KV format {scheme.kv} cannot serve this model: {reason}; leave out -{scheme.kv} to keep an "
@@ -167,7 +176,7 @@ class Job:
 
     def scheme_of(self, layer: str) -> Scheme:
         """The scheme of one layer."""
-        return override_of(layer, self.overrides) or self.scheme
+        return self.overrides.of(layer) or self.scheme
 
 
 def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None = None) -> Saved:
@@ -275,7 +284,7 @@ def _write_companions(
     kept, overrides = job.kept, in_any_order(given, every)
     if stored.blocks:  # by names alone: patterns may be of the model's names
         kept = [layer.name for layer in linear_layers(job.model, []) if layer.name not in every]
-        overrides = {name: str(found) for name in every if (found := override_of(name, job.overrides)) is not None}
+        overrides = {name: str(found) for name in every if (found := job.overrides.of(name)) is not None}
     overrides = {stored.hub(name): scheme for name, scheme in overrides.items()}
     kept, hadamard = [*map(stored.hub, kept)], [*map(stored.hub, changes.hadamard)]
     ignore = None if ignore is None else stored.both(ignore)
