@@ -14,7 +14,7 @@ import anybit
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError, OptionError, TextError
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.pipeline.allocate import Choice, choose, loss_of, sample
+from anybit.quantization.pipeline.allocate import Choice, choose, few_kinds, loss_of, sample
 from anybit.scheme import Scheme
 
 TEXT: dict[str, Any] = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)]}
@@ -28,14 +28,38 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_choice_is_near_the_best_there_is() -> None:
     dice = random.Random(3)
     units = [
-        [Choice(width, width * size, dice.random() * 4.0**-width) for width in (2, 3, 4, 6)] for size in (1, 2, 3, 2, 1)
+        [Choice({"": width}, width * size, dice.random() * 4.0**-width) for width in (2, 3, 4, 6)]
+        for size in (1, 2, 3, 2, 1)
     ]
     for budget in (18, 23, 31, 40, 54):
         every = itertools.product(*units)
         best = min(sum(c.loss for c in some) for some in every if sum(c.bits for c in some) <= budget)
-        chosen = [next(c for c in unit if c.width == w) for unit, w in zip(units, choose(units, budget), strict=True)]
+        chosen, _ = choose(units, budget)
         assert sum(choice.bits for choice in chosen) <= budget
         assert best <= sum(choice.loss for choice in chosen) <= 1.5 * best + 1e-12
+
+
+@pytest.mark.parametrize("mean", [2.4, 3.1, 4.5, 7.9])
+def test_experts_of_a_layer_are_of_few_kinds(mean: float) -> None:
+    """Within the budget, and not far from a choice without limit; those that lose most are of the wider kind."""
+    dice, units, size = random.Random(int(mean)), [], 0
+    for layer, expert, parts in itertools.product("ab", range(12), (("gate", "up"), ("down",))):
+        felt = dice.random() * (40 if expert == 5 else 1) * (4 if parts == ("down",) else 1)
+        names = [f"{layer}.experts.{expert}.{part}" for part in parts]
+        units.append([Choice(dict.fromkeys(names, w), w * len(names), felt * 4.0**-w) for w in (2, 3, 4, 6, 8)])
+        size += len(names)
+    units.append([Choice({"head": w}, 5 * w, 4.0**-w) for w in (2, 4, 8)])
+    budget = mean * (size + 5)
+    few, _ = choose(few_kinds(units, budget, ["a.experts", "b.experts", "c.experts"]), budget)
+    assert sum(choice.bits for choice in few) <= budget
+    widths = {name: width for choice in few for name, width in choice.widths.items()}
+    assert len(widths) == size + 1
+    for layer in "ab":
+        kinds = [tuple(widths[f"{layer}.experts.{i}.{part}"] for part in ("gate", "up", "down")) for i in range(12)]
+        assert len(set(kinds)) <= 2 and sum(kinds[5]) == max(map(sum, kinds))
+    free, most = choose(units, budget)[0], sum(unit[0].loss for unit in units)
+    gained = [most - sum(choice.loss for choice in some) for some in (few, free)]
+    assert gained[0] > 0.7 * gained[1]
 
 
 def test_the_loss_is_the_divergence_that_is_measured() -> None:

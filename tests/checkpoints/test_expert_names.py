@@ -90,7 +90,8 @@ def test_schemes_of_single_layers(source: Path, tmp_path: Path, block: str) -> N
     told = _model(str(tmp_path / "q"), False)
     assert told["linear_layers"] == len(found)
     one = "model.layers.0.mlp.experts and of 1 more layer one by one: not all of their layers are quantized"
-    assert told["experts"] == f"8, of which a token uses 2; a GPU runs those of {one}"
+    counts = "27 in w4a16g32, 14 in w8a16, 1 in w2a16g32"
+    assert told["experts"] == f"8, of which a token uses 2; projections: {counts}; a GPU runs those of {one}"
 
 
 @pytest.mark.parametrize("pattern", ["*.block_sparse_moe.experts.*.w4", "*sparse_moe.experts.*.w1"])

@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TOKENS = (1, 5, 300)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE in w4a16g128, quantized and saved on the CPU."""
+@pytest.fixture(scope="module", params=[{}, {"*.experts.[0-7].*": "w2a16g64asym"}], ids=["one scheme", "two"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A random Qwen3-MoE in w4a16g128, half of its experts in another scheme, quantized and saved on the CPU."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=512, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,
@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, 0, 1.0 if "embed" in name else 0.08)
     model.half().save_pretrained(plain)
-    load(plain, "cpu", torch.float16, quantization_config=AnyBitConfig("w4a16g128")).save_pretrained(path)
+    load(
+        plain, "cpu", torch.float16, quantization_config=AnyBitConfig("w4a16g128", overrides=request.param)
+    ).save_pretrained(path)
     return path
 
 

@@ -22,14 +22,16 @@ def weight_of(scheme: str, n: int, k: int, seed: int) -> QuantizedWeight:
 
 
 def quantized(
-    scheme: str = "w4a16g32", down: str | None = None, gate: Gate | None = None, bias: bool = False
+    scheme: str | list[str] = "w4a16g32", down: str | None = None, gate: Gate | None = None, bias: bool = False
 ) -> Experts:
+    """Experts of one scheme, or of several in turn; down: the scheme of all downs."""
     made = Experts(EXPERTS, HIDDEN, INNER, gate=gate, bias=bias, device="meta")
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     torch.manual_seed(0)
     for number, expert in enumerate(made):
         for place, (name, shape) in enumerate(shapes.items()):
-            kind = down or scheme if name == "down_proj" else scheme
+            kind = scheme if isinstance(scheme, str) else scheme[number % len(scheme)]
+            kind = down or kind if name == "down_proj" else kind
             own = torch.randn(shape[0]) if bias else None
             expert[name] = QuantLinear.from_weight(weight_of(kind, *shape, 3 * number + place), kind, own)
     return made
@@ -44,8 +46,17 @@ def tokens(count: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swigluoai"])
-@pytest.mark.parametrize(("scheme", "down"), [("w4a16g32", "w8a16asym"), ("w3a16g32asym", None), ("w4a8", None)])
-def test_joined_experts_compute_and_save_the_same(scheme: str, down: str | None, gate: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "down"),
+    [
+        ("w4a16g32", "w8a16asym"),
+        ("w3a16g32asym", None),
+        ("w4a8", None),
+        (["w4a16g32", "w2a16g32asym"], None),
+        (["w4a16g32", "w2a16g32asym", "w8a16"], "w3a16g32"),
+    ],
+)
+def test_joined_experts_compute_and_save_the_same(scheme: str | list[str], down: str | None, gate: str) -> None:
     alone, joined = (quantized(scheme, down, Gate(gate), bias=True) for _ in range(2))
     assert joined.prepare(together=True)._joined is not None
     expected = alone(*tokens())
@@ -72,8 +83,9 @@ def test_autocast_leaves_the_dtype() -> None:
     assert not torch.equal(y, alone(*tokens()))
 
 
-def test_a_graph_has_one_node() -> None:
-    experts = quantized(bias=True).prepare(together=True)
+@pytest.mark.parametrize(("scheme", "nodes"), [("w4a16g32", 1), (["w4a16g32", "w2a16"], 2)])
+def test_a_graph_has_a_node_for_each_scheme(scheme: str | list[str], nodes: int) -> None:
+    experts = quantized(scheme, bias=True).prepare(together=True)
     found: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -83,7 +95,7 @@ def test_a_graph_has_one_node() -> None:
     with torch.no_grad():
         y = torch.compile(experts, backend=backend, fullgraph=True)(*tokens())
         torch.testing.assert_close(y, experts(*tokens()))
-    assert found == ["anybit.experts"]
+    assert found == ["anybit.experts"] * nodes
 
 
 def _another(experts: Experts) -> None:
@@ -168,7 +180,7 @@ def test_routing_weights_of_all_experts_are_refused() -> None:
 
 
 def test_gradients_of_no_expert_and_by_torch_func() -> None:
-    joined, alone = quantized().prepare(together=True), quantized()
+    joined, alone = quantized(["w4a16g32", "w2a16"]).prepare(together=True), quantized(["w4a16g32", "w2a16"])
     x, ids, weights = tokens()
     chosen = x.clone().requires_grad_()
     joined(chosen, torch.full_like(ids, -1), weights).sum().backward()
@@ -191,7 +203,7 @@ def test_gradients_of_inputs_and_routing_weights() -> None:
 
 
 def _mixed(experts: Experts) -> None:
-    experts[3]["up_proj"] = QuantLinear.from_weight(weight_of("w8a16", INNER, HIDDEN, 1), "w8a16")
+    experts[3]["up_proj"] = QuantLinear.from_weight(weight_of("w8a16", INNER, HIDDEN, 1), "w8a16", torch.ones(INNER))
 
 
 def _trained(experts: Experts) -> None:
@@ -207,7 +219,7 @@ def _ordered(experts: Experts) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_mixed, "gate_proj and up_proj have several schemes"),
+        (_mixed, "gate_proj and up_proj of expert 3 have two schemes"),
         (_another, "some layers have a bias"),
         (_wrapped, "not all of their layers are quantized"),
         (_ordered, "activation order"),

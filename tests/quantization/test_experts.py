@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 import anybit
+from anybit.cli import app
 from anybit.models.experts import unfuse
 from anybit.quantization.methods.registry import quantize_folder
 from cases import EXHAUSTIVE
@@ -101,9 +103,21 @@ def test_schemes_and_kept_layers_go_by_expert(sources: Any, tmp_path: Path, kind
 
 
 def test_a_budget_mixes_widths_by_expert(sources: Any, tmp_path: Path) -> None:
-    saved = quantize_folder(sources("qwen3_moe"), tmp_path / "out", "w4a16", "rtn", bits=6, options=text(4))
-    assert saved.bits_per_weight <= 6 and len(saved.schemes) > 1
-    check(sources("qwen3_moe"), AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "again")
+    """By how often the router chooses them: here one of eight always, and others of its half of the layer."""
+    model, source = AutoModelForCausalLM.from_pretrained(sources("deepseek_v3")), tmp_path / "source"
+    model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")[5] = 10
+    model.save_pretrained(source)
+    saved = quantize_folder(source, tmp_path / "out", "w4a16", "rtn", bits=6, options=text(4))
+    assert saved.bits_per_weight <= 6
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    check(source, found, tmp_path / "again")
+    experts = found.get_submodule("model.layers.1.mlp.experts")
+    widths = [[layer.scheme.weights.bits for layer in expert.values()] for expert in experts]
+    assert all(gate == up for gate, up, _ in widths) and len({*map(tuple, widths)}) == 2
+    assert widths[:4] == [[2, 2, 2]] * 4 and sum(widths[5]) == max(map(sum, widths)) > 12
+    assert len(experts.prepare(together=True)._joined.groups) == 2
+    told = CliRunner().invoke(app, ["info", str(tmp_path / "out")]).stdout
+    assert "experts            8, of which a token uses 2; projections: 12 in w2a16, " in told
 
 
 def test_experts_learn_with_all_other_layers(sources: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -289,7 +290,10 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _experts(model: "PreTrainedModel", saved: "Quantization | None", quantized: set[str]) -> str | None:
-    """How many experts a layer has, and why a GPU runs them one by one, if it does. quantized: names of layers."""
+    """How many experts a layer has, their schemes, if several, and why a GPU runs them one by one, if it does.
+
+    quantized: names of layers.
+    """
     from anybit.device import Device
     from anybit.layers.experts import Experts
     from anybit.layers.joined import why_not_joined
@@ -303,12 +307,15 @@ def _experts(model: "PreTrainedModel", saved: "Quantization | None", quantized: 
         shape, bias, ordered = (plain.in_features, plain.out_features), plain.bias is not None, saved.group_index
         return QuantLinear(*shape, saved.scheme_of(name), bias, group_index=ordered, device="meta")
 
-    told, alone = experts_of(model), dict[str, str]()
+    told, alone, schemes = experts_of(model), dict[str, str](), Counter[str]()
     for name, experts in model.named_modules():
         if isinstance(experts, Experts) and any(one.startswith(f"{name}.") for one in quantized):
             own = [layer(f"{name}.{number}.{each}") for number in range(len(experts)) for each in experts.names]
+            schemes.update(str(each.scheme) for each in own if isinstance(each, QuantLinear))
             if (reason := why_not_joined(own, str(experts.gate), Device.named("sm_90a"))) is not None:
                 alone[name] = reason
+    if len(schemes) > 1:
+        told = f"{told}; projections: {', '.join(f'{count} in {scheme}' for scheme, count in schemes.most_common())}"
     for reason in dict.fromkeys(alone.values()):
         first, *others = (name for name in alone if alone[name] == reason)
         more = f" and of {len(others)} more layer{'s' * (len(others) > 1)}" if others else ""

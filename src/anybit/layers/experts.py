@@ -57,8 +57,8 @@ class Experts(nn.ModuleList):
     ``QuantLinear``, as any other of a model.  transposed, interleaved: how 3-D tensors of all experts hold them, where
     checkpoints store such: [E, K, N], and alternating rows of gate and up.
 
-    On a GPU the first call, or ``prepare``, joins quantized experts into one op where ``why_not_together`` allows: ids
-    are not read on the host, and all is one node of a graph. The layers then share the op's weights: ``state_dict``
+    On a GPU the first call, or ``prepare``, joins quantized experts into one op, or one for each of their schemes,
+    where ``why_not_together`` allows: ids are not read on the host. Layers then share the ops' weights: ``state_dict``
     saves the same, and a layer that is replaced, hooked, moved or called alone, or whose bias changes, separates all.
     What torch.compile has traced goes on with the weights of then, except after a move or load_state_dict.
     """
@@ -135,7 +135,7 @@ class Experts(nn.ModuleList):
     def prepare(self, together: bool | None = None) -> "Experts":
         """Convert all weights to the layout of what will run them, as ``QuantLinear.prepare`` does.
 
-        together: for one op of all experts; None: on a GPU, if ``why_not_together`` allows, else layer by layer.
+        together: for one op a scheme; None: on a GPU, if ``why_not_together`` allows, else layer by layer.
         Raises LayerError if they cannot run together, and while a CUDA graph is being captured.
         """
         if torch.compiler.is_dynamo_compiling():
@@ -153,7 +153,7 @@ class Experts(nn.ModuleList):
                 layer.bias.requires_grad_(False)
 
     def why_not_together(self) -> str | None:
-        """Why the experts cannot be one op on their device, in a sentence; None if they can."""
+        """Why the experts cannot be one op a scheme on their device, in a sentence; None if they can."""
         return why_not_joined(self._layers(), str(self.gate))
 
     def _prepare(self, together: bool | None) -> None:

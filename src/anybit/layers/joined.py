@@ -1,5 +1,6 @@
-"""Quantized experts joined for one op: their layers share the weights that it reads."""
+"""Quantized experts joined for one op, or one for each of their schemes: layers share the weights that it reads."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,30 +10,57 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
-from anybit.codes.packing import stack
+from anybit.codes.packing import QuantizedWeight, stack
 from anybit.device import Device
 from anybit.errors import LayerError
 from anybit.layers.linear import QuantLinear, wait_for
 from anybit.ops.elementwise import paired_rows
 from anybit.ops.experts import experts
 from anybit.ops.prepared_experts import ExpertPart, PreparedExperts, interleaved, prepare_experts, why_not
+from anybit.scheme import Scheme
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Experts of one scheme, for one op. biases: as the op's."""
+
+    prepared: PreparedExperts
+    biases: tuple[Tensor | None, Tensor | None]
+
+    @classmethod
+    def of(cls, own: list[QuantLinear], weights: list[QuantizedWeight], gate: str) -> "Group":
+        """Join experts. own, weights: gate, up and down of each."""
+        count, pairs = len(own) // 3, [weight for place, weight in enumerate(weights) if place % 3 != 2]
+        prepared = prepare_experts(
+            interleaved(stack(pairs), count), stack(weights[2::3]), count, own[0].scheme.activations, gate,
+            own[0].backend,
+        )  # fmt: skip
+        gates, downs = [layer for place, layer in enumerate(own) if place % 3 != 2], own[2::3]
+        wide, tall = (_stacked(both, count) for both in (gates, downs))
+        if wide is not None:
+            wide = wide[:, paired_rows(wide.shape[1] // 2).to(wide.device)].contiguous()
+        return cls(prepared, (wide, tall))
 
 
 @dataclass(eq=False)
 class Joined:
-    """Experts in one op. layers, parts: gate, up and down of each, and what they hold.  biases: as the op's."""
+    """Experts in one op, or in one for each scheme.
 
-    prepared: PreparedExperts
+    places: int32 [groups, experts + 2], an id -> the expert's place in a group, or -1, also for -1 and one id too many.
+    layers, parts: gate, up and down of each expert, and what they hold.
+    """
+
+    groups: list[Group]
+    places: Tensor
     layers: list[QuantLinear]
     parts: list[ExpertPart]
-    biases: tuple[Tensor | None, Tensor | None]
     _own: list[nn.Parameter | None] = field(init=False)
     _counted: list[nn.Parameter] = field(init=False)
     _counts: list[tuple[int, bool]] = field(init=False)
     _hooks: int = field(init=False, default_factory=lambda: RemovableHandle.next_id)
 
     def __post_init__(self) -> None:
-        self._own = [layer.bias for layer in self.layers]  # of which ``biases`` are copies
+        self._own = [layer.bias for layer in self.layers]  # of which the groups' are copies
         self._counted = [bias for bias in self._own if bias is not None and not bias.is_inference()]
         self._counts = self._writes()
 
@@ -44,25 +72,30 @@ class Joined:
         own: list[Any] = layers
         if own[0].weight_shape.is_cuda and torch.cuda.is_current_stream_capturing():
             raise LayerError("experts in a CUDA graph have not been prepared: call their prepare() before capturing")
-        weights, count = [layer.quantized_weight() for layer in own], len(layers) // 3
-        pairs = [weight for place, weight in enumerate(weights) if place % 3 != 2]
-        prepared = prepare_experts(
-            interleaved(stack(pairs), count), stack(weights[2::3]), count, own[0].scheme.activations, gate,
-            own[0].backend,
-        )  # fmt: skip
-        gates, downs = [layer for place, layer in enumerate(own) if place % 3 != 2], own[2::3]
-        wide, tall = (_stacked(both, count) for both in (gates, downs))
-        if wide is not None:
-            wide = wide[:, paired_rows(wide.shape[1] // 2).to(wide.device)].contiguous()
+        weights, found = [layer.quantized_weight() for layer in own], _by_scheme(own)
+        places = torch.full((len(found), len(own) // 3 + 2), -1, dtype=torch.int32)
+        groups: list[Group] = []
+        parts: dict[int, ExpertPart] = {}
+        for row, numbers in zip(places, found, strict=True):
+            row[numbers] = torch.arange(len(numbers), dtype=torch.int32)
+            mine = [3 * number + place for number in numbers for place in range(3)]
+            groups.append(Group.of([own[at] for at in mine], [weights[at] for at in mine], gate))
+            parts |= {at: ExpertPart.of(groups[-1].prepared, *divmod(i, 3)) for i, at in enumerate(mine)}
         wait_for(weights[0].words)
-        parts = [ExpertPart.of(prepared, *divmod(place, 3)) for place in range(len(layers))]
-        for layer, part, weight in zip(own, parts, weights, strict=True):
-            layer.hand_over(part, weight)
-        return cls(prepared, own, parts, (wide, tall))
+        for at, (layer, weight) in enumerate(zip(own, weights, strict=True)):
+            layer.hand_over(parts[at], weight)
+        return cls(groups, places.to(weights[0].words.device), own, [parts[at] for at in range(len(own))])
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The op: x [T, H], ids and weights [T, k] -> [T, H] in x's dtype, under autocast too."""
-        return experts(x, ids, weights, self.prepared, *self.biases).to(x.dtype)
+        """The ops, and their sum: x [T, H], ids and weights [T, k] -> [T, H] in x's dtype, under autocast too."""
+        chosen = [ids] if len(self.groups) == 1 else self.places[:, ids]
+        return functools.reduce(
+            torch.add,
+            (
+                experts(x, own, weights, group.prepared, *group.biases).to(x.dtype)
+                for own, group in zip(chosen, self.groups, strict=True)
+            ),
+        )
 
     def holds(self, layers: list[nn.Module]) -> bool:
         """Whether these are still the joined layers, with the weights that they share, their biases and no hooks."""
@@ -97,13 +130,10 @@ def why_not_joined(layers: Sequence[nn.Module], gate: str, gpu: Device | None = 
     own = [layer for layer in layers if isinstance(layer, QuantLinear)]
     if len(own) != len(layers):
         return "not all of their layers are quantized"
-    first, down = own[0], own[2]
+    first = own[0]
     ups, downs = [layer for place, layer in enumerate(own) if place % 3 != 2], own[2::3]
     # Asked at each eager call of experts that run one by one: no check goes further than it must.
     checks: dict[str, Callable[[], bool]] = {
-        "gate_proj and up_proj have several schemes": lambda: any(layer.scheme != first.scheme for layer in ups),
-        "down_proj has several schemes": lambda: any(layer.scheme != down.scheme for layer in downs),
-        "activations have several formats": lambda: first.scheme.activations != down.scheme.activations,
         "layers run on several backends": lambda: any(layer.backend != first.backend for layer in own),
         "inputs are rotated": lambda: any(layer.hadamard for layer in own),
         "layers have an activation order": lambda: any(layer.ordered for layer in own),
@@ -118,10 +148,24 @@ def why_not_joined(layers: Sequence[nn.Module], gate: str, gpu: Device | None = 
             return reason
     if gpu is None and first.weight_shape.is_cuda and first.backend in (None, "packed"):
         gpu = Device.of(first.weight_shape)
-    return why_not(
-        len(downs), first.in_features, first.out_features, (first.scheme.weights, down.scheme.weights),
-        first.scheme.activations, gate, gpu,
-    )  # fmt: skip
+    for numbers in _by_scheme(own):
+        gate_up, up, down = (layer.scheme for layer in own[3 * numbers[0] :][:3])
+        if gate_up != up:
+            return f"gate_proj and up_proj of expert {numbers[0]} have two schemes"
+        if gate_up.activations != down.activations:
+            return f"the activations of expert {numbers[0]} have two formats"
+        shape, formats = (first.in_features, first.out_features), (gate_up.weights, down.weights)
+        if (refused := why_not(len(numbers), *shape, formats, gate_up.activations, gate, gpu)) is not None:
+            return refused
+    return None
+
+
+def _by_scheme(layers: Sequence[QuantLinear]) -> list[list[int]]:
+    """The numbers of experts that have the schemes of their gate, up and down in common."""
+    found: dict[tuple[Scheme, ...], list[int]] = {}
+    for number in range(len(layers) // 3):
+        found.setdefault(tuple(layer.scheme for layer in layers[3 * number :][:3]), []).append(number)
+    return [*found.values()]
 
 
 def _stacked(layers: Sequence[QuantLinear], count: int) -> Tensor | None:

@@ -8,7 +8,8 @@ information), changing the weights W to W + D costs a KL divergence, in nats, of
 
 with D measured by rounding each layer to nearest at every width. Widths are then chosen greedily by the steepest
 decrease of loss per stored bit (a multiple-choice knapsack, on the lower convex hull of each layer's choices). Layers
-that share an input get the same width, so that they still run as one fused GEMM.
+that share an input get the same width, so that they still run as one fused GEMM. The experts of a layer, whose losses
+count as often as the router chooses them, get the widths of ``KINDS`` kinds of experts, each of which runs as one op.
 """
 
 import itertools
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """The candidate widths, in bits."""
+KINDS = 2
+"""Of experts in a layer: widths of gate and up, and of down."""
 OPTIONS = ("text", "tokens", "sequences", "length", "device", "seed")
 """The options of a method that the search also uses."""
 
@@ -51,9 +54,9 @@ _ROWS = 256  # outputs of a layer that are sampled
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A width for the layers that share an input. bits: stored, scales included. loss: estimated nats per token."""
+    """Widths by layer. bits: stored, scales included. loss: estimated nats per token."""
 
-    width: int
+    widths: dict[str, int]
     bits: float
     loss: float
 
@@ -103,23 +106,23 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     model = load_whole(job).to(options.where)
     samples = sample(model, text, [layer.name for layer in free], options.seed)
     units = _measure(job, model, {layer.name: layer for layer in free}, samples, formats)
-    widths = dict(zip(units, choose(list(units.values()), budget), strict=True))
+    experts = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+    widths = _sum(choose(few_kinds(units, budget, experts), budget)[0]).widths
     weights: Counter[int] = Counter()
-    for names, width in widths.items():
-        weights[width] += sum(layer.n * layer.k for layer in free if layer.name in names)
+    for layer in free:
+        weights[widths[layer.name]] += layer.n * layer.k
     usual = weights.most_common(1)[0][0]
     scheme = replace(job.scheme, weights=formats[usual])
-    others = {
-        name: replace(scheme, weights=formats[width], kv=None)
-        for names, width in widths.items()
-        for name in names
-        if width != usual
-    }
+    each = {width: replace(scheme, weights=format, kv=None) for width, format in formats.items()}
+    others = {name: each[width] for name, width in widths.items() if width != usual}
     return replace(job, scheme=scheme, overrides=Overrides(others | job.overrides))
 
 
-def choose(units: Sequence[Sequence[Choice]], budget: float) -> list[int]:
-    """A width for every unit within a budget of bits: greedily from the fewest, where a bit gains most."""
+def choose(units: Iterable[Sequence[Choice]], budget: float) -> tuple[list[Choice], float]:
+    """A choice for every unit within a budget of bits: greedily from the fewest, where a bit gains most.
+
+    Also returns what the last bit gained.
+    """
     hulls = [_hull(choices) for choices in units]
     at = [0] * len(hulls)
     spent = sum(hull[0].bits for hull in hulls)
@@ -128,11 +131,63 @@ def choose(units: Sequence[Sequence[Choice]], budget: float) -> list[int]:
         for unit, hull in enumerate(hulls)
         for place, (before, after) in enumerate(itertools.pairwise(hull))
     ]
-    for _, unit, place, more in sorted(steps):  # gains decrease along a hull, so a unit's steps come in order
+    last = 0.0
+    for slope, unit, place, more in sorted(steps):  # gains decrease along a hull, so a unit's steps come in order
         if at[unit] == place and spent + more <= budget:
             at[unit] += 1
-            spent += more
-    return [hull[place].width for hull, place in zip(hulls, at, strict=True)]
+            spent, last = spent + more, -slope
+    return [hull[place] for hull, place in zip(hulls, at, strict=True)], last
+
+
+def few_kinds(units: Sequence[Sequence[Choice]], budget: float, experts: Iterable[str]) -> list[Sequence[Choice]]:
+    """The units with those of an expert as one, of which all of a layer have ``KINDS`` kinds of experts to choose from.
+
+    units: choices for layers that share an input, fewest bits first.  experts: names of layers' experts.
+    The kinds are those, of a choice without limit, that cost the layer least with bits at their worth in it.
+    """
+    chosen, worth = choose(units, budget)
+    found: list[Sequence[Choice]] = []
+    inside: dict[str, dict[str, list[tuple[Sequence[Choice], Choice]]]] = {name: {} for name in experts}
+    for unit, choice in zip(units, chosen, strict=True):
+        layer, _, number = next(iter(choice.widths)).rpartition(".")[0].rpartition(".")
+        if layer in inside:
+            inside[layer].setdefault(number, []).append((unit, choice))
+        else:
+            found.append(unit)
+    for own in filter(None, inside.values()):
+        kinds: list[dict[str, int]] = [{}]  # the least
+        for pairs in own.values():
+            kind = {_last(name): width for _, choice in pairs for name, width in choice.widths.items()}
+            kinds += [] if kind in kinds else [kind]
+        rows = [[_sum(_like(unit, kind) for unit, _ in pairs) for kind in kinds] for pairs in own.values()]
+        spent = sum(choice.bits for pairs in own.values() for _, choice in pairs)
+        least = [sum(row[kind].bits for row in rows) for kind in range(len(kinds))]
+        best = min(
+            (
+                some
+                for some in itertools.combinations(range(len(kinds)), min(KINDS, len(kinds)))
+                if min(least[kind] for kind in some) <= spent
+            ),
+            key=lambda some: sum(min(row[kind].loss + worth * row[kind].bits for kind in some) for row in rows),
+        )
+        found += [[row[kind] for kind in best] for row in rows]
+    return found
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _like(unit: Sequence[Choice], kind: Mapping[str, int]) -> Choice:
+    """The choice with the widths of a kind of experts, by projection."""
+    return next(c for c in unit if all(kind.get(_last(name), width) == width for name, width in c.widths.items()))
+
+
+def _sum(choices: Iterable[Choice]) -> Choice:
+    """Choices of several units as one."""
+    some = list(choices)
+    widths = {name: width for choice in some for name, width in choice.widths.items()}
+    return Choice(widths, sum(choice.bits for choice in some), sum(choice.loss for choice in some))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +213,10 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
     random = torch.Generator().manual_seed(seed)
     modules = {name: model.get_submodule(name) for name in names}
     units: list[list[str]] = []
+    unit_of: dict[str, int] = {}
     inputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
-    held: list[Tensor] = []  # inputs of the first sequence, kept alive so that no address is reused
+    held: dict[tuple[object, ...], tuple[int, Tensor]] = {}  # a sequence's inputs, alive so that no address is reused
     length, picked = 0, torch.empty(0, dtype=torch.int64)
 
     seen: Counter[str] = Counter()  # tokens by unit's first layer
@@ -174,14 +230,12 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
     def hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0]
-            if not any(name in unit for unit in units):
-                same = (i for i, seen in enumerate(held) if seen.data_ptr() == x.data_ptr() and seen.shape == x.shape)
-                place = next(same, len(units))
-                if place == len(units):
+            if name not in unit_of:
+                unit_of[name], _ = held.setdefault((x.data_ptr(), x.shape), (len(units), x))
+                if unit_of[name] == len(units):
                     units.append([])
-                    held.append(x)
-                units[place].append(name)
-            if any(unit[0] == name for unit in units):
+                units[unit_of[name]].append(name)
+            if units[unit_of[name]][0] == name:
                 inputs.setdefault(name, []).append(take(x))
                 seen[name] += x.shape[:-1].numel()
             if output.requires_grad:
@@ -202,7 +256,7 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
                 logits = model(tokens[None].to(device), use_cache=False).logits[0].float().log_softmax(-1)
                 drawn = torch.multinomial(logits.detach().exp().cpu(), 1, generator=random).to(device)
                 logits.gather(1, drawn).sum().backward()
-                held = [torch.empty(0)] * len(held)
+                held.clear()
     finally:
         for handle in handles:
             handle.remove()
@@ -239,10 +293,10 @@ def _measure(
     layers: Mapping[str, LinearLayer],
     samples: Samples,
     formats: Mapping[int, WeightFormat],
-) -> dict[tuple[str, ...], list[Choice]]:
-    """Stored bits and loss of every width, for each unit of layers that share an input."""
+) -> list[list[Choice]]:
+    """Stored bits and loss of every width, fewest first, for each unit of layers that share an input."""
     total, done = sum(layer.n * layer.k for layer in layers.values()), 0
-    units: dict[tuple[str, ...], list[Choice]] = {}
+    units: list[list[Choice]] = []
     for names, x, share in zip(samples.units, samples.inputs, samples.shares, strict=True):
         sums = {width: [0.0, 0.0] for width in formats}
         for name in names:
@@ -253,14 +307,14 @@ def _measure(
             done += weight.numel()
             if job.progress is not None:
                 job.progress(f"measuring {name}", done, total)
-        units[names] = [Choice(width, bits, loss) for width, (bits, loss) in sums.items()]
+        units.append([Choice(dict.fromkeys(names, width), bits, loss) for width, (bits, loss) in sums.items()])
     return units
 
 
 def _hull(choices: Sequence[Choice]) -> list[Choice]:
     """The lower convex hull of choices by bits: losses decrease, by ever less per bit."""
     hull: list[Choice] = []
-    for choice in sorted(choices, key=lambda choice: choice.bits):
+    for choice in sorted(choices, key=lambda choice: (choice.bits, choice.loss)):
         if hull and choice.loss >= hull[-1].loss:
             continue
         while len(hull) > 1 and _slope(hull[-2], choice) >= _slope(hull[-2], hull[-1]):
@@ -291,7 +345,8 @@ def _stored(job: Job, layer: LinearLayer, format: WeightFormat) -> float:
 def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: float | None) -> float:
     """The budget in bits for the layers without an override."""
     every = [*job.layers, *job.embeddings]
-    fixed = sum(_stored(job, layer, job.scheme_of(layer.name).weights) for layer in every if layer not in free)
+    chosen = {layer.name for layer in free}
+    fixed = sum(_stored(job, each, job.scheme_of(each.name).weights) for each in every if each.name not in chosen)
     if bits is not None:
         experts = weights_left(job.model)
         stored = 8 * job.source.dtype.itemsize * experts
