@@ -70,7 +70,7 @@ def test_joined_experts_compute_and_save_the_same(scheme: str | list[str], down:
     for name, tensor in alone.separate().state_dict().items():
         assert torch.equal(saved[name], tensor), name
     again = copy.deepcopy(joined)
-    assert again._joined is not None and again._joined.holds(again._layers())
+    assert again._joined is not None and not again._joined.changed
     torch.testing.assert_close(again(*tokens()), joined(*tokens()))
 
 
@@ -133,8 +133,12 @@ def _written_bias(experts: Experts) -> None:
     experts[3]["up_proj"].bias.add_(1)
 
 
+def _another_expert(experts: Experts) -> None:
+    experts[3] = quantized(bias=True)[2]
+
+
 CHANGES = [
-    _another, _wrapped, _new_scale, _hooked, _patched, _new_bias, _written_bias, _loaded,
+    _another, _another_expert, _wrapped, _new_scale, _hooked, _patched, _new_bias, _written_bias, _loaded,
     lambda experts: experts.bfloat16(),
 ]  # fmt: skip
 
@@ -148,6 +152,20 @@ def test_what_changes_a_layer_separates_all(change: Callable[[Experts], None]) -
     y = joined(*tokens())
     assert joined._joined is None and not torch.equal(y, before)
     torch.testing.assert_close(y, alone(*tokens()))
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if change not in (_hooked, _written_bias)])
+def test_compiled_code_learns_what_changed(change: Callable[[Experts], None]) -> None:
+    torch._dynamo.reset()
+    joined, alone = quantized(bias=True).prepare(together=True), quantized(bias=True)
+    with torch.no_grad():
+        compiled = torch.compile(joined, backend="eager")
+        before = compiled(*tokens())
+        for experts in (joined, alone):
+            change(experts)
+        y = compiled(*tokens())
+        assert not torch.equal(y, before)
+        torch.testing.assert_close(y, alone(*tokens()))
 
 
 def test_a_layer_called_alone_has_its_own_weight_again() -> None:

@@ -50,7 +50,30 @@ class Gate:
         return self.kind if usual else f"swigluoai of alpha {self.alpha} and limit {self.limit}"
 
 
-class Experts(nn.ModuleList):
+class _Watched(nn.Module):
+    """Tells the layers in a child module that is replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._leave(name)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As ``nn.Module`` does."""
+        self._leave(name)
+        super().add_module(name, module)
+
+    def _leave(self, name: str) -> None:
+        old = self.__dict__.get("_modules", {}).get(name)
+        for layer in () if old is None else old.modules():
+            if isinstance(layer, QuantLinear) and layer._prepared is not None:
+                layer._prepared.leave()
+
+
+class Expert(_Watched, nn.ModuleDict):
+    """The linear layers of an expert."""
+
+
+class Experts(_Watched, nn.ModuleList):
     """The experts of a layer, each a module of three linear layers: x [T, H] -> [T, H].
 
     names: of the layers of gate, up and down, as the checkpoint names them.  An ``nn.Linear`` may be replaced by a
@@ -60,7 +83,7 @@ class Experts(nn.ModuleList):
     On a GPU the first call, or ``prepare``, joins quantized experts into one op, or one for each of their schemes,
     where ``why_not_together`` allows: ids are not read on the host. Layers then share the ops' weights: ``state_dict``
     saves the same, and a layer that is replaced, hooked, moved or called alone, or whose bias changes, separates all.
-    What torch.compile has traced goes on with the weights of then, except after a move or load_state_dict.
+    Compiled code goes on with the weights of then after hooks and writes to a bias alone.
     """
 
     transposed = False
@@ -80,7 +103,7 @@ class Experts(nn.ModuleList):
     ) -> None:
         shapes = ((hidden, inner), (hidden, inner), (inner, hidden))
         super().__init__(
-            nn.ModuleDict(
+            Expert(
                 {
                     name: nn.Linear(*shape, bias=bias, dtype=dtype, device=device)
                     for name, shape in zip(names, shapes, strict=True)
@@ -183,7 +206,8 @@ class Experts(nn.ModuleList):
         forwards = forward_ad._current_level >= 0
         if torch.compiler.is_compiling():
             self._separate_changed()
-            if self._joined is None and x.is_cuda:
+            joined = self._joined is not None and not self._joined.left  # on which Dynamo guards
+            if not joined and x.is_cuda:
                 self.prepare()
             return self._joined is not None and not forwards
         if forwards:
@@ -196,7 +220,7 @@ class Experts(nn.ModuleList):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _separate_changed(self) -> None:
         """Separate joined layers of which one has changed. torch.compile calls, but does not trace, this."""
-        if self._joined is not None and not self._joined.holds(self._layers()):
+        if self._joined is not None and self._joined.changed:
             self.separate()
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

@@ -54,14 +54,13 @@ class Joined:
     places: Tensor
     layers: list[QuantLinear]
     parts: list[ExpertPart]
-    _own: list[nn.Parameter | None] = field(init=False)
     _counted: list[nn.Parameter] = field(init=False)
     _counts: list[tuple[int, bool]] = field(init=False)
     _hooks: int = field(init=False, default_factory=lambda: RemovableHandle.next_id)
 
     def __post_init__(self) -> None:
-        self._own = [layer.bias for layer in self.layers]  # of which the groups' are copies
-        self._counted = [bias for bias in self._own if bias is not None and not bias.is_inference()]
+        biases = [layer.bias for layer in self.layers]  # of which the groups' are copies
+        self._counted = [bias for bias in biases if bias is not None and not bias.is_inference()]
         self._counts = self._writes()
 
     @classmethod
@@ -97,19 +96,21 @@ class Joined:
             ),
         )
 
-    def holds(self, layers: list[nn.Module]) -> bool:
-        """Whether these are still the joined layers, with the weights that they share, their biases and no hooks."""
-        if layers != self.layers or self._writes() != self._counts:
-            return False
-        for layer, part, bias in zip(self.layers, self.parts, self._own, strict=True):
-            now = layer.__dict__  # faster than attributes, and this runs at each call
-            if now["_prepared"] is not part or now["_parameters"]["bias"] is not bias or "forward" in now:
-                return False
+    @property
+    def left(self) -> bool:
+        """Whether a layer has gone, or runs by another weight, bias or forward."""
+        return any(group.prepared.left for group in self.groups)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a layer has ``left``, has got hooks, or its bias was written."""
+        if self.left or self._writes() != self._counts:
+            return True
         if RemovableHandle.next_id != self._hooks:
-            if _hooked(layers):
-                return False
+            if _hooked(self.layers):
+                return True
             self._hooks = RemovableHandle.next_id
-        return True
+        return False
 
     def _writes(self) -> list[tuple[int, bool]]:
         """What changes when a bias is written, or is to be trained."""

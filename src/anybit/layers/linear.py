@@ -175,6 +175,8 @@ class QuantLinear(nn.Module):
             raise LayerError(
                 f"the weight is {weight.shape} in {weight.format}; the layer takes {expected} in {self.scheme.weights}"
             )
+        if self._prepared is not None:
+            self._prepared.leave()
         self._prepared = None
         if weight.group_index is None:
             self._parameters["weight_g_idx"] = None
@@ -275,8 +277,11 @@ class QuantLinear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             raise LayerError(READ_ONLY)
-        if name in _SAVED and self.__dict__.get("_prepared") is not None:
+        prepared: ops.Prepared | None = self.__dict__.get("_prepared")
+        if prepared is not None and name in _SAVED:
             self.unprepare()  # the next call prepares the layer with the new tensor
+        elif prepared is not None and name in ("bias", "forward"):
+            prepared.leave()
         super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -78,6 +78,9 @@ class Prepared:
         """The packed weight, exactly as it was before ``prepare``."""
         return backends[self.spec.backend].restore(self.tensors, self.spec)
 
+    def leave(self) -> None:
+        """Called when a layer no longer runs by this, or by its own forward and bias."""
+
     def in_fused(self, fused: bool) -> "Prepared":
         """The same weight, marked as part of a fused layer or not."""
         return Prepared(self.tensors, replace(self.spec, fused=fused))

@@ -47,13 +47,14 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, eq=False)
 class PreparedExperts:
-    """All experts of a layer in a backend's layout."""
+    """All experts of a layer in a backend's layout. left: whether one of their layers no longer runs by this."""
 
     gate_up: Prepared
     down: Prepared
     count: int
     gate: str
     spec_text: str = field(init=False)
+    left: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -176,6 +177,10 @@ class ExpertPart(Prepared):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ExpertPart.of, (self.experts, self.expert, self.place)
+
+    def leave(self) -> None:
+        """Mark the experts, of which all then have their own weights again."""
+        object.__setattr__(self.experts, "left", True)
 
     def restore(self) -> QuantizedWeight:
         """The packed weight, exactly as it was before all were prepared."""
