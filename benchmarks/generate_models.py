@@ -13,7 +13,7 @@ from anybit import AnyBitCache
 from anybit.cache import attention
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight
-from anybit.hf.transformers import replace_linears
+from anybit.hf.replace import replace_linears
 from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.layers.linear import QuantLinear
 from anybit.ops import elementwise

@@ -12,7 +12,8 @@ from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation, linear_shapes
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
-from anybit.hf.transformers import AnyBitConfig, replace_linears
+from anybit.hf.replace import replace_linears
+from anybit.hf.transformers import AnyBitConfig
 from anybit.models.modules import tied_heads, untie
 from anybit.scheme import Scheme
 

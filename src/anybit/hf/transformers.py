@@ -24,7 +24,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from anybit.checkpoints.configuration import (
     COMPRESSED_TENSORS,
     METHOD,
-    Overrides,
     Quantization,
     configuration,
     in_any_order,
@@ -40,6 +39,7 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
 from anybit.hf import graph
 from anybit.hf.model_methods import give_back, take_over
+from anybit.hf.replace import Loading, replace_linears
 from anybit.layers.embedding import QuantEmbedding, put_embedding
 from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
@@ -246,7 +246,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             config.hadamard,
             overrides=overrides,
         )
-        loading = (name for name, module in model.named_modules() if isinstance(module, _Loading))
+        loading = (name for name, module in model.named_modules() if isinstance(module, Loading))
         experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}
         self.experts = experts & {name.rsplit(".", 2)[0] for name in loading}
         for name in self.embeddings if self.pre_quantized else ():
@@ -424,10 +424,10 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
             layer, _ = get_module_from_name(model, name)
             if missing_keys is not None:
                 missing_keys.discard(name)
-            found |= self._tensors(layer, name, weight) if isinstance(layer, _Loading) else {name: weight}
+            found |= self._tensors(layer, name, weight) if isinstance(layer, Loading) else {name: weight}
         return found
 
-    def _tensors(self, layer: "_Loading", full_name: str, weight: Tensor) -> dict[str, Tensor]:
+    def _tensors(self, layer: Loading, full_name: str, weight: Tensor) -> dict[str, Tensor]:
         name = full_name.removesuffix(".weight")
         weight = weight.T if layer.transposed_source else weight
         try:
@@ -448,59 +448,3 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         except CheckpointError as named:
             return named
         return LayerError(f"layer {name}: {error}")
-
-
-class _Loading(QuantLinear):
-    """A QuantLinear yet to be quantized: it holds a placeholder for the checkpoint's weight until it is quantized."""
-
-    transposed_source: bool = False
-
-    def hold(self, placeholder: nn.Parameter, transposed: bool) -> None:
-        """Take a meta parameter for the checkpoint's weight: [N, K], or [K, N] if it is stored transposed (Conv1D)."""
-        placeholder.requires_grad_(False)
-        self._parameters["weight"], self.transposed_source = placeholder, transposed
-
-    @property
-    def weight(self) -> Tensor:
-        """The placeholder for the checkpoint's weight."""
-        placeholder = self._parameters["weight"]
-        assert placeholder is not None
-        return placeholder
-
-    def drop_placeholder(self) -> None:
-        """Become a plain QuantLinear once the weight is quantized."""
-        del self._parameters["weight"]
-        self.__class__ = QuantLinear  # type: ignore[assignment]
-
-
-def replace_linears(
-    model: PreTrainedModel,
-    scheme: Scheme,
-    keep: list[str],
-    backend: str | None = None,
-    group_index: bool = False,
-    placeholder: bool = False,
-    hadamard: Collection[str] = (),
-    *,
-    overrides: Overrides,
-) -> None:
-    """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, except those in ``keep``.
-
-    placeholder: hold the float weight's place, to quantize it while it is loaded.
-    Raises LayerError if a layer does not fit the scheme, or if no layer is left to quantize.
-    """
-    kind = _Loading if placeholder else QuantLinear
-    for found in modules.linear_layers(model, keep):
-        module, name = model.get_submodule(found.name), found.name
-        own = overrides.of(name) or scheme
-        try:
-            layer = kind(
-                found.k, found.n, own, module.bias is not None, group_index=group_index, hadamard=name in hadamard,
-                dtype=module.weight.dtype, device="meta", backend=backend,
-            )  # fmt: skip
-        except LayerError as error:
-            advice = "name it in modules_to_not_convert to keep it in 16 bits"
-            raise LayerError(f"layer {name}: {error}; {advice}") from None
-        if isinstance(layer, _Loading):
-            layer.hold(module.weight, found.transposed)
-        model.set_submodule(name, layer)
