@@ -25,7 +25,7 @@ Weights quantized by other tools need two more kinds (``anybit.codes.packing`` h
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
@@ -120,6 +120,24 @@ class WeightFormat:
     def groups(self, in_features: int) -> int:
         """Number of groups in a row of ``in_features`` weights; the last one may be partial."""
         return 1 if self.group is None else -(-in_features // self.group)
+
+
+def nested_widths(format: WeightFormat, widths: Iterable[int]) -> list[int]:
+    """The widths, ascending, that weights are to be sliced to (``codes.nested``).
+
+    Raises SchemeError for one that the format does not allow.
+    """
+    found = set(widths)
+    for width in found:
+        if not _is_one_of(width, range(2, format.bits)):
+            raise SchemeError(
+                f"weights of {format.bits} bits have no slice of {width!r}: a nested width is at least 2, and less "
+                "than the scheme's"
+            )
+    if found and (format.code not in CODES or format.sparse):
+        kind = "2:4 sparse weights" if format.sparse else f"{format.code} codes"
+        raise SchemeError(f"{kind} have no slices: nested widths need a scheme like w8a16g64asym")
+    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)

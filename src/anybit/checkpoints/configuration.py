@@ -5,14 +5,14 @@ that format loads the folder, with anybit's settings nested under ``anybit``. Ot
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
 from anybit.errors import CheckpointError, SchemeError
 from anybit.models.patterns import LONGEST_PATTERN, MOST_REPETITIONS, check_pattern, is_wild
-from anybit.scheme import CODES, Scheme, WeightFormat
+from anybit.scheme import CODES, Scheme, WeightFormat, nested_widths
 from anybit.version import __version__
 
 METHOD = "anybit"
@@ -21,7 +21,7 @@ FORMAT = "pack-quantized"
 """compressed-tensors' name for the tensor format that anybit uses."""
 
 _SETTINGS = {
-    "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "backend",
+    "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "backend", "nested",
 }  # fmt: skip
 _KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "format")
 """Keys by which other tools name a method's layout."""
@@ -48,6 +48,7 @@ class Quantization:
     kept: names or patterns of unquantized modules; None: the output head.  group_index: whether every layer stores an
     activation order.  hadamard: layers whose inputs are rotated at run time.
     overrides: per-layer schemes, by name or shell pattern.
+    nested: widths that the weights in ``scheme``'s format can be sliced to.
     """
 
     scheme: Scheme
@@ -55,6 +56,7 @@ class Quantization:
     group_index: bool = False
     hadamard: list[str] = field(default_factory=list)
     overrides: Overrides = field(default_factory=Overrides)
+    nested: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: Mapping[str, object], where: object = "config.json") -> "Quantization | None":
@@ -88,8 +90,12 @@ class Quantization:
         kept, hadamard = (_names(settings, name, place) for name in ("modules_to_not_convert", "hadamard"))
         if not isinstance(settings.get("backend"), str | None):
             raise CheckpointError(f"{place}.backend must be a name, not {_short(settings['backend'])}")
+        nested = settings.get("nested", [])
+        if not isinstance(nested, list):
+            raise CheckpointError(f"{place}.nested must be a list of widths, not {_short(nested)}")
         try:
             scheme = Scheme.parse(text)
+            nested = nested_widths(scheme.weights, nested)
         except SchemeError as error:
             raise CheckpointError(f"{place}: {error}") from None
         _check_version(settings.get("version"), place)
@@ -97,7 +103,8 @@ class Quantization:
             check_pattern(pattern, f"{place}.modules_to_not_convert")
         if isinstance(entry, Mapping) and entry.get("quant_method") == COMPRESSED_TENSORS:
             _check_agreement(entry, scheme, place)
-        return cls(scheme, kept, group_index, hadamard or [], _overrides(settings.get("overrides"), place))
+        overrides = _overrides(settings.get("overrides"), place)
+        return cls(scheme, kept, group_index, hadamard or [], overrides, nested)
 
     def scheme_of(self, layer: str) -> Scheme:
         """The scheme of one layer."""
@@ -158,6 +165,7 @@ def configuration(
     hadamard: list[str] | None = None,
     ignore: list[str] | None = None,
     overrides: Mapping[str, str] | None = None,
+    nested: Sequence[int] = (),
 ) -> dict[str, object]:
     """The ``quantization_config`` of a model in ``scheme``; the first parameters are ``Quantization``'s fields.
 
@@ -170,6 +178,7 @@ def configuration(
         "modules_to_not_convert": kept,
         **({"group_index": True} if group_index else {}),
         **({"hadamard": hadamard} if hadamard else {}),
+        **({"nested": list(nested)} if nested else {}),
     }
     if ignore is None:
         return {"quant_method": METHOD, **settings}

@@ -16,6 +16,7 @@ from anybit.checkpoints.gguf import linked_alone, read_gguf_header, tokenizer_of
 from anybit.checkpoints.gguf_config import config_of
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import Scratch
+from anybit.checkpoints.slicing import write_slice
 from anybit.checkpoints.writing import ShardWriter, write_text
 from anybit.errors import CheckpointError
 
@@ -28,17 +29,20 @@ _FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 
 
 @contextmanager
-def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator[Path]:
+def local_folder(model: str | Path, trust_remote_code: bool = False, width: int | None = None) -> Iterator[Path]:
     """A folder with config.json and safetensors for a model; raises CheckpointError if there is none.
 
     model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. GGUF files are dequantized to 16-bit
     floats, and unquantized compressed-tensors models with 2:4 bitmasks decompressed, into a temporary folder that lives
     as long as the context. Other folders are used in place.
     trust_remote_code: also fetch a hub model's Python files.
+    width: of a nested model, the bits of its weights to take: that slice goes into a temporary folder, too.
     """
     refuse_unnamed(model)
     path = path_of(model, "a model's source").expanduser()
     if path.is_file():
+        if width is not None:
+            raise CheckpointError(f"{model} is a GGUF file, which has one width: leave {width} out")
         with Scratch(Path(tempfile.gettempdir())) as folder:
             dequantize_gguf(path, folder)
             yield folder
@@ -46,12 +50,19 @@ def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator
     if not path.is_dir():
         path = from_hub(str(model), trust_remote_code)
     refuse_adapter(path)
-    if _is_masked(path):
-        with Scratch(Path(tempfile.gettempdir())) as folder:
-            unmask(Folder(path, trust_remote_code), folder)
-            yield folder
-    else:
+    if width is None and not _is_masked(path):
         yield path
+        return
+    source = Folder(path, trust_remote_code)
+    if width is not None and source.quantization is not None and width == source.quantization.scheme.weights.bits:
+        yield path
+        return
+    with Scratch(Path(tempfile.gettempdir())) as folder:
+        if width is None:
+            unmask(source, folder)
+        else:
+            write_slice(source, width, folder)
+        yield folder
 
 
 def refuse_unnamed(model: str | Path) -> None:

@@ -79,13 +79,13 @@ def _stopping(printer: _Printer) -> Iterator[None]:
 
 def load(
     model: str, scheme: Scheme | None, backend: str | None, device: str | None, trust_remote_code: bool,
-    dequantize: bool = False, overrides: Mapping[str, str] | None = None,
+    dequantize: bool = False, overrides: Mapping[str, str] | None = None, width: int | None = None,
 ) -> Loaded:  # fmt: skip
     """Load a model for generation, accelerated on a GPU."""
     with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
         loaded = load_model(
             model, scheme, overrides=overrides, backend=backend, device=device, trust_remote_code=trust_remote_code,
-            dequantize=dequantize,
+            dequantize=dequantize, width=width,
         )  # fmt: skip
         if loaded.model.device.type == "cuda":
             accelerate(loaded.model)

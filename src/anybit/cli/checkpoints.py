@@ -34,6 +34,7 @@ def convert(
         typer.Option("--output", "-o", help="The folder, or GGUF file, to write; without it config.json is rewritten."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --output names.")] = False,
+    width: options.Width = None,
     trust_remote_code: options.Trust = False,
     as_json: options.Json = False,
 ) -> None:
@@ -49,6 +50,7 @@ def convert(
     anybit convert model.Q4_K_M.gguf --to anybit -o model-w4
     anybit convert llama-w4 --to gptq -o llama-gptq
     anybit convert smollm2-w4g32 --to gguf -o smollm2.gguf
+    anybit convert llama-nested --width 3 --to compressed-tensors -o llama-w3
     """
     from anybit.checkpoints.convert import convert as convert_folder
     from anybit.checkpoints.formats.write import convert_into
@@ -58,7 +60,7 @@ def convert(
     refuse_unnamed(model)
     if to not in _FORMATS:
         raise ConversionError(f"--to {to!r} is unknown: write {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}")
-    if out is None and (to in ("gptq", "gguf") or is_gguf(model)):
+    if out is None and (to in ("gptq", "gguf") or width is not None or is_gguf(model)):
         what = "a file" if to == "gguf" else "a folder"
         raise ConversionError(f"converting {model} to {to} writes new tensors: name {what} for them with --output")
     if out is None:
@@ -67,8 +69,8 @@ def convert(
         told = f"{Path(model) / 'config.json'} now describes the model for {to}; no tensor was changed"
     else:
         with status(f"Writing {out}"):
-            quantization = convert_into(model, to, out, overwrite, trust_remote_code)
-        told = f"saved {out} for {to}; no code was changed"
+            quantization = convert_into(model, to, out, overwrite, trust_remote_code, width)
+        told = f"saved {out} for {to}; no code was changed" if width is None else f"saved {out}, {width} bits, for {to}"
     if as_json:
         print_json(quantization)
     else:
@@ -274,6 +276,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "loaded_by": saved and _LOADED_BY.get(folder.config["quantization_config"]["quant_method"]),
             "scheme": str(saved.scheme) if saved else ", ".join(schemes_of(foreign)) if foreign else None,
             "overrides": overrides,
+            "nested": saved.nested if saved else [],
             "bytes": folder.bytes,
             "size": megabytes(folder.bytes),
             "files": len(files),

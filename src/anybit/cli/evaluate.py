@@ -32,6 +32,7 @@ def evaluate(
         Path | None, typer.Option("--text", "-t", help="A text file, UTF-8; by default the baseline writes the text.")
     ] = None,
     scheme: options.Scheme = None,
+    width: options.Width = None,
     override: options.Override = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 512,
     windows: Annotated[
@@ -94,7 +95,7 @@ def evaluate(
         with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
             loaded = load_model(
                 model, parsed, overrides=others, backend=backend, device=device, trust_remote_code=trust_remote_code,
-                dequantize=dequantize,
+                dequantize=dequantize, width=width,
             )  # fmt: skip
         _refuse_beyond(loaded, context)
         first: int | None = None

@@ -15,6 +15,7 @@ def generate(
     model: options.Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; with --raw the text to continue.")],
     scheme: options.Scheme = None,
+    width: options.Width = None,
     override: options.Override = None,
     max_new_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
@@ -41,7 +42,7 @@ def generate(
     _refuse_broken("--prompt", prompt)
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others, width)
     asked = prompt if raw else [{"role": "user", "content": prompt}]
     text, figures = answer.answer(loaded, asked, max_new_tokens, temperature, top_p, seed, silent=as_json)
     if as_json:
@@ -54,6 +55,7 @@ def generate(
 def chat(
     model: options.Model,
     scheme: options.Scheme = None,
+    width: options.Width = None,
     override: options.Override = None,
     max_new_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.0,
@@ -77,7 +79,7 @@ def chat(
     _refuse_broken("--system", system or "")
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others, width)
     if not loaded.tokenizer.chat_template:
         raise TextError(f"{model} has no chat template, so it cannot chat; use anybit generate --raw")
     messages = [{"role": "system", "content": system}] if system else []

@@ -35,6 +35,9 @@ Trust = Annotated[
 Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="Run quantized layers as 16-bit floats: for codes that no kernel runs.")
 ]
+Width = Annotated[
+    int | None, typer.Option(min=1, help="Of a nested model (quantize --nested), the bits of its weights to take.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Generate at most this many tokens.")]
 Temperature = Annotated[

@@ -16,7 +16,7 @@ from anybit.cli import options
 from anybit.cli.common import errors, megabytes, output, overrides_of, print_json, progress_bar, status
 from anybit.errors import OptionError, SchemeError, TextError
 from anybit.quantization.methods.registry import METHODS, checked_method, default_method, quantize_folder
-from anybit.scheme import Scheme
+from anybit.scheme import Scheme, nested_widths
 
 
 def quantize(
@@ -49,6 +49,9 @@ def quantize(
     context: Annotated[
         int | None,
         typer.Option(min=1, help="With --memory: reserve a KV cache of this many tokens, in the scheme's format."),
+    ] = None,
+    nested: Annotated[
+        str | None, typer.Option(help="Widths to train with the scheme's own, for --width of other commands: 2,3,4.")
     ] = None,
     text: Annotated[
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")
@@ -83,15 +86,17 @@ def quantize(
     anybit quantize ./llama -s w4a8 --keep lm_head --keep down_proj -o llama-w4a8
     anybit quantize ./llama --override lm_head=w8a16 --override "*.down_proj=w6a16g64" -o llama-mixed
     anybit quantize ./llama -s w4a16g64 --bits 3.5 --text wikipedia.txt -o llama-3.5
+    anybit quantize ./llama -s w8a16g64asym --nested 2,3,4 -o llama-nested
     """
     parsed, others = Scheme.parse(scheme), overrides_of(override)
     _check_bits(bits, parsed)
     size = None if memory is None else _bytes(memory)
+    widths = [] if nested is None else _widths(nested, parsed)
     from anybit.checkpoints.source import local_folder
     from anybit.device import checked_device
 
     device = None if device is None else checked_device(device)
-    likely = method or default_method(parsed, bits, device)
+    likely = method or default_method(parsed, bits or min(widths, default=None), device)
     how = _options(likely, text, {"tokens": tokens, "minutes": minutes, "device": device}, settings or [])
     for each in dict.fromkeys([parsed, *map(Scheme.parse, others.values())]):
         _say_if_nothing_runs(each)
@@ -102,7 +107,8 @@ def quantize(
             try:
                 saved = quantize_folder(
                     source, out, parsed, method, keep, overrides=others, bits=bits, memory=size, context=context,
-                    overwrite=overwrite, progress=update, options=how, trust_remote_code=trust_remote_code,
+                    nested=widths, overwrite=overwrite, progress=update, options=how,
+                    trust_remote_code=trust_remote_code,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 errors.print(_how_to_go_on(likely, how, out))
@@ -173,6 +179,15 @@ def _check_bits(bits: float | None, scheme: Scheme) -> None:
             f"--bits {bits:g} is out of reach: layers of 2 to 8 bits, like {scheme} otherwise, take {least:.3g} to "
             f"{most:.3g} bits a weight, scales included; without --bits all layers take the width of --scheme"
         )
+
+
+def _widths(text: str, scheme: Scheme) -> list[int]:
+    """The widths of ``--nested``. Raises SchemeError for anything but whole numbers that the scheme allows."""
+    try:
+        widths = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise SchemeError(f"--nested {text!r} is not understood: write widths, such as 2,3,4") from None
+    return nested_widths(scheme.weights, widths)
 
 
 def _bytes(text: str) -> float:

@@ -25,6 +25,7 @@ def serve(
         float | None, typer.Option(min=0.05, max=1.0, help="Fraction of the GPU's memory to use; by default 0.9.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of activations: float16, bfloat16, or auto, the model's.")] = "auto",
+    width: options.Width = None,
     trust_remote_code: options.Trust = False,
 ) -> None:
     """Serve a model over OpenAI-compatible endpoints, with vLLM.
@@ -41,8 +42,9 @@ def serve(
     from anybit.vllm.serving import serve as run
 
     server = Server(
-        model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()), trust_remote_code
-    )
+        model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()), trust_remote_code,
+        width,
+    )  # fmt: skip
     code = run(server, errors.print)
     if code:
         raise typer.Exit(code if code > 0 else 1)

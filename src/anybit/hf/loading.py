@@ -59,6 +59,7 @@ def load_model(
     overrides: Mapping[str, str | Scheme] | None = None,
     trust_remote_code: bool = False,
     dequantize: bool = False,
+    width: int | None = None,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
@@ -69,6 +70,7 @@ def load_model(
     overrides: per-layer schemes, on top of ``scheme`` (see ``AnyBitConfig``).
     trust_remote_code: run a model's own Python files; without it nothing in a folder is executed.
     dequantize: turn quantized layers into floats, by default bfloat16 (float32 on a CPU), for codes without a kernel.
+    width: of a nested model, the bits of its weights to take.
     Raises CheckpointError, naming file and tensor, for a corrupt, incomplete or non-finite checkpoint; LayerError for a
     layer that the scheme does not fit; KernelError for a backend that is unknown, cannot run the layers, or is given
     for an unquantized model; SchemeError for an invalid scheme, or overrides without one.
@@ -84,12 +86,12 @@ def load_model(
     if dequantize:
         if scheme is not None or backend is not None:
             raise KernelError("dequantize leaves no layer quantized: leave out the scheme and the backend")
-        return _dequantized(source, device, dtype, trust_remote_code)
-    if scheme is None and is_gguf(source):
+        return _dequantized(source, device, dtype, trust_remote_code, width)
+    if scheme is None and width is None and is_gguf(source):
         native = load_gguf(Path(source).expanduser(), wanted, None if device == "cpu" else device, backend)
         if native is not None:
             return Loaded(native[0].eval(), native[1], native[2], str(source))
-    with local_folder(source, trust_remote_code) as path:
+    with local_folder(source, trust_remote_code, width) as path:
         folder = Folder(path, trust_remote_code)
         # Built first, so that a configuration that transformers cannot build raises an error of its own.
         empty = skeleton(path, trust_remote_code)
@@ -160,11 +162,15 @@ def load_model(
     return Loaded(model.eval(), tokenizer, parsed, str(source))
 
 
-def _dequantized(source: str | Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool) -> Loaded:
+def _dequantized(
+    source: str | Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool, width: int | None
+) -> Loaded:
     """Load with all quantized layers turned into floats: layer by layer on the CPU, then moved to ``device``."""
     kind = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     backend = None if stored_scheme(source) is None else "reference-packed"
-    loaded = load_model(source, backend=backend, device="cpu", dtype=kind, trust_remote_code=trust_remote_code)
+    loaded = load_model(
+        source, backend=backend, device="cpu", dtype=kind, trust_remote_code=trust_remote_code, width=width
+    )
     if loaded.scheme is not None:
         loaded.model.dequantize(dtype=kind)
     return replace(loaded, model=loaded.model.to(device), scheme=None)
@@ -178,6 +184,7 @@ def load(
     backend: str | None = None,
     trust_remote_code: bool = False,
     dequantize: bool = False,
+    width: int | None = None,
 ) -> PreTrainedModel:
     """Load a transformers model from any format anybit reads: its own folders, GPTQ, AWQ, auto-round, HQQ, GGUF, ...
 
@@ -186,8 +193,9 @@ def load(
     returns the tokenizer.
     """
     return load_model(
-        source, backend=backend, device=device, dtype=dtype, trust_remote_code=trust_remote_code, dequantize=dequantize
-    ).model
+        source, backend=backend, device=device, dtype=dtype, trust_remote_code=trust_remote_code,
+        dequantize=dequantize, width=width,
+    ).model  # fmt: skip
 
 
 def stored_scheme(source: str | Path) -> Scheme | None:

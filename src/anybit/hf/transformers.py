@@ -47,7 +47,7 @@ from anybit.models import modules
 from anybit.models.experts import HubNames, conversions, unfuse, warn_of_left
 from anybit.models.modules import is_linear, untie
 from anybit.ops import backends
-from anybit.scheme import Scheme
+from anybit.scheme import Scheme, nested_widths
 
 
 @register_quantization_config(METHOD)
@@ -63,6 +63,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
     hadamard: names of the layers whose inputs are rotated at run time (``anybit.quantization.methods.rotate``).
+    nested: widths that a loaded folder can be sliced to (``anybit.load``).
     overrides: per-layer schemes, keyed by layer name or by a pattern such as "*.down_proj". An exact name wins over
         patterns; among patterns the last match wins. Naming a head quantizes it; a tied head then gets codes of its
         own, and the embedding is unchanged.
@@ -77,6 +78,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_index: bool = False,
         hadamard: list[str] | None = None,
         overrides: Mapping[str, str | Scheme] | None = None,
+        nested: Sequence[int] = (),
         **unknown: object,
     ) -> None:
         self.quant_method = METHOD
@@ -84,7 +86,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.modules_to_not_convert = modules_to_not_convert
         self.backend = backend
         self.group_index = group_index
-        self.hadamard = list(hadamard or ())
+        self.hadamard, self.nested = list(hadamard or ()), list(nested)
         self.overrides = {layer: str(other) for layer, other in parse_overrides(overrides).items()}
         self.ignore: list[str] | None = None
         self.names = HubNames()
@@ -93,7 +95,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         # Saved configurations also carry the method and the version that wrote them; neither changes anything here.
         unexpected = set(unknown) - {"quant_method", "version"}
         if unexpected:
-            known = "scheme, modules_to_not_convert, backend, group_index, hadamard and overrides"
+            known = "scheme, modules_to_not_convert, backend, group_index, hadamard, overrides and nested"
             raise OptionError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}; it takes {known}")
 
     @classmethod
@@ -112,13 +114,15 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         saved = self.quantization.renamed(self.names.hub)
         overrides = {name: str(scheme) for name, scheme in saved.overrides.items()}
         ignore = None if self.ignore is None else self.names.both(self.ignore)
-        return configuration(saved.scheme, saved.kept, saved.group_index, saved.hadamard, ignore, overrides)
+        given = saved.scheme, saved.kept, saved.group_index, saved.hadamard, ignore, overrides, saved.nested
+        return configuration(*given)
 
     @property
     def quantization(self) -> Quantization:
         """The same settings as the ``Quantization`` that ``anybit.checkpoints`` works with."""
         scheme, overrides = Scheme.parse(self.scheme), parse_overrides(self.overrides)
-        return Quantization(scheme, self.modules_to_not_convert, self.group_index, self.hadamard, overrides)
+        kept, nested = self.modules_to_not_convert, nested_widths(scheme.weights, self.nested)
+        return Quantization(scheme, kept, self.group_index, self.hadamard, overrides, nested)
 
 
 _Theirs: Any = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]

@@ -16,6 +16,7 @@ class Server:
     scheme: quantize while loading.  tensor_parallel: GPUs per layer.  max_length: most tokens of a prompt and its
     answer.  memory: fraction of GPU memory for vLLM.  dtype: of activations; "auto": the model's.  others: arguments
     passed to vLLM unchanged.  trust_remote_code: run the model's own Python files.
+    width: of a nested model, the bits of its weights to take.
     """
 
     model: str
@@ -28,6 +29,7 @@ class Server:
     dtype: str = "auto"
     others: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
+    width: int | None = None
 
     @property
     def url(self) -> str:

@@ -24,10 +24,11 @@ from anybit.vllm.server import Server, values_of
 def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
     """(folder for vLLM to serve, extra arguments for vLLM).
 
-    For a GGUF file: a temporary folder of config, tokenizer and a link to the file, which the plug-in reads itself.
+    For a GGUF file: a temporary folder of config, tokenizer and a link to the file, which the plug-in reads itself. For
+    a width of a nested model: a temporary folder with that slice.
     Other tools' folders run on anybit's kernels if it can read them, otherwise on vLLM's, with a warning that says why.
     """
-    if server.scheme is None and is_gguf(server.model):
+    if server.scheme is None and server.width is None and is_gguf(server.model):
         file = Path(server.model).expanduser()
         try:
             source, tokenizer, empty = open_gguf(file)
@@ -45,7 +46,7 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
                 (folder / "model.gguf").symlink_to(file.resolve())
                 yield folder, []
             return
-    with local_folder(server.model, server.trust_remote_code) as path:
+    with local_folder(server.model, server.trust_remote_code, server.width) as path:
         config = with_quantization(read_json(path / "config.json"), path, read_json)
         if server.scheme is not None:
             refuse_quantized(config, server.model)

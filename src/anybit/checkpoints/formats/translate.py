@@ -24,8 +24,9 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import Format, format_of, layers_of
 from anybit.checkpoints.formats.stored import StoredLayer, ordered
 from anybit.checkpoints.safetensors import Entry
-from anybit.checkpoints.verify import check_model, check_values, names_in
-from anybit.codes.packing import QuantizedWeight, unpack_words
+from anybit.checkpoints.slicing import read_layer
+from anybit.checkpoints.verify import check_model, names_in
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import AnyBitError, CheckpointError, LayerError, one_line
 from anybit.layers.linear import QuantLinear
 from anybit.models.experts import HubNames
@@ -37,11 +38,6 @@ _RECENT = 2
 """Layers cached: threads that load a model work on two at most."""
 _KV_SCALE = re.compile(r"\.(self_attn|attn|attention)\.(\w+_proj\.)?(attn\.)?((k|v|kv|q|prob)_scale|output_scale)$")
 """Scales for a KV cache (or queries) that the file's own server quantizes to 8 bits."""
-
-_STORED = (
-    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_indices",
-    "weight_minimum",
-)  # fmt: skip
 
 
 class Translation(ABC):
@@ -264,15 +260,7 @@ class OwnTranslation(_InFolder):
         self.plain = [*self._plain]
 
     def _read(self, name: str) -> QuantizedWeight:
-        entries, stored = self._folder.entries, self._stored[name]
-        parts = {p: self._folder.read(f"{stored}.{p}", finite=True) for p in _STORED if f"{stored}.{p}" in entries}
-        check_values(name, parts)
-        n, k = (int(size) for size in parts["weight_shape"].tolist())
-        format, zero = self.layers[name].weights, parts.get("weight_zero_point")
-        if zero is not None:
-            zero = unpack_words(zero.t().contiguous(), format.bits, n).t().contiguous()
-        rest = (parts.get(part) for part in ("weight_g_idx", "weight_indices", "weight_minimum"))
-        return QuantizedWeight(parts["weight_packed"], parts["weight_scale"], zero, (n, k), format, *rest)
+        return read_layer(self._folder, self._stored[name], self.layers[name].weights)
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

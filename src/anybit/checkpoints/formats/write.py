@@ -33,17 +33,19 @@ TARGETS = (METHOD, "compressed-tensors", "gptq", "gguf")
 
 
 def convert_into(
-    model: str | Path, to: str, output: str | Path, overwrite: bool = False, trust_remote_code: bool = False
-) -> dict[str, object]:
+    model: str | Path, to: str, output: str | Path, overwrite: bool = False, trust_remote_code: bool = False,
+    width: int | None = None,
+) -> dict[str, object]:  # fmt: skip
     """Rewrite a quantized model in another format; returns its quantization_config (GGUF: the type of each tensor).
 
     model: a folder in any supported format, a hub name or a GGUF file.  to: one of TARGETS.  output: a folder, or for
-    "gguf" a file.  trust_remote_code: run the model's own Python files, and copy them.
+    "gguf" a file.  trust_remote_code: run the model's own Python files, and copy them.  width: of a nested model, the
+    bits of its weights to take.
     Raises ConversionError for what the format cannot represent, and then leaves nothing behind.
     """
     if to not in TARGETS:
         raise ConversionError(f"cannot convert to {to!r}; there are {', '.join(TARGETS)}")
-    if is_gguf(model):
+    if width is None and is_gguf(model):
         try:
             source, tokenizer, empty = open_gguf(Path(model).expanduser())
         except NotNative as reason:
@@ -55,7 +57,7 @@ def convert_into(
             tokenizer.save_pretrained(work)
             config = json.loads((work / "config.json").read_text(encoding="utf-8"))
             return _write(source, to, work, empty, config, torch.float16)
-    with local_folder(model, trust_remote_code) as path:
+    with local_folder(model, trust_remote_code) as whole, local_folder(whole, trust_remote_code, width) as path:
         folder = Folder(path, trust_remote_code)
         translation = FolderTranslation.of(folder) if folder.quantization is None else OwnTranslation(folder)
         if translation is None:
@@ -65,7 +67,7 @@ def convert_into(
         empty = skeleton(path, trust_remote_code)
         if to == "gguf":
             return _write_gguf(translation, empty, path, Path(output).expanduser(), overwrite)
-        with new_folder(output, overwrite, path) as work:
+        with new_folder(output, overwrite, whole) as work:
             folder.copy_companions(work)
             return _write(translation, to, work, empty, folder.config, None, trust_remote_code)
 

@@ -2,13 +2,13 @@
 
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anybit.errors import CalibrationError, OptionError, SchemeError, duration
-from anybit.scheme import Scheme
+from anybit.scheme import Scheme, nested_widths
 
 if TYPE_CHECKING:
     from anybit.quantization.pipeline.stream import Job, Progress, Saved
@@ -113,6 +113,7 @@ def quantize_folder(
     bits: float | None = None,
     memory: float | None = None,
     context: int | None = None,
+    nested: Collection[int] = (),
     overwrite: bool = False,
     progress: "Progress | None" = None,
     shard_bytes: int | None = None,
@@ -129,6 +130,8 @@ def quantize_folder(
     bits, memory: choose a bit-width for every layer without an override, using the text in ``options``, so that the
     stored bits per weight, or the bytes of the result, stay within this budget (``pipeline.allocate``).
     context: with memory, tokens of a KV cache to reserve part of it for, in the scheme's format.
+    nested: fewer bits that the weights in the scheme's format will be sliced to (``codes.nested``); methods that learn
+    train all widths together.
     overwrite: replace the output if it is a model folder; never another kind of folder, nor the source.
     progress: called with the layer just done, weights done, and weights in all; before a long run, with how long it may
     take and nothing done. shard_bytes: the most bytes per output
@@ -139,6 +142,7 @@ def quantize_folder(
     A failed run leaves no output behind.
     """
     scheme = Scheme.parse(scheme)
+    nested = nested_widths(scheme.weights, nested)
     if method is not None:
         checked_method(method)
     if options is not None and not isinstance(options, Mapping):
@@ -149,8 +153,10 @@ def quantize_folder(
 
         options["device"] = checked_device(options["device"])
     named = method is not None
-    method = method or default_method(scheme, bits, options.get("device"))
+    method = method or default_method(scheme, bits or min(nested, default=None), options.get("device"))
     search = bits is not None or memory is not None or context is not None
+    if nested and search:
+        raise OptionError("a nested model has one width for all layers, so none is searched: leave bits and memory out")
     if not METHODS[method].calibrated and not search:
         for name in ("text", "tokens"):
             if name in options:
@@ -170,7 +176,7 @@ def quantize_folder(
     from anybit.quantization.pipeline.stream import Job
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
-    rest |= {"overwrite": overwrite, "progress": progress, "options": options}
+    rest |= {"nested": nested, "overwrite": overwrite, "progress": progress, "options": options}
     job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, trust_remote_code, **rest)
     if method == "distill" and (reason := _too_large(job)) is not None:
         if named:

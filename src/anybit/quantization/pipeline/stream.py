@@ -105,7 +105,7 @@ class Job:
     Made by ``Job.of``, which checks everything it can before any work is done: the output path, the layers against the
     scheme, the checkpoint's tensors against the model.  overrides: per-layer schemes, by name or pattern.
     names: the model's tensor names -> the checkpoint's.  tied: quantized layers -> the parameter that they share.
-    embeddings: quantized embeddings, which every method rounds to nearest.
+    embeddings: quantized embeddings, which every method rounds to nearest.  nested: widths to slice to.
     began: start time, by ``time.perf_counter``.
     """
 
@@ -120,6 +120,7 @@ class Job:
     overrides: Overrides = field(default_factory=Overrides)
     tied: dict[str, str] = field(default_factory=dict)
     embeddings: list[LinearLayer] = field(default_factory=list)
+    nested: Sequence[int] = ()
     overwrite: bool = False
     progress: Progress | None = None
     shard_bytes: int = SHARD_BYTES
@@ -288,7 +289,7 @@ def _write_companions(
     overrides = {stored.hub(name): scheme for name, scheme in overrides.items()}
     kept, hadamard = [*map(stored.hub, kept)], [*map(stored.hub, changes.hadamard)]
     ignore = None if ignore is None else stored.both(ignore)
-    quantization = configuration(job.scheme, kept, group_index, hadamard, ignore, overrides)
+    quantization = configuration(job.scheme, kept, group_index, hadamard, ignore, overrides, job.nested)
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     if job.tied:
         config |= untied(config)
