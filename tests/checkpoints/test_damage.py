@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -25,7 +24,7 @@ from tests.checkpoints.test_formats import whole_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
-from anybit import AnyBitConfig, cli
+from anybit import AnyBitConfig
 from anybit.errors import AnyBitError
 from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
@@ -199,30 +198,3 @@ def test_loading_damaged_gguf_files(tmp_path: Path, bounded: None, kinds: dict[s
         damage = damage_gguf(rng, file)
         results.append((damage, "gguf", *outcome(lambda file=file: load(file), good)))
     judged(results)
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process; returns its output, or raises AnyBitError with its error message."""
-
-    def command(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["anybit", *words])
-        capfd.readouterr()
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        said = capfd.readouterr()
-        assert "\x1b" not in said.out + said.err, said
-        if code:
-            assert "error:" in said.err and "Traceback" not in said.err, said.err
-            raise AnyBitError(said.err.replace("\n", " "))
-        return said.out
-
-    return command
-
-
-def test_kinds_are_listed() -> None:
-    assert not {"config", "quantization", "index: moved", "header: dtype", "tensor: not finite", "gguf: cut"} & set(
-        VALID
-    )

@@ -17,19 +17,34 @@ from safetensors.torch import load_file
 from tests.cases_calibration import sequences
 from tests.cases_damage import MUTATIONS, VALID, Damage, copy, damage_gguf, damaged, save_gguf
 from tests.cases_models import save_tiny
-from tests.checkpoints.test_damage import ROUNDS, SEED, Run, bounded, folders, judged, outcome, run
+from tests.checkpoints.test_damage import ROUNDS, SEED, Run, bounded, folders, judged, outcome
 from tests.checkpoints.test_formats import whole_model
 
 from anybit.errors import AnyBitError
 from anybit.quantization.methods.registry import quantize_folder
 
-__all__ = ["bounded", "folders", "run"]  # fixtures
+__all__ = ["bounded", "folders"]  # fixtures
 
 COUNTS = {"convert": 24, "ask": 20, "resume": 8}
 OTHERS = ("gptq-4-asym", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32-asym", "hqq-3", "bnb-nf4-nested", "ct-nvfp4")
 TARGETS = ("anybit", "compressed-tensors", "gptq", "gguf")
 NAMES = {*VALID, "config"}
 """Entries unrelated to tensors may be copied from the source's config.json as they are."""
+
+
+@pytest.fixture
+def output_of(run: Any) -> Run:
+    """Run a command in this process; returns its output, or raises AnyBitError with its error message."""
+
+    def command(*words: str) -> str:
+        code, out, err = run(*words)
+        assert "\x1b" not in out + err, err
+        if code:
+            assert "error:" in err and "Traceback" not in err, err
+            raise AnyBitError(err)
+        return str(out)
+
+    return command
 
 
 @pytest.fixture
@@ -64,14 +79,14 @@ def written(place: Path) -> Any:
     }
 
 
-def test_convert_of_damaged_models(sources: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
+def test_convert_of_damaged_models(sources: dict[str, Path], tmp_path: Path, bounded: None, output_of: Run) -> None:
     def converted(source: Path, to: str) -> tuple[Any]:
         out = tmp_path / ("out.gguf" if to == "gguf" else "out")
         shutil.rmtree(out, ignore_errors=True)
         out.unlink(missing_ok=True)
         before = sorted(tmp_path.iterdir())
         try:
-            run("convert", str(source), "--to", to, "-o", str(out))
+            output_of("convert", str(source), "--to", to, "-o", str(out))
         except AnyBitError:
             assert sorted(tmp_path.iterdir()) == before, "a refused conversion leaves files"
             raise
@@ -96,7 +111,7 @@ def test_convert_of_damaged_models(sources: dict[str, Path], tmp_path: Path, bou
     judged(results, NAMES)
 
 
-def test_commands_on_damaged_models(sources, tmp_path, bounded, run) -> None:
+def test_commands_on_damaged_models(sources, tmp_path, bounded, output_of) -> None:
     text = tmp_path / "text"
     text.write_text("1+2=3;(4*5)/6-7;" * 4)  # other tools' fixtures have 32 words
     commands: dict[str, tuple[str, ...]] = {
@@ -109,7 +124,7 @@ def test_commands_on_damaged_models(sources, tmp_path, bounded, run) -> None:
     good: dict[tuple[str, str], Any] = {}
 
     def asked(command: str, source: Path) -> tuple[Any]:
-        found = json.loads(run(command, str(source), *commands[command]))
+        found = json.loads(output_of(command, str(source), *commands[command]))
         return ({key: value for key, value in found.items() if key != "model" and "second" not in key},)
 
     for number in range(ROUNDS * COUNTS["ask"]):

@@ -167,16 +167,6 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_corrupt_gguf_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\x03\0\0\0" + b"\xff" * 16)
-    with (
-        pytest.raises(CheckpointError, match=r"model\.gguf is a corrupt GGUF file"),
-        local_folder(tmp_path / "model.gguf"),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_that_are_not_finite_are_named(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
@@ -256,14 +246,14 @@ def slow_command(tmp_path: Path, before: str = "") -> subprocess.Popen[bytes]:
         # Background tests ignore some signals, and child processes would inherit that.
         "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"signal.signal(signal.SIGHUP, signal.SIG_DFL)\n{before}\n"
-        "from anybit import cli; from anybit.checkpoints.writing import new_folder\n"
+        "from pathlib import Path; from anybit import cli; from anybit.checkpoints.scratch import Scratch\n"
         "def slow(*a, **k):\n"
-        "    with new_folder(sys.argv[1]) as work:\n"
+        "    with Scratch(Path(sys.argv[1])) as work:\n"
         "        (work / 'half').write_text('x'); time.sleep(60)\n"
         "cli.app = slow; cli.main()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out")], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob(".anybit-unfinished-*/model/half")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".anybit-unfinished-*/half")) and time.monotonic() < deadline:
         time.sleep(0.05)
     return process

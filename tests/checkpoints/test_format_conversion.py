@@ -103,13 +103,6 @@ def test_the_commands_take_them(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["convert", str(theirs), "--to", "gptq"], catch_exceptions=False)
 
 
-def test_a_folder_of_theirs_generates(tmp_path: Path) -> None:
-    convert_into(quantized(tmp_path, "w4a16g32"), "gptq", tmp_path / "gptq")
-    command = ["generate", str(tmp_path / "gptq"), "--prompt", "a", "--raw", "-n", "2", "--json"]
-    shown = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
-    assert shown["new_tokens"] <= 2 and shown["scheme"] == "w4a16g32"
-
-
 def test_codes_that_only_others_make_are_not_quantized_to(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match="w4a16g32min can only be loaded from models"):
         quantized(tmp_path, "w4a16g32min")

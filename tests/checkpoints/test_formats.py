@@ -13,7 +13,7 @@ from tests.cases_models import save_byte_tokenizer
 
 import anybit
 from anybit.checkpoints.folder import Folder
-from anybit.checkpoints.formats import format_of, layers_of
+from anybit.checkpoints.formats import format_of
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.source import local_folder
@@ -95,21 +95,6 @@ def near(found: torch.Tensor, theirs: torch.Tensor, steps: float) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_is_what_its_tool_makes_of_it(name: str) -> None:
-    case, folder = CASES[name], Folder(FIXTURES / name)
-    format = format_of(folder.config)
-    assert format is not None and case.format == format.NAME
-    expected = load_file(FIXTURES / name / "expected.safetensors")
-    layers = layers_of(format, folder, folder.config["quantization_config"])
-    assert set(layers) == set(expected) and len(expected) == 2
-    for layer_name, layer in layers.items():
-        assert str(format.scheme(layer)) == getattr(case, layer_name.rpartition(".")[2])
-        weight = format.read(layer)
-        assert weight.format == format.scheme(layer).weights
-        assert near(weight.dequantize()[::STRIDE], expected[layer_name], case.steps)
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_the_default_type_of_floats_changes_nothing(name: str) -> None:
     """vLLM sets it to the model's 16-bit dtype while loading."""
     source = FolderTranslation.of(Folder(FIXTURES / name))
@@ -169,7 +154,8 @@ def test_weights_behind_bitmasks_are_a_model_like_any_other(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_loads_and_runs(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    case, found = CASES[name], format_of(Folder(FIXTURES / name).config)
+    assert found is not None and case.format == found.NAME
     model = anybit.load(whole_model(name, tmp_path))
     expected = load_file(FIXTURES / name / "expected.safetensors")
     modules = {key: module for key, module in model.named_modules() if isinstance(module, QuantLinear)}

@@ -11,7 +11,6 @@ from tests.cases import random_weight
 from tests.cases_damage import random_blocks, save_gguf
 from tests.cases_models import save_byte_tokenizer
 from tests.checkpoints.test_gguf_blocks import MIXED
-from typer.testing import CliRunner
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
@@ -20,7 +19,6 @@ from anybit.checkpoints.formats.gguf_write import _rule
 from anybit.checkpoints.formats.translate import OwnTranslation
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
-from anybit.cli import app
 from anybit.errors import ConversionError
 from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
@@ -161,11 +159,3 @@ def test_rules_that_split_text() -> None:
     assert _rule({"type": "Sequence", "pretokenizers": [digits, {"type": "ByteLevel"}]}) == "smollm"
     with pytest.raises(ConversionError, match=r"splits text by a rule \(Split, ByteLevel\)"):
         _rule({"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": "x"}}, last]})
-
-
-def test_convert_command_writes_gguf(tmp_path: Path) -> None:
-    quantize_folder(model(tmp_path), tmp_path / "ours", "w4a16g32")
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "ours"), "--to", "gguf", "-o", str(tmp_path / "a.gguf")])
-    assert done.exit_code == 0 and "no code was changed" in done.stdout
-    told = json.loads(CliRunner().invoke(app, ["info", str(tmp_path / "a.gguf"), "--json"]).stdout)
-    assert told["scheme"] == "w4a16g32"

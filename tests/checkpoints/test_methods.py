@@ -14,7 +14,6 @@ from tests.cases_models import save_byte_tokenizer, save_tiny
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    CompressedTensorsConfig,
     GPT2Config,
     GPT2LMHeadModel,
     MambaConfig,
@@ -75,16 +74,6 @@ def test_calibrated_methods_lose_less(method: str, scheme: str, llama: Path, tmp
     quantize_folder(llama, tmp_path / "out", scheme, method, options=options, progress=lambda *s: seen.append(s))
     assert seen[-1][1] == seen[-1][2]
     assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
-
-
-def test_token_ids_from_a_file_are_those_of_a_list(llama: Path, tmp_path: Path) -> None:
-    file = tmp_path / "ids.json"
-    file.write_text(json.dumps([list(map(int, sequence)) for sequence in TOKENS]))
-    given = {name: value for name, value in FAST.items() if name != "sequences"} | {"text": file}
-    for name, options in (("list", FAST), ("file", given)):
-        quantize_folder(llama, tmp_path / name, "w4a16g32", "gptq", options=options)
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("list", "file"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 @pytest.mark.parametrize("method", ["rotate", "smooth_rotate"])
@@ -180,27 +169,6 @@ def test_a_budget_in_minutes_is_for_learning(scheme: str, first: str, llama: Pat
     with pytest.raises(InterruptedError):
         quantize_folder(llama, tmp_path / "out", scheme, "distill", options=options, progress=told)
     assert "within" in said[0] and said[1].startswith(first)
-
-
-@pytest.mark.parametrize("method", ["gptq", "distill", "smooth"])
-@pytest.mark.parametrize("scheme", ["w2a16g32asym", "w4a16g32"])
-def test_what_was_calibrated_converts_and_comes_back(method: str, scheme: str, llama: Path, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    learn = {"learn_tokens": 600, "step_tokens": 256} if method == "distill" else {}
-    quantize_folder(llama, tmp_path / "out", scheme, method, options=FAST | learn)
-
-    @torch.no_grad()
-    def logits(**options: Any) -> torch.Tensor:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
-        found: torch.Tensor = model(CHECK).logits
-        return found
-
-    ours = logits()
-    convert(tmp_path / "out", "compressed-tensors")
-    asymmetric = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if scheme.endswith("asym") else {}
-    torch.testing.assert_close(logits(**asymmetric), ours, rtol=1e-4, atol=1e-4)
-    convert(tmp_path / "out", "anybit")
-    assert torch.equal(logits(), ours)
 
 
 def test_weights_that_masks_keep_learn(llama: Path, tmp_path: Path) -> None:

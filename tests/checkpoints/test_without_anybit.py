@@ -19,9 +19,9 @@ from anybit.errors import CheckpointError
 from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
-HELD = ("w4a16g32", "w8a16", "w3a16g32asym", "w1a16asym")
-"""Schemes that compressed-tensors can express."""
-OTHERS = ("w1a16", "w4a8", "w4a16g32s24", "w4a16-kv4", "w4a16g64")
+HELD = ("quantize w4a16g32", "save w4a16g32", "save w3a16g32asym", "quantize w1a16asym")
+"""Ways of saving, and schemes that compressed-tensors can express."""
+OTHERS = ("quantize w4a8", "save w4a8", "quantize w1a16", "save w4a16g32s24", "save w4a16-kv4", "quantize w4a16g64")
 """Schemes that it cannot; groups of 64 do not divide a layer of 96 inputs."""
 
 PLAIN = """
@@ -66,22 +66,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved")
     for architecture in ("llama", "llama-wide", "gpt2"):
         save_tiny(architecture, root / architecture)
-    for scheme in (*HELD, *OTHERS):
+    for name in (*HELD, *OTHERS):
+        way, scheme = name.split()
         source = root / ("llama-wide" if "kv" in scheme else "llama")
-        quantize_folder(source, root / f"quantize {scheme}", scheme)
-        config = AnyBitConfig(scheme)
-        AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(
-            root / f"save {scheme}"
-        )
+        if way == "quantize":
+            quantize_folder(source, root / name, scheme)
+        else:
+            how = AnyBitConfig(scheme)
+            AutoModelForCausalLM.from_pretrained(source, quantization_config=how).save_pretrained(root / name)
     quantize_folder(root / "gpt2", root / "quantize gpt2", "w4a16")
     return root
 
 
 def test_saved_folders_without_anybit(folders: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    ways = ("quantize", "save")
-    held = [folders / f"{way} {scheme}" for way in ways for scheme in HELD]
-    others = [*(folders / f"{way} {scheme}" for way in ways for scheme in OTHERS), folders / "quantize gpt2"]
+    held = [folders / name for name in HELD]
+    others = [*(folders / name for name in OTHERS), folders / "quantize gpt2"]
     gone = [without_method(folder, folders / f"gone {folder.name}") for folder in others]
     found = without_anybit(*held, *others, *gone)
     for folder in held:
@@ -101,17 +101,14 @@ def test_saved_folders_without_anybit(folders: Path) -> None:
 def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: Path) -> None:
     """Without quantization_config, transformers initializes weights randomly; with anybit it refuses."""
     whole_model("gptq-4-sym", tmp_path / "gptq")
-    for source in (
-        *(folders / f"{way} {scheme}" for way in ("quantize", "save") for scheme in HELD),
-        tmp_path / "gptq",
-    ):
+    for source in (*(folders / name for name in HELD), tmp_path / "gptq"):
         lost = without_method(source, tmp_path / f"lost {source.name}")
         for kind in (AutoModelForCausalLM, AutoModel):
             with pytest.raises(CheckpointError, match=r"has model\.layers\.0\..*, codes of a quantized layer, but its"):
                 kind.from_pretrained(lost)
         with pytest.raises(CheckpointError):
             load_model(lost)
-    alone = without_anybit(*(tmp_path / f"lost {way} {scheme}" for way in ("quantize", "save") for scheme in HELD))
+    alone = without_anybit(*(tmp_path / f"lost {name}" for name in HELD[:2]))
     assert len(set(map(str, alone.values()))) > 1, "loads of random weights are equal"
 
 

@@ -351,6 +351,7 @@ def test_a_closed_pipe_or_output_leaves_no_traceback() -> None:
 
 
 def test_a_scheme_is_described_without_torch() -> None:
+    """Help and usage errors are instant, and main can still decide how torch's threads wait."""
     script = (
         "import sys\nfrom anybit import cli\nsys.argv = ['anybit', 'info', 'w4a8fp']\n"
         "try: cli.main()\nfinally: print(*{'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules))\n"

@@ -94,7 +94,7 @@ def documented(weights: WeightFormat, x: ActivationFormat, arch: str) -> bool:
     return weights.group is None and arch not in ("sm_100a", "sm_120a")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75)
 @given(
     st.sampled_from(BITS),
     st.sampled_from(CODES),
@@ -116,14 +116,13 @@ def test_what_the_page_on_schemes_says_runs(bits: int, code: str, group: int | N
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w4a8", "w4a8g32", "w4a8fp"])
 def test_a_layer_may_have_any_number_of_inputs(scheme: str) -> None:
     parsed = Scheme.parse(scheme)
-    for k in (33, 96, 100, 104, 112):
-        for arch in ("sm_90a", "sm_80"):
-            product = LinearProblem(300, 64, k, parsed.weights, parsed.activations, device=Device.named(arch))
-            if arch == "sm_90a" or scheme != "w4a8fp":
-                assert builtin(product).why_not(product) is None
-            else:
-                with pytest.raises(KernelError):
-                    builtin(product)
+    for k, arch in ((33, "sm_90a"), (96, "sm_80"), (100, "sm_90a"), (104, "sm_90a"), (112, "sm_80")):
+        product = LinearProblem(300, 64, k, parsed.weights, parsed.activations, device=Device.named(arch))
+        if arch == "sm_90a" or scheme != "w4a8fp":
+            assert builtin(product).why_not(product) is None
+        else:
+            with pytest.raises(KernelError):
+                builtin(product)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])

@@ -19,7 +19,7 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import Scheme, WeightFormat
-from cases import in_turn
+from cases import EXHAUSTIVE, in_turn
 from machine_code import check, count, sass
 
 HOPPER = Device.named("sm_90a")
@@ -149,6 +149,7 @@ def test_one_block_is_always_legal(scheme: str) -> None:
         for n, k in ((4096, 14336), (576, 1536)):
             it = LinearProblem(m, n, k, parsed.weights, parsed.activations)
             close = [config for config in sm90_packed_gemm.configs(it) if config.min_blocks_per_sm > 1]
+            close = close if EXHAUSTIVE else close[m % 7 :: 7]
             assert close and all(
                 sm90_packed_gemm.why_not(it, heuristics.among_small(it, config)) is None for config in close
             )
