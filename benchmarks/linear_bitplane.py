@@ -8,6 +8,7 @@ import argparse
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from anybit import jit
 from anybit.choose.dispatch import dispatcher
 from anybit.choose.families import Layout
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.kernels.bitplane import bitplane, bitplane_layout
 from anybit.kernels.bitplane.bitplane_layout import PlaneWeight
@@ -60,15 +62,10 @@ def compiled_config(job: Job) -> object:
 
 
 def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor]:
-    """Random codes on the GPU, prepared as by ``planes.prepare``, and the codes."""
-    bits, code = scheme.weights.bits, scheme.weights.code
-    codes = torch.randint(0, 2**bits, (case.n, case.k), dtype=torch.uint8, device="cuda")
-    double = int(code == "bipolar")
-    zero = int(2**double * (scheme.weights.zero or 0))
-    correction = (case.k * zero - (codes.sum(1, dtype=torch.int64) << double)).int()
-    scale = torch.rand(case.n, device="cuda") * 0.01 + 0.005
-    weight = PlaneWeight(bitplane_layout.pack(codes, bits), scale, correction, None, (case.n, case.k), scheme.weights)
-    return weight, codes
+    """Random codes on the GPU, as planes and as they are."""
+    codes = torch.randint(0, 2**scheme.weights.bits, (case.n, case.k), dtype=torch.uint8, device="cuda")
+    scale = torch.rand(case.n, 1, device="cuda") * 0.01 + 0.005
+    return bitplane_layout.prepare(QuantizedWeight.from_codes(codes, scale, None, scheme.weights)), codes
 
 
 def run(case: Case, scheme: Scheme, config: object) -> Row:
@@ -81,10 +78,7 @@ def run(case: Case, scheme: Scheme, config: object) -> Row:
     packed = quantize_activations.Packed(case.m, case.k, form, quantize_activations.Target.planes, x.device)
     y = torch.empty(case.m, case.n, device="cuda", dtype=torch.float16)
     count = rotations(weight.planes.numel(), 128)
-    weights = [weight] + [
-        PlaneWeight(weight.planes.clone(), weight.scale, weight.correction, None, weight.shape, weight.format)
-        for _ in range(count - 1)
-    ]
+    weights = [weight, *(replace(weight, planes=weight.planes.clone()) for _ in range(count - 1))]
 
     def quantize() -> None:
         quantize_activations.launch(problem, pack_config, packed, x)

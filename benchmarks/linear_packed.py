@@ -20,7 +20,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -35,7 +35,7 @@ from anybit.choose.dispatch import dispatcher
 from anybit.choose.families import FAMILIES, tiles_of
 from anybit.codes.packing import QuantizedWeight, table_of, words_per_row
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.jit import Slot
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed, Target
@@ -70,6 +70,8 @@ SCHEMES = (
 )
 RECORDED = ["llama-3-8b", "llama-2-7b", "qwen3-14b"]
 VENDORS = ("cublas fp16", "fp8")
+KEY = ("case", "scheme", "dtype", "m", "n", "k")
+"""Key of a row; the default dtype is float16."""
 CHAIN = 32
 """Products after which a chain restarts, so values neither overflow nor vanish."""
 RATES = {"float": "e4m3", "sym": "s8"}
@@ -84,6 +86,11 @@ class Job:
     family: str
     config: object
     dtype: torch.dtype = torch.float16
+
+    @property
+    def other_dtype(self) -> str | None:
+        """The name of a dtype other than float16, which rows do not name."""
+        return None if self.dtype == torch.float16 else dtype_name(self.dtype)
 
 
 def job_of(asked: tuple[Case, str], dtype: torch.dtype = torch.float16) -> Job | None:
@@ -214,7 +221,7 @@ class Run:
         return {
             "case": case.name, "scheme": self.job.scheme, "m": case.m, "n": case.n, "k": case.k, **us,
             **({"steady": True} if steady else {}),
-            **({} if self.job.dtype == torch.float16 else {"dtype": str(self.job.dtype).removeprefix("torch.")}),
+            **({"dtype": self.job.other_dtype} if self.job.other_dtype else {}),
             "tops": round(case.operations / us["us"] * 1e-6, 1), "kernel": self.job.family,
             "error": float(f"{self.error:.1e}"), "prepare_gb_s": round(self.weights.prepare_gb_s, 1),
             "prepare_layers": round(self.weights.prepare_layers, 2), "bytes": self.bytes,
@@ -323,18 +330,21 @@ def main() -> None:
         pool.terminate()
 
 
-def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> None:
-    """Time the jobs, and write rows after each M."""
+def measure(
+    options: argparse.Namespace, jobs: Iterator[Job], begin: float,
+    names: Callable[[Case], Sequence[str]] = lambda _: VENDORS, steady: Callable[[int], float] | None = None,
+) -> None:  # fmt: skip
+    """Time the jobs, and write rows after each M. names: of a product's vendors.  steady: seconds alone, by M."""
     marks = stamp()
     old = json.loads(options.out.read_text()) if options.out.exists() and not options.again else []
     same = [row for row in old if all(row.get(name) == marks[name] for name in ("commit", "gpu"))]
-    done = {(row["case"], row["scheme"], row["m"]) for row in same}
+    done = {(row["case"], row["scheme"], row["m"], row.get("dtype")) for row in same}
     for _, layer in itertools.groupby(jobs, key=lambda job: job.case.name):
         weights: dict[str, Weights] = {}
         peers: dict[str, peers_humming.Peer] = {}
         vendors = None
         for m, group in itertools.groupby(layer, key=lambda job: job.case.m):
-            mine = [job for job in group if (job.case.name, job.scheme, m) not in done]
+            mine = [job for job in group if (job.case.name, job.scheme, m, job.other_dtype) not in done]
             if not mine:
                 continue
             if time.monotonic() - begin > options.seconds:
@@ -352,7 +362,8 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                             print(f"humming {case.name} {job.scheme}: {str(error)[:300]}", flush=True)
             if vendors is None and not options.no_baselines:
                 vendors = VendorWeights(case.n, case.k)
-            rows = [row | marks for row in time_layer(mine, weights, peers, vendors, options.steady)]
+            alone = options.steady if steady is None else steady(m)
+            rows = [row | marks for row in time_layer(mine, weights, peers, vendors, alone, names(case))]
             for row in rows:
                 other = row.get("us_product", row["us"])
                 print(
@@ -361,7 +372,7 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                     f"{row['baselines'] or ''}"
                 )
             print(f"{time.monotonic() - begin:.1f} s", flush=True)
-            merge_rows(options.out, rows)
+            merge_rows(options.out, rows, KEY)
 
 
 if __name__ == "__main__":

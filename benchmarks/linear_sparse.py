@@ -12,7 +12,6 @@ in its own process, and omitted if that fails.
 
 import argparse
 import functools
-import itertools
 import multiprocessing
 import os
 import time
@@ -23,16 +22,14 @@ import torch
 
 from anybit.scheme import Scheme
 from cases import LLAMA3_8B, Case
-from linear_packed import Job, Weights, job_of, time_layer
-from timing import RESULTS, SPARSE_VENDORS, VendorWeights, merge_rows, stamp, without_crash
+from linear_packed import job_of, measure
+from timing import RESULTS, SPARSE_VENDORS, without_crash
 
 TOKENS = (1, 2, 16, 32, 64, 128, 256, 1024, 4096)
 """Tokens of gate_up with 4-bit codes; other layers and widths use ``FEW_TOKENS``, unless given."""
 FEW_TOKENS = (1, 16, 64, 1024)
 PAIRS = ("w4a16g128", "w4a8", "w2a16g128", "w8a16g128", "w4a16g128asym")
 HOT_TOKENS, HOT_SECONDS = 256, 0.5
-KEY = ("case", "scheme", "dtype", "m", "n", "k")
-"""Key of a row; the default dtype is float16."""
 
 
 def asked(tokens: Sequence[int] | None, schemes: Sequence[str] | None) -> Iterator[tuple[Case, str]]:
@@ -57,7 +54,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of x and y")
     parser.add_argument("--vendors", nargs="*", choices=SPARSE_VENDORS, default=SPARSE_VENDORS, help="timed beside")
     parser.add_argument("--seconds", type=float, default=90.0, help="start nothing after this many seconds")
+    parser.add_argument("--again", action="store_true", help="repeat rows of this commit")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "sparse.json")
+    parser.set_defaults(no_baselines=False, humming=(), humming_models=())
     options = parser.parse_args()
     begin = time.monotonic()
     wanted = [
@@ -73,42 +72,13 @@ def main() -> None:
             print(f"{sum(1 for _ in jobs)} jobs compiled after {time.monotonic() - begin:.1f} s")
             return
         shapes = list(dict.fromkeys((case.m, case.n, case.k) for case, _ in wanted))
-        measure(jobs, shapes, begin, options)
+        usable = without_crash([name for name in options.vendors if "cusparselt" in name], shapes)
 
+        def names(case: Case) -> list[str]:
+            shape = (case.m, case.n, case.k)
+            return [name for name in options.vendors if shape in usable.get(name, {shape})]
 
-def measure(
-    jobs: Iterator[Job], shapes: Sequence[tuple[int, int, int]], begin: float, options: argparse.Namespace
-) -> None:
-    """Time the jobs, and write rows after each M. shapes: of all jobs, (m, n, k)."""
-    marks = stamp()
-    usable = without_crash([name for name in options.vendors if "cusparselt" in name], shapes)
-    for _, layer in itertools.groupby(jobs, key=lambda job: job.case.name):
-        weights: dict[str, Weights] = {}
-        vendors: VendorWeights | None = None
-        for m, group in itertools.groupby(layer, key=lambda job: job.case.m):
-            mine = list(group)
-            if time.monotonic() - begin > options.seconds:
-                print(f"out of time before {mine[0].case}")
-                return
-            case = mine[0].case
-            vendors = vendors or VendorWeights(case.n, case.k)
-            shape = (m, case.n, case.k)
-            names = [name for name in options.vendors if shape in usable.get(name, {shape})]
-            for job in mine:
-                if job.scheme not in weights:
-                    weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))
-            hot = HOT_SECONDS if m >= HOT_TOKENS else 0.0
-            rows = [row | marks for row in time_layer(mine, weights, {}, vendors, hot, names)]
-            us = {str(row["scheme"]): row.get("us_product", row["us"]) for row in rows}
-            shown = [
-                f"{name} {found:.2f} ({found / us[name[:-3]]:.3f})"
-                for name, found in us.items()
-                if name.endswith("s24") and name[:-3] in us
-            ]
-            dense = {name: round(found, 2) for name, found in us.items() if not name.endswith("s24")}
-            print(f"{time.monotonic() - begin:5.1f} {case.name} M={m} {'; '.join(shown)}; {dense}", flush=True)
-            print(f"      {rows[0]['baselines'] if rows else ''}", flush=True)
-            merge_rows(options.out, rows, KEY)
+        measure(options, jobs, begin, names, lambda m: HOT_SECONDS if m >= HOT_TOKENS else 0.0)
 
 
 if __name__ == "__main__":
