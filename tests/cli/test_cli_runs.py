@@ -3,16 +3,19 @@
 import importlib.util
 import json
 import re
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
 from anybit.cli import common, memory
 from anybit.cli import quantize as quantizing
+from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import METHODS, quantize_folder
 
 
@@ -91,6 +94,46 @@ def test_info_scheme_says_what_a_model_would_take(run: Any, tmp_path: Path, monk
     first, second, third = (next(iter(need["tokens"].values())) for need in few)
     assert 0 == first < second < third < 2048
     assert "is quantized already" in run("info", tmp_path / "w4", "-s", "w4a8")[2]
+
+
+def test_tasks_are_those_of_lm_eval(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    """A model prefers its own most likely tokens."""
+    words = ("eval", model, "--device", "cpu", "--tasks", tmp_path / "own.yaml")
+    assert "leave out --text" in run(*words, "-t", text)[2]
+    assert "--limit is of the questions of --tasks" in run("eval", model, "-t", text, "--limit", 1)[2]
+    if importlib.util.find_spec("lm_eval") is None:
+        code, _, err = run(*words)
+        assert code == 1 and "pip install 'anybit[eval]'" in err
+        return
+    assert "there is no such file" in run(*words)[2]
+    loaded = load_model(model, device="cpu")
+    letters = {one: loaded.tokenizer.convert_tokens_to_ids(one) for one in string.ascii_letters}
+    rows = []
+    for letter, token in letters.items():
+        logits = loaded.model(torch.tensor([[token]])).logits[0, -1].tolist()
+        likely = sorted(letters, key=lambda one: logits[letters[one]])
+        rows.append({"question": letter, "choices": [likely[0], likely[-1]], "answer": 1})
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.yaml").write_text(
+        f"""task: own
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "own.jsonl"}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: question
+target_delimiter: ""
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+"""
+    )
+    code, out, err = run(*words, "--json")
+    assert code == 0, err
+    (found,) = json.loads(out[out.index("{") :])["tasks"]
+    assert (found["task"], found["metric"], found["questions"]) == ("own", "acc", len(rows))
+    assert found["value"] == 1
+    assert "own (2)" in run(*words, "--limit", 2)[1]
+    assert "lm-eval knows no such task" in run("eval", model, "--device", "cpu", "--tasks", "nosuchtask")[2]
 
 
 def test_models_are_compared_in_a_table(run: Any, model: Path, text: Path, tmp_path: Path) -> None:

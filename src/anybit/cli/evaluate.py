@@ -46,6 +46,10 @@ def evaluate(
         str | None, typer.Option(help="A model to compare with: same next token, and KL divergence.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32, help="Of the text that the baseline writes.")] = 0,
+    tasks: Annotated[
+        str | None, typer.Option(help="Instead, zero-shot tasks of lm-eval: arc_easy,hellaswag,own.yaml.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most questions of a task.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Plot perplexity over bits per weight into this file (.png, .svg, .pdf).")
     ] = None,
@@ -63,6 +67,7 @@ def evaluate(
     anybit eval llama-w4 llama-w3 ./llama -t wiki.txt --picture schemes.svg
     anybit eval ./llama --scheme w3a16g64asym -t wiki.txt --windows 16 --baseline ./llama --json
     anybit eval llama-w4 --baseline ./llama
+    anybit eval ./llama llama-w4 --tasks arc_easy,hellaswag
     """
     parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
     if picture is not None:
@@ -71,6 +76,20 @@ def evaluate(
     from anybit.hf.loading import load_model, stored_scheme
     from anybit.models.modules import check_tokens
 
+    def load(model: str) -> "Loaded":
+        with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
+            return load_model(
+                model, parsed, overrides=others, backend=backend, device=device, trust_remote_code=trust_remote_code,
+                dequantize=dequantize, width=width,
+            )  # fmt: skip
+
+    if tasks is not None:
+        if text is not None or baseline is not None or picture is not None:
+            raise OptionError("--tasks reads no text: leave out --text, --baseline and --picture")
+        _run_tasks(models, load, [name for name in tasks.split(",") if name], limit, as_json)
+        return
+    if limit is not None:
+        raise OptionError("--limit is of the questions of --tasks; --windows limits a text")
     content = None if text is None else measure.read_text(text)
     if content is None and (baseline is None or stored_scheme(baseline) is not None):
         raise TextError(
@@ -92,11 +111,7 @@ def evaluate(
     found: list[dict[str, Any]] = []
     rows: Any = None
     for model in models:
-        with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-            loaded = load_model(
-                model, parsed, overrides=others, backend=backend, device=device, trust_remote_code=trust_remote_code,
-                dequantize=dequantize, width=width,
-            )  # fmt: skip
+        loaded = load(model)
         _refuse_beyond(loaded, context)
         first: int | None = None
         if content is not None:
@@ -142,6 +157,32 @@ def evaluate(
         _show(found[0], result)
     else:
         _show_table(found, result)
+
+
+def _run_tasks(
+    models: list[str], load: "Callable[[str], Loaded]", tasks: list[str], limit: int | None, as_json: bool
+) -> None:
+    from anybit.hf.tasks import accuracies
+
+    found: list[dict[str, Any]] = []
+    for model in models:
+        loaded = load(model)
+        if loaded.scheme is not None and loaded.scheme.kv is not None:
+            warnings.warn(f"--tasks reads {model} without its {loaded.scheme.kv} cache", stacklevel=2)
+        with status(f"Tasks of {model}"):
+            results = accuracies(loaded, tasks, limit)
+        scheme = str(loaded.scheme) if loaded.scheme else None
+        found.append({"model": model, "scheme": scheme, "tasks": [asdict(result) for result in results]})
+        del loaded  # before the next one is loaded
+    if as_json:
+        print_json(found[0] if len(models) == 1 else {"models": found})
+        return
+    names = [f"{one['task']} ({one['questions']})" for one in found[0]["tasks"]]
+    rows = [["model", "scheme", *names]]
+    for each in found:
+        shown = [f"{one['value']:.1%} ± {one['error']:.1%}" for one in each["tasks"]]
+        rows.append([each["model"], each["scheme"] or "-", *shown])
+    print_table(rows)
 
 
 def _show(figures: dict[str, Any], result: "Perplexity") -> None:
