@@ -16,8 +16,10 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # noqa: E402
 from vllm.model_executor.model_loader.reload import layerwise  # noqa: E402
 
+from anybit.codes.rtn import quantize_weight  # noqa: E402
 from anybit.errors import CheckpointError, LayerError  # noqa: E402
 from anybit.layers.experts import Experts, Gate  # noqa: E402
+from anybit.layers.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from anybit.vllm.config import AnyBitConfig  # noqa: E402
 from cases_vllm import configured, layer_of  # noqa: E402
@@ -167,8 +169,30 @@ def test_reload_takes_new_codes() -> None:
 
 
 def test_experts_without_codes_stay_in_16_bits() -> None:
-    for stored in (["m.gate_proj"], None):
-        assert isinstance(routed(configured("w4a16g32", stored)).quant_method, UnquantizedFusedMoEMethod)
+    """Beside layers with codes, if some are to be kept, and if vLLM's layer cannot take codes."""
+    for stored, words, changes in (
+        (["m.gate_proj"], {}, {}),
+        (None, {"kept": ["m.experts.3.up_proj"]}, {}),
+        (None, {}, {"is_lora_enabled": True}),
+    ):
+        layer = routed(configured("w4a16g32", stored, **words), **changes)
+        assert isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2)])
+def test_experts_of_a_16_bit_checkpoint_are_quantized_while_it_loads(tp: int, ep: int) -> None:
+    experts = Experts(EXPERTS, HIDDEN, INNER)
+    total = torch.zeros(7, HIDDEN)
+    for rank in range(tp * ep):
+        layer = routed(configured("w4a16g32", None), (rank % tp, tp), (rank // tp, ep))
+        for number, expert in enumerate(experts):
+            list(layer.load_weights((f"{number}.{name}.weight", one.weight) for name, one in expert.items()))
+        total += run(layer, *tokens())
+    for expert in experts:
+        for name, one in list(expert.items()):
+            weight = quantize_weight(one.weight.detach(), Scheme.parse("w4a16g32").weights)
+            expert[name] = QuantLinear.from_weight(weight, Scheme.parse("w4a16g32"), None)
+    torch.testing.assert_close(total, experts(*tokens()))
 
 
 @pytest.mark.parametrize(

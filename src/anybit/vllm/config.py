@@ -26,7 +26,7 @@ from anybit.hf.check import check_folder
 from anybit.scheme import Scheme
 from anybit.vllm import fusion, streams
 from anybit.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
-from anybit.vllm.experts import AnyBitExpertsMethod, names_of
+from anybit.vllm.experts import AnyBitExpertsMethod, AnyBitOnlineExpertsMethod, names_of
 from anybit.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
 from anybit.vllm.warmup import WarmUp
@@ -223,8 +223,10 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         return found
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
-        """The method for a layer's routed experts, which are quantized if the checkpoint has codes of all of them."""
-        stored = {name for name in self.stored or () if name.startswith(f"{prefix}.")}
+        """The method for a layer's routed experts: of a quantized checkpoint, those of which it has all codes."""
+        if not self.stored:
+            return self._online_experts_method(layer, prefix)
+        stored = {name for name in self.stored if name.startswith(f"{prefix}.")}
         if not stored:
             self._tell("experts of which the checkpoint has no codes stay in 16 bits")
             return UnquantizedFusedMoEMethod(layer.moe_config)
@@ -241,6 +243,17 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 "quantize the model with another method than rotate"
             )
         return AnyBitExpertsMethod(layer, prefix, self._scheme_of, self.warmup, self.group_index)
+
+    def _online_experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        """The method for a layer's routed experts of a checkpoint that is not quantized."""
+        reason = None
+        if all(self._quantizes(name) for names in names_of(layer, prefix) for name in names):
+            try:
+                return AnyBitOnlineExpertsMethod(layer, prefix, self._scheme_of, self.warmup)
+            except LayerError as error:
+                reason = error
+        self._tell(f"the experts of {prefix} stay in 16 bits: {reason or 'some are to be left out'}")
+        return UnquantizedFusedMoEMethod(layer.moe_config)
 
     def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
         """The method for an embedding, which is quantized if the checkpoint has codes for it.

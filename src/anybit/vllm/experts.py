@@ -5,6 +5,7 @@ vLLM routes, dispatches, reduces over ranks and runs shared experts; the method 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from anybit.checkpoints.verify import layer_shapes
 from anybit.codes.packing import QuantizedWeight, unstack
+from anybit.codes.rtn import quantize_weight
 from anybit.codes.sharding import shard_format
 from anybit.device import Device
 from anybit.errors import CheckpointError, LayerError
@@ -108,7 +110,7 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         super().__init__(layer.moe_config)
         self.name, self.warmup, self.group_index = name, warmup, group_index
-        self.names = projections_of(layer)
+        self.names, self._engine = projections_of(layer), get_current_vllm_config()
         with parameters.named(f"experts {name}"):
             self.gate = _gate_of(self.moe)
             if (reason := _why_not(layer)) is not None:
@@ -117,38 +119,48 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.schemes = _common((*gate, *up), scheme_of), _common(down, scheme_of)
             if self.schemes[0].activations != self.schemes[1].activations:
                 _refuse_mixed({self.schemes[0]: gate[0], self.schemes[1]: down[0]})
+            self.stacks = self._stacks()
+            self.together = self._runs_together(layer.local_num_experts)
         self._products: tuple[Product, Product] | None = None
         self._experts: Experts | None = None
         warmup.expect()
 
-    def create_weights(
-        self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
-        params_dtype: torch.dtype, **_: object,
-    ) -> None:  # fmt: skip
-        """Register {w13,w2}_{suffix}: [local experts, outputs, ...], by the suffixes that ``QuantLinear`` documents."""
-        inner, parallel = intermediate_size_per_partition, self.moe.moe_parallel_config
-        start, whole = parallel.tp_rank * inner, parallel.tp_size * inner
-        (gate_up, down), hidden = self.schemes, hidden_size
-        self.stacks = (
+    def _stacks(self) -> tuple[_Stack, _Stack]:
+        parallel, hidden, inner = (
+            self.moe.moe_parallel_config,
+            self.moe.hidden_dim,
+            self.moe.intermediate_size_per_partition,
+        )
+        start, whole, (gate_up, down) = parallel.tp_rank * inner, parallel.tp_size * inner, self.schemes
+        return (
             _Stack(("w1", "w3"), gate_up, inner, start, whole, hidden, 0, hidden),
             _Stack(("w2",), down, hidden, 0, hidden, inner, start, whole),
         )
-        for stack in self.stacks:
-            with parameters.named(f"experts {self.name}, tensor-parallel rank {parallel.tp_rank}"):
-                tensors = dict(stack.tensors(params_dtype, self.group_index, self.moe.has_bias))
-            for suffix, data in tensors.items():
-                stacked = data.new_zeros(num_experts, *data.shape)
-                parameters.add(layer, f"{stack.stem}_{suffix}", stacked, self._loader(layer, stack, suffix))
-        with parameters.named(f"experts {self.name}"):
-            self.together = self._runs_together(num_experts, layer.get_parameter("w2_weight_scale"))
 
-    def _runs_together(self, count: int, on: Tensor) -> bool:
+    def create_weights(
+        self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
+        params_dtype: torch.dtype, weight_loader: parameters.Loader, **_: object,
+    ) -> None:  # fmt: skip
+        """Register this rank's parameters."""
+        for stack in self.stacks:
+            self._register(layer, stack, num_experts, params_dtype, weight_loader)
+
+    def _register(
+        self, layer: RoutedExperts, stack: _Stack, count: int, dtype: torch.dtype, loader: parameters.Loader
+    ) -> None:
+        """Register a stack's {w13,w2}_{suffix}: [experts, outputs, ...], by the suffixes of ``QuantLinear``."""
+        for suffix, data in stack.tensors(dtype, self.group_index, self.moe.has_bias):
+            stacked = data.new_zeros(count, *data.shape)
+            parameters.add(layer, f"{stack.stem}_{suffix}", stacked, self._loader(layer, stack, suffix))
+
+    def _runs_together(self, count: int) -> bool:
         """Whether the experts run as one op. Raises LayerError if they do not, and graphs were asked for."""
         both, down = self.stacks
+        on = torch.empty(0)  # where vLLM builds the model
         device = Device.of(on) if on.is_cuda else None
         formats, activations = (both.format, down.format), both.scheme.activations
         reason = why_not(count, both.k, both.n, formats, activations, str(self.gate), device)
-        model = get_current_vllm_config().model_config
+        model = self._engine.model_config
         if reason is not None and model is not None and not model.enforce_eager:
             raise LayerError(
                 f"they run one after another, which no compiled graph holds, since {reason}: add --enforce-eager"
@@ -183,8 +195,11 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._check_loaded(layer, loaded)
         for name in loaded:
             delattr(layer, name)
+        self._ready(layer, [self._tall(stack, loaded, layer.local_num_experts) for stack in self.stacks])
+
+    def _ready(self, layer: RoutedExperts, tall: list[QuantizedWeight]) -> None:
+        """Prepare both stacks' weights, each expert by expert, gate before up."""
         first = self._products is None and self._experts is None
-        tall = [self._tall(stack, loaded, layer.local_num_experts) for stack in self.stacks]
         with parameters.named(f"experts {self.name}"):
             if self.together:
                 self._prepare(layer, *tall)
@@ -276,6 +291,47 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)
         y = torch.ops.anybit.experts(x, ids, topk_weights, gate_up, down, *biases, self._spec)
         return y  # noqa: RET504
+
+
+class AnyBitOnlineExpertsMethod(AnyBitExpertsMethod):
+    """Routed experts of an unquantized checkpoint, quantized by RTN while they are loaded, a layer at a time."""
+
+    uses_meta_device = True
+
+    def __init__(self, layer: RoutedExperts, name: str, scheme_of: Callable[[str], Scheme], warmup: WarmUp) -> None:
+        super().__init__(layer, name, scheme_of, warmup, False)
+
+    def create_weights(self, layer: RoutedExperts, *sizes: Any, **words: Any) -> None:
+        """Register the float weights on the meta device; vLLM materializes a layer's and has them processed."""
+        super().create_weights(layer, *sizes, **words)
+        initialize_online_processing(layer)
+
+    def _register(
+        self, layer: RoutedExperts, stack: _Stack, count: int, dtype: torch.dtype, loader: parameters.Loader
+    ) -> None:
+        data = torch.empty(count, stack.n * len(stack.shards), stack.k, dtype=dtype, device="meta")
+        parameters.add(layer, f"{stack.stem}_weight", data, loader)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Floats -> codes -> the layer's ``Experts``."""
+        if not layer.get_parameter("w13_weight").numel():
+            return  # already prepared
+        tall = []
+        for stack in self.stacks:
+            name = f"{stack.stem}_weight"
+            with parameters.named(f"experts {self.name}"):
+                tall.append(quantize_weight(layer.get_parameter(name).data.flatten(0, 1), stack.format))
+            delattr(layer, name)
+            parameters.add(layer, name, tall[-1].scale.new_empty(0), _of_another_rank)
+        self._ready(layer, tall)
+
+
+def _of_another_rank(*_: object, return_success: bool = False, **__: object) -> bool | None:
+    """A loader of experts once this rank has all of its own."""
+    return False if return_success else None
+
+
+_of_another_rank.supports_moe_loading = True  # type: ignore[attr-defined]
 
 
 def projections_of(layer: RoutedExperts) -> tuple[str, str, str]:
