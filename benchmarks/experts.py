@@ -5,7 +5,8 @@
     python benchmarks/experts.py --compile   only compile the kernels, which needs no GPU
 
 A kernel just before writes the ids, in the same CUDA graph; its own time is subtracted. Weights and ids rotate through
-more than L2. A sample of each row's tokens is checked against the reference.
+more than L2. A sample of each row's tokens is checked against the reference. ``routed_us`` of one token: the same with
+the router, whose rows that kernel writes in place of the ids.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from anybit import jit
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight, words_per_row
 from anybit.device import Device
+from anybit.kernels.experts.router import router
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
 from anybit.kernels.experts.sm90_grouped_gemm.sm90_grouped_gemm import Operands, Problem
@@ -166,6 +168,29 @@ class Bench:
         alone, *found = time_in_turns(graphs, replays_at_full_clocks(sum(1.5 * floor * count for _ in calls), 11))
         return {name: round(one.us - alone.us, 2) for name, one in zip(calls, found, strict=True)}
 
+    def routed_us(self, case: Case, call: Call, floor: float) -> float:
+        """Microseconds of the router and a call, without the kernel that writes x."""
+        p, count = case.problem(self.problem.device), max(2, min(64, int(2000 / floor)))
+        rows, x = [self.activations(p.tokens) for _ in range(16)], self.activations(p.tokens)
+        ids = torch.empty(p.tokens, p.top_k, dtype=torch.int32, device="cuda")
+        shares = torch.empty(p.tokens, p.top_k, device="cuda")
+        weight = torch.randn(p.experts, p.hidden, device="cuda", generator=self.generator).bfloat16()
+        weights = [weight.clone() for _ in range(rotations(2 * weight.numel()))]
+        asked = router.Problem(p.tokens, p.hidden, p.experts, p.top_k, device=p.device)
+
+        def written(i: int) -> None:
+            torch.add(rows[i % len(rows)], 0, out=x)
+
+        def routed(i: int) -> None:
+            written(i)
+            one = router.launch(asked, x, p.hidden, weights[i % len(weights)], ids, shares)
+            jit.launch(one.kernel, one.params, one.grid, pdl=True)
+            call(x, ids, shares, i)
+
+        graphs = [Captured(one, count) for one in (written, routed)]
+        alone, found = time_in_turns(graphs, replays_at_full_clocks(1.5 * floor * count, 11))
+        return round(found.us - alone.us, 2)
+
     def activations(self, tokens: int) -> Tensor:
         """Random x."""
         return torch.randn(tokens, self.problem.hidden, device="cuda", generator=self.generator).bfloat16()
@@ -220,9 +245,10 @@ def measured(case: Case, bench: Bench, peers: dict[str, Call]) -> dict[str, obje
     call, y = bench.call(case)
     error, floor = bench.error(case, call, y), bench.floor_us(case)
     us = bench.times(case, {"us": call, **peers}, floor)
+    routed = {"routed_us": bench.routed_us(case, call, floor)} if case.tokens == 1 else {}
     return {
         "case": case.name, "scheme": case.scheme, "tokens": case.tokens, "routing": case.routing, "dtype": "bfloat16",
-        "us": us.pop("us"), "floor_us": round(floor, 2), "baselines": us, "error": round(error, 5),
+        "us": us.pop("us"), **routed, "floor_us": round(floor, 2), "baselines": us, "error": round(error, 5),
         "checked": error < TOLERANCE[bench.problem.activations.bits], **stamp(),
     }  # fmt: skip
 

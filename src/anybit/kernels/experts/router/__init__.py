@@ -1,0 +1,1 @@
+"""The kernel router: device code and host side."""
