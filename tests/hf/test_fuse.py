@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.modules import module as every
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import anybit
 from anybit import AnyBitCache, QuantLinear
@@ -33,10 +42,15 @@ def quantized(config, scheme, folder, spread=0.05):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=anybit.AnyBitConfig(scheme))
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    "config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, MixtralConfig]
+)
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w3a8asym", "w4a16g32asyms24"])
 def test_fused_model_says_the_same(config_class, scheme, tmp_path):
     extra = {} if config_class is Qwen2Config else {"head_dim": 64}
+    if config_class is Qwen3MoeConfig:
+        extra |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [1]}
+        extra |= {"norm_topk_prob": scheme == "w4a16g32"}
     model = quantized(config_class(**SIZES, **extra), scheme, tmp_path)
     ids = torch.randint(0, 128, (2, 9))
     generate = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

@@ -20,10 +20,12 @@ from anybit.hf import graph
 from anybit.hf.bypass import bypass, hooked, refuse_gradients, refuse_records, restore
 from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_name import CACHE
+from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
-from anybit.models.families import BLOCKS
+from anybit.models.families import BLOCKS, ROUTERS
 from anybit.ops.elementwise import Norms, add_rms_norm, paired_channels, paired_rows, rms_norm, rotate, rotate_store
 from anybit.ops.kv import Masks
+from anybit.ops.router import norm_router
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 _TABLE_BYTES = 128 << 20
@@ -61,6 +63,22 @@ class FusedLayer(nn.Module):
         self.channels = paired_channels(*self.heads, self.head_dim) if plain else None
         self.qkv: Any = _joined(projections, self.channels)
         self.output: QuantLinear = attention.o_proj
+        self.gate_up: Any = None
+        products = [self.qkv, self.output]
+        if _is_mixture(mlp):
+            mlp.experts.prepare()
+        else:
+            products += self._join_mlp(mlp)
+        for product in products:
+            product.stand_in_fused(True)
+        self.original = [bypass(layer)]  # in a list, so that nn.Module does not register its parameters a second time
+        for parent, names in ((attention, _QKV), (mlp, _GATED)):
+            for name in names if parent is attention or self.gate_up is not None else ():
+                delattr(parent, name)
+        bypass(self)
+
+    def _join_mlp(self, mlp: Any) -> list[Any]:
+        """Make gate and up one product; returns the MLP's products."""
         # Interleave outputs of gate and up, so that the GEMM's epilogue can apply SiLU. If no GEMM with quantized
         # activations has that epilogue, the kernel that quantizes them applies SiLU, and takes gate and up unmixed.
         size = mlp.gate_proj.out_features
@@ -69,15 +87,9 @@ class FusedLayer(nn.Module):
         ends = not coded or ops.ends_with_silu(one.quantized_weight(), one.scheme.activations, one.backend)
         plain = size % 8 == 0 and ends and _alike(projections)
         self.pairs = paired_rows(size) if plain else None
-        self.gate_up: Any = _joined(projections, self.pairs)
+        self.gate_up = _joined(projections, self.pairs)
         self.down: QuantLinear = mlp.down_proj
-        for product in (self.qkv, self.output, self.gate_up, self.down):
-            product.stand_in_fused(True)
-        self.original = [bypass(layer)]  # in a list, so that nn.Module does not register its parameters a second time
-        for parent, names in ((attention, _QKV), (mlp, _GATED)):
-            for name in names:
-                delattr(parent, name)
-        bypass(self)
+        return [self.gate_up, self.down]
 
     def forward(
         self,
@@ -114,10 +126,21 @@ class FusedLayer(nn.Module):
                 out = cache.attend_step(self.layer_idx, q, k, v, self.masks)
             else:
                 out = self._attend(q, k, v, attention_mask, cache, kwargs)
-        norm, silu = self.post_attention_layernorm, self.pairs is not None
         attended = self.output(out.reshape(batch, tokens, -1))
+        if self.gate_up is None:
+            return self._mixed(attended, residual)
+        norm, silu = self.post_attention_layernorm, self.pairs is not None
         gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
         return self.down(gated) if silu else self.down.silu_linear(gated), residual
+
+    def _mixed(self, x: Tensor, residual: Tensor) -> Hidden:
+        """The experts' output of x + residual, and that sum."""
+        norm, gate, experts = self.post_attention_layernorm, self.mlp.gate, self.mlp.experts
+        y, total, ids, shares = norm_router(
+            x.flatten(0, 1), residual.flatten(0, 1), norm.weight, _epsilon(norm), gate.weight, gate.top_k,
+            getattr(gate, "norm_topk_prob", True),
+        )  # fmt: skip
+        return experts(y, ids, shares).view(x.shape), total.view(x.shape)
 
     def _head_norms(self) -> Norms:
         norm = getattr(self.self_attn, "q_norm", None)
@@ -188,9 +211,9 @@ def _rotary_of(body: PreTrainedModel) -> nn.Module | None:
 def fuse(model: nn.Module) -> nn.Module:
     """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
 
-    Supports Llama, Mistral, Qwen2 and Qwen3; raises LayerError, naming the layer, for anything else. Projections that
-    share an input but not a scheme stay separate GEMMs. To save or train a fused model, hook or replace its parts, or
-    get hidden states, ``unfuse`` it: all of these raise LayerError.
+    Supports Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE; raises LayerError, naming the layer, for anything
+    else. Projections that share an input but not a scheme stay separate GEMMs. To save or train a fused model, hook or
+    replace its parts, or get hidden states, ``unfuse`` it: all of these raise LayerError.
     """
     body = _body(model)
     layers = getattr(body, "layers", None)
@@ -263,9 +286,10 @@ def _restore(layers: nn.ModuleList) -> None:
             restore(layer)
             queries, keys = layer.heads
             _split(layer.qkv, layer.self_attn, dict(zip(_QKV, (queries, keys, keys), strict=True)), layer.channels)
-            _split(layer.gate_up, layer.mlp, dict.fromkeys(_GATED, 1), layer.pairs)
-            for product in (layer.output, layer.down):
-                product.stand_in_fused(False)
+            layer.output.stand_in_fused(False)
+            if layer.gate_up is not None:
+                _split(layer.gate_up, layer.mlp, dict.fromkeys(_GATED, 1), layer.pairs)
+                layer.down.stand_in_fused(False)
             layers[index] = restore(layer.original[0])
 
 
@@ -280,7 +304,11 @@ def _why_not(layer: Any) -> str | None:
         return f"its {type(layer).__name__} is not transformers' own, but of {type(layer).__module__}"
     if (found := hooked(layer)) is not None:
         return f"{found} would no longer be called: remove them first"
-    for parent, joined, alone in (("self_attn", _QKV, "o_proj"), ("mlp", _GATED, "down_proj")):
+    mixture = _is_mixture(layer.mlp)
+    if mixture and (reason := _why_not_mixture(layer.mlp)) is not None:
+        return reason
+    parts = (("self_attn", _QKV, "o_proj"), ("mlp", _GATED, "down_proj"))
+    for parent, joined, alone in parts[: 1 if mixture else 2]:
         rotated = layer.get_submodule(f"{parent}.{joined[0]}")
         for name in (*joined, alone):
             module = layer.get_submodule(f"{parent}.{name}")
@@ -291,6 +319,18 @@ def _why_not(layer: Any) -> str | None:
                 return f"only one of {both} rotates its inputs, so they cannot be joined"
     activation = layer.self_attn.config.hidden_act
     return None if activation in ("silu", "swish") else f"its activation is {activation}, and fuse knows silu"
+
+
+def _is_mixture(mlp: nn.Module) -> bool:
+    return hasattr(mlp, "experts")
+
+
+def _why_not_mixture(mlp: Any) -> str | None:
+    if {name for name, _ in mlp.named_children()} != {"experts", "gate"} or type(mlp.gate).__name__ not in ROUTERS:
+        return f"its {type(mlp).__name__} is more than experts and one of {', '.join(ROUTERS)}"
+    if not isinstance(mlp.experts, Experts):
+        return f"its experts are {type(mlp.experts).__name__}, in 16 bits: quantize them"
+    return None
 
 
 class SideBySide(nn.Module):

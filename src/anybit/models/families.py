@@ -12,18 +12,20 @@ _HEAD_NORMS = ("head_dim", "num_kv_heads", "q_norm", "k_norm")
 class Family:
     """What a family's models are called and built of in other libraries.
 
-    block: transformers' class of a decoder layer, which ``fuse`` replaces. gguf: llama.cpp's name of the architecture.
-    attention: the names that the code of vLLM's attention forward uses, by version. qk_norm: whether that forward norms
-    each head. window_in_config: the sliding window is in the config, not in the attention module.
+    block: transformers' class of a decoder layer, which ``fuse`` replaces. gguf: llama.cpp's name of the architecture,
+    if anybit writes such files. attention: the names that the code of vLLM's attention forward uses, by version.
+    qk_norm: whether that forward norms each head. window_in_config: the sliding window is in the config, not in the
+    attention module.
     """
 
     block: str
-    gguf: str
+    gguf: str | None
     attention: tuple[tuple[str, ...], ...] = ((*_QKV, *_OUTPUT),)
     qk_norm: bool = False
     window_in_config: bool = False
 
 
+_QWEN3 = ((*_QKV, "view", "shape", "head_dim", "q_norm", "k_norm", *_OUTPUT),)
 FAMILIES = {
     "llama": Family("LlamaDecoderLayer", "llama"),
     "mistral": Family("MistralDecoderLayer", "llama", window_in_config=True),
@@ -35,16 +37,16 @@ FAMILIES = {
             (*_QKV, "qk_norm", "shape", "view", "num_heads", *_HEAD_NORMS, *_OUTPUT),  # where qk_norm is false
         ),
     ),
-    "qwen3": Family(
-        "Qwen3DecoderLayer",
-        "qwen3",
-        ((*_QKV, "view", "shape", "head_dim", "q_norm", "k_norm", *_OUTPUT),),
-        qk_norm=True,
-    ),
+    "qwen3": Family("Qwen3DecoderLayer", "qwen3", _QWEN3, qk_norm=True),
+    "qwen3_moe": Family("Qwen3MoeDecoderLayer", "qwen3moe", _QWEN3, qk_norm=True),
+    "mixtral": Family("MixtralDecoderLayer", None, window_in_config=True),
 }
 """By transformers' ``model_type``."""
 BLOCKS = {family.block: family for family in FAMILIES.values()}
 """By transformers' class of a decoder layer."""
+ROUTERS = ("Qwen3MoeTopKRouter", "MixtralTopKRouter")
+"""transformers' routers that take the largest of a softmax, whose sum they renormalize unless ``norm_topk_prob`` is
+false."""
 VLLM_ATTENTION = {names: family.qk_norm for family in FAMILIES.values() for names in family.attention}
 """Names used in the code of vLLM's attention forwards that anybit can replace -> whether each head is normed."""
 VLLM_MLP = (

@@ -31,8 +31,6 @@ _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
 """Pre-tokenizer regular expressions -> llama.cpp's names."""
-_MIXTURES = {"qwen3_moe": "qwen3moe"}
-"""llama.cpp's names of architectures with experts, by transformers' ``model_type``."""
 
 
 def write_gguf(source: Translation, empty: PreTrainedModel, folder: Path, file: Path) -> dict[str, str]:
@@ -46,7 +44,7 @@ def write_gguf(source: Translation, empty: PreTrainedModel, folder: Path, file: 
     import gguf
 
     config = empty.config
-    known = {**{kind: family.gguf for kind, family in FAMILIES.items()}, **_MIXTURES}
+    known = {kind: family.gguf for kind, family in FAMILIES.items() if family.gguf is not None}
     architecture = known.get(config.model_type)
     if architecture is None:
         there = ", ".join(known)
