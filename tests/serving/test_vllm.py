@@ -373,6 +373,19 @@ def test_a_models_first_and_last_norm_run_on_anybit(adds: bool, product: bool, c
     assert _calls_of_anybit(block, gemmas) == (["linear"] if product else [])
 
 
+def test_a_router_joins_the_norm_before_it() -> None:
+    """Experts read the normed rows, too."""
+
+    def block(x: Tensor, residual: Tensor, gamma: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        normed, total = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, gamma, 1e-5)
+        ids, shares = torch.ops.anybit.router(normed.view(-1, 64), gate, 2, True)
+        return ids, shares, normed.float() * 2, total + 1
+
+    generator = torch.Generator().manual_seed(5)
+    given = [torch.randn(shape, generator=generator) for shape in ((3, 64), (3, 64), (64,), (5, 64))]
+    assert _calls_of_anybit(block, given) == ["norm_router"]
+
+
 def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
     """anybit's ops in a block after vLLM's pass, whose results must not change."""
     from torch._inductor.utils import fresh_cache

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
 from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter  # noqa: E402
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # noqa: E402
+from vllm.model_executor.layers.linear import ReplicatedLinear  # noqa: E402
 from vllm.model_executor.model_loader.reload import layerwise  # noqa: E402
 
 from anybit.codes.rtn import quantize_weight  # noqa: E402
@@ -21,8 +23,9 @@ from anybit.errors import CheckpointError, LayerError  # noqa: E402
 from anybit.layers.experts import Experts, Gate  # noqa: E402
 from anybit.layers.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
+from anybit.vllm import routing  # noqa: E402
 from anybit.vllm.config import AnyBitConfig  # noqa: E402
-from cases_vllm import configured, layer_of  # noqa: E402
+from cases_vllm import configured, layer_of, made  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("vllm_config"),
@@ -250,3 +253,41 @@ def test_what_a_checkpoint_lacks_or_has_otherwise_is_refused_by_name() -> None:
     ):
         with pytest.raises((CheckpointError, LayerError), match=told):
             list(layer_again().load_weights([(name, tensor)]))
+
+
+def runner_of(layer: Any, **changes: Any) -> Any:
+    """vLLM's runner of a layer, as far as ``routing`` reads it."""
+    gate = made(ReplicatedLinear, HIDDEN, EXPERTS, prefix="m.gate", config=configured("w4a16g32", NAMES))
+    gate.weight.data.normal_()
+    router = FusedTopKRouter(TOP, EXPERTS, "softmax", True)
+    return SimpleNamespace(
+        **{
+            "gate": gate, "router": router, "moe_config": layer.moe_config, "enable_dbo": False, "shared_experts": None,
+            "routed_input_transform": None, "routed_experts": layer, "_forward_entry": None,
+        }
+        | changes
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_plain_router_is_anybits() -> None:
+    experts = experts_of("w4a16g32")
+    layer = whole(experts)
+    runner = runner_of(layer)
+    engine = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"m.experts": runner}), lora_config=None,
+        model_config=SimpleNamespace(enable_return_routed_experts=False),
+    )  # fmt: skip
+    assert routing.install(layer, engine) == (EXPERTS, True)
+    x, *_ = tokens()
+    shares, ids = torch.softmax(x @ runner.gate.weight.T, -1).topk(TOP)
+    expected = experts(x, ids, shares / shares.sum(-1, keepdim=True))
+    torch.testing.assert_close(runner._forward_entry(x, x, None, None, "m.experts", 0), expected)
+    for changes in (
+        {"shared_experts": nn.Identity()},
+        {"router": FusedTopKRouter(TOP, EXPERTS, "sigmoid", True)},
+        {"gate": None},
+        {"enable_dbo": True},
+    ):
+        engine.compilation_config.static_forward_context["m.experts"] = runner_of(layer, **changes)
+        assert routing.install(layer, engine) is None

@@ -30,6 +30,7 @@ from anybit.ops.fused import rotation_refused
 from anybit.ops.plans import Rows
 from anybit.ops.prepared_experts import ExpertsSpec
 from anybit.ops.product import Norm, asked_of, layer_plan, norm_config
+from anybit.ops.router import router_plan
 from anybit.tune.processes import compile_kernels
 
 
@@ -53,12 +54,16 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ExpertsKind:
-    """Layers of experts that launch the same kernels. spec: ``str`` of their ExpertsSpec.  top: experts of a token."""
+    """Layers of experts that launch the same kernels. spec: ``str`` of their ExpertsSpec.  top: experts of a token.
+
+    router: experts and ``renormalize`` of anybit's router; None where another one runs.
+    """
 
     spec: str
     dtype: torch.dtype
     top: int
     bias: bool
+    router: tuple[int, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,9 @@ def kernels_of_experts(kind: ExpertsKind, weight: Tensor, most: int) -> Iterator
     while tokens <= most:
         rows = Rows(Slot("x"), tokens, k, k, k % 8 == 0, kind.dtype, weight.device, gpu)
         yield from experts_plan(spec, rows, kind.top, torch.int32, (kind.bias, kind.bias)).kernels
+        if kind.router is not None:
+            for epsilon in (None, 1e-5):
+                yield from router_plan(rows, kind.router[0], kind.top, kind.router[1], epsilon).kernels
         tokens += 1 + tokens // 16  # close enough that no tile of tokens is left out
 
 

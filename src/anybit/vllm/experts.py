@@ -27,7 +27,7 @@ from anybit.ops.compile_ahead import ExpertsKind
 from anybit.ops.elementwise import paired_rows
 from anybit.ops.prepared_experts import interleaved, prepare_experts, why_not
 from anybit.scheme import Scheme, WeightFormat
-from anybit.vllm import parameters
+from anybit.vllm import parameters, routing
 from anybit.vllm.product import Product
 from anybit.vllm.warmup import WarmUp
 
@@ -206,7 +206,9 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             else:
                 self._experts = self._one_by_one(layer, tall)
         if first:
-            self.warmup.add_experts(self._kind(), [] if self._products is None else self._products[0].weight(layer))
+            router = routing.install(layer, self._engine) if self.together else None
+            weight = [] if self._products is None else self._products[0].weight(layer)
+            self.warmup.add_experts(self._kind(router), weight)
 
     def _tall(self, stack: _Stack, loaded: Mapping[str, Tensor], count: int) -> QuantizedWeight:
         """A stack's weight: expert by expert, gate before up."""
@@ -234,11 +236,11 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             bias = layer.get_parameter("w13_bias").data
             bias.copy_(bias[:, paired_rows(self.stacks[0].n).to(bias.device)])
 
-    def _kind(self) -> ExpertsKind | None:
-        """Which kernels the op runs; None if experts run one by one."""
+    def _kind(self, router: tuple[int, bool] | None) -> ExpertsKind | None:
+        """Which kernels the op and anybit's router run; None if experts run one by one."""
         if not self.together:
             return None
-        return ExpertsKind(self._spec, self.moe.in_dtype, self.moe.experts_per_token, self.moe.has_bias)
+        return ExpertsKind(self._spec, self.moe.in_dtype, self.moe.experts_per_token, self.moe.has_bias, router)
 
     def _one_by_one(self, layer: RoutedExperts, tall: list[QuantizedWeight]) -> Experts:
         count, both = layer.local_num_experts, self.stacks[0]

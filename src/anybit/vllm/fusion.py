@@ -5,6 +5,7 @@ one op, so the pass can match them:
 
     add + norm -> linear             ``anybit::norm_linear``: one launch at one or two tokens, or with quantized inputs
     add + norm -> linear -> SiLU     the same with gate and up interleaved and SiLU in the epilogue
+    add + norm -> router             ``anybit::norm_router``: one launch, where ``routing`` has put anybit's router
     add + norm, the last one         ``anybit::add_rms_norm``
     SiLU -> linear                   ``anybit::silu_linear``, for quantized inputs if no GEMM has a SiLU epilogue
     add + norm -> linear -> RoPE     ``anybit::norm_rotate_cache`` (16-bit activations; ``rotary``)
@@ -120,7 +121,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         """Rewrite a graph in place, before vLLM lowers its own ops."""
         nodes = list(graph.nodes)
         silu = sum(_join_silu(graph, node) for node in nodes if _is(node, torch.ops.anybit.silu_mul.default))
-        norms = sum(_join_norm(graph, node) or _replace_last(graph, node) for node in nodes if _is(node, *_NORMS))
+        norms = sum(any(join(graph, node) for join in _OF_NORMS) for node in nodes if _is(node, *_NORMS))
         graph.eliminate_dead_code()
         _logger.debug("anybit: of vLLM's graph %d norms and %d SiLUs run on anybit", norms, silu)
 
@@ -220,6 +221,34 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
     return True
 
 
+def _join_router(graph: fx.Graph, norm: fx.Node) -> bool:
+    """Join an add + norm and the router of its rows, which others read too."""
+    values = _arguments(norm)
+    parts = {user.args[1]: user for user in norm.users if _is(user, operator.getitem)}
+    routers = [user for user in parts[0].users if _is(user, torch.ops.anybit.router.default)] if 0 in parts else []
+    if norm.target is not _NORMS[1] or not _is_anybits(values) or len(routers) != 1:
+        return False
+    if not _are_there(routers[0].args[1:]):
+        return False
+    chosen = {user.args[1]: user for user in routers[0].users}
+    given = (values["x"], values["x_residual"], values["weight"], values["epsilon"], *routers[0].args[1:])
+    olds = (parts[0], parts.get(1), chosen.get(0), chosen.get(1))
+    with graph.inserting_before(norm):
+        joined = graph.call_function(torch.ops.anybit.norm_router.default, given)
+        news = [graph.call_function(operator.getitem, (joined, place)) for place in range(4)]
+    joined.meta["val"] = (*norm.meta["val"], *routers[0].meta["val"])
+    for new, old, value in zip(news, olds, joined.meta["val"], strict=True):
+        new.meta["val"] = value
+        if old is not None:
+            old.replace_all_uses_with(new)
+    for node in (*(old for old in olds[::-1] if old is not None), routers[0], norm):
+        graph.erase_node(node)
+    return True
+
+
 def _are_there(values: Iterable[object]) -> bool:
     """Whether all nodes among values are graph inputs, which are available before any other node."""
     return all(one.op in ("placeholder", "get_attr") for one in values if isinstance(one, fx.Node))
+
+
+_OF_NORMS = (_join_norm, _join_router, _replace_last)
