@@ -10,6 +10,10 @@ _DEEPSEEK = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 40, "n_group": 2,
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4,
 }  # fmt: skip
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MODELS = {
     "mixtral": _MIXTRAL,
@@ -22,4 +26,7 @@ MODELS = {
     "deepseek_v3": {**_DEEPSEEK, **_MLA},
     "glm4_moe": _DEEPSEEK,
     "granitemoe": _MIXTRAL,
+    "llama4_text": {**_MIXTRAL, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1},
+    "qwen3_next": {**_QWEN, **_LINEAR, "shared_expert_intermediate_size": 24, "norm_topk_prob": True},
+    "lfm2_moe": {**_QWEN, "num_dense_layers": 0, "layer_types": ["full_attention"] * 2},
 }

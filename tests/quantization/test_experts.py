@@ -20,7 +20,7 @@ from cases_models import tokens_of
 METHODS = ("rtn", "gptq", "loading")
 """Each family meets one of them; all three with ANYBIT_EXHAUSTIVE=1 in the environment."""
 SIZES: dict[str, Any] = {**COMMON, "bos_token_id": 1, "eos_token_id": 2}
-FUSED = ("gpt_oss", "granitemoe")
+FUSED = ("gpt_oss", "granitemoe", "llama4_text")
 """Whose checkpoints store the experts of a layer as one tensor."""
 
 
@@ -150,17 +150,33 @@ def test_experts_that_see_few_tokens_are_named(sources: Any, tmp_path: Path) -> 
     assert all(rounded) and len(rounded) == 48
 
 
-def test_unknown_experts_are_named(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "llama4_text", **SIZES, num_local_experts=2, intermediate_size=32, intermediate_size_mlp=32,
-        interleave_moe_layer_step=2,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+UNKNOWN: dict[str, tuple[dict[str, Any], str, int]] = {
+    "jetmoe": (
+        {**SIZES, "num_local_experts": 2, "intermediate_size": 32, "kv_channels": 8},
+        "model.layers.0.mlp.input_linear and of 7 more layers stay in 16 bits: JetMoeParallelExperts has no gate_up",
+        2 * 2 * (3 * 32 * 32 + 2 * 16 * 32),
+    ),
+    "dbrx": (
+        {
+            "vocab_size": 96, "max_seq_len": 128, "d_model": 32, "n_heads": 4, "n_layers": 2,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2},
+        },
+        "transformer.blocks.0.ffn.experts.mlp and of 1 more layers stay in 16 bits: DbrxExpertGLU has no gate_up",
+        2 * 8 * 3 * 32 * 24,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_unknown_experts_are_named(kind: str, tmp_path: Path) -> None:
+    sizes, told, weights = UNKNOWN[kind]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(tmp_path / "source")
     for how in ("folder", "loading"):
-        with pytest.warns(UserWarning, match="experts of model.layers.1.feed_forward.experts stay in 16 bits: Llama4"):
+        with pytest.warns(UserWarning, match=f"experts of {told}"):
             if how == "folder":
                 saved = quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16")
-                assert saved.experts == 2 * 3 * 32 * 32
+                assert saved.experts == weights
             else:
                 loading = anybit.AnyBitConfig("w4a16")
                 AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=loading)

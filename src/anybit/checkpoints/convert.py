@@ -26,7 +26,7 @@ from anybit.checkpoints.writing import write_text
 from anybit.codes.packing import WORD, words_per_row
 from anybit.errors import ConversionError
 from anybit.layers.experts import Experts
-from anybit.models.experts import stored_as_one
+from anybit.models.experts import left_fused, stored_as_one
 from anybit.scheme import GROUPS, Code, Scheme, WeightFormat
 
 if TYPE_CHECKING:
@@ -72,13 +72,11 @@ def _why_not_experts(model: "PreTrainedModel", quantized: Collection[str], fmt: 
 
     transformers takes all experts for quantized, even if ignored, and leaves out their zero points.
     """
-    several = (name for name, parameter in model.named_parameters() if parameter.ndim > 2)
-    fused = [name for name in several if ".experts." in name or ".block_sparse_moe." in name]
     mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
     layers = [
         f"{name}.{own}.{part}" for name, module in mixtures for own in range(len(module)) for part in module.names
     ]
-    if plain := [*fused, *(name for name in layers if name not in quantized)]:
+    if plain := [*left_fused(model), *(name for name in layers if name not in quantized)]:
         return f"experts in 16 bits ({plain[0]}): readers of compressed-tensors expect codes of them"
     if layers and stored_as_one(model):
         return f"experts as layers ({layers[0]}), where readers of compressed-tensors expect one tensor"

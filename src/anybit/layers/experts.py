@@ -232,6 +232,27 @@ class Experts(_Watched, nn.ModuleList):
         super()._load_from_state_dict(*arguments)
 
 
+class ScaledInputs(nn.Module):
+    """Llama 4's mixture, whose router scales what experts get: x [..., H] -> [T, H], and the router's logits [T, E].
+
+    own: the module whose router, experts and shared expert it takes.
+    """
+
+    def __init__(self, own: Any, experts: Experts) -> None:
+        super().__init__()
+        self.experts, self.router, self.shared_expert, self.top = experts, own.router, own.shared_expert, own.top_k
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Shared expert and routed ones, each of ``top`` on the input times its score."""
+        x = hidden_states.flatten(0, -2)
+        scores, logits = self.router(x)
+        ids = logits.topk(self.top, dim=1).indices
+        y = self.shared_expert(x)
+        for own, scale in zip(ids.split(1, 1), scores.gather(1, ids).split(1, 1), strict=True):
+            y = y + self.experts(x * scale, own, torch.ones_like(scale))
+        return y, logits
+
+
 class _Differentiable(torch.autograd.Function):
     """Joined experts, with gradients for x and the routing weights."""
 

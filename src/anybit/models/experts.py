@@ -11,20 +11,32 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
-from anybit.layers.experts import Experts, Gate
+from anybit.layers.experts import Experts, Gate, ScaledInputs
 from anybit.models.families import EXPERT_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_GATES = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELU": "gelu", "GELUTanh": "gelu_tanh"}
-"""By the class of an activation function; all others are left in 16 bits."""
+_GATES = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "silu": "silu",
+    "GELUActivation": "gelu",
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+}
+"""By the class of an activation function, or a function's name; all others are left in 16 bits."""
+_SCALED = "Llama4TextExperts"
+"""The class of transposed experts in a block that ``ScaledInputs`` replaces."""
 _FUSED = ("gate_up_proj", "down_proj")
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module holds experts as 3-D parameters."""
-    return any(parameter.ndim == 3 for name, parameter in module.named_parameters(recurse=False) if "proj" in name)
+    """Whether a module holds experts in parameters of its own: 3-D ones, or DBRX's, whose experts are rows of one."""
+    own = dict(module.named_parameters(recurse=False))
+    if "Expert" in type(module).__name__ and not isinstance(module, nn.Linear):
+        return any(parameter.ndim > 1 for parameter in own.values())
+    return any(parameter.ndim == 3 for name, parameter in own.items() if "proj" in name)
 
 
 def left_fused(model: "PreTrainedModel") -> dict[str, str]:
@@ -42,14 +54,15 @@ def stored_as_one(model: "PreTrainedModel") -> bool:
 def weights_left(model: "PreTrainedModel") -> int:
     """The number of weights in experts that stay fused, in 16 bits."""
     modules = [model.get_submodule(name) for name in left_fused(model)]
-    return sum(p.numel() for module in modules for p in module.parameters(recurse=False) if p.ndim == 3)
+    return sum(p.numel() for module in modules for p in module.parameters(recurse=False) if p.ndim > 1)
 
 
 def experts_of(model: "PreTrainedModel") -> str | None:
     """How many experts a layer has, and how many of them a token uses, in words; None if there are none."""
     config = model.config.get_text_config(decoder=True)
     counts = [len(module) for module in model.modules() if isinstance(module, Experts)]
-    counts += [len(next(module.parameters(recurse=False))) for module in model.modules() if is_fused(module)]
+    fused = [next(module.parameters(recurse=False)) for module in model.modules() if is_fused(module)]
+    counts += [len(parameter) for parameter in fused if parameter.ndim == 3]
     keys = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
     chosen = next((found for key in keys if (found := getattr(config, key, None)) is not None), "some")
     return f"{max(counts)}, of which a token uses {chosen}" if counts else None
@@ -72,10 +85,9 @@ def why_not(module: nn.Module) -> str | None:
     if getattr(module, "has_post_expert_norm", False):
         return f"{kind} norms each expert's output"
     if _gate(module) is None:
-        return (
-            f"{kind} joins gate and up by {type(getattr(module, 'act_fn', None)).__name__}, which anybit does not know"
-        )
-    if not hasattr(module, "is_transposed"):
+        how = "a way of its own" if _has_own_gate(module) else type(getattr(module, "act_fn", None)).__name__
+        return f"{kind} joins gate and up by {how}, which anybit does not know"
+    if not hasattr(module, "is_transposed") and kind != _SCALED:
         return f"{kind} is not called with the experts of each token"
     return None
 
@@ -83,10 +95,14 @@ def why_not(module: nn.Module) -> str | None:
 def _gate(module: nn.Module) -> Gate | None:
     if hasattr(module, "limit") and hasattr(module, "alpha"):  # gpt-oss
         return Gate("swigluoai", *(float(getattr(module, name)) for name in ("alpha", "limit")))
-    kind = _GATES.get(type(getattr(module, "act_fn", None)).__name__)
+    function = getattr(module, "act_fn", None)
+    kind = _GATES.get(getattr(function, "__name__", type(function).__name__))
+    return Gate(kind) if kind is not None and not _has_own_gate(module) else None
+
+
+def _has_own_gate(module: nn.Module) -> bool:
     own = type(module).__dict__.get("_apply_gate")
-    default = own is None or own.__module__ == "transformers.integrations.moe"
-    return Gate(kind) if kind is not None and default else None
+    return own is not None and own.__module__ != "transformers.integrations.moe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +140,7 @@ def parts(experts: Experts, fused: str) -> dict[str, Part]:
 def unfused(module: nn.Module, names: Sequence[str] = EXPERT_NAMES) -> Experts:
     """Linear layers with the weights of fused experts (views of them), on their device; empty ones on meta."""
     tensors = dict(module.named_parameters(recurse=False))
-    transposed = bool(getattr(module, "is_transposed", False))
+    transposed = bool(getattr(module, "is_transposed", type(module).__name__ == _SCALED))
     down, gate = tensors["down_proj"], _gate(module)
     count, *sides = down.shape
     inner, hidden = sides if transposed else reversed(sides)
@@ -150,8 +166,13 @@ def unfuse(model: "PreTrainedModel") -> None:
         found if len(found) == 3 else EXPERT_NAMES
     )  # gate and up are the sources of one tensor, down that of another
     for name, module in list(model.named_modules()):
-        if is_fused(module) and why_not(module) is None:
-            model.set_submodule(name, unfused(module, names))
+        if not is_fused(module) or why_not(module) is not None:
+            continue
+        made, block = unfused(module, names), name.rpartition(".")[0]
+        if type(module).__name__ == _SCALED:
+            model.set_submodule(block, ScaledInputs(model.get_submodule(block), made))
+        else:
+            model.set_submodule(name, made)
 
 
 @dataclass(frozen=True)
