@@ -45,9 +45,6 @@ class Damage:
     what: str
 
 
-Mutation = Callable[[random.Random, Path], Damage]
-
-
 def damaged(rng: random.Random, folder: Path, groups: tuple[str, ...], number: int) -> Damage:
     """Change one thing in a folder, in place. number: kinds of damage take turns, so that few folders show them all."""
     while True:

@@ -6,7 +6,7 @@ windows and pages than kernels support.
 
 import random
 
-from anybit.cache.ledger import CacheError, CopyPages, CopyRings, Ledger, PagePool, Unpack
+from anybit.cache.ledger import CacheError, CopyPages, CopyRings, Ledger, Unpack
 
 
 class Memory:
@@ -106,17 +106,6 @@ def extend(ledger, sequences, tokens):
     return change
 
 
-def test_ledger_plan_changes_nothing():
-    ledger = Ledger(3, 8, 16, 32, 16, 160)
-    s = ledger.add()
-    extend(ledger, [s], [40])
-    before = list(ledger.entries), list(ledger.pool.references), list(ledger.pool._free)
-    ledger.plan_extend([s], [60])
-    ledger.plan_crop(s, 3)
-    ledger.plan_reorder([s], [0])
-    assert before == (ledger.entries, ledger.pool.references, ledger.pool._free)
-
-
 def test_ledger_copies_a_shared_page_for_all_but_one_owner():
     """Three owners of a half-full page, and two free pages: enough, and one is enough for one owner."""
     ledger = Ledger(3, 3, 16, 32, 16, 160)
@@ -128,12 +117,3 @@ def test_ledger_copies_a_shared_page_for_all_but_one_owner():
     assert change.taken == 2 and len(change.actions[0].targets) == 2
     assert len({ledger.entry(row).pages for row in rows}) == 3
     assert ledger.pool.references == [1, 1, 1]
-
-
-def test_page_pool_counts_references():
-    pool = PagePool(3)
-    assert pool.next(2) == [0, 1] and pool.available == 3
-    pool.exchange(2, [0, 1, 1], ())
-    assert pool.references == [1, 2, 0] and pool.available == 1
-    pool.exchange(0, (), [0, 1])
-    assert pool.references == [0, 1, 0] and pool.available == 2

@@ -103,14 +103,6 @@ def test_an_average_is_met_and_the_result_loads(method: str, source: Path, tmp_p
     anybit.fuse(model)
 
 
-def test_a_size_in_memory_is_met_with_a_head_that_is_given(source: Path, tmp_path: Path) -> None:
-    saved = quantize_folder(
-        source, tmp_path / "out", "w4a16g64", overrides={"lm_head": "w8a16"}, memory=66_000, options=TEXT
-    )
-    assert 60_000 < saved.bytes_after <= 66_000
-    assert saved.overrides["lm_head"] == "w8a16"
-
-
 @pytest.mark.parametrize(("scheme", "context", "bits"), [("w4a16g64", 140, 16), ("w4a16g64-kv4", 500, 4.5625)])
 def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: float, tmp_path: Path) -> None:
     """Of 2 layers with 2 heads of 64 channels."""

@@ -113,8 +113,8 @@ def test_a_result_inside_the_source_is_written_again(source: Path, tmp_path: Pat
         by_quantizing(model, model / "figures", True)
 
 
-@pytest.mark.parametrize("name", ["figures/link.txt", "figures/link"])
-def test_a_link_out_of_the_folder_is_refused_in_sub_folders_too(source: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["notes.txt", "figures/link.txt", "figures/link"])
+def test_a_link_out_of_the_folder_is_refused(source: Path, tmp_path: Path, name: str) -> None:
     model = tmp_path / "model"
     shutil.copytree(source, model)
     (tmp_path / "secret").mkdir()

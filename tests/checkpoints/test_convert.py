@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.cases_matrix import LLAMA
 from tests.cases_models import save_tiny, tokens_of
 from tests.checkpoints.test_format_layouts import padded
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from anybit.checkpoints.convert import convert, shared_ignore
 from anybit.checkpoints.formats.write import convert_into
@@ -85,19 +84,6 @@ def test_what_it_cannot_express_is_refused_by_name(sources, tmp_path, architectu
     with pytest.raises(ConversionError, match=message):
         convert(tmp_path / "out", "compressed-tensors")
     assert (tmp_path / "out" / "config.json").read_text() == before
-
-
-def test_models_with_fused_experts_stay_anybits(tmp_path: Path) -> None:
-    """transformers and vLLM would look for quantized experts, but these stay in 16 bits."""
-    config = AutoConfig.for_model("jetmoe", **LLAMA, kv_channels=16, num_local_experts=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    with pytest.warns(UserWarning, match="stay in 16 bits: JetMoeParallelExperts has no gate_up_proj"):
-        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32")
-    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert found["quant_method"] == "anybit"
-    assert len(tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())) == 12
-    with pytest.raises(ConversionError, match=r"has experts in 16 bits \(model\.layers\.0\.mlp"):
-        convert(tmp_path / "out", "compressed-tensors")
 
 
 def test_activation_order_is_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from anybit.checkpoints.formats.stored import ordered
 from anybit.checkpoints.safetensors import Entry
 from anybit.codes.packing import pack_words, words_per_row
 from anybit.errors import CheckpointError
-from anybit.layers.linear import QuantLinear
 
 READERS = {format.NAME: format for format in FORMATS}
 N, K = 32, 64
@@ -63,14 +62,6 @@ def test_gptq_zeros_of_v1_run_to_sixteen() -> None:
     made, expected = gptq(random(2, N) | 15, torch.arange(K) // 32)
     assert str(READERS["gptq"].scheme(made)) == "w4a16g32min"
     assert torch.equal(READERS["gptq"].read(made).dequantize(), expected)
-
-
-def test_gptq_in_activation_order() -> None:
-    order = (torch.arange(K) // 32)[torch.randperm(K, generator=generator(2))]
-    made, expected = gptq(random(2, N, top=15), order.int(), desc_act=True)
-    weight = READERS["gptq"].read(made)
-    assert weight.group_index is not None and str(READERS["gptq"].scheme(made)) == "w4a16g32asym"
-    assert torch.equal(weight.dequantize(), expected)
 
 
 def test_gptq_groups_of_uneven_sizes_are_an_activation_order() -> None:
@@ -171,43 +162,6 @@ def test_few_codes_have_the_bits_that_are_said() -> None:
     """16 inputs of 3 bits are two words, as are those of 4."""
     made, expected = packed(4, 16, pack_words, config_groups=saying(4))
     assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_packing_agrees_with_the_installed_compressed_tensors(bits: int, symmetric: bool) -> None:
-    """Its packed tensors can be read, padded or not; from 0.18 on it produces anybit's words for the same weights."""
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    codes, zero, scale = random(N, K, top=2**bits), random(N, 2, top=2**bits), torch.rand(N, 2)
-    signed = [(part - 2 ** (bits - 1)).to(torch.int8) for part in (codes, zero)]
-    parts = {
-        "weight_packed": helpers.pack_to_int32(signed[0], bits), "weight_scale": scale,
-        "weight_shape": torch.tensor([N, K]),
-    }  # fmt: skip
-    if not symmetric:
-        parts["weight_zero_point"] = helpers.pack_to_int32(signed[1], bits, packed_dim=0).contiguous()
-    made = layer({"format": "pack-quantized", "config_groups": saying(bits)}, **parts)
-    weight = READERS["compressed-tensors"].read(made)
-    zeros = 2 ** (bits - 1) if symmetric else zero.repeat_interleave(32, 1)
-    assert torch.equal(weight.dequantize(), scale.repeat_interleave(32, 1) * (codes.float() - zeros))
-    dense = parts["weight_packed"].shape[1] == K * bits // 32
-    if dense:
-        arguments = quantization.QuantizationArgs(
-            num_bits=bits, symmetric=symmetric, strategy="group", group_size=32, type="int"
-        )
-        scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
-        ours = {name: tensor for name, tensor in QuantLinear.tensors_of(weight).items() if name != "bias"}
-        theirs = base.PackedQuantizationCompressor.decompress(ours, scheme=scheme)
-        assert torch.equal(theirs["weight"], weight.dequantize())
-
-
-def test_gptq_v2_zeros_are_as_they_are() -> None:
-    made, expected = gptq(random(2, N, top=15), torch.arange(K) // 32)
-    again = StoredLayer(made.source, "l", {**made.config, "checkpoint_format": "gptq_v2"})
-    spread = made["scales"].float()[torch.arange(K) // 32].t()
-    torch.testing.assert_close(READERS["gptq"].read(again).dequantize(), expected + spread)
 
 
 @pytest.mark.parametrize("stored", [7, 8])

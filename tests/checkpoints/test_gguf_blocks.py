@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,28 +14,15 @@ from tests.cases_damage import random_blocks, save_gguf
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
 from anybit.checkpoints.formats.gguf_file import open_gguf
-from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.gguf_summary import summary
 from anybit.checkpoints.source import local_folder
-from anybit.errors import CheckpointError, ConversionError
+from anybit.errors import CheckpointError
 from anybit.hf.loading import load_model
 from anybit.layers.linear import QuantLinear
-from anybit.scheme import Scheme
 
 gguf = pytest.importorskip("gguf")
 N, K = 3, 512
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_are_what_gguf_makes_of_them(kind: str) -> None:
-    data = random_blocks(kind, N, K)
-    weight = read_blocks(torch.from_numpy(data), kind, (N, K))
-    assert weight.format == Scheme.parse(BLOCKS[kind].scheme).weights
-    expected = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]).astype(np.float32))
-    assert torch.equal(weight.dequantize(), expected)
-    size, count = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][::-1]
-    assert (BLOCKS[kind].weights, BLOCKS[kind].bytes) == (count, size)
 
 
 def test_read_blocks_refuses_other_sizes() -> None:
@@ -90,17 +76,6 @@ def test_what_has_no_codes_becomes_floats_and_is_said(tmp_path: Path) -> None:
         loaded = load_model(file)
     kinds = {n: type(m).__name__ for n, m in loaded.model.named_modules() if n.endswith(("up_proj", "gate_proj"))}
     assert kinds == {"model.layers.0.mlp.up_proj": "Linear", "model.layers.0.mlp.gate_proj": "QuantLinear"}
-
-
-def test_a_file_converts_with_its_codes(tmp_path: Path) -> None:
-    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
-    convert_into(file, "anybit", tmp_path / "ours")
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        there, here = (load_model(source).model(tokens).logits for source in (file, tmp_path / "ours"))
-    torch.testing.assert_close(here, there, rtol=1e-2, atol=1e-2)  # the embedding has become float16
-    with pytest.raises(ConversionError, match=r"writes compressed-tensors with one scheme .* layer lm_head"):
-        convert_into(file, "compressed-tensors", tmp_path / "theirs")
 
 
 def test_info_reads_the_header_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -29,14 +30,23 @@ gguf = pytest.importorskip("gguf")
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_come_back(kind: str) -> None:
-    """Every readable type can be written, except TQ1_0, whose codes go to TQ2_0."""
-    weight = read_blocks(torch.from_numpy(random_blocks(kind, 3, 512)), kind, (3, 512))
+    """Bit for bit what gguf makes of them; every type can be written, but TQ1_0, whose codes go to TQ2_0."""
+    blocks = random_blocks(kind, 3, 512)
+    weight = read_blocks(torch.from_numpy(blocks), kind, (3, 512))
+    assert weight.format == Scheme.parse(BLOCKS[kind].scheme).weights
+    assert torch.equal(weight.dequantize(), by_gguf(blocks, kind))
     written, data = encode(weight)
     assert written == ("TQ2_0" if kind == "TQ1_0" else kind)
     back = read_blocks(data, written, (3, 512))
     assert torch.equal(back.words, weight.words) and torch.equal(back.dequantize(), weight.dequantize())
-    expected = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[written])
-    assert torch.equal(torch.from_numpy(expected).float(), weight.dequantize())
+    assert torch.equal(weight.dequantize(), by_gguf(data.numpy(), written))
+
+
+def by_gguf(blocks: np.ndarray, kind: str) -> torch.Tensor:
+    """The values of blocks by the gguf package, which has sizes of its own, too."""
+    form = gguf.GGMLQuantizationType[kind]
+    assert (BLOCKS[kind].weights, BLOCKS[kind].bytes) == gguf.GGML_QUANT_SIZES[form]
+    return torch.from_numpy(gguf.dequantize(blocks, form)).float()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from anybit.quantization.methods.registry import quantize_folder
 
 KILLS = int(os.environ.get("ANYBIT_KILLS", "6"))
 TOKENS = [(s % 96).tolist() for s in sequences(16)]
-Place = Callable[[str], Path]
 
 
 def content(folder: Path) -> dict[str, str]:

@@ -109,13 +109,6 @@ def test_activation_order_is_saved(llama: Path, tmp_path: Path) -> None:
     assert divergence(llama, tmp_path / "out") < 1
 
 
-def test_learning_begins_at_nearest_rounding_too(llama: Path, tmp_path: Path) -> None:
-    learn = FAST | {"start": "nearest", "drift": 0, "learn_tokens": 3000, "step_tokens": 256}
-    for name, method, more in (("rtn", "rtn", {}), ("distill", "distill", learn)):
-        quantize_folder(llama, tmp_path / name, "w3a16g32asym", method, options=more)
-    assert divergence(llama, tmp_path / "distill") < divergence(llama, tmp_path / "rtn")
-
-
 def test_without_a_text_distill_writes_its_own(llama: Path, tmp_path: Path) -> None:
     options = {"tokens": 900, "length": 60, "learn_tokens": 3000, "step_tokens": 256, "generated_tokens": 600}
     said: list[str] = []

@@ -51,19 +51,6 @@ def test_streamed_is_quantized_while_loading_is_reloaded(architecture, overrides
     assert tokens_of(again.dequantize(dtype=torch.float32)) == tokens
 
 
-def test_a_tied_head_gets_codes_of_its_own_and_the_embedding_stays(tmp_path: Path) -> None:
-    source = save_tiny("llama-tied", tmp_path / "source")
-    quantize_folder(source, tmp_path / "out", "w4a16g32", overrides={"lm_head": "w8a16"})
-    before, after = Folder(source), Folder(tmp_path / "out")
-    embedding = before.read("model.embed_tokens.weight")
-    assert torch.equal(after.read("model.embed_tokens.weight"), embedding)
-    assert after.config["tie_word_embeddings"] is False
-    codes = anybit.quantize_weight(embedding, anybit.Scheme.parse("w8a16").weights)
-    assert torch.equal(after.read("lm_head.weight_packed"), codes.words)
-    head = AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head
-    assert torch.equal(head.dequantize(), codes.dequantize())
-
-
 @pytest.mark.parametrize(
     ("architecture", "overrides", "shared"),
     [

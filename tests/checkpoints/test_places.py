@@ -110,21 +110,6 @@ def test_new_folder_keeps_files_that_came_meanwhile(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.rglob("*")] == ["out", "thesis.tex"]
 
 
-def test_new_folder_replaces_copies_of_its_source(llama: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(llama, source)
-    (source / "figure.png").write_bytes(b"of the model card")
-    (source / "pytorch_model.bin").write_bytes(b"its pickles")
-    quantize_folder(source, tmp_path / "out", "w4a16g32")
-    assert (tmp_path / "out" / "figure.png").exists()
-    quantize_folder(source, tmp_path / "out", "w2a16g32", overwrite=True)
-    (tmp_path / "out" / writing.MANIFEST).unlink()  # as in an earlier version: what the source has, too, is kept
-    quantize_folder(source, tmp_path / "out", "w4a16g32", overwrite=True)
-    (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"never copied")
-    with pytest.raises(CheckpointError, match=r"it holds pytorch_model\.bin"):
-        quantize_folder(source, tmp_path / "out", "w4a16g32", overwrite=True)
-
-
 def test_new_folder_never_replaces_its_source(llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "around" / "source"
     shutil.copytree(llama, source)

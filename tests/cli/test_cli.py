@@ -85,13 +85,6 @@ def test_a_saved_model_runs_on_the_backend_that_is_named(run: Any, model: Path, 
     assert "packed: its kernels need a CUDA device" in err
 
 
-def test_chat_keeps_a_conversation(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAnd again\n/quit\n"))
-    code, _, err = run("chat", model, "-n", 4, "--system", "Be brief.")
-    assert code == 0
-    assert err.count("tokens/s") == 2
-
-
 def test_info_of_schemes_and_models(run: Any, model: Path, tmp_path: Path) -> None:
     code, out, _ = run("info", "w2a16g64asym", "--json")
     assert code == 0

@@ -194,7 +194,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_program(run, model, monkeypatch, p
     monkeypatch.setattr(answer._Printer, "put", pressed)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAgain\n/quit\n"))
     before = signal.getsignal(signal.SIGINT)
-    code, _, err = run("chat", model, "-n", 6)
+    code, _, err = run("chat", model, "-n", 6, "--system", "Be brief.")
     assert signal.getsignal(signal.SIGINT) is before
     if presses == 2:
         assert code == 130

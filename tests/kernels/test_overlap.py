@@ -30,7 +30,6 @@ HOPPER = Device.named("sm_90a")
 A8, A4 = ActivationFormat(8, "sym"), ActivationFormat(4, "sym")
 WRITES = r"ST[GA.]|ST$|RED|ATOM|UTMASTG|UTMAREDG|UBLKCP\.G|UBLKRED|EXIT"
 LOADS = r"LDG|LD$|LD\.|LDGSTS|UTMALDG|UBLKCP"
-PREFETCHES = r"UTMACCTL|CCTL|UBLKPF"
 
 
 def quantizers() -> list[jit.Kernel]:

@@ -25,10 +25,8 @@ from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
 from anybit.ops.checks import dense_bias
-from anybit.ops.plans import PLANS
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from cases import BITS, random_weight, seeds
-from cases_launches import install
 
 
 @settings(max_examples=30)
@@ -123,20 +121,6 @@ def test_a_layer_may_have_any_number_of_inputs(scheme: str) -> None:
         else:
             with pytest.raises(KernelError):
                 builtin(product)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
-@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8"])
-def test_what_a_layer_launches_without_wgmma(arch: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, parsed, tiles = install(monkeypatch, arch), Scheme.parse(scheme), packed.PackedTiles()
-    weight = random_weight(128, 512, parsed.weights)
-    tensors = tiles.prepare(weight, parsed.activations)
-    spec = LinearSpec("packed", 128, 512, weight.format, parsed.activations)
-    before = ["quantize"] if parsed.activations.quantized else []
-    for _ in range(2):  # the second call runs the first one's plan
-        tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
-        assert [launch.kernel.entry for launch in driver.take()] == [*before, "sm80_packed_gemm"]
-    PLANS.clear()
 
 
 def test_costs_order_the_backends() -> None:

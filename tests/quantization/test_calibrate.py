@@ -4,7 +4,6 @@ import resource
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
 
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, TextError
@@ -37,17 +36,6 @@ def same(a, b) -> bool:
     return a.keys() == b.keys() and all(
         torch.equal(a[n].words, b[n].words) and torch.equal(a[n].scale, b[n].scale) for n in a
     )
-
-
-def test_gptq_beats_rounding_end_to_end():
-    model = tiny()
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    weights = calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
-    assert weights.keys() == names_of(model)
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    nearest = {n: quantize_weight(model.get_submodule(n).weight.data, SCHEME.weights) for n in weights}
-    tokens = torch.stack(sequences(30, seed=9)[::3])
-    assert divergence(model, weights, tokens) < divergence(model, nearest, tokens)
 
 
 def test_statistics_are_those_of_the_quantized_model():
@@ -101,18 +89,6 @@ def test_blocks_that_cannot_be_kept_are_named_and_leave_nothing(tmp_path, monkey
     with pytest.raises(CalibrationError, match="block-0000 cannot be written: No space left on device"):
         folder.write(0, {})
     assert [file.name for file in tmp_path.iterdir()] == ["calibration"]
-
-
-def test_resume_refuses_another_text_and_repairs_a_damaged_block(tmp_path):
-    model, tokens = tiny(layers=2), sequences()
-    settings = Calibration(resume=tmp_path)
-    first = calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings)
-    with pytest.raises(CalibrationError, match="another calibration"):
-        calibrate(model, sequences(seed=5), SCHEME, names_of(model), quantizer, settings)
-    (tmp_path / "block-0001").write_bytes(b"torn")
-    assert same(calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings), first)
-    (tmp_path / "calibration").write_bytes(b"torn")  # blocks identify themselves
-    assert same(calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings), first)
 
 
 def test_what_is_not_as_it_was_written_is_not_resumed_from(tmp_path):
@@ -174,16 +150,6 @@ def test_drift_correction_helps():
     assert with_strength(1.0) < with_strength(0.0)
 
 
-def test_fused_and_transposed_layers():
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300)).eval()
-    names = {
-        f"transformer.h.{i}.{n}" for i in range(2) for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    }
-    weights = calibrate(model, sequences(), SCHEME, names, quantizer)
-    assert weights["transformer.h.0.attn.c_attn"].shape == (192, 64)
-
-
 def test_activations_are_rounded_during_calibration():
     model = tiny(layers=1)
     seen = {}
@@ -215,17 +181,6 @@ def test_unreadable_texts_are_named(tmp_path):
     for name, message in says.items():
         with pytest.raises(TextError, match=f"{name}.*{message}"):
             read_text(tmp_path / name)
-
-
-def test_store_spills_and_cleans_up(tmp_path):
-    store = Store(tmp_path, budget=100)
-    for i in range(4):
-        store[i] = torch.full((20,), float(i))
-    assert len(list(tmp_path.glob("*/*.pt"))) == 3
-    store[2] = torch.full((20,), 7.0)
-    assert [store[i][0].item() for i in range(4)] == [0, 1, 7, 3]
-    store.clear()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path):

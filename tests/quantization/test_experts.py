@@ -1,5 +1,6 @@
 """Mixtures of experts, from folder to folder: each expert is three linear layers, token for token."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,8 @@ def test_unknown_experts_are_named(kind: str, tmp_path: Path) -> None:
             if how == "folder":
                 saved = quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16")
                 assert saved.experts == weights
+                config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+                assert config["quant_method"] == "anybit", "others would look for quantized experts"
             else:
                 loading = anybit.AnyBitConfig("w4a16")
                 AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=loading)

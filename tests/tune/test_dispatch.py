@@ -20,7 +20,7 @@ from anybit.errors import KernelError
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.explain import explain
-from cases import EXHAUSTIVE
+from cases import EXHAUSTIVE, in_turn
 from cases_tune import point, policy, product
 
 H200 = Device.named("sm_90a")
@@ -194,7 +194,7 @@ def test_gathered_codes_run_no_kernel_for_few_tokens() -> None:
 
 def test_without_a_map_a_kernel_runs_by_default() -> None:
     for scheme in ("w4a8", "w2a2", "w4a16g128", "w2a16", "w4a8fp"):
-        for m in (1, 3, 9, 100, 20000):
+        for m in in_turn(1, 3, 9, 100, 20000, at=len(scheme)):
             one = product(scheme, m)
             choice = Dispatcher("NVIDIA H200", []).choose(one)
             assert choice.source is None and choice.candidate == builtin(one)
