@@ -121,7 +121,7 @@ def test_shapes_of_blocks(cluster: int) -> None:
         def make(
             p: LinearProblem, shape: tuple[int, int, int] = (row_warps, k_warps, units)
         ) -> sm90_packed_skinny_f16.Config:
-            return sm90_packed_skinny_f16.fitted(p, *shape, 10, 1 + cluster, cluster, trigger=cluster // 2)
+            return sm90_packed_skinny_f16.fitted(p, *shape, 10, 1 + cluster, cluster)
 
         run(sm90_packed_skinny_f16, format, (5, 16, 27)[i], 320, 1152, make=make, seed=i, bias=True)
 

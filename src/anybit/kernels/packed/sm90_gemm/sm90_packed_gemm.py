@@ -63,8 +63,6 @@ _EPILOGUES = ((32, 2), (16, 2), (16, 1))
 """(epilogue_tile, epilogue_stages)."""
 _NARROW = 64
 """Token tiles up to this width usually take two k blocks per stage."""
-_STAGGER = 250
-"""Cycles between the warpgroups' starts in large token tiles; saves 1 to 2 %."""
 _MOST_WAVES = 4
 """Waves up to which giving each block one even range of row tiles is worth trying."""
 _LOOPS = ((1, False, 0), (2, False, 0), (1, True, 0), (2, True, 0), (1, False, 2), (1, False, 3))
@@ -130,7 +128,7 @@ def config_for(
         **facts(problem), tile_m=tile_m, row_warpgroups=row_warpgroups, split_k_warpgroups=split_k_warpgroups,
         cluster_k=cluster_k, cluster_n=cluster_n, stages=stages or 2 * split_k_warpgroups, halves=halves,
         min_blocks_per_sm=min_blocks_per_sm, block_tiles=block_tiles, tensor_store=tensor_store, direct=direct or 0,
-        prologue_stages=0, stagger=_STAGGER if tensor_store else 0,
+        prologue_stages=0,
     )  # fmt: skip
     shared = problem.device.shared_bytes if min_blocks_per_sm == 1 else MOST_BESIDE
 

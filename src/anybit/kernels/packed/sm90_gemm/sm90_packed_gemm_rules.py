@@ -31,7 +31,7 @@ class Config:
     direct: k blocks of weights per direct load to registers, past shared memory, overlapped with the previous products;
     0: weights go through the pipeline. unrolled: the loop over stages is unrolled. sparse: the weights are 2:4 sparse;
     only then: block_tiles: row tiles per block, row_warpgroups at a time (0: blocks are persistent over all tiles);
-    tensor_store: y is stored by TMA, a warpgroup's tile at a time; stagger: cycles between the warpgroups' starts.
+    tensor_store: y is stored by TMA, a warpgroup's tile at a time, and warpgroups start one after another.
     """
 
     operand: Operand
@@ -59,7 +59,6 @@ class Config:
     sparse: bool = False
     block_tiles: int = 0
     tensor_store: bool = False
-    stagger: int = 0
 
     @property
     def x_bytes(self) -> int:
@@ -183,9 +182,9 @@ def _why_not_sparse(problem: LinearProblem, config: Config) -> str | None:
     if config.sparse != problem.weights.sparse:
         return "the config was made for weights that are 2:4 sparse" if config.sparse else "the weights are 2:4 sparse"
     whole = config.split_k_warpgroups * config.cluster == (1 if config.block_tiles else config.cluster_n)
-    if (config.block_tiles or config.tensor_store or config.stagger) and not (config.sparse and whole):
+    if (config.block_tiles or config.tensor_store) and not (config.sparse and whole):
         return (
-            "block_tiles, tensor_store and stagger need 2:4 sparse weights and no split of K (split_k_warpgroups=1, "
+            "block_tiles and tensor_store need 2:4 sparse weights and no split of K (split_k_warpgroups=1, "
             "cluster_k=1, halves=False); block_tiles also needs cluster_n=1"
         )
     if config.tensor_store and (problem.n % 8 or config.tile_m % 16):

@@ -332,20 +332,20 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
 
 }  // namespace packed
 
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv(const __grid_constant__ Params p) {
     packed::multiply_digits<C, false, packed::Epilogue::nothing>(p);
 }
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::nothing>(p);
 }
 // silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::silu>(p);
 }
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_rotary(const __grid_constant__ RotaryParams p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm_rotary(const __grid_constant__ RotaryParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
 }
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_pages(const __grid_constant__ RotaryPagesParams p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm_pages(const __grid_constant__ RotaryPagesParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
 }
 

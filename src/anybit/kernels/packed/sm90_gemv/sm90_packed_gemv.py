@@ -47,8 +47,8 @@ class Config(FewFacts):
     times as many. stages: depth of a warp's pipeline of copies; prologue_stages: copies issued at once, the others as
     these land. x_stages: blocks of activations that a warp has at hand; x_resident: whether these are all. trigger:
     when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue.
-    min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``. cluster_k: blocks that
-    split K. sparse: the weights are 2:4 sparse.
+    min_shared_bytes: see ``heuristics.limit_occupancy``. cluster_k: blocks that split K. sparse: the weights are 2:4
+    sparse.
     """
 
     tile_m: int
@@ -60,7 +60,6 @@ class Config(FewFacts):
     x_resident: bool
     prologue_stages: int
     trigger: int = 0
-    min_blocks_per_sm: int = 1
     min_shared_bytes: int = 0
     cluster_k: int = 1
     sparse: bool = False

@@ -81,7 +81,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     using S = packed::MidShape<C>;
     static_assert(C::threads == S::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
-    if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_launch_dependents();
     const uint32_t lane = ptx::lane_id();
     const int warp = static_cast<int>(ptx::warp_id()), k_warp = warp / C::row_warps;
     // Rotated by k_warp, so that an uneven split of the rows loads the SM's schedulers evenly.
@@ -173,7 +173,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
                 packed::add_stage<C, chunk>(sums, weights, x, lane);
                 __syncwarp();
                 if (left > 0) fetch();
-                if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
                 if (++stage == C::stages) stage = 0, phase ^= 1;
             }
         });

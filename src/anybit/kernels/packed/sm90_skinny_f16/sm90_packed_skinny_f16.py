@@ -35,7 +35,6 @@ class Config(FewFacts):
     units of 16 rows per block; stage_units: per copy, of which a warp takes ``chunks``. stages: depth of a warp's
     pipeline; prologue_stages: copies issued at once, the others as these land.
     x_stages: blocks of 128 columns of activations in shared memory per split-K warp. cluster_k: blocks that split K.
-    trigger: when the next kernel may start (PDL): 0 at once, else when trigger - 1 copies are left to issue.
     min_blocks_per_sm: bounds registers. min_shared_bytes: see ``heuristics.limit_occupancy``.
     """
 
@@ -50,7 +49,6 @@ class Config(FewFacts):
     x_stages: int
     prologue_stages: int
     cluster_k: int = 1
-    trigger: int = 0
     min_blocks_per_sm: int = 1
     min_shared_bytes: int = 0
 
@@ -111,7 +109,7 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 
 def fitted(
     p: LinearProblem, row_warps: int, k_warps: int, stage_units: int, kibibytes: int, x_stages: int, cluster: int = 1,
-    prefetch: int = 0, trigger: int = 0, min_blocks_per_sm: int = 1,
+    prefetch: int = 0, min_blocks_per_sm: int = 1,
 ) -> Config:  # fmt: skip
     """A config with these warps, and pipelines of about ``kibibytes``. prefetch: prologue_stages; 0: automatic."""
     units = -(-p.units // p.device.clusters(cluster))
@@ -126,7 +124,7 @@ def fitted(
     return Config(
         **facts(p, Config), tile_m=round_up(p.m, 8), row_warps=row_warps, split_k_warps=k_warps, block_units=units,
         stage_units=stage_units, chunks=chunks, stages=stages, x_stages=max(1, min(x_stages, rounds)),
-        prologue_stages=prologue, cluster_k=cluster, trigger=trigger, min_blocks_per_sm=min_blocks_per_sm,
+        prologue_stages=prologue, cluster_k=cluster, min_blocks_per_sm=min_blocks_per_sm,
     )  # fmt: skip
 
 
@@ -140,8 +138,8 @@ def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
     kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
     for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
-        warps, more = (c.row_warps, c.split_k_warps, c.stage_units), (c.trigger, c.min_blocks_per_sm)
-        yield fitted(p, *warps, size, c.x_stages, c.cluster_k, c.prologue_stages, *more)
+        warps = c.row_warps, c.split_k_warps, c.stage_units
+        yield fitted(p, *warps, size, c.x_stages, c.cluster_k, c.prologue_stages, c.min_blocks_per_sm)
 
 
 def configs(problem: LinearProblem) -> Iterator[Config]:
