@@ -168,10 +168,12 @@ def test_gptq_by_choice(small: Path, tmp_path: Path, scheme: str) -> None:
     assert by_vllm(tmp_path / "gptq", tmp_path, quantization="anybit") == by_anybit(folder)
 
 
-def test_floats_are_quantized_while_loading(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixture", [False, True])
+def test_floats_are_quantized_while_loading(mixture: bool, small: Path, tmp_path: Path) -> None:
+    source = save_mixture("qwen3_moe", tmp_path / "source") if mixture else small
     words = {"quantization_config": {"quant_method": "anybit", "scheme": "w4a16g64"}}
-    expected = by_anybit(small, "w4a16g64")
-    got = by_vllm(small, tmp_path, quantization="anybit", hf_overrides=words, dtype="float32")
+    expected = by_anybit(source, "w4a16g64")
+    got = by_vllm(source, tmp_path, quantization="anybit", hf_overrides=words, dtype="float32")
     assert got == expected
 
 

@@ -60,3 +60,5 @@ EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")
 """Names of experts in checkpoints; the second alternative is Granite 4's."""
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 """The projections of an expert, as most families' checkpoints name them."""
+ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+"""The last names of routers in vLLM, which stay in 16 bits: they decide, and are small."""

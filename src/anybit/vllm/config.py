@@ -23,6 +23,7 @@ from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.source import from_hub
 from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError, one_line
 from anybit.hf.check import check_folder
+from anybit.models.families import ROUTER_NAMES
 from anybit.scheme import Scheme
 from anybit.vllm import fusion, streams
 from anybit.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
@@ -334,7 +335,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def _quantizes(self, name: str) -> bool:
         if self.stored:
             return name in self.stored
-        return not any(_matches(pattern, name) for pattern in self.kept)
+        router = name.rpartition(".")[2] in ROUTER_NAMES
+        return not (router or any(_matches(pattern, name) for pattern in self.kept))
 
     def _tell(self, message: str) -> None:
         if message not in self._told:
