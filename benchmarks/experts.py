@@ -64,6 +64,11 @@ class Case:
             id_words=1,
         )  # fmt: skip
 
+    def router(self, device: Device) -> router.Problem:
+        """The router before them."""
+        count, top, hidden, _ = CASES[self.name]
+        return router.Problem(self.tokens, hidden, count, top, device=device)
+
     @property
     def expert_bytes(self) -> int:
         """Bytes of an expert's tiles without padding."""
@@ -176,7 +181,7 @@ class Bench:
         shares = torch.empty(p.tokens, p.top_k, device="cuda")
         weight = torch.randn(p.experts, p.hidden, device="cuda", generator=self.generator).bfloat16()
         weights = [weight.clone() for _ in range(rotations(2 * weight.numel()))]
-        asked = router.Problem(p.tokens, p.hidden, p.experts, p.top_k, device=p.device)
+        asked = case.router(p.device)
 
         def written(i: int) -> None:
             torch.add(rows[i % len(rows)], 0, out=x)
@@ -276,6 +281,7 @@ def main() -> None:
     device = Device.named("sm_90a")
     operands = Operands(0, 0, 0, 0, (0, 0, 0), (0, 0, 0), 0, jit.Slot("room"))
     kernels = {one.kernel for case in cases(given) for one in launches(case.problem(device), operands)}
+    kernels |= {router.kernel(router.config_of(case.router(device))) for case in cases(given) if case.tokens == 1}
     compile_kernels([(kernel, "sm_90a") for kernel in kernels])
     if given.compile:
         return

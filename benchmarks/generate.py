@@ -4,7 +4,7 @@
     python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--context 512] [--baseline] [--profile]
     python benchmarks/generate.py --prompts 128 1024 4096 [--schemes w4a16g128,w4a8] [--baseline]
 
-A Llama-3-8B-shaped model with random weights (random codes if quantized) decodes after ``--context`` tokens of
+A model of shape ``--model`` with random weights (random codes if quantized) decodes after ``--context`` tokens of
 random keys and values. Rows go to benchmarks/results/h200/generate.json, or to ``--out``.
 
 Quantized: ``anybit.fuse`` and a static AnyBitCache (16 bits, or the scheme's KV format), as ``generate`` runs them with
@@ -35,7 +35,8 @@ import anybit
 from anybit.errors import AnyBitError
 from anybit.scheme import Scheme
 from generate_models import (
-    LLAMA_3_8B,
+    LLAMA,
+    MODELS,
     apart,
     check,
     check_prompt,
@@ -95,19 +96,22 @@ FIRST = "Llama-3-8B shape, first token"
 
 @torch.inference_mode()
 def quantized(
-    scheme: str, batch: int, context: int, layers: int, profile: bool = False, head: str | None = None
-) -> dict[str, object]:
+    scheme: str, batch: int, context: int, layers: int, profile: bool = False, head: str | None = None,
+    name: str = LLAMA,
+) -> dict[str, object]:  # fmt: skip
     """A quantized, fused model over a static cache, its head in an optional scheme; its logits are checked first."""
     parsed = Scheme.parse(scheme)
-    found = check(scheme, batch, head)
-    model = anybit.fuse(random_model(scheme, layers, prepare=False, head=head))
+    found = check(scheme, batch, head, name=name)
+    model = anybit.fuse(random_model(scheme, layers, prepare=False, head=head, name=name))
     cache, step = stepper(model, "kv16" if parsed.kv is None else str(parsed.kv), batch, context)
     expected = reference_logits(model, cache, torch.zeros(batch, 1, dtype=torch.long, device="cuda"), context)
     error = apart(step(), expected)
     # With activations of few bits, rounding flips codes, layer after layer: two layers of w4a4 differ from themselves
-    # as much under a nudge as under another summation order. So compare their parts.
+    # as much under a nudge as under another summation order. So compare their parts. A mixture takes other experts,
+    # which are nearly as good.
+    rough = parsed.activations.quantized or hasattr(model.config, "num_experts")
     assert found.part < 2e-2, f"a part is off by {found.part:.3e}"
-    assert parsed.activations.quantized or (error < 2e-2 and found.logits < 2e-2), (
+    assert rough or (error < 2e-2 and found.logits < 2e-2), (
         f"the fused step's logits are off by {error:.3e}, {found.logits:.3e} in two layers"
     )
     assert error < 1.5, f"the logits are off by {error:.3e}"  # unrelated vectors: 1.41; also catches NaN
@@ -117,7 +121,7 @@ def quantized(
         print_kernels(step)
     assert model._anybit_decoder.graphs[cache].graph is not None
     checked = f"logits within {error:.1e} of exact attention; {found}"
-    case = "Llama-3-8B shape" if head is None else f"Llama-3-8B shape, {head} head"
+    case = f"{name} shape" if head is None else f"{name} shape, {head} head"
     return row(case, scheme, batch, context, milliseconds(step), checked)
 
 
@@ -246,7 +250,7 @@ def rows_of(scheme: str, batch: int, context: int, arguments: argparse.Namespace
     elif arguments.prompts:
         yield from first_tokens(scheme, arguments.prompts, *rest)
     else:
-        yield quantized(scheme, batch, context, *rest, head=arguments.head)
+        yield quantized(scheme, batch, context, *rest, head=arguments.head, name=arguments.model)
 
 
 def main() -> None:
@@ -260,10 +264,13 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="measure the committed rows, most important first")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no model after this many seconds")
     parser.add_argument("--profile", action="store_true", help="print a step's time by kernel")
-    parser.add_argument("--layers", type=int, default=LLAMA_3_8B["num_hidden_layers"])
+    parser.add_argument("--model", choices=MODELS, default=LLAMA, help="fp16 and first tokens: Llama-3-8B alone")
+    parser.add_argument("--layers", type=int, help="fewer than the model has; writes no row")
     parser.add_argument("--head", metavar="SCHEME", help="also quantize lm_head, in this scheme")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "generate.json")
     arguments = parser.parse_args()
+    whole = MODELS[arguments.model]["num_hidden_layers"]
+    arguments.layers = arguments.layers or whole
     wanted = [scheme for scheme in arguments.schemes.split(",") if scheme] + ["fp16"] * arguments.baseline
     cases = [(s, b, c) for c in arguments.context for b in arguments.batch for s in wanted]
     if arguments.prompts:
@@ -276,7 +283,7 @@ def main() -> None:
             continue
         try:
             for found in rows_of(scheme, batch, context, arguments):
-                if arguments.layers == LLAMA_3_8B["num_hidden_layers"]:
+                if arguments.layers == whole:
                     merge_rows(arguments.out, [found], ("case", "scheme", "batch", "context"))
         except (AnyBitError, AssertionError, RuntimeError) as error:  # one failed case must not lose the others
             print(f"{scheme}, batch {batch}, context {context}: {type(error).__name__}: {error}", flush=True)

@@ -1,59 +1,81 @@
-"""Random Llama-3-8B-shaped models for generate.py, and the check of a fused step."""
+"""Random models for generate.py, and the check of a fused step."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 import anybit
 from anybit import AnyBitCache
 from anybit.cache import attention
+from anybit.checkpoints.configuration import Overrides
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight
+from anybit.hf import fuse
 from anybit.hf.replace import replace_linears
 from anybit.kernels.block.rope import RopeStoreArgs
+from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
+from anybit.models.experts import unfuse
 from anybit.ops import elementwise
 from anybit.ops.kv import implement
 from anybit.scheme import Scheme
 from cases import random_places
 from timing import worst_of
 
-LLAMA_3_8B = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 1 << 18, "rope_theta": 500000.0,
+LLAMA = "Llama-3-8B"
+MODELS: dict[str, dict[str, Any]] = {
+    LLAMA: {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 1 << 18,
+        "rope_theta": 500000.0,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 1 << 17, "rope_theta": 1e6, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+"""Shapes, by name."""
 
 
-def random_model(scheme: str | None, layers: int, prepare: bool = True, head: str | None = None) -> LlamaForCausalLM:
-    """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of realistic size.
+def random_model(
+    scheme: str | None, layers: int, prepare: bool = True, head: str | None = None, name: str = LLAMA
+) -> PreTrainedModel:
+    """A model of shape ``name`` on the GPU, in fp16 or in a scheme, with random weights of realistic size.
 
     prepare: repack quantized weights for their kernel; False for a model that is then fused.
     head: the scheme of lm_head; None for 16 bits.
     """
-    config = LlamaConfig(**{**LLAMA_3_8B, "num_hidden_layers": layers}, dtype=torch.float16)
+    config = AutoConfig.for_model(**{**MODELS[name], "num_hidden_layers": layers}, dtype=torch.float16)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.float16).eval()
+        model = AutoModelForCausalLM.from_config(config).to(torch.float16).eval()
     if scheme is not None:
-        own = {} if head is None else {"lm_head": Scheme.parse(head)}
-        replace_linears(model, Scheme.parse(scheme), [] if own else ["lm_head"], overrides=own)
+        unfuse(model)
+        heads = Overrides({} if head is None else {"lm_head": Scheme.parse(head)})
+        replace_linears(model, Scheme.parse(scheme), [] if heads else ["lm_head"], overrides=heads)
     for module in list(model.modules()):
         if isinstance(module, QuantLinear):
-            fill(module, prepare)
+            fill(module)
         else:
-            for name, parameter in list(module.named_parameters(recurse=False)):
+            for own, parameter in list(module.named_parameters(recurse=False)):
                 ones = "norm" in type(module).__name__.lower()
                 fresh = torch.empty(parameter.shape, dtype=torch.float16, device="cuda")
                 fresh = fresh.fill_(1.0) if ones else fresh.normal_(0, 0.02)
-                setattr(module, name, torch.nn.Parameter(fresh, requires_grad=False))
+                setattr(module, own, torch.nn.Parameter(fresh, requires_grad=False))
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
+    for module in model.modules() if prepare else ():
+        if isinstance(module, QuantLinear | Experts):
+            module.prepare()
     return model
 
 
-def fill(layer: QuantLinear, prepare: bool = True) -> None:
+def fill(layer: QuantLinear) -> None:
     """Give a layer random codes whose weights have a standard deviation of about 0.02."""
     n, k, fmt = layer.out_features, layer.in_features, layer.scheme.weights
     words = torch.randint(-(2**31), 2**31, layer.weight_packed.shape, dtype=torch.int32, device="cuda")
@@ -65,13 +87,9 @@ def fill(layer: QuantLinear, prepare: bool = True) -> None:
         zero = torch.full((n, fmt.groups(k)), 2 ** (fmt.bits - 1), dtype=torch.uint8, device="cuda")
     places = random_places(n, k) if fmt.sparse else None
     layer.load_weight(QuantizedWeight(words, scale, zero, (n, k), fmt, None, places))
-    if prepare:
-        layer.prepare()
 
 
-def history(
-    layer: int, batch: int, context: int, heads: int = LLAMA_3_8B["num_key_value_heads"], head: int = 128
-) -> tuple[torch.Tensor, torch.Tensor]:
+def history(layer: int, batch: int, context: int, heads: int = 8, head: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """Random keys and values [batch, kv_heads, context, head_dim] of a layer, the same for every model."""
     generator = torch.Generator("cuda").manual_seed(layer)
     shape = (batch, heads, context, head)
@@ -79,7 +97,7 @@ def history(
     return k, v
 
 
-def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> AnyBitCache:
+def packed_cache(model: PreTrainedModel, kv: str, batch: int, context: int) -> AnyBitCache:
     """A static cache with the random history."""
     cache = AnyBitCache(kv, config=model.config, capacity=context + 512, static=True)
     heads = model.config.num_key_value_heads, model.config.head_dim
@@ -93,18 +111,19 @@ def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> 
     return cache
 
 
-def unfused_logits(model: LlamaForCausalLM, batch: int, context: int) -> torch.Tensor:
+def unfused_logits(model: PreTrainedModel, batch: int, context: int) -> torch.Tensor:
     """Logits of a step by transformers' own code and StaticCache."""
     cache = StaticCache(config=model.config, max_cache_len=context + 16)
     ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
     model(ids, past_key_values=cache)  # allocates its tensors
     for i, layer in enumerate(cache.layers):
-        layer.keys[:, :, :context], layer.values[:, :, :context] = history(i, batch, context)
+        keys = layer.keys
+        keys[:, :, :context], layer.values[:, :, :context] = history(i, batch, context, keys.shape[1], keys.shape[3])
         layer.cumulative_length.fill_(context)
     return model(ids, position_ids=torch.full_like(ids, context), past_key_values=cache).logits.float()
 
 
-def reference_logits(model: LlamaForCausalLM, cache: AnyBitCache, ids: torch.Tensor, context: int) -> torch.Tensor:
+def reference_logits(model: PreTrainedModel, cache: AnyBitCache, ids: torch.Tensor, context: int) -> torch.Tensor:
     """Logits of a step with exact attention over the dequantized cache, which is restored."""
     before = model.config._attn_implementation
     implement(attention.decode_reference)
@@ -123,7 +142,7 @@ def reference_logits(model: LlamaForCausalLM, cache: AnyBitCache, ids: torch.Ten
 
 
 def stepper(
-    model: LlamaForCausalLM, kv: str, batch: int, context: int
+    model: PreTrainedModel, kv: str, batch: int, context: int
 ) -> tuple[AnyBitCache, Callable[[], torch.Tensor]]:
     """A fused model's static cache with the history, and its step as generate calls it."""
     cache = packed_cache(model, kv, batch, context)
@@ -158,9 +177,41 @@ _PARTS = ("forward", "norm_linear", "silu_linear", "norm_linear_rope")
 
 
 @contextlib.contextmanager
-def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[None]:
-    """Within this context, also compute a fused model's products and attention in torch, and compare."""
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+def parts_compared(model: PreTrainedModel, errors: list[float]) -> Iterator[None]:
+    """Within this context, also compute a fused model's products, experts and attention in torch, and compare."""
+    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+    inside = {layer for mixture in mixtures for layer in mixture.modules()}
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear) and module not in inside]
+
+    def compare_experts(mixture: Experts) -> None:
+        forward = mixture.forward
+
+        def mixed(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            y, joined = forward(x, ids, shares), mixture._joined
+            assert joined is not None
+            gate_up, down = joined.groups[0].prepared.restore()  # they have one scheme
+            wanted = reference.experts(
+                x.float(), ids, shares, gate_up, down, (2 * down.shape[1], gate_up.shape[1]), len(mixture),
+                mixture[0]["up_proj"].scheme.activations, str(mixture.gate),
+            )  # fmt: skip
+            errors.append(apart(y, wanted))
+            return y
+
+        vars(mixture)["forward"] = mixed
+
+    def norm_router(
+        x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, epsilon: float, weight: torch.Tensor, top: int,
+        renormalize: bool,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        y, total, ids, shares = norm_and_route(x, residual, gamma, epsilon, weight, top, renormalize)
+        errors.append(apart(y, elementwise._rms_norm_cpu(x + residual, gamma, epsilon).float()))
+        every = torch.softmax(y.float() @ weight.float().T, -1)
+        taken, best = every.gather(1, ids.long()), every.topk(top)[0].sum()
+        errors.append(float((best - taken.sum()) / best))  # near ones may swap
+        errors.append(apart(shares, taken / taken.sum(-1, keepdim=True) if renormalize else taken))
+        return y, total, ids, shares
+
+    norm_and_route = fuse.norm_router
 
     def expected(layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         return reference.linear(x, layer.quantized_weight(), layer.scheme.activations, layer.bias).float()
@@ -215,11 +266,17 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
 
     for layer in layers:
         compare(layer)
+    for mixture in mixtures:
+        compare_experts(mixture)
     implement(decode)
+    fuse.norm_router = norm_router
     try:
         yield
     finally:
         implement(kernel)
+        fuse.norm_router = norm_and_route
+        for mixture in mixtures:
+            del mixture.__dict__["forward"]
         for layer in layers:
             for name in _PARTS:
                 del layer.__dict__[name]
@@ -227,9 +284,9 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
 
 @functools.cache
 @torch.inference_mode()
-def check(scheme: str, batch: int, head: str | None = None, layers: int = 2) -> Check:
+def check(scheme: str, batch: int, head: str | None = None, layers: int = 2, name: str = LLAMA) -> Check:
     """Compare a fused step of a few layers over an AnyBitCache of 512 tokens with the unfused model."""
-    model = random_model(str(replace(Scheme.parse(scheme), kv=None)), layers, head=head)
+    model = random_model(str(replace(Scheme.parse(scheme), kv=None)), layers, head=head, name=name)
     expected = unfused_logits(model, batch, 512)
     cache, step = stepper(anybit.fuse(model), "kv16", batch, 512)
     logits = apart(step(), expected)
@@ -251,7 +308,7 @@ def check(scheme: str, batch: int, head: str | None = None, layers: int = 2) -> 
 def prompt_of(tokens: int) -> torch.Tensor:
     """A random prompt [1, tokens], the same for every model."""
     generator = torch.Generator("cuda").manual_seed(tokens)
-    return torch.randint(LLAMA_3_8B["vocab_size"], (1, tokens), device="cuda", generator=generator)
+    return torch.randint(MODELS[LLAMA]["vocab_size"], (1, tokens), device="cuda", generator=generator)
 
 
 @torch.inference_mode()

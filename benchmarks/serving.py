@@ -4,9 +4,11 @@
     python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
     python benchmarks/serving.py steps w4a16g128 --profile 1 64           # also profile steps of 1 and 64 requests
     python benchmarks/serving.py steps fp8 w4a8 --model llama-3-70b --ranks 2     # over two GPUs (tensor parallelism)
+    python benchmarks/serving.py steps bf16 marlin w4a16g128 --model qwen3-30b-a3b --layers 12     # experts
 
-Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
-the +. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer, and anybit's folder in PYTHONPATH.
+Modes: fp16, bf16, fp8, machete and marlin are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output
+head's after the +. A mixture's router stays in 16 bits. Weights are random: times do not depend on them. Needs vLLM
+0.26 or newer, and anybit's folder in PYTHONPATH.
 The engine core is a separate process, as behind a server, except with --in-process: there, request bookkeeping
 alternates with launching the next step. Engines can start concurrently and measure one at a time: with --wait, an
 engine measures once it reads a line from standard input.
@@ -22,7 +24,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
@@ -43,11 +45,18 @@ MODELS: dict[str, dict[str, object]] = {
     "llama-3-70b": {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "torch_dtype": "bfloat16",
+    },
 }  # fmt: skip
 HEAD = "lm_head"
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
-OWN = ("fp16", "fp8", "machete")
-"""vLLM's own kernels."""
+OWN = {"fp16": "vllm", "bf16": "vllm", "fp8": "vllm-fp8", "machete": "vllm-machete", "marlin": "vllm-marlin"}
+"""vLLM's own kernels: mode -> engine of a row. marlin: of experts, beside machete for the other layers."""
 PROMPT, NEW = 128, 128
 RATES = (1, 4, 16, 32, 64)
 KEY = ("engine", "scheme", "model", "ranks", "executor", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
@@ -55,9 +64,9 @@ KEY = ("engine", "scheme", "model", "ranks", "executor", "requests", "prompt", "
 
 def model(mode: str, config: dict[str, object]) -> str:
     """A folder with only the config.json of a model in a mode."""
-    if mode == "machete":
+    if mode in ("machete", "marlin"):
         config["quantization_config"] = {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [HEAD, "re:.*mlp.gate$"],
             "quantization_status": "compressed", "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4}},
         }  # fmt: skip
     elif mode not in OWN:
@@ -88,17 +97,17 @@ def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bo
     prepare_vllm(in_process)
     from vllm import LLM
 
+    shape = LLAMA | MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
     settings: dict[str, object] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float16", "max_model_len": 8192,
+        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": shape["torch_dtype"], "max_model_len": 8192,
         "max_num_seqs": 256, "gpu_memory_utilization": 0.85, "enable_prefix_caching": False, "disable_log_stats": True,
     }  # fmt: skip
-    settings |= {"quantization": "fp8"} if mode == "fp8" else {}
+    settings |= {"quantization": "fp8"} if mode == "fp8" else {"moe_backend": mode} if mode == "marlin" else {}
     if args.captured:
         settings["compilation_config"] = {"cudagraph_capture_sizes": args.captured}
     settings["tensor_parallel_size"] = args.ranks
-    shape = MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
     begin = time.perf_counter()
-    llm = LLM(folder or model(mode, LLAMA | shape), **{**settings, **options})
+    llm = LLM(folder or model(mode, shape), **{**settings, **options})
     print(f"{mode}: up after {time.perf_counter() - begin:.1f} s", flush=True)
     return llm
 
@@ -149,19 +158,46 @@ def check_layers(model: Module) -> str:
 
     worst = 0.0
     layers = [module for module in model.modules() if hasattr(module, "anybit_products")][:4]
+    dtype = next(model.parameters()).dtype
     print("rotary embedding and cache write in one op:", sum(hasattr(m, "anybit_paired") for m in model.modules()))
     for layer in layers:
         for product in layer.anybit_products:
             spec, tensors = LinearSpec.parse(product.spec), product.weight(layer)
             weight = ops.backends[spec.backend].restore(tensors, spec)
             for tokens in (1, 3, 40):
-                x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
+                x = torch.randn(tokens, spec.k, device="cuda", dtype=dtype)
                 expected = reference.linear(x.float(), weight, spec.activations).float()
                 got = torch.ops.anybit.linear(x, tensors, None, product.spec).float()
                 worst = worst_of((worst, float((got - expected).abs().max() / expected.abs().max())))
+    experts = [module for module in model.modules() if hasattr(module, "anybit_w13_0")][:1]
+    worst = worst_of((worst, *map(experts_error, experts)))
     if not worst < 0.02:
         raise SystemExit(f"a product of the first layer is off by {worst:.3f} of its largest value")
     return f"products of the first layer within {worst:.1e} of exact ones"
+
+
+def experts_error(layer: Module) -> float:
+    """The largest error of a vLLM layer's routed experts over the largest value, for two numbers of tokens."""
+    import torch
+
+    from anybit.codes import reference
+    from anybit.ops.backend import backends
+    from anybit.ops.experts import ExpertsSpec
+    from timing import worst_of
+
+    method: Any = layer.quant_method
+    spec, products = ExpertsSpec.parse(method._spec), [product.weight(layer) for product in method._products]
+    weights = [backends["packed"].restore(one, of) for one, of in zip(products, (spec.gate_up, spec.down), strict=True)]
+    worst = 0.0
+    for tokens in (1, 40):
+        x = torch.randn(tokens, spec.gate_up.k, device="cuda", dtype=method.moe.in_dtype)
+        routing, ids = torch.rand(tokens, spec.count, device="cuda").topk(method.moe.experts_per_token)
+        expected = reference.experts(
+            x.float(), ids, routing, *weights, spec.rows, spec.count, spec.gate_up.activations, spec.gate
+        )
+        got = method.apply(layer, x, routing, ids.int()).float()
+        worst = worst_of((worst, float((got - expected).abs().max() / expected.abs().max())))
+    return worst
 
 
 def check_first(llm: "LLM", mode: str) -> None:
@@ -176,12 +212,11 @@ def row(mode: str, args: argparse.Namespace, checked: bool, **fields: object) ->
     import torch
     import vllm
 
-    own = {"fp16": "vllm", "fp8": "vllm-fp8", "machete": "vllm-machete"}
-    scheme = {"machete": "w4a16g128"}.get(mode, mode)
+    scheme = "w4a16g128" if mode in ("machete", "marlin") else mode
     empty = {"requests": None, "prompt": None, "new_tokens": None, "rate": None}
     empty |= {"step_ms": None, "ttft_ms": None, "tpot_ms": None, "tokens_per_second": None}
     return dict(
-        engine=own.get(mode, "vllm-anybit"), scheme=scheme,
+        engine=OWN.get(mode, "vllm-anybit"), scheme=scheme,
         model=args.model if args.layers is None else f"{args.model}, {args.layers} layers", ranks=args.ranks,
         executor=args.engine.get("distributed_executor_backend", "uni" if args.ranks == 1 else "mp"),
         **{**empty, **fields}, checked=checked, link=link(args.ranks),

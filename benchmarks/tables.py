@@ -11,7 +11,7 @@ replaces everything between them. tests/test_tables.py fails if a page's tables 
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -162,15 +162,34 @@ def serving() -> str:
         ("anybit `w4a16g128`", {"engine": "vllm-anybit", "scheme": "w4a16g128+w8a16"}),
         ("anybit `w4a8`", {"engine": "vllm-anybit", "scheme": "w4a8+w8a16"}),
     )
-    lines: list[tuple[str, str, str, dict[str, int]]] = []
-    for requests in (1, 16, 64, 256):
-        lines.append((str(requests), "step_ms", ".2f", {"requests": requests, "prompt": 128}))
-    for requests in (64, 256):
-        lines.append((f"tokens/s at {requests}", "tokens_per_second", ",.0f", {"requests": requests, "prompt": 128}))
-    lines.append(("first token, prompt of 4,096, ms", "ttft_ms", ".1f", {"requests": 1, "prompt": 4096}))
+    return _served(engines, (1, 16, 64, 256), (4096,), SERVED)
+
+
+def serving_experts() -> str:
+    """The same of 12 layers of Qwen3-30B-A3B."""
+    engines = (
+        ("bf16", {"engine": "vllm"}),
+        ("Marlin W4A16", {"engine": "vllm-marlin"}),
+        ("anybit `w4a16g128`", {"engine": "vllm-anybit", "scheme": "w4a16g128"}),
+    )
+    return _served(
+        engines, (1, 4, 16, 64), (1024, 4096), {**SERVED, "model": "qwen3-30b-a3b, 12 layers", "executor": "uni"}
+    )
+
+
+def _served(
+    engines: Sequence[tuple[str, dict[str, str]]], requests: Sequence[int], prompts: Sequence[int],
+    model: dict[str, object],
+) -> str:  # fmt: skip
+    lines = [(str(count), "step_ms", ".2f", {"requests": count, "prompt": 128}) for count in requests]
+    for count in (64, 256):
+        lines.append((f"tokens/s at {count}", "tokens_per_second", ",.0f", {"requests": count, "prompt": 128}))
+    for prompt in prompts:
+        asked = {"requests": 1, "prompt": prompt}
+        lines.append((f"first token, prompt of {prompt:,}, ms", "ttft_ms", ".1f", asked))
     body = []
     for words, field, form, asked in lines:
-        found = [find(rows("serving"), **SERVED, **engine, **asked) for _, engine in engines]
+        found = [find(rows("serving"), **model, **engine, **asked) for _, engine in engines]
         body.append([words, *(format(row[field], form) if row else "" for row in found)])
     return table(["requests at once", *(name for name, _ in engines)], body)
 
@@ -213,8 +232,8 @@ def kv_perplexity() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, choosing, fits, *tables_linear.MAKERS, generate, serving, decode_attention, kv_perplexity,
-        *tables_quantizers.MAKERS,
+        headline, choosing, fits, *tables_linear.MAKERS, generate, serving, serving_experts, decode_attention,
+        kv_perplexity, *tables_quantizers.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
