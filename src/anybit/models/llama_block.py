@@ -66,14 +66,17 @@ def gain_of(norm: nn.Module) -> Tensor:
 def _llama_block(name: str, block: nn.Module) -> LlamaBlock:
     obstacle = next((part for part in _OBSTACLES if hasattr(block, part)), None)
     if obstacle is not None:
-        raise LayerError(f"{name} has {obstacle}: this architecture cannot be smoothed or rotated here")
+        raise LayerError(
+            f"{name} has {obstacle}: this architecture cannot be smoothed or rotated; gptq and distill can quantize it"
+        )
     parts: dict[str, Any] = {}
     for part, path in _PLACES.items():
         try:
             parts[part] = block.get_submodule(path)
         except AttributeError:
             raise LayerError(
-                f"{name} has no {path}: only blocks built like Llama's can be smoothed or rotated"
+                f"{name} has no {path}: only blocks built like Llama's can be smoothed or rotated; gptq and distill "
+                "can quantize it"
             ) from None
     attention: Any = block.self_attn
     return LlamaBlock(name, head_dim=int(attention.head_dim), **parts)

@@ -227,8 +227,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         """The method for a layer's routed experts: of a quantized checkpoint, those of which it has all codes."""
         if not self.stored:
             return self._online_experts_method(layer, prefix)
-        stored = {name for name in self.stored if name.startswith(f"{prefix}.")}
-        if not stored:
+        for known_as in (prefix, prefix.replace(".mlp.", ".block_sparse_moe.")):  # as vLLM calls MiniMax-M2's
+            if stored := {name for name in self.stored if name.startswith(f"{known_as}.")}:
+                prefix = known_as
+                break
+        else:
             self._tell("experts of which the checkpoint has no codes stay in 16 bits")
             return UnquantizedFusedMoEMethod(layer.moe_config)
         names = {name for names in names_of(layer, prefix) for name in names}

@@ -17,6 +17,7 @@ from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.errors import CheckpointError
 from anybit.hf.check import check_folder
+from anybit.models.experts import HubNames
 from anybit.vllm.server import Server, values_of
 
 
@@ -41,7 +42,11 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
                     part.save_pretrained(folder)
                 config = read_json(folder / "config.json")
                 kept = sorted(set(linear_shapes(empty)) - set(source.layers))
-                words = {"dtype": "float16", "quantization_config": source.configuration(kept)}
+                words = {
+                    "architectures": [type(empty).__name__],
+                    "dtype": "float16",
+                    "quantization_config": source.configuration(kept, HubNames.of(empty).hub),
+                }
                 (folder / "config.json").write_text(json.dumps(config | words), encoding="utf-8")
                 (folder / "model.gguf").symlink_to(file.resolve())
                 yield folder, []

@@ -66,13 +66,9 @@ class Source:
         file = gguf_in(self.folder)
         if file is not None:
             empty = skeleton(self.folder, self._trusted)
-            if HubNames.of(empty).blocks:
-                raise CheckpointError(
-                    f"{file} is a {type(empty).__name__}, whose experts vLLM loads by other names: convert it first, "
-                    "`anybit convert FILE --to anybit -o OUT`"
-                )
             source = GgufTranslation(file, empty)
             source.check(empty)
+            source.rename(HubNames.of(empty).hub)
             return source
         model = Folder(self.folder, self._trusted)
         found = FolderTranslation.of(model)

@@ -7,7 +7,7 @@ tensor processors on a column of row numbers. Needs the ``gguf`` extra.
 import importlib.util
 import mmap
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,6 +97,14 @@ class GgufTranslation(Translation):
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {tensor.name}: {error}") from None
         return weight if rows is None else reorder(weight, rows)
+
+    def rename(self, to: Callable[[str], str]) -> None:
+        """Take other names of tensors and layers than the model's."""
+        self._tensors = {to(name): tensor for name, tensor in self._tensors.items()}
+        self._rows = {to(name): rows for name, rows in self._rows.items()}
+        self._shapes = {to(name): shape for name, shape in self._shapes.items()}
+        self.layers = {to(name): scheme for name, scheme in self.layers.items()}
+        self.plain = [*map(to, self.plain)]
 
     def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
         """What the model takes, but with the file's shape, unless that is only transposed."""
