@@ -7,7 +7,8 @@ SCHEME:METHOD+METHOD the second reuses the calibrated blocks of the first (its s
 reads the second half of the text, evaluation the first 16 windows of 512 tokens of the first. A scheme with a KV cache
 is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, with plain dequantized arithmetic
 and with anybit's kernels: APT-LLM's Table V. `--news FILE` (scripts/fetch.py) adds the perplexity of a text that no
-method saw, and agreement with the 16-bit model on text that this model writes.
+method saw, and agreement with the 16-bit model on text that this model writes. `--written S`: the model writes text for
+S seconds, once, and all calibrated cases learn from it, instead of writing their own.
 
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one, replacing those of the same case,
 scheme, method and options. `--missing` skips cases that have a row, `--seconds S` starts no case after S seconds.
@@ -29,7 +30,9 @@ from anybit.hf import evaluate
 from anybit.hf.cache import AnyBitCache
 from anybit.hf.loading import load_model
 from anybit.layers.linear import QuantLinear
+from anybit.quantization.learn.generated import written
 from anybit.quantization.methods.registry import METHODS, quantize_folder
+from anybit.quantization.pipeline.text import tokenized
 from rows import RESULTS, Row, add, origin
 
 SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
@@ -73,13 +76,27 @@ class Told:
             print(f"# {what} ({done} of {total})", file=sys.stderr, flush=True)
 
 
+def written_once(model: Path, text: Path, seconds: float) -> list[torch.Tensor]:
+    """Sequences of the text's second half, and what the model writes from pieces of them, as many as in ``distill``."""
+    loaded = load_model(model, dtype=FLOAT32)
+    content = evaluate.read_text(text)
+    own = [row for row in tokenized(content[len(content) // 2 :], loaded.tokenizer) if len(row) == 512]
+    began, more = time.monotonic(), []
+    for rows in written(loaded.model, own, 1 << 40, 512, loaded.model.device):
+        more += rows
+        if time.monotonic() - began > seconds:
+            break
+    print(f"# wrote {512 * len(more)} tokens in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return [*own * max(len(more) // (4 * len(own)), 1), *more]
+
+
 def measure(
     case: str, model: Path, text: Path, scheme: str, method: str, options: Row, op: bool, blocks: Path | None = None,
-    news: Path | None = None,
+    news: Path | None = None, sequences: list[torch.Tensor] | None = None,
 ) -> Row:  # fmt: skip
     """Quantize, reload, evaluate through the layers that users get.
 
-    blocks: a folder of calibrated blocks, shared by methods that begin alike.
+    blocks: a folder of calibrated blocks, shared by methods that begin alike.  sequences: instead of the text.
     """
     content = evaluate.read_text(text)
     cut = len(content) // 2
@@ -93,7 +110,10 @@ def measure(
         if scheme != "float32":
             given, bits = dict(options), options.get("bits")
             given.pop("bits", None)
-            if METHODS[method].calibrated or bits is not None:
+            given.pop("written", None)
+            if METHODS[method].calibrated and sequences is not None:
+                given |= {"sequences": sequences, "generated_tokens": 0}
+            elif METHODS[method].calibrated or bits is not None:
                 given["text"] = Path(scratch) / "second.txt"
             if shared is not None and METHODS[method].calibrated:
                 given["resume"] = shared
@@ -107,6 +127,7 @@ def measure(
             note.write_text(str(seconds))
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
+        print(f"# {scheme} {method}: {found} {learned}", file=sys.stderr, flush=True)
         if news is not None:
             found |= unseen(model, folder, evaluate.read_text(news), scheme)
     return {
@@ -168,19 +189,19 @@ def known(file: Path, case: str, scheme: str, method: str, options: Row, op: boo
     return any(not op or "perplexity_kernels" in row or "refused_kernels" in row for row in rows)
 
 
-def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
+def unit(text: str, arguments: argparse.Namespace, file: Path, sequences: list[torch.Tensor] | None) -> None:
     """Measure a case, method by method."""
     scheme, methods, *rest = text.split(":")
     op = rest == ["op"]
     with tempfile.TemporaryDirectory() as scratch:
         for method in methods.split("+"):
-            options = dict(arguments.options)
+            options = dict(arguments.options) | ({} if sequences is None else {"written": arguments.written})
             if arguments.missing and known(file, arguments.case, scheme, method, options, op):
                 continue
             blocks = Path(scratch) if "+" in methods else None
             try:
                 given = arguments.case, arguments.model, arguments.text
-                row = measure(*given, scheme, method, options, op, blocks, arguments.news)
+                row = measure(*given, scheme, method, options, op, blocks, arguments.news, sequences)
             except Exception:  # a failed case must not lose the others
                 print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
                 continue
@@ -198,16 +219,20 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="of the method, as JSON; bits: widths are chosen"
     )
+    parser.add_argument("--written", type=float, default=None, help="seconds in which all cases' text is written")
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
     arguments = parser.parse_args()
     place = arguments.output or RESULTS / ("h200" if torch.cuda.is_available() else "cpu")
     started = time.monotonic()
+    sequences = None
+    if arguments.written is not None:
+        sequences = written_once(arguments.model, arguments.text, arguments.written)
     for case in arguments.cases:
         if time.monotonic() - started > arguments.seconds:
             break
-        unit(case, arguments, place / "quantizers.json")
+        unit(case, arguments, place / "quantizers.json", sequences)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ from anybit.quantization.learn.loop import Course, steps_of
 from anybit.quantization.learn.norms import Gains, fuse_norms
 from anybit.quantization.learn.rounding import keys_and_values_through, rounded_through
 from anybit.quantization.learn.static_step import StaticStep
-from anybit.quantization.learn.student import gains_of, placed, student_of
+from anybit.quantization.learn.student import gains_of, placed, student_of, without_rotations
 from anybit.quantization.methods import distill as module
 from anybit.quantization.methods.distill import Distillation, distill
+from anybit.quantization.methods.smooth_rotate import smooth_rotate
 from anybit.quantization.pipeline.resume import SavedState
 from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
 from cases_calibration import Interrupted, divergence, names_of, sequences, tiny
@@ -132,20 +133,24 @@ def test_banks_are_the_layers_that_they_hold():
             torch.testing.assert_close(weight.dequantize(), originals[name].dequantize())
 
 
-def test_compiled_steps_and_gradients_are_the_same(monkeypatch):
+@pytest.mark.parametrize("text", ["w2a16g32asym", "w4a4g32asym-xasym-kv4"])
+def test_compiled_steps_and_gradients_are_the_same(text, monkeypatch):
     """By the tracing half of torch.compile, which needs no C compiler; blocks share graphs."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, found = tiny(layers=2), []
-    weights, scheme_of = rounded(model, "w2a16g32asym")
     tokens = torch.stack(sequences(20)[::3])
+    if "a4" in text:
+        smooth_rotate(model, [tokens])
+    weights, scheme_of = rounded(model, text)
     for fuse in (unfused, fused):
         own = banks(weights, lambda name: model.get_submodule(name).weight.data, torch.float32, torch.bfloat16, fuse)
         leaves = {name: leaf for bank in own for name, leaf in bank.leaves.items()}
-        student = student_of(model, leaves, lambda name: scheme_of(name).activations, None)
-        gains = Gains(student)
-        gradient = KLGradient(model, student, False, fuse, repeatable=False)
+        student = student_of(model, leaves, lambda name: scheme_of(name).activations, scheme_of("").kv)
+        gains, teacher = Gains(student), placed(model, model.device)
+        without_rotations(teacher, model)
+        gradient = KLGradient(teacher, student, False, fuse, repeatable=False)
         for bank in own:
             bank.refresh()
         losses = []
@@ -229,9 +234,10 @@ def test_rates_rise_and_fall():
     rates = [course.rate for course.step in range(1000)]
     assert rates[0] == pytest.approx(0.02) and max(rates) > 0.98 and rates[-1] == 0.02
     assert rates.index(max(rates)) < 60 and rates[500] == pytest.approx(0.5)
-    timed = Course(seconds=10.0, step=200, elapsed=5.0)
+    timed = Course(seconds=10.0, step=200, elapsed=5.0, fastest=0.05)
     assert timed.rate == pytest.approx(0.5) and not timed.over
-    assert Course(seconds=10.0, step=200, elapsed=9.98).over
+    assert Course(seconds=10.0, step=200, elapsed=9.98, fastest=0.05).over
+    assert not Course(seconds=10.0, step=1, elapsed=9.0).over  # the first step compiles
 
 
 @pytest.mark.parametrize("choosing", [0.0, 0.6])

@@ -14,7 +14,7 @@ from torch import Tensor
 from anybit.errors import LayerError
 
 # The largest size whose dense matrix is kept.
-_MOST_DENSE = 4096
+MOST_DENSE = 4096
 
 
 def factor(size: int) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def transform(x: Tensor) -> Tensor:
     """
     size = x.shape[-1]
     kind = x.device.type
-    if kind == "cuda" and size <= _MOST_DENSE and torch.is_autocast_enabled(kind):
+    if kind == "cuda" and size <= MOST_DENSE and torch.is_autocast_enabled(kind):
         whole = _dense_signs(size, x.device, torch.get_autocast_dtype(kind))
         product: Tensor = (torch.matmul(x, whole) * size**-0.5).to(x.dtype)
         return product
@@ -75,7 +75,7 @@ def inverse(x: Tensor) -> Tensor:
     """H^T x for every vector of x [..., n]: the inverse of ``transform``."""
     size = x.shape[-1]
     kind = x.device.type
-    if kind == "cuda" and size <= _MOST_DENSE and torch.is_autocast_enabled(kind):
+    if kind == "cuda" and size <= MOST_DENSE and torch.is_autocast_enabled(kind):
         whole = _dense_signs(size, x.device, torch.get_autocast_dtype(kind))
         product: Tensor = (torch.matmul(x, whole.T) * size**-0.5).to(x.dtype)
         return product

@@ -56,7 +56,7 @@ def _steps(rows: Tensor, format: ActivationFormat) -> tuple[Tensor, Tensor, Tens
     largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
     finite = largest.isfinite()  # amax propagates NaN
     # Usually all rows are finite, and a CPU saves a pass; a GPU would have to synchronize to know.
-    all_finite = not rows.is_cuda and bool(finite.all())
+    all_finite = not (rows.is_cuda or torch.compiler.is_compiling()) and bool(finite.all())
     if not all_finite:
         rows = torch.where(finite[:, None], rows, 0.0)
         largest = torch.where(finite, largest, 0.0)

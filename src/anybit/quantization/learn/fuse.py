@@ -50,13 +50,6 @@ def can_capture(model: "PreTrainedModel") -> bool:
     return not any(isinstance(module, Experts) for module in model.modules())
 
 
-def can_compile(model: "PreTrainedModel") -> bool:
-    """Whether a student's blocks compile: without hooks, which keep tensors from call to call, or own attention."""
-    own = str(model.config._attn_implementation).startswith("anybit")
-    hooks = any(module._forward_pre_hooks for module in model.modules())
-    return can_capture(model) and not own and not hooks
-
-
 def compile_blocks(model: "PreTrainedModel") -> None:
     """Compile a model's blocks, all by the same graphs; not their attention, with which capturing a step failed."""
     attend_by(model, "uncompiled", torch.compiler.disable)

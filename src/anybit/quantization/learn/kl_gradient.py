@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anybit.errors import one_line
 from anybit.ops.capture import without_collector
-from anybit.quantization.learn.fuse import Fuse, can_capture, can_compile, compile_blocks, fused, unfused
+from anybit.quantization.learn.fuse import Fuse, can_capture, compile_blocks, fused, unfused
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -83,7 +83,7 @@ class KLGradient:
         self._seen: Counter[tuple[int, ...]] = Counter()
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._repeatable, self._records = repeatable, can_capture(student)
-        if fuse is fused and not repeatable and can_compile(student):
+        if fuse is fused and not repeatable and self._records:
             compile_blocks(student)
             compile_blocks(teacher)
         self._divergence, self._rows = fuse(_divergence), None if fuse is fused else _ROWS_AT_ONCE

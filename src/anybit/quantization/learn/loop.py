@@ -26,7 +26,7 @@ class Course:
     """How far learning has come. Give steps, which two runs repeat exactly, or seconds, which are kept.
 
     step, elapsed: so far; a resumed run continues those of the interrupted one.  tokens: seen in this run.
-    starting: seconds of this run's first steps, which compile.
+    starting: seconds of this run's first steps, which compile.  fastest: of its other steps, in seconds.
     """
 
     steps: int = 0
@@ -35,6 +35,7 @@ class Course:
     elapsed: float = 0.0
     tokens: int = 0
     starting: float = 0.0
+    fastest: float = 0.0
 
     @property
     def done(self) -> float:
@@ -44,8 +45,7 @@ class Course:
     @property
     def over(self) -> bool:
         """Whether it ends here: another step would take too long, or there are no more."""
-        mean = self.elapsed / max(self.step, 1)
-        return self.step >= self.steps if self.steps else self.step > 0 and self.elapsed + mean > self.seconds
+        return self.step >= self.steps if self.steps else self.step > 0 and self.elapsed + self.fastest > self.seconds
 
     @property
     def rate(self) -> float:
@@ -79,9 +79,11 @@ def learn(
         update(course.rate)
         course.step += 1
         course.tokens += sum(tokens.numel() for tokens in batches)
-        course.elapsed = time.monotonic() - began
+        took, course.elapsed = time.monotonic() - began - course.elapsed, time.monotonic() - began
         if course.step == first:
             course.starting = time.monotonic() - started
+        elif course.step > first:
+            course.fastest = min(course.fastest or took, took)
         if progress is not None:
             done = (course.step, course.steps) if course.steps else (int(course.elapsed), int(course.seconds) + 1)
             progress(*done, loss)

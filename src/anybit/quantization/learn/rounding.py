@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from anybit.cache.kvcache import hadamard
+from anybit.cache.kvcache import hadamard as head_rotation
+from anybit.codes import hadamard
 from anybit.codes.reference import _steps
 from anybit.kernels.attention import kv_page
 from anybit.scheme import ActivationFormat, KVFormat
@@ -48,8 +49,11 @@ class RoundedThrough(torch.autograd.Function):
         lost, weights, places = ctx.saved_tensors  # type: ignore[attr-defined]
         rows = gradient.reshape(lost.shape)
         cost = (rows * lost).sum(1, dtype=torch.float32)
-        found = rows.scatter_add(1, places, (weights * cost[:, None]).to(rows.dtype))
-        return found.view(gradient.shape), None
+        # Compared, not scattered: compilers fuse it with what is around it.
+        at = torch.arange(rows.shape[1], device=rows.device)
+        for place, part in zip(places.unbind(1), (weights * cost[:, None]).to(rows.dtype).unbind(1), strict=True):
+            rows = rows + torch.where(at == place[:, None], part[:, None], 0)
+        return rows.view(gradient.shape), None
 
 
 def rounded_through(format: ActivationFormat) -> Hook:
@@ -62,6 +66,21 @@ def rounded_through(format: ActivationFormat) -> Hook:
     return hook
 
 
+class Rotation:
+    """A forward pre-hook that rotates a layer's input, as ``hadamard.transform``, by a GEMM with its own matrix.
+
+    torch.compile would make constants of matrices that a function caches.
+    """
+
+    def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.signs = (hadamard.transform(torch.eye(size)) * size**0.5).round().to(device, dtype)
+        self.scale = size**-0.5
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The rotated input, and the other args."""
+        return ((args[0] @ self.signs.to(args[0].dtype) * self.scale).to(args[0].dtype), *args[1:])
+
+
 class Shared:
     """A chain of forward pre-hooks, run once for all layers that read the same input."""
 
@@ -72,15 +91,19 @@ class Shared:
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The args after all hooks; reuses the last result for the same input."""
+        if torch.compiler.is_compiling():  # which finds the repeats itself
+            return self._run(module, args)
         if self._seen is not args[0] or self._made is None:
-            made = args
-            for hook in self.hooks:
-                made = hook(module, made)
-            self._seen, self._made = args[0], made[0]
+            self._seen, self._made = args[0], self._run(module, args)[0]
         return (self._made, *args[1:])
 
+    def _run(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for hook in self.hooks:
+            args = hook(module, args)
+        return args
 
-_rotation = cache(hadamard)
+
+_rotation = cache(head_rotation)
 
 
 def keys_and_values_through(key: Tensor, value: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from anybit.codes import hadamard
 from anybit.models.modules import tied_heads
-from anybit.quantization.learn.rounding import Hook, Shared, keys_and_values_through, rounded_through
+from anybit.quantization.learn.rounding import Hook, Rotation, Shared, keys_and_values_through, rounded_through
+from anybit.quantization.methods.rotate import rotate_input
 from anybit.scheme import ActivationFormat, KVFormat
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def student_of(
     """
     student = placed(teacher, teacher.device)
     rounding: dict[ActivationFormat, Hook] = {}
+    rotations: dict[int, Hook] = {}
     shared: dict[object, Shared] = {}
     for name, leaf in leaves.items():
         module = teacher.get_submodule(name)
@@ -86,6 +89,11 @@ def student_of(
         layer = GivenLinear(leaf, None if bias is None else bias.detach())
         # Hooks transform the input, such as an online rotation; neighbours with the same input share the result.
         hooks: list[Hook] = list(module._forward_pre_hooks.values())
+        size = leaf.shape[1]
+        if rotate_input in hooks and size <= hadamard.MOST_DENSE:
+            if size not in rotations:
+                rotations[size] = Rotation(size, leaf.device, leaf.dtype)
+            hooks[hooks.index(rotate_input)] = rotations[size]
         format = activations(name)
         if format.quantized:
             hooks.append(rounding.setdefault(format, rounded_through(format)))
@@ -96,6 +104,16 @@ def student_of(
     if kv is not None and not kv.float4:
         _attend_through(student, kv)
     return student
+
+
+def without_rotations(copied: "PreTrainedModel", model: "PreTrainedModel") -> None:
+    """Give a copy of a model the weights before its inputs were rotated: the same function in less time."""
+    for name, module in copied.named_modules():
+        place = next((key for key, hook in module._forward_pre_hooks.items() if hook is rotate_input), None)
+        if place is not None:
+            del module._forward_pre_hooks[place]
+            weight = model.get_submodule(name).weight.detach().to(module.weight.device)
+            module.weight.data = hadamard.inverse(weight).to(module.weight.dtype)
 
 
 def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:

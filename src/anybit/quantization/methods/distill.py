@@ -21,7 +21,7 @@ from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.latent import Rates, banks
 from anybit.quantization.learn.loop import Course, Progress, learn
 from anybit.quantization.learn.norms import Gains, fuse_norms
-from anybit.quantization.learn.student import placed, student_of
+from anybit.quantization.learn.student import placed, student_of, without_rotations
 from anybit.quantization.pipeline.resume import SavedState
 from anybit.scheme import Scheme
 
@@ -106,6 +106,7 @@ def distill(
     learned = banks(start, original, half or torch.float32, latent_dtype, fuse)
     leaves = {name: leaf for bank in learned for name, leaf in bank.leaves.items()}
     student = student_of(teacher, leaves, lambda name: scheme_of(name).activations, scheme_of("").kv)
+    without_rotations(teacher, model)
     if device.type == "cuda":
         fuse_norms(student)
     gains = Gains(student)

@@ -65,7 +65,7 @@ METHODS: dict[str, Method] = {
     ),
     "distill": Method(
         "rounds (2:4: gptq), then learns the original model's predictions, for 20 minutes on a GPU", _CALIBRATED, True,
-        mixed=True, pace=(12.0, 0.3), settings=(*_SETTINGS, "choosing"),
+        mixed=True, pace=(12.0, 0.3), settings=(*_SETTINGS, "choosing", *_SMOOTH),
     ),
     "smooth": Method(
         "moves outliers of activations into the weights, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),

@@ -6,6 +6,7 @@ by head, and the output projection undoes it. Before the down projection the rot
 as ``anybit::hadamard``, and its inverse is in the weights.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def rotate(model: "PreTrainedModel", seed: int = 0) -> list[str]:
+def rotate(model: "PreTrainedModel", seed: int = 0, quantized: Collection[str] | None = None) -> list[str]:
     """Rotate a Llama-like model in place; it computes the same function, up to rounding.
 
-    A tied output head is untied, because the final norm's gain is folded into it. Returns the names of the down
-    projections, whose inputs are rotated at run time; forward hooks do it until the layers are replaced. Raises
-    LayerError, before anything is changed, for an architecture or a width that cannot be rotated.
+    A tied output head is untied, because the final norm's gain is folded into it. quantized: the layers that may have
+    online rotations; None is all. Returns the names of those that have, down projections, whose inputs are rotated at
+    run time; forward hooks do it until the layers are replaced. Raises LayerError, before anything is changed, for an
+    architecture or a width that cannot be rotated.
     """
     parts = list(llama_blocks(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -51,15 +53,16 @@ def rotate(model: "PreTrainedModel", seed: int = 0) -> list[str]:
     embedding.weight.data = _rotate_stream(embedding.weight.data, signs)
     _fold_gain(final, [head])
     head.weight.data = _rotate_stream(head.weight.data, signs)
-    for part in parts:
-        _rotate_block(part, signs)
     names = [f"{part.name}.mlp.down_proj" for part in parts]
+    names = [name for name in names if quantized is None or name in quantized]
+    for part in parts:
+        _rotate_block(part, signs, f"{part.name}.mlp.down_proj" in names)
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(rotate_input)
     return names
 
 
-def _rotate_block(part: LlamaBlock, signs: Tensor) -> None:
+def _rotate_block(part: LlamaBlock, signs: Tensor, online: bool) -> None:
     _fold_gain(part.attention_norm, [part.query, part.key, part.value])
     _fold_gain(part.feed_forward_norm, [part.gate, part.up])
     for reader in (part.query, part.key, part.value, part.gate, part.up):
@@ -73,9 +76,11 @@ def _rotate_block(part: LlamaBlock, signs: Tensor) -> None:
     if value.bias is not None:
         value.bias.data = _rotate_heads(value.bias.data, size)
     output.weight.data = _rotate_heads(output.weight.data, size)
-    part.down.weight.data = hadamard.transform(part.down.weight.data.double()).to(part.down.weight.dtype)
+    if online:
+        part.down.weight.data = hadamard.transform(part.down.weight.data.double()).to(part.down.weight.dtype)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def rotate_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A forward pre-hook that rotates a layer's input."""
     return (hadamard.transform(args[0]), *args[1:])

@@ -7,7 +7,7 @@ into the residual stream rules that out: norms' gains do not commute with it. So
 per channel (and can be learned with the codes), and rotations run online.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,19 +30,17 @@ def smooth_rotate(
     strength: float = 0.5,
     seed: int = 0,
     improve: Callable[[], None] | None = None,
+    quantized: Collection[str] | None = None,
 ) -> list[str]:
     """Smooth and rotate a Llama-like model in place; it computes the same function, up to rounding.
 
     batches: token ids, int64 [B, L] each.  strength: a in ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the random
-    signs of channels before the rotation.  improve: called between scaling and rotation.
-    Returns the names of the layers with rotated inputs, which is all of the blocks'; forward hooks rotate until the
-    layers are replaced.
+    signs of channels before the rotation.  improve: called between scaling and rotation.  quantized: the layers to
+    rotate the inputs of; None is all of the blocks'.
+    Returns the names of the layers with rotated inputs; forward hooks rotate until the layers are replaced.
     Raises CalibrationError for activations that are not finite, LayerError for an unsupported architecture or width.
     """
-    parts = list(llama_blocks(model))
-    found = [pair for part in parts for pair in scaling_pairs(part)]
-    for pair in found:
-        hadamard.factor(pair.reader.in_features)
+    found = pairs_of(model)
     power = _power(model, [pair.reader for pair in found], batches)
     generator = torch.Generator().manual_seed(seed)
     for pair in found:
@@ -50,11 +48,20 @@ def smooth_rotate(
         pair.apply(scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale))
     if improve is not None:
         improve()
-    layers = {name: layer for part in parts for name, layer in part.names.items()}
+    every = {name: layer for part in llama_blocks(model) for name, layer in part.names.items()}
+    layers = {name: layer for name, layer in every.items() if quantized is None or name in quantized}
     for layer in layers.values():
         layer.weight.data = hadamard.transform(layer.weight.data.double()).to(layer.weight.dtype)
         layer.register_forward_pre_hook(rotate_input)
     return list(layers)
+
+
+def pairs_of(model: "PreTrainedModel") -> list[ScalingPair]:
+    """All scaling pairs of a model. Raises LayerError for an unsupported architecture or width."""
+    found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
+    for pair in found:
+        hadamard.factor(pair.reader.in_features)
+    return found
 
 
 def _power(model: "PreTrainedModel", modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:

@@ -1,7 +1,8 @@
 """The calibrated methods behind ``anybit quantize``: load the model, calibrate on a text, quantize, learn, save.
 
     gptq           error feedback, block by block
-    distill        gptq, then weights, scales, zeros and norms learned end to end
+    distill        rounding (2:4: gptq), then weights, scales, zeros and norms learned end to end; to activations of 4
+                   bits and fewer of a model that smooth_rotate can change, after this
     smooth         SmoothQuant: activation outliers move into the weights, then gptq
     rotate         QuaRot: a Hadamard rotation spreads outliers, then gptq
     smooth_rotate  smoothing and an online rotation of every layer's input, then gptq
@@ -12,6 +13,7 @@ are quantized.
 
 import math
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +35,7 @@ from anybit.quantization.methods import gptq
 from anybit.quantization.methods.distill import Learned, distill
 from anybit.quantization.methods.rotate import rotate
 from anybit.quantization.methods.smooth import smooth
-from anybit.quantization.methods.smooth_rotate import smooth_rotate
+from anybit.quantization.methods.smooth_rotate import pairs_of, smooth_rotate
 from anybit.quantization.pipeline.calibrate import (
     Calibration,
     Statistics,
@@ -54,6 +56,8 @@ _LEARNED = 1 << 20
 """Tokens of a text that learning uses at most."""
 _WRITING, _WRITTEN = 3.0, 1e8
 """Seconds to write a folder, and weights written per second beyond these."""
+_ROTATED = 4
+"""Most bits of activations whose layers' inputs ``distill`` smooths and rotates first."""
 _SAME = 0.05
 """The largest relative change of logits by a transformation that should not change the model's function."""
 
@@ -243,8 +247,11 @@ def _fingerprint(job: Job, model: "PreTrainedModel", text: list[Tensor], told: d
 
 def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Tensor], options: Options) -> Changes:
     """Smooth or rotate the model, or both; returns what that changes about the checkpoint."""
+    if method == "distill" and job.scheme.activations.bits <= _ROTATED:
+        method = _first_changed(job, model)
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
+    layers = {layer.name for layer in job.layers}
     home = model.device
     model.to(_device_with_room(options.where, model))
     hadamard: list[str] = []
@@ -277,9 +284,9 @@ def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Te
         improve()
     elif method == "smooth_rotate":
         strength = 0.5 if options.strength is None else options.strength
-        hadamard = smooth_rotate(model, batches, strength, options.seed, improve)
+        hadamard = smooth_rotate(model, batches, strength, options.seed, improve, layers)
     else:
-        hadamard = rotate(model, options.seed)
+        hadamard = rotate(model, options.seed, quantized=layers)
         config = {"tie_word_embeddings": False}
     # A block with Llama's parts may still compute something else: other gains, gates, norms in between.
     size = float(before.norm())
@@ -287,10 +294,10 @@ def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Te
     if 0 < size < math.inf and not apart < _SAME:
         raise LayerError(
             f"{type(model).__name__} does not support method {method}: its logits changed by {apart:.0%}, and must not "
-            "change; use gptq or distill"
+            "change; use gptq"
         )
     model.to(home)
-    quantized = {f"{layer.name}.weight" for layer in job.layers}
+    quantized = {f"{name}.weight" for name in layers}
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     # Of the quantized layers only those outside the blocks are still needed.
     prefix, _ = find_blocks(model)
@@ -302,6 +309,17 @@ def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Te
     stored = {name: job.names.get(heads.get(name, name)) for name in kept}
     kinds = {name: job.source.entries[own].dtype if own else job.source.dtype for name, own in stored.items()}
     return Changes({n: tensor.to(kinds[n]) for n, tensor in kept.items() if n not in tied}, config, hadamard)
+
+
+def _first_changed(job: Job, model: "PreTrainedModel") -> str:
+    """``smooth_rotate``, or ``distill`` for a model that this cannot change."""
+    try:
+        pairs_of(model)
+    except LayerError as error:
+        bits = job.scheme.activations.bits
+        warnings.warn(f"distill rotates nothing, and loses more to {bits}-bit activations: {error}", stacklevel=2)
+        return "distill"
+    return "smooth_rotate"
 
 
 @torch.no_grad()
