@@ -1,5 +1,7 @@
 """Tables of quantizers: perplexity by scheme and method, and of other quantizers."""
 
+import math
+
 from rows import Row, rows, table
 
 
@@ -20,11 +22,37 @@ _METHODS = ("rtn", "gptq", "distill", "smooth", "rotate", "smooth_rotate")
 _COLUMNS = ("rtn", "gptq", "distill")
 
 
+_COURSE = {"minutes", "written", "seed", "bits"}
+"""Options of a distillation in so many minutes, on text that was written in so many seconds."""
+
+
 def quantized() -> list[Row]:
-    """Rows of whole quantizers with their defaults, with machines in ``on``."""
+    """Rows of whole quantizers with their defaults, with machines in ``on``; those in minutes as ``distilled`` says."""
     both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers"), "H100": rows("quantizers", "h100")}
     mine = [row | {"on": on} for on, found in both.items() for row in found if row["case"].endswith("first half")]
-    return [row for row in mine if not row["options"] and "perplexity" in row]
+    mine = [row for row in mine if "perplexity" in row]
+    timed = distilled([row for row in mine if "minutes" in row["options"] and row["options"].keys() <= _COURSE])
+    newer = {(row["scheme"], row["method"]) for row in timed}
+    plain = [row for row in mine if not row["options"] and (row["scheme"], row["method"]) not in newer]
+    return [*plain, *timed]
+
+
+def distilled(found: list[Row]) -> list[Row]:
+    """Rows of the most minutes for each scheme and budget of bits: the mean of seeds, with ``minutes``."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in found:
+        options = row["options"]
+        bits = f" --bits {options['bits']:g}" if "bits" in options else ""
+        minutes = options["minutes"] + options.get("written", 0) / 60
+        named = row | {"scheme": row["scheme"] + bits, "minutes": minutes}
+        groups.setdefault((named["scheme"], row["method"]), []).append(named)
+    means = []
+    for rows_of in groups.values():
+        most = max(row["minutes"] for row in rows_of)
+        same = [row for row in rows_of if row["minutes"] == most]
+        mean = math.exp(sum(math.log(row["perplexity"]) for row in same) / len(same))
+        means.append(same[0] | {"perplexity": mean})
+    return means
 
 
 def _perplexity(value: float) -> str:
@@ -34,7 +62,7 @@ def _perplexity(value: float) -> str:
 def quantizers() -> str:
     """Perplexity by scheme and method, folder to folder: schemes down, methods across, rare ones in one column.
 
-    The machine is named unless it is an H200.
+    The machine is named unless it is an H200, and ``distill``'s minutes where they were given.
     """
     mine = quantized()
     known = {(row["scheme"], row["method"]) for row in mine if row["on"] == "H200"}
@@ -47,6 +75,7 @@ def quantizers() -> str:
         for row in (row for method in _METHODS for row in mine if (row["scheme"], row["method"]) == (scheme, method)):
             own = row["method"] in _COLUMNS
             words = [*([] if own else [f"`{row['method']}`"]), *([row["on"]] if row["on"] != "H200" else [])]
+            words += [f"{row['minutes']:.0f}"] if "minutes" in row else []
             shown = _perplexity(row["perplexity"]) + f" ({', '.join(words)})" * bool(words)
             cells[row["method"] if own else "others"].append(shown)
         if any(cells.values()):
