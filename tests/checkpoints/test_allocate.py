@@ -90,9 +90,11 @@ def test_layers_of_one_input_get_one_width() -> None:
     assert samples.units == [tuple(names[:3]), (names[3],)]
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "distill"])
 def test_an_average_is_met_and_the_result_loads(method: str, source: Path, tmp_path: Path) -> None:
     options = {**TEXT, "passes": 0} if method == "gptq" else TEXT
+    if method == "distill":  # on what the model writes
+        options = {"learn_tokens": 1024, "length": 32, "tokens": 512}
     saved = quantize_folder(source, tmp_path / "out", "w4a16g64", method, bits=5.0, options=options)
     assert 4.0 < saved.bits_per_weight <= 5.0 and saved.overrides
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

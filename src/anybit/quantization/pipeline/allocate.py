@@ -31,6 +31,7 @@ from anybit.layers.experts import Experts
 from anybit.models.blocks import weight_of
 from anybit.models.experts import weights_left
 from anybit.models.modules import LinearLayer
+from anybit.quantization.learn.generated import written
 from anybit.quantization.pipeline.calibrated import first_of, load_whole, sequences_of
 from anybit.quantization.pipeline.options import Options
 from anybit.quantization.pipeline.stream import Job
@@ -68,7 +69,8 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     bits: stored bits per weight, averaged over all quantized layers and experts, scales included.
     memory: bytes of all tensors of the result.  Give exactly one of the two.
     context: with memory, tokens of a KV cache to reserve room for, in the scheme's format or in 16 bits.
-    Raises OptionError for a budget that cannot be met, TextError without a text.
+    Without a text ``distill``, which needs none, chooses by what the model writes itself.
+    Raises OptionError for a budget that cannot be met, TextError without a text for other methods.
     """
     if context is not None and (memory is None or context < 1):
         raise OptionError(
@@ -79,7 +81,8 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     size = bits if memory is None else memory
     if size is not None and math.isnan(size):
         raise OptionError(f"{'bits' if memory is None else 'memory'} must be a number, not {size}")
-    if not {"text", "sequences"} & job.options.keys():
+    given = bool({"text", "sequences"} & job.options.keys())
+    if not given and job.method != "distill":
         raise TextError("widths are chosen by what they cost on a text: name a file with --text")
     options = Options.of({name: value for name, value in job.options.items() if name in OPTIONS})
     free = [layer for layer in job.layers if job.overrides.of(layer.name) is None]
@@ -96,14 +99,17 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
             f"{wanted} cannot be met: {reached}" + (f", {cache:.0f} of them its KV cache" if cache else "")
         )
     tokens = min(options.calibration_tokens, _TOKENS_ON_A_GPU if options.on_gpu else _TOKENS)
-    text = first_of(sequences_of(job, options, tokens), tokens)
-    if not text:
+    text = first_of(sequences_of(job, options, tokens), tokens) if given else []
+    if given and not text:
         raise TextError("widths are chosen by what they cost on a text, and this one has no tokens")
     if job.progress is not None:
         job.progress(
             f"choosing widths by what they cost on {tokens} tokens", 0, sum(layer.n * layer.k for layer in free)
         )
     model = load_whole(job).to(options.where)
+    if not given:
+        own = written(model, [], max(tokens, options.length), options.length, model.device, options.seed)
+        text = [row for rows in own for row in rows]
     samples = sample(model, text, [layer.name for layer in free], options.seed)
     units = _measure(job, model, {layer.name: layer for layer in free}, samples, formats)
     experts = [name for name, module in model.named_modules() if isinstance(module, Experts)]
