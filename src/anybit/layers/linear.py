@@ -292,7 +292,10 @@ class QuantLinear(nn.Module):
         """
         if not isinstance(x, Tensor):
             raise LayerError(f"x must be a torch.Tensor [..., {self.in_features}], not {type(x).__name__}")
-        if self._prepared is None or not self._prepared.alone:
+        prepared = self._prepared
+        if prepared is None:  # another thread may prepare it meanwhile: it stays so
+            self.prepare()
+        elif not prepared.alone:
             self.unprepare().prepare()
         assert self._prepared is not None
         bias = self.bias
