@@ -78,38 +78,41 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_saved_folders_without_anybit(folders: Path) -> None:
+@pytest.fixture(scope="module")
+def found(folders: Path) -> dict[str, Any]:
+    """What transformers alone makes of these folders, and of copies without a configuration."""
     pytest.importorskip("compressed_tensors")
-    held = [folders / name for name in HELD]
-    others = [*(folders / name for name in OTHERS), folders / "quantize gpt2"]
+    others = [folders / name for name in (*OTHERS, "quantize gpt2")]
     gone = [without_method(folder, folders / f"gone {folder.name}") for folder in others]
-    found = without_anybit(*held, *others, *gone)
-    for folder in held:
+    lost = [without_method(folders / name, folders / f"lost {name}") for name in HELD]
+    return without_anybit(*(folders / name for name in HELD), *others, *gone, *lost[:2])
+
+
+def test_saved_folders_without_anybit(folders: Path, found: dict[str, Any]) -> None:
+    for folder in (folders / name for name in HELD):
         # Here anybit is present, and takes over the folder.
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert any(isinstance(module, QuantLinear) for module in model.modules())
         assert found[folder.name] == tokens_of(model), folder.name
-    for folder in others:
+    for folder in (folders / name for name in (*OTHERS, "quantize gpt2")):
         assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
         assert tokens_of(AutoModelForCausalLM.from_pretrained(folder).eval())
-    for folder in gone:
+    for folder in folders.glob("gone *"):
         assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # anybit is present, but not asked
             AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: Path) -> None:
+def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: Path, found: dict[str, Any]) -> None:
     """Without quantization_config, transformers initializes weights randomly; with anybit it refuses."""
-    whole_model("gptq-4-sym", tmp_path / "gptq")
-    for source in (*(folders / name for name in HELD), tmp_path / "gptq"):
-        lost = without_method(source, tmp_path / f"lost {source.name}")
+    gptq = without_method(whole_model("gptq-4-sym", tmp_path / "whole"), tmp_path / "gptq")
+    for lost in (*folders.glob("lost *"), gptq):
         for kind in (AutoModelForCausalLM, AutoModel):
             with pytest.raises(CheckpointError, match=r"has model\.layers\.0\..*, codes of a quantized layer, but its"):
                 kind.from_pretrained(lost)
         with pytest.raises(CheckpointError):
             load_model(lost)
-    alone = without_anybit(*(tmp_path / f"lost {name}" for name in HELD[:2]))
-    assert len(set(map(str, alone.values()))) > 1, "loads of random weights are equal"
+    assert found[f"lost {HELD[0]}"] != found[f"lost {HELD[1]}"], "loads of random weights are equal"
 
 
 def test_loading_says_nothing_of_the_empty_tensors(folders: Path, capfd: pytest.CaptureFixture[str]) -> None:

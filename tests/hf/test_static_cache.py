@@ -153,17 +153,6 @@ def test_whole_numbers_of_numpy_are_sizes(llama):
     assert found.shape[1] == prompt().shape[1] + 4
 
 
-def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):
-    model = quantized(llama, "w4a16g32")
-    wanted = model.generate(prompt(), **GREEDY)
-    assert anybit.accelerate(model)
-    monkeypatch.setattr(type(model), "_sample", None)  # the usual loop is not called
-    config = hf.GenerationConfig(**GREEDY, cache_implementation="static")
-    config.min_new_tokens = None
-    agree(model.generate(prompt(), config), wanted, exact=False)
-    assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
-
-
 def test_a_cache_without_packed_attention_is_never_captured(tmp_path, monkeypatch):
     """Its shapes change from step to step: one step's graph would be wrong for the next."""
     config = hf.BloomConfig(vocab_size=128, hidden_size=128, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)

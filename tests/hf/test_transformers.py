@@ -145,11 +145,10 @@ def test_a_wrong_configuration_says_what_is_allowed() -> None:
 
 
 FIRST_USES = {
-    "transformers": "from transformers import LlamaForCausalLM",
     "a cache": "from anybit import AnyBitCache",
     # It imports the parent package, and must not trigger what waits for the module.
-    "a search": "import importlib.util; importlib.util.find_spec('transformers.modeling_utils'); "
-    "import transformers.modeling_utils",
+    "a search, and transformers": "import importlib.util; importlib.util.find_spec('transformers.modeling_utils'); "
+    "from transformers import LlamaForCausalLM",
 }
 
 

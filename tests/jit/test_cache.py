@@ -297,9 +297,9 @@ cache.compile = counted
 print(jit.cached(row_sums.kernel(row_sums.Config()), {ARCH!r}).entry)
 """
     command = [sys.executable, "-c", script]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate()[0] for process in running]
-    assert [process.returncode for process in running] == [0] * 3
+    assert [process.returncode for process in running] == [0] * 2
     assert "".join(outputs).count("compiled") == 1
     assert len(entries(folder)) == 1
 
