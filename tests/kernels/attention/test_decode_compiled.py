@@ -24,6 +24,7 @@ CASES = [
     Case("kv16", head_dim=256, alibi=True),
     Case("kv4g128", queries=16),
     Case("kv16", heads=32, kv_heads=8, lengths=(640,)),  # a cluster for each pair
+    Case("kv2", head_dim=64, heads=12, kv_heads=4, queries=8, page=64, lengths=(500,)),  # no room for one
 ]
 
 

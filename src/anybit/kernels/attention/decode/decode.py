@@ -270,6 +270,9 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
             f"a cluster has at most {_MOST_BLOCKS} blocks and {_MOST_PARTS} warps, not {config.pair_blocks} blocks of "
             f"{config.warps} warps"
         )
+    ring, part = config.stages * slot_bytes(config, problem.layout), config.rows * (4 * config.head_dim + 8)
+    if config.pair_blocks and part > ring:
+        return f"a warp's part of {part} bytes does not fit its pipeline of {ring}: use pair_blocks = 0"
     if config.stages < 2:
         return f"the pipeline needs at least 2 stages, one for keys and one for values, not {config.stages}"
     if config.bulk and device.capability < 90:
