@@ -17,6 +17,7 @@ from anybit.choose.policy import SHIPPED, Measured, Point, read
 from anybit.choose.space import preserves_pdl_overlap, promising, space
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels.bitplane.bitplane_problem import blocks_per_sm
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.explain import explain
@@ -103,6 +104,13 @@ def test_nearest_layer_decides_where_none_of_its_own_was_measured() -> None:
     assert choice.source == one and choice.us > 5.0
     assert choice.candidate.why_not(near) is None
     assert choice.candidate.fields == by.choose(one).candidate.fields
+
+
+def test_layers_measured_at_other_token_counts_crowd_out_no_neighbour() -> None:
+    nearest = [product(m=2048, n=4096 + 128 * i) for i in range(20)]
+    far, asked = product(m=64, n=16384), product(m=64)
+    points = [(one, point(one, {"sm90_packed_gemm": 5.0})) for one in (*nearest, far)]
+    assert Map([policy(*points)]).choose(asked).source == far
 
 
 @pytest.mark.parametrize(
@@ -244,6 +252,15 @@ def test_few_tokens_run_no_config_that_leaves_others_less_room() -> None:
     assert preserves_pdl_overlap(replace(one, m=64), deeper, own)
     pairs = [c for c in space(one).candidates if getattr(c.config, "min_blocks_per_sm", 1) > 1]
     assert not any(preserves_pdl_overlap(one, c, own) for c in pairs if c.kernel == "sm90_packed_gemm")
+
+
+def test_few_tokens_may_run_blocks_of_which_two_fit_a_multiprocessor() -> None:
+    one = product("w3a16g128", 4, n=6144)
+    padded = Candidate("sm80_packed_digits", FAMILIES["sm80_packed_digits"].default(one), one.activations)
+    own = replace(padded, config=replace(padded.config, min_shared_bytes=0))
+    assert own.shared_bytes < padded.shared_bytes
+    assert blocks_per_sm(padded.shared_bytes, H200) == 2
+    assert preserves_pdl_overlap(one, padded, own)
 
 
 @pytest.mark.parametrize(("scheme", "m"), [("w2a2", 1), ("w2a4", 24), ("w4a16g128", 4), ("w4a8", 2000)])

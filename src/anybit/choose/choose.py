@@ -6,10 +6,10 @@ time wins. docs/design/choosing.md has the figures.
 """
 
 import bisect
-import itertools
 import math
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 import torch
 
@@ -90,25 +90,26 @@ class Map:
                 self._layers.setdefault(kind, []).append(layer)
 
     def near(self, product: LinearProblem, layout: Layout) -> list[tuple[float, _Layer]]:
-        """(distance in powers of two, layer) of the nearest layers, nearest first; of equals one of the same types."""
+        """(distance in powers of two, layer), nearest first; of equals one of the same types."""
         kind, own = _kind(product, layout), (product.activations, product.dtype)
         key = kind, own, product.n, product.k, product.weights
         if key not in self._near:
             some = [(_distance(product, one.problem, layout), one) for one in self._layers.get(kind, ())]
             some.sort(key=lambda one: (one[0], (one[1].problem.activations, one[1].problem.dtype) != own))
-            self._near[key] = some[:_LAYERS]
+            self._near[key] = some
         return self._near[key]
 
     def expected(
         self, product: LinearProblem, layout: Layout | None = None, everything: bool = False
     ) -> list[tuple[float, Candidate, LinearProblem]]:
         """(expected microseconds, candidate where it was measured, that problem), least time first; see ``choose``."""
-        near = [self.near(product, each) for each in layouts(product.activations, layout)]
+        each = [self.near(product, one) for one in layouts(product.activations, layout)]
+        near = [list(islice((one for one in some if one[1].around(product.m)), _LAYERS)) for some in each]
         nearest = [one for some in near for one in some[:1]]
         most = math.inf if product.m <= FEW_TOKENS else product.m  # a count above alone does not decide, of many tokens
         own = [(apart, one) for apart, one in nearest if not apart and any(m <= most for m in one.around(product.m))]
         found: list[tuple[float, Candidate, LinearProblem]] = []
-        for apart, layer in own if own and not everything else itertools.chain(*near):
+        for apart, layer in own if own and not everything else chain(*near):
             for m in layer.around(product.m):
                 there, unlike = replace(layer.problem, m=m), 1 + _TOKENS * abs(math.log2(m / product.m))
                 for us, candidate in layer.at(m):

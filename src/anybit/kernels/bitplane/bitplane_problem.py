@@ -165,7 +165,7 @@ def wgmma_n(columns: int) -> int:
 
 def half_bytes(device: Device) -> int:
     """The most shared memory per block such that two fit an SM, such as one of the next kernel."""
-    return device.shared_bytes // 2 - _RUNTIME_BYTES
+    return (device.shared_bytes + _RUNTIME_BYTES) // 2 - _RUNTIME_BYTES
 
 
 def blocks_per_sm(shared_bytes: int, device: Device) -> int:
