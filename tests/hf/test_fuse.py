@@ -64,7 +64,7 @@ def test_fused_model_says_the_same(config_class, scheme, tmp_path):
     with pytest.raises(LayerError, match="unfuse"):
         model.load_state_dict(state)
     assert anybit.fuse(model) is model  # a second time changes nothing
-    for records in ("output_hidden_states", "output_attentions"):
+    for records in ("output_hidden_states", "output_attentions", "output_router_logits"):
         with pytest.raises(LayerError, match=f"{records.removeprefix('output_')} to record: call anybit.unfuse"):
             model(ids, **{records: True})
     anybit.unfuse(model)

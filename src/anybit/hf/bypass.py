@@ -86,7 +86,7 @@ def refuse_records(body: PreTrainedModel, _: object, kwargs: Mapping[str, object
     """Raise LayerError, before a fused model runs, for hooks and records of modules that it does not call."""
     if _global_hooks():
         raise LayerError(f"global module hooks would not see the parts of fused layers: {UNFUSE}")
-    for name in ("output_hidden_states", "output_attentions"):
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         asked = kwargs.get(name)
         if asked if asked is not None else getattr(body.config, name, False):
             what = name.removeprefix("output_")
