@@ -132,7 +132,9 @@ metric_list: [{{metric: acc}}]
     (found,) = json.loads(out[out.index("{") :])["tasks"]
     assert (found["task"], found["metric"], found["questions"]) == ("own", "acc", len(rows))
     assert found["value"] == 1
-    assert "own (2)" in run(*words, "--limit", 2)[1]
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [own]\n")
+    out = run(*words[:-1], tmp_path / "all.yaml", "--limit", 1)[1]
+    assert "own (1)" in out and "100.0%" in out and "±" not in out
     assert "lm-eval knows no such task" in run("eval", model, "--device", "cpu", "--tasks", "nosuchtask")[2]
 
 

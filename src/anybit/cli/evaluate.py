@@ -180,7 +180,9 @@ def _run_tasks(
     names = [f"{one['task']} ({one['questions']})" for one in found[0]["tasks"]]
     rows = [["model", "scheme", *names]]
     for each in found:
-        shown = [f"{one['value']:.1%} ± {one['error']:.1%}" for one in each["tasks"]]
+        shown = [
+            f"{one['value']:.1%}" + ("" if one["error"] is None else f" ± {one['error']:.1%}") for one in each["tasks"]
+        ]
         rows.append([each["model"], each["scheme"] or "-", *shown])
     print_table(rows)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from anybit.errors import OptionError, one_line
 from anybit.hf.loading import Loaded
@@ -13,12 +14,14 @@ _ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """A share of right answers. metric: lm-eval's name of it.  error: its standard error.  questions: how many."""
+    """A share of right answers. metric: lm-eval's name of it.  error: its standard error, None of one question.
+    questions: how many.
+    """
 
     task: str
     metric: str
     value: float
-    error: float
+    error: float | None
     questions: int
 
 
@@ -46,15 +49,16 @@ def accuracies(loaded: Loaded, tasks: Sequence[str], limit: int | None = None) -
         found = simple_evaluate(model, tasks=names, num_fewshot=0, limit=limit, task_manager=manager, log_samples=False)
     except Exception as error:  # data sets fail to load in many ways
         raise OptionError(f"lm-eval cannot run {', '.join(names)}: {one_line(error)}") from error
-    return [_accuracy(task, found) for task in found["results"]]
+    headings = " "  # a key of groups that have no accuracy of their own
+    return [_accuracy(task, found) for task, result in found["results"].items() if headings not in result]
 
 
-def _accuracy(task: str, found: dict[str, dict[str, dict[str, float]]]) -> Accuracy:
+def _accuracy(task: str, found: dict[str, dict[str, dict[str, Any]]]) -> Accuracy:
     result = found["results"][task]
     for metric in ("acc_norm", "acc", "exact_match"):
         key = next((key for key in result if key.partition(",")[0] == metric), None)
         if key is not None:
             count = found.get("n-samples", {}).get(task, {}).get("effective", 0)
             error = result[key.replace(metric, f"{metric}_stderr", 1)]
-            return Accuracy(task, metric, float(result[key]), float(error), int(count))
+            return Accuracy(task, metric, float(result[key]), None if error == "N/A" else float(error), int(count))
     raise OptionError(f"--tasks {task}: lm-eval gives it no accuracy, but {', '.join(sorted(result))}")
