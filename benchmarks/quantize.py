@@ -8,7 +8,8 @@ reads the second half of the text, evaluation the first 16 windows of 512 tokens
 is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, with plain dequantized arithmetic
 and with anybit's kernels: APT-LLM's Table V. `--news FILE` (scripts/fetch.py) adds the perplexity of a text that no
 method saw, and agreement with the 16-bit model on text that this model writes. `--written S`: the model writes text for
-S seconds, once, and all calibrated cases learn from it, instead of writing their own.
+S seconds, once, and all calibrated cases learn from it, instead of writing their own. The option nested, a list of
+widths, adds the perplexity of each slice.
 
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one, replacing those of the same case,
 scheme, method and options. `--missing` skips cases that have a row, `--seconds S` starts no case after S seconds.
@@ -108,9 +109,9 @@ def measure(
         folder, bits, learned = model, 16.0, {}
         shared, note = (None, None) if blocks is None else (blocks / scheme, blocks / scheme / "seconds.txt")
         if scheme != "float32":
-            given, bits = dict(options), options.get("bits")
-            given.pop("bits", None)
-            given.pop("written", None)
+            given, bits, nested = dict(options), options.get("bits"), options.get("nested", ())
+            for name in ("bits", "nested", "written"):
+                given.pop(name, None)
             if METHODS[method].calibrated and sequences is not None:
                 given |= {"sequences": sequences, "generated_tokens": 0}
             elif METHODS[method].calibrated or bits is not None:
@@ -118,7 +119,9 @@ def measure(
             if shared is not None and METHODS[method].calibrated:
                 given["resume"] = shared
             folder = Path(scratch) / "model"
-            saved = quantize_folder(model, folder, scheme, method, bits=bits, options=given, progress=Told())
+            saved = quantize_folder(
+                model, folder, scheme, method, bits=bits, nested=nested, options=given, progress=Told()
+            )
             bits, learned = saved.bits_per_weight, saved.learned
         seconds = time.perf_counter() - started
         print(f"# {scheme} {method}: quantized in {seconds:.1f} s", file=sys.stderr, flush=True)
@@ -128,6 +131,8 @@ def measure(
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
         print(f"# {scheme} {method}: {found} {learned}", file=sys.stderr, flush=True)
+        for width in options.get("nested", ()):
+            found[f"perplexity_{width}"] = perplexities(folder, content[:cut], scheme, False, width)["perplexity"]
         if news is not None:
             found |= unseen(model, folder, evaluate.read_text(news), scheme)
     return {
@@ -138,7 +143,7 @@ def measure(
     }  # fmt: skip
 
 
-def perplexities(folder: Path, text: str, scheme: str, op: bool) -> Row:
+def perplexities(folder: Path, text: str, scheme: str, op: bool, width: int | None = None) -> Row:
     """Perplexity in float32, and optionally in 16 bits: dequantized, and through the kernels."""
     through_cache = "-kv" in scheme
     ways: dict[str, tuple[str | None, torch.dtype]] = {
@@ -151,7 +156,7 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> Row:
     found: Row = {}
     for name, (backend, dtype) in ways.items():
         try:
-            loaded = load_model(folder, backend=backend, dtype=dtype)
+            loaded = load_model(folder, backend=backend, dtype=dtype, width=width)
             for layer in loaded.model.modules():
                 if isinstance(layer, QuantLinear):
                     layer.prepare()

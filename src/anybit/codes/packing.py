@@ -292,17 +292,17 @@ class QuantizedWeight:
         codes = self.codes().to(dtype)
         if self.zero is None:
             return codes.sub_(self.format.zero or 0.0)
-        return self._by_group(codes, Tensor.sub_, self.zero.to(dtype))
+        return self.by_group(codes, Tensor.sub_, self.zero.to(dtype))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dequantized weights, [N, K]: float32 arithmetic (float64 for a float64 dtype), rounded to dtype once."""
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        values = self._by_group(self.centered(work), Tensor.mul_, self.scale.to(work))
+        values = self.by_group(self.centered(work), Tensor.mul_, self.scale.to(work))
         if self.minimum is not None:
-            values = self._by_group(values, Tensor.add_, self.minimum.to(work))
+            values = self.by_group(values, Tensor.add_, self.minimum.to(work))
         return values.to(dtype)
 
-    def _by_group(self, values: Tensor, operation: Callable[[Tensor, Tensor], Tensor], groups: Tensor) -> Tensor:
+    def by_group(self, values: Tensor, operation: Callable[[Tensor, Tensor], Tensor], groups: Tensor) -> Tensor:
         """Apply an in-place operation to values [N, K] with per-group operands [N, G]."""
         size = self.shape[1] // groups.shape[1]
         if self.group_index is None and size * groups.shape[1] == self.shape[1] and size == (self.format.group or size):

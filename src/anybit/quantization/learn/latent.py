@@ -4,21 +4,25 @@
 
 Rounding passes gradients straight through (Bengio et al., 2013); scales and zeros get those of LSQ+ (Bhalgat et al.,
 2020). A clipped weight gets a gradient only if that leads back into the range. Of 2:4 sparse weights the kept ones
-learn; while masks are chosen, pruned ones do, too (SR-STE; Zhou et al., 2021).
+learn; while masks are chosen, pruned ones do, too (SR-STE; Zhou et al., 2021). Nested widths take turns, step by step:
+weights are then those of the codes' slices (``codes.nested``), and slices share latents, scales and zeros. A slice
+moves the latents that are near an edge between its codes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from anybit.codes.nested import top_bits
 from anybit.codes.packing import QuantizedWeight, stack, unstack
 from anybit.codes.sparse import two_of_four
 from anybit.quantization.learn.adam import Adam
 from anybit.quantization.learn.fuse import Fuse, unfused
 from anybit.quantization.methods.grid import Grid
+from anybit.scheme import WeightFormat
 
 # Latents start at the original weights, but inside their code's cell: at most so far from its middle (in code units),
 # and so far where the code is not the nearest. Adam's first steps move all latents alike, and would flip those at an
@@ -64,7 +68,8 @@ class Bank:
     Hundreds of layers, one by one, would leave a GPU waiting for launches. ``refresh`` computes all weights into
     ``leaves``, whose addresses never change and whose gradients accumulate in one tensor; ``step`` learns from them,
     and refreshes.
-    Tensors by group are [N, G, g]: the last group is padded, and columns are sorted by group.
+    Tensors by group are [N, G, g]: the last group is padded, and columns are sorted by group. A step is how many codes
+    one of a slice stands for.
     """
 
     def __init__(
@@ -74,12 +79,17 @@ class Bank:
         dtype: torch.dtype,
         latent_dtype: torch.dtype,
         fuse: Fuse = unfused,
+        nested: Sequence[int] = (),
     ) -> None:
-        """original: [N, K] by name, on the weights' device.  dtype: of computed weights.  fuse: compiles steps."""
+        """original: [N, K] by name, on the weights' device.  dtype: of computed weights.  fuse: compiles steps.
+
+        nested: widths of slices to learn, too.
+        """
         self._rows = {name: weight.shape[0] for name, weight in weights.items()}
         self._like = like = stack(list(weights.values()))
         n, k = like.shape
         self._size, self._top = like.format.group or k, 2**like.format.bits - 1
+        self._steps = [2.0 ** (like.format.bits - width) for width in (*nested, like.format.bits)]
         groups = like.groups()
         self._order = None if bool((groups.diff() >= 0).all()) else groups.argsort(stable=True)
         self._back = None if self._order is None else self._order.argsort()
@@ -113,7 +123,7 @@ class Bank:
         limit = torch.where(places.round().clamp(0, self._top) == codes, _INSIDE, _NEAR)
         latent = ((places - codes).clamp(-limit, limit) + codes - zero) * scale
         size = original.float().square().mean().sqrt()
-        unit = size if weight.format.sparse else torch.minimum(size, scale.abs().mean())
+        unit = size if weight.format.sparse else torch.minimum(size, scale.abs().mean() * max(self._steps))
         self._unit[rows] = unit.clamp(min=torch.finfo(torch.float32).tiny)
         if self.kept is not None:
             fours = latent.abs().view(-1, 4)
@@ -124,10 +134,10 @@ class Bank:
         self.latent.value[rows] = latent
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Compute the weights, and zero their gradients."""
+    def refresh(self, count: int = 0) -> None:
+        """Compute the weights of the step after so many, and zero their gradients."""
         for rows in self._parts:
-            self._compute(self._part(rows))
+            self._compute(self._part(rows), self._step_of(count))
 
     def size(self) -> Tensor:
         """The norm of the accumulated gradients, float32 []."""
@@ -145,31 +155,44 @@ class Bank:
         pace = torch.tensor([rates.weight, rates.scale], device=self._weight.device)
         at = torch.tensor(count, dtype=torch.int32, device=self._weight.device)
         for rows in self._parts:
-            self._learn(self._part(rows), pace, at, choosing, factor)
+            self._learn(self._part(rows), pace, at, choosing, factor, self._step_of(count - 1), self._step_of(count))
 
-    def _step(self, part: Part, pace: Tensor, count: Tensor, choosing: bool, factor: Tensor) -> None:
-        codes, scale, zero = self._codes(part)
+    def _step_of(self, count: int) -> Tensor | None:
+        """The step between codes of the slice whose turn it is after ``count`` steps; None without slices."""
+        here = self._weight.device
+        return None if len(self._steps) == 1 else torch.tensor(self._steps[count % len(self._steps)], device=here)
+
+    def _step(
+        self, part: Part, pace: Tensor, count: Tensor, choosing: bool, factor: Tensor, step: Tensor | None,
+        following: Tensor | None,
+    ) -> None:  # fmt: skip
+        codes, scale, zero = self._codes(part, step)
+        top = self._top if step is None else (self._top + 1) / step - 1
         places = part.latent.value.float() / scale + zero
         gradient = self._grouped(part.gradient.float() * factor)
         steps = gradient * scale  # the gradient of codes
         if part.kept is not None:
             steps = steps * part.kept
-        below, above = places < 0, places > self._top
+        below, above = places < 0, places > top
         felt = torch.where(below | above, codes - zero, codes - places) * steps
         part.log_scale.step(felt.sum(-1), pace[1], count)
         if self._like.zero is not None:
-            part.zero.step(-steps.where(below | above, 0).sum(-1), pace[1], count)
+            part.zero.step(-steps.where(below | above, 0).sum(-1), pace[1] * max(self._steps), count)
             part.zero.value.clamp_(0, self._top)
         stuck = (below & (steps >= 0)) | (above & (steps <= 0))
         learning = ~stuck if choosing or part.kept is None else ~stuck & part.kept
+        if step is not None:
+            # Between the edges of its codes a slice stays as it is, and would move what wider ones need.
+            near = (2 * (places - codes).abs()).clamp(max=1).square()
+            learning = learning * torch.where(step > 1, near, 1.0)
         part.latent.step(gradient * learning, pace[0] * part.unit, count)
         if part.kept is not None and choosing:
             part.kept.copy_(two_of_four(part.latent.value.abs().view(-1, 4)).view(part.kept.shape))
-        self._compute(part)
+        self._compute(part, following)
 
-    def _compute(self, part: Part) -> None:
+    def _compute(self, part: Part, step: Tensor | None) -> None:
         """Compute the weights of some rows, and zero their gradients."""
-        codes, scale, zero = self._codes(part)
+        codes, scale, zero = self._codes(part, step)
         weight = (codes - zero) * scale
         part.weight.copy_(self._flat(weight if part.kept is None else weight * part.kept))
         part.gradient.zero_()
@@ -200,12 +223,16 @@ class Bank:
         moving = self.latent.part(rows), self.log_scale.part(rows), self.zero.part(rows)
         return Part(*moving, kept, self._base[rows], self._unit[rows], self._weight[rows], self._gradient[rows])
 
-    def _codes(self, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes float32 [n, G, g], scales and zeros [n, G, 1] of some rows."""
+    def _codes(self, part: Part, step: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes float32 [n, G, g], scales and zeros [n, G, 1] of some rows, or of their slice."""
         scale, zero = self._scale(part.base, part.log_scale.value)[..., None], part.zero.value[..., None]
         if self._like.zero is not None:
             zero = zero.round()
-        return (part.latent.value.float() / scale + zero).round().clamp(0, self._top), scale, zero
+        codes, format = (part.latent.value.float() / scale + zero).round().clamp(0, self._top), self._like.format
+        if step is None:
+            return codes, scale, zero
+        codes, zero = top_bits(codes, zero, format.bits, format.code, step)
+        return codes, scale * step, zero
 
     def _scale(self, base: Tensor, log_scale: Tensor) -> Tensor:
         """Scales [n, G] as they will be stored."""
@@ -229,13 +256,24 @@ def banks(
     dtype: torch.dtype,
     latent_dtype: torch.dtype,
     fuse: Fuse = unfused,
+    nested: Mapping[WeightFormat, Sequence[int]] | None = None,
 ) -> list[Bank]:
-    """Weights in as few banks as possible; each layer with activation order gets its own. The arguments are Bank's."""
+    """Weights in as few banks as possible; each layer with activation order gets its own.
+
+    The arguments are Bank's. nested: by format.
+    """
     together: dict[object, list[str]] = {}
     for name, weight in weights.items():
         key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
         together.setdefault(key, []).append(name)
     return [
-        Bank({name: weights[name] for name in names}, original, dtype, latent_dtype, fuse)
+        Bank(
+            {name: weights[name] for name in names},
+            original,
+            dtype,
+            latent_dtype,
+            fuse,
+            (nested or {}).get(weights[names[0]].format, ()),
+        )
         for names in together.values()
     ]

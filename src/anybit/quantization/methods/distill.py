@@ -6,8 +6,10 @@ Few bits need millions of tokens, so the model also writes text to learn from.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +47,7 @@ class Distillation:
 
     tokens: to learn from in all, repeats included; or, if 0, seconds: as long as these last.
     step_tokens: tokens per step.  choosing: for 2:4 schemes, the fraction of the course in which masks may change.
-    half: run forward and backward in bfloat16.
+    half: run forward and backward in bfloat16.  nested: widths of slices to learn in turn with the scheme's own.
     """
 
     tokens: int = 49152
@@ -56,6 +58,7 @@ class Distillation:
     half: bool = True
     device: torch.device | str = "cpu"
     seed: int = 0
+    nested: Sequence[int] = ()
 
     @property
     def long(self) -> bool:
@@ -103,7 +106,8 @@ def distill(
         return weight_of(model.get_submodule(name)).to(device)
 
     fuse = fuser(device) if settings.long else unfused
-    learned = banks(start, original, half or torch.float32, latent_dtype, fuse)
+    nested = {scheme_of("").weights: settings.nested}
+    learned = banks(start, original, half or torch.float32, latent_dtype, fuse, nested)
     leaves = {name: leaf for bank in learned for name, leaf in bank.leaves.items()}
     student = student_of(teacher, leaves, lambda name: scheme_of(name).activations, scheme_of("").kv)
     without_rotations(teacher, model)
@@ -116,7 +120,7 @@ def distill(
     if saved is not None:
         _restore(saved, course, state)
     for bank in learned:
-        bank.refresh()
+        bank.refresh(course.step)
     last, cost = time.monotonic(), 0.0
 
     def update(rate: float) -> None:
@@ -132,8 +136,15 @@ def distill(
             saved.write({"step": count, "elapsed": course.elapsed}, state)
             last, cost = time.monotonic(), time.monotonic() - began
 
+    losses = deque[float](maxlen=len(settings.nested) + 1)
+
+    def tell(done: int, total: int, loss: float) -> None:
+        losses.append(loss)
+        if progress is not None:
+            progress(done, total, fmean(losses))
+
     gradient = KLGradient(teacher, student, settings.half, fuse, repeatable=not settings.seconds)
-    learn(gradient, text, settings.step_tokens, run_tokens, course, update, progress, settings.seed)
+    learn(gradient, text, settings.step_tokens, run_tokens, course, update, tell, settings.seed)
     hard = {name: weight for bank in learned for name, weight in bank.harden().items()}
     learned_gains = {name: gain.detach().cpu() for name, gain in gains.named.items() if settings.rates.gain}
     return Learned(hard, learned_gains, course)

@@ -10,6 +10,7 @@ Finally, exact coordinate descent refines codes and scales: the layer's error ne
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,16 +121,19 @@ def quantize(
     return QuantizedWeight.from_codes(packed, scales, zeros, format, index)
 
 
-def nearest(weight: Tensor, format: WeightFormat, scale_dtype: torch.dtype, name: str = "a layer") -> QuantizedWeight:
+def nearest(
+    weight: Tensor, format: WeightFormat, scale_dtype: torch.dtype, name: str = "a layer", nested: Sequence[int] = ()
+) -> QuantizedWeight:
     """Round weights [N, K] to nearest, clipped where that minimizes each group's squared error: a start to learn from.
 
-    On its own it loses more than ``codes.rtn``, which spares large weights. Raises CalibrationError for weights that
+    On its own it loses more than ``codes.rtn``, which spares large weights. nested: the errors are those of slices to
+    these widths. Raises CalibrationError for weights that
     are not finite, LayerError for a 2:4 format if the inputs are not a multiple of 4.
     """
     check_finite(weight, f"the weights of {name}")
     k = weight.shape[1]
     size = min(format.group or k, k)
-    grid, clips = Grid.of(format, scale_dtype), _clips(format.bits, weight.device)
+    grid, clips = Grid.of(format, scale_dtype, nested), _clips(min(nested, default=format.bits), weight.device)
     mask = magnitude_mask(weight) if format.sparse else None
     whole = weight.float() if mask is None else weight.float() * mask
     parts = []

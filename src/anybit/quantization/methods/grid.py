@@ -4,27 +4,33 @@ All codes decode as ``value = scale * (u - zero)`` (see ``anybit.scheme``). Arra
 quantizers iterate over input channels, which are then contiguous.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from anybit.codes.nested import top_bits
 from anybit.scheme import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The representable values of a format. scale_dtype: of stored scales; candidates are rounded to it."""
+    """The representable values of a format. scale_dtype: of stored scales; candidates are rounded to it.
+
+    nested: widths whose slices count instead, each about as much (errors shrink fourfold a bit).
+    """
 
     bits: int
     code: str
     implied_zero: float | None
     scale_dtype: torch.dtype
+    nested: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, format: WeightFormat, scale_dtype: torch.dtype = torch.float16) -> "Grid":
+    def of(cls, format: WeightFormat, scale_dtype: torch.dtype = torch.float16, nested: Sequence[int] = ()) -> "Grid":
         """The grid of a weight format."""
-        return cls(format.bits, format.code, format.zero, scale_dtype)
+        return cls(format.bits, format.code, format.zero, scale_dtype, tuple(nested))
 
     @property
     def top(self) -> int:
@@ -43,11 +49,24 @@ class Grid:
         """The nearest codes of weights, as floats; scale and zero broadcast."""
         return (weight / scale + zero).round_().clamp_(0, self.top)
 
+    def losses(self, weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Sums of squared rounding errors [C, N] of weights [g, N], by the importance [g] of each channel.
+
+        scale, zero: candidates, [C, 1, N].
+        """
+        codes, total = self.codes(weight, scale, zero), torch.zeros_like(scale[:, 0])
+        for width in self.nested or (self.bits,):
+            step = 2 ** (self.bits - width)
+            own, offset = top_bits(codes, zero, self.bits, self.code, step) if self.nested else (codes, zero)
+            error = (own - offset).mul_(scale * step).sub_(weight)
+            total += 4.0 ** (width - self.bits) * torch.einsum("g,cgn->cn", importance, error.square_())
+        return total
+
     def candidates(self, weight: Tensor, clips: Tensor) -> tuple[Tensor, Tensor]:
         """Candidate scales and zeros for groups of weights [g, N], one pair per clipping threshold: two [C, N].
 
         clips: fractions of the full range, [R]. Asymmetric codes also try the zeros next to the nearest one (C = 3R),
-        which matters at 2 bits.
+        which matters at 2 bits; if nested, those in the middle, which give even ranges their longer side.
         """
         clips = clips.to(weight)[:, None]
         if self.implied_zero is not None:
@@ -60,7 +79,9 @@ class Grid:
         low, high = weight.amin(0).clamp(max=0), weight.amax(0).clamp(min=0)
         scale = self.store((high - low) * clips / self.top)
         zero = (-low * clips / scale).round()
-        zeros = torch.cat([zero, zero - 1, zero + 1]).clamp_(0, self.top)
+        middle = torch.full_like(zero, self.top // 2)
+        others = (middle, middle + 1) if self.nested else (zero - 1, zero + 1)
+        zeros = torch.cat([zero, *others]).clamp_(0, self.top)
         return scale.repeat(3, 1), zeros
 
 
@@ -74,8 +95,6 @@ def best_candidates(weight: Tensor, importance: Tensor, grid: Grid, clips: Tenso
     # As many candidates at once as fit a CPU's cache, or fill a GPU.
     count = max((1 << 27 if weight.is_cuda else 1 << 17) // max(weight.numel(), 1), 1)
     for i in range(0, len(scales), count):
-        scale, zero = scales[i : i + count, None], zeros[i : i + count, None]
-        error = grid.codes(weight, scale, zero).sub_(zero).mul_(scale).sub_(weight)
-        losses[i : i + count] = torch.einsum("g,cgn->cn", importance, error.square_())
+        losses[i : i + count] = grid.losses(weight, importance, scales[i : i + count, None], zeros[i : i + count, None])
     order = losses.topk(min(keep, len(losses)), dim=0, largest=False).indices
     return scales.gather(0, order), zeros.gather(0, order)

@@ -80,9 +80,9 @@ def run(job: Job) -> Saved:
         text = _generated(job, model, [], options, "start", options.calibration_tokens)
     used = first_of(text, options.calibration_tokens)
     changes = _prepare(job, model, method, text, options)
-    # In minutes the start is forgotten, all but masks.
-    brief = learning is None or not learning.minutes or job.scheme.weights.sparse
-    start = options.start or ("gptq" if brief or method != "distill" else "nearest")
+    # In minutes the start is forgotten, all but masks, and GPTQ knows nothing of slices.
+    brief = learning is None or not learning.minutes or job.scheme.weights.sparse or method != "distill"
+    start = options.start or ("nearest" if not brief or (learning and job.nested) else "gptq")
     options = replace(options, start=start)
     told: dict[str, float] = {}
     weights = _nearest(job, model, {}, options) if start == "nearest" else _calibrated(job, model, used, options)
@@ -112,7 +112,9 @@ def _nearest(
     for layer in (*job.layers, *job.embeddings):
         if layer.name not in weights:
             own = weight_of(model.get_submodule(layer.name)).to(options.where)
-            found[layer.name] = gptq.nearest(own, job.scheme_of(layer.name).weights, kind, layer.name).to("cpu")
+            format = job.scheme_of(layer.name).weights
+            nested = job.nested if format == job.scheme.weights else ()
+            found[layer.name] = gptq.nearest(own, format, kind, layer.name, nested).to("cpu")
     return found
 
 
@@ -172,7 +174,7 @@ def _learned(
     began = time.monotonic()
     generated = _generated(job, model, starts, options, "generated", learning.generated, share)
     writing = time.monotonic() - began
-    settings = learning.settings
+    settings = replace(learning.settings, nested=job.nested)
     if learning.minutes:
         settings = replace(settings, seconds=max(left(), 1.0))
     full = [sequence for sequence in text if len(sequence) == options.length]
@@ -181,7 +183,7 @@ def _learned(
     repeats = max(sum(map(len, generated)) // (4 * sum(map(len, text))), 1)
     saved = None
     if options.resume is not None:
-        told = {"learning": str(learning), "text": sum(map(len, text)), "start": options.start}
+        told = {"learning": str(learning), "text": sum(map(len, text)), "start": options.start, "nested": job.nested}
         saved = SavedState(options.resume, "learning", _fingerprint(job, model, text, told))
 
     def tell(done: int, total: int, loss: float) -> None:
