@@ -41,6 +41,26 @@ template <bool is_bf16> DEVICE uint32_t abs_pair(uint32_t a) {
 template <bool is_bf16> constexpr uint32_t infinity_bits = is_bf16 ? 0x7f80u : 0x7c00u;
 template <bool is_bf16> DEVICE float float_of_bits(uint32_t bits) { return low_float<is_bf16>(bits); }
 
+// The power of two that brings 16-bit floats into the top of fp16's range, by the bits of their largest magnitude, and its
+// inverse: 0 and NaN where one is not finite. Values below 2^-29 of the largest lose bits.
+template <bool is_bf16> DEVICE float2 to_half(uint32_t largest) {
+    constexpr int mantissa = is_bf16 ? 7 : 10, bias = is_bf16 ? 127 : 15;
+    const int exponent = max(static_cast<int>(largest >> mantissa) - bias, -100);  // |x| < 2^(exponent + 1)
+    if (exponent > bias) return make_float2(0.0f, __uint_as_float(0x7fc00000u));
+    return make_float2(__uint_as_float(static_cast<uint32_t>(127 + 14 - exponent) << 23), __uint_as_float(static_cast<uint32_t>(127 - 14 + exponent) << 23));
+}
+template <bool is_bf16> DEVICE uint32_t half_pair(uint32_t pair, float factor) {
+    return ptx::cvt_f16x2_f32(low_float<is_bf16>(pair) * factor, high_float<is_bf16>(pair) * factor);
+}
+// The larger magnitude of a pair.
+DEVICE uint32_t magnitude_of_pair(uint32_t pair) { return max(pair & 0x7fffu, pair >> 16 & 0x7fffu); }
+// Two pairs a lane of a warp to fp16. Returns what the results must be multiplied by.
+template <bool is_bf16> DEVICE float halve_warp(uint32_t (&pairs)[2]) {
+    const float2 factor = to_half<is_bf16>(ptx::redux_max(max(magnitude_of_pair(pairs[0]), magnitude_of_pair(pairs[1]))));
+    UNROLL for (int i = 0; i < 2; i++) pairs[i] = half_pair<is_bf16>(pairs[i], factor.x);
+    return factor.y;
+}
+
 // ---- CTA-wide reductions -----------------------------------------------------------------------------------------------
 
 DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }

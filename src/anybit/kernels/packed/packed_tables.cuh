@@ -91,6 +91,12 @@ DEVICE uint32_t table_pair(const uint32_t (&w)[words]) {
     }
 }
 
+// Operand words of a unit's k16 step, as fp16 divided by scale_of_pair.
+template <Code code, int step, int words> DEVICE void table_step(uint32_t (&a)[4], const uint32_t (&w)[words]) {
+    a[0] = table_pair<code, false, 4 * step>(w), a[1] = table_pair<code, false, 4 * step + 1>(w);
+    a[2] = table_pair<code, false, 4 * step + 2>(w), a[3] = table_pair<code, false, 4 * step + 3>(w);
+}
+
 // Tables of integers as unsigned bytes, value + `zero`.
 constexpr bool tabled_integers(Code code) { return code == Code::iq4; }
 template <Code code, bool = tabled_integers(code)> struct ByteTable {

@@ -19,32 +19,24 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) halve
     const uint4* x = p.x + static_cast<size_t>(blockIdx.x) * p.x_stride;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
-    const auto pair = [](uint32_t word) {  // the larger magnitude of two
-        const uint32_t low = word & 0x7fffu, high = word >> 16 & 0x7fffu;
-        return low > high ? low : high;
-    };
     uint32_t largest = 0;
     for (int i = threadIdx.x; i < p.vectors; i += Config::threads) {
         const uint4 v = x[i];
         const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-        UNROLL for (int e = 0; e < 4; e++) largest = max(largest, pair(words[e]));
+        UNROLL for (int e = 0; e < 4; e++) largest = max(largest, values::magnitude_of_pair(words[e]));
     }
     largest = ptx::redux_max(largest);
     if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = largest;
     __syncthreads();
     UNROLL for (int warp = 0; warp < warps; warp++) largest = max(largest, found[warp]);
 
-    const int exponent = max(static_cast<int>(largest >> 7) - 127, -100);  // |x| < 2^(exponent + 1)
-    const bool finite = exponent < 128;
-    const float up = finite ? __uint_as_float(static_cast<uint32_t>(127 + 14 - exponent) << 23) : 0.0f;
-    if (threadIdx.x == 0)
-        p.scale[blockIdx.x] = finite ? __uint_as_float(static_cast<uint32_t>(127 - 14 + exponent) << 23) : __uint_as_float(0x7fc00000u);
+    const float2 factor = values::to_half<true>(largest);
+    if (threadIdx.x == 0) p.scale[blockIdx.x] = factor.y;
     for (int i = threadIdx.x; i < p.vectors; i += Config::threads) {
         const uint4 v = x[i];
         const uint32_t words[4] = {v.x, v.y, v.z, v.w};
         uint32_t out[4];
-        UNROLL for (int e = 0; e < 4; e++)
-            out[e] = finite ? ptx::cvt_f16x2_f32(values::low_float<true>(words[e]) * up, values::high_float<true>(words[e]) * up) : 0;
+        UNROLL for (int e = 0; e < 4; e++) out[e] = values::half_pair<true>(words[e], factor.x);
         p.y[static_cast<size_t>(blockIdx.x) * p.vectors + i] = uint4{out[0], out[1], out[2], out[3]};
     }
 }

@@ -205,7 +205,7 @@ template <class C> DEVICE void multiply(const ExpertsParams& p) {
         if (i >= count * S::rows || n >= rows) continue;
         const size_t expert = ptx::ld_shared_u32(S::expert(shared, i / S::rows));
         factor[j].x = p.row_scale[expert * rows + n];
-        if constexpr (S::floats) factor[j].x *= packed::scale_of_pair<C::code, bf16>;
+        if constexpr (S::floats) factor[j].x *= packed::scale_of_pair<C::code, false>;
         if (p.bias != nullptr && n < p.n) factor[j].y = values::low_float<bf16>(p.bias[expert * p.n + n]);
     }
     const auto store_factors = [&]() {

@@ -7,7 +7,7 @@
 // - Each k block of a token becomes fixed point (14 bits and sign), pre-shifted for its code's bit position, and is
 //   split into signed base-256 digits: two or four columns (N) of the MMA. Implied zero points enter as the initial
 //   accumulator of a token's first column.
-// - Tables of non-integer values are multiplied as 16-bit floats instead.
+// - Tables of non-integer values are multiplied as fp16 instead.
 // - A CTA owns whole units of 16 rows; its warps split K and reduce once, in shared memory, in a fixed order. The CTAs of a
 //   cluster may split K over the same rows: long rows are converted once less often, and units spread more evenly. The
 //   first then finishes the sums; the others send it theirs by st.async.
@@ -207,7 +207,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     }
     for (int i = static_cast<int>(threadIdx.x); i < S::rows; i += C::threads) {
         float2 row = packed::row_factors<C::operand == Operand::f16>(p, first * 16 + i);
-        if constexpr (S::floats) row.x *= scale_of_pair<C::code, C::operand == Operand::bf16>;
+        if constexpr (S::floats) row.x *= scale_of_pair<C::code, false>;
         ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x), __float_as_uint(row.y)});
     }
     uint2 gamma[C::x_stages];

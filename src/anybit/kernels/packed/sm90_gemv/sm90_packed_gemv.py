@@ -136,9 +136,9 @@ def _columns(c: FewFacts) -> int:
 
 
 def slot_bytes(c: FewFacts, tile_m: int) -> int:
-    """Bytes of a k block of activations: digits, scales and sums, or floats."""
+    """Bytes of a k block of activations: digits, scales and sums, or floats and scales."""
     if c.code in _FLOATS:
-        return tile_m * 272 + 16
+        return round_up(tile_m * 276 + 16, 16)
     flushes = max(1, packed_layout.subgroups(c.group))
     return round_up(tile_m * (_columns(c) * 144 + flushes * 8), 16)
 

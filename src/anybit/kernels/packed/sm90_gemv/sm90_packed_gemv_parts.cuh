@@ -99,7 +99,7 @@ constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1) & 1); }
 template <class C> struct DigitShape {
     static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
     static constexpr bool whole_rows = C::group == 0, table = tabled(C::code), sparse = is_sparse<C>();
-    // Tables of non-integers use 16-bit float MMA, see FloatProduct: each of `spread` groups has `wide` columns to itself.
+    // Tables of non-integers use fp16 MMA, see FloatProduct: each of `spread` groups has `wide` columns to itself.
     static constexpr bool floats = table && !tabled_integers(C::code);
     static constexpr int wide = C::tile_m < 2 ? 2 : C::tile_m, spread = least(flushes, 8 / wide);
     using Codes = typename CodesOf<sparse, C::bits>::type;
@@ -117,8 +117,8 @@ template <class C> struct DigitShape {
     static constexpr int columns = floats ? 1 : top() == 0 ? 2 : 4;  // MMA columns (digits) per token
     static constexpr int log2_of_code = sparse ? 8 - C::bits : top();  // log2 of the codes' scale
     static constexpr int token_tiles = floats ? least(C::tile_m, 2) : (C::tile_m * columns + 7) / 8, pitch = (floats ? 256 : 128) + 16;
-    static constexpr int facts = C::tile_m * columns * pitch;  // in a slot, behind the digits: scale, sum; floats: 16 zero bytes
-    static constexpr int slot_bytes = (facts + (floats ? 16 : C::tile_m * flushes * 8) + 15) / 16 * 16;
+    static constexpr int facts = C::tile_m * columns * pitch;  // in a slot, behind the digits: scale, sum; floats: 16 zero bytes, scales
+    static constexpr int slot_bytes = (facts + (floats ? 16 + C::tile_m * 4 : C::tile_m * flushes * 8) + 15) / 16 * 16;
     static constexpr int ring_bytes = (C::stages * stage_bytes > C::tile_m * rows * 4 ? C::stages * stage_bytes : C::tile_m * rows * 4) + 127 & ~127;
     static constexpr int slots = C::warps * ring_bytes, factors = slots + C::warps * C::x_stages * slot_bytes;
     static constexpr int barriers = factors + rows * 8, bytes = barriers + C::warps * C::stages * 8;
@@ -211,8 +211,13 @@ template <class C> struct Incoming {
     // v * 2^shift, the scale, and the zero-point term or the sum that minima multiply. there: tokens, a bit each; zeros for others.
     DEVICE void convert(uint32_t slot, uint32_t lane, uint32_t there = ~0u) {
         if constexpr (S::floats) {
-            UNROLL for (int token = 0; token < C::tile_m; token++)
+            UNROLL for (int token = 0; token < C::tile_m; token++) {
+                if constexpr (C::operand == Operand::bf16) {
+                    const float scale = values::halve_warp<true>(pairs[token]);
+                    if (lane == 0) ptx::st_shared_f32(slot + S::facts + 16 + token * 4, scale);
+                }
                 ptx::st_shared_v2(slot + token * S::pitch + lane * 8, {pairs[token][0], pairs[token][1]});
+            }
             if (lane < 4) ptx::st_shared_u32(slot + S::facts + lane * 4, 0);
             return;
         }
@@ -423,13 +428,14 @@ template <class C> struct DigitProduct {
     }
 };
 
-// The same for codes that become 16-bit floats. A token needs one of the MMA's eight columns, so up to four groups go side
-// by side in columns of their own, whose activations are zero outside the group: each sum meets its scale once, and the
-// groups add up in the final reduction. Two accumulator chains.
+// The same for codes that become fp16, as bf16 activations do, times a scale. A token needs one of the MMA's eight columns, so up
+// to four groups go side by side in columns of their own, whose activations are zero outside the group: each sum meets its
+// scale once, and the groups add up in the final reduction. Two accumulator chains.
 template <class C> struct FloatProduct {
     using S = DigitShape<C>;
     static constexpr bool bf16 = C::operand == Operand::bf16;
     uint32_t b[8][2];
+    float scale[S::token_tiles];
 
     DEVICE void take(uint32_t slot, uint32_t lane) {
         const int token = static_cast<int>(lane & 7) % S::wide, part = static_cast<int>(lane & 7) / S::wide;
@@ -440,29 +446,33 @@ template <class C> struct FloatProduct {
             ptx::ldmatrix_x4(r, mine ? slot + token * S::pitch + step * 32 + (lane >> 3 & 1) * 16 : slot + S::facts);
             b[2 * i][0] = r[0], b[2 * i][1] = r[1], b[2 * i + 1][0] = r[2], b[2 * i + 1][1] = r[3];
         }
+        if constexpr (bf16)
+            UNROLL for (int e = 0; e < S::token_tiles; e++) scale[e] = ptx::ld_shared_f32(slot + S::facts + 16 + ((lane & 3) * 2 + e) % S::wide % C::tile_m * 4);
     }
 
     DEVICE void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t, const ByteTable<C::code>&) const {
         uint32_t words[2 * C::bits];
         load_words_shared<C::bits>(words, unit, lane);
+        float block[S::token_tiles][2] = {}, (&total)[S::token_tiles][2] = bf16 ? block : sums;
         unroll<0, S::flushes / S::spread>([&](auto which) {
             constexpr int flush = decltype(which)::value, steps = 8 * S::spread / S::flushes;
             float sum[2][4] = {};
             unroll<flush * steps, (flush + 1) * steps>([&](auto index) {
                 constexpr int step = decltype(index)::value;
-                const uint32_t a[4] = {table_pair<C::code, bf16, 4 * step>(words), table_pair<C::code, bf16, 4 * step + 1>(words),
-                                       table_pair<C::code, bf16, 4 * step + 2>(words), table_pair<C::code, bf16, 4 * step + 3>(words)};
-                if constexpr (bf16) ptx::mma_m16n8k16_bf16(sum[step & 1], a, b[step]);
-                else ptx::mma_m16n8k16_f16(sum[step & 1], a, b[step]);
+                uint32_t a[4];
+                table_step<C::code, step>(a, words);
+                ptx::mma_m16n8k16_f16(sum[step & 1], a, b[step]);
             });
             uint32_t pair = 0x3c003c00u;
             if constexpr (!S::whole_rows)
                 pair = ptx::ld_shared_u32(unit + S::Codes::bytes + (flush * S::spread + (lane & 3) * 2 / S::wide % S::spread) * 32 + (lane >> 2) * 4);
             UNROLL for (int r = 0; r < 2; r++) {
-                const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
-                UNROLL for (int e = 0; e < S::token_tiles; e++) sums[e][r] = fmaf(scale, sum[0][2 * r + e] + sum[1][2 * r + e], sums[e][r]);
+                const float of_group = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
+                UNROLL for (int e = 0; e < S::token_tiles; e++) total[e][r] = fmaf(of_group, sum[0][2 * r + e] + sum[1][2 * r + e], total[e][r]);
             }
         });
+        if constexpr (bf16)
+            UNROLL for (int i = 0; i < 2 * S::token_tiles; i++) sums[i / 2][i % 2] = fmaf(scale[i / 2], block[i / 2][i % 2], sums[i / 2][i % 2]);
     }
 };
 
