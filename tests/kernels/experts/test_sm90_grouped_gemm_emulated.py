@@ -122,6 +122,22 @@ def test_digits(scheme: str, wgmma: bool) -> None:
     assert error(made, y) < 2e-2
 
 
+@pytest.mark.parametrize("scheme", ["w4a16g32e2m1", "w4a16g16e2m1", "w4a16e2m1"])
+@pytest.mark.parametrize("tile_m", [8, 16])
+def test_e2m1_of_few_tokens(scheme: str, tile_m: int) -> None:
+    """Codes as fp16, activations of any size, and one of NaN."""
+    made = experts(scheme, ids_of("skewed", 20, 3, 4), 4, 328, 200, torch.float16, bias=True)
+    assert error(made, run_digits(made, tile_m, 1, 2, 3, 2)) < 2e-3
+    made = experts(scheme, ids_of("uniform", 20, 3, 4), 4, 328, 200, bias=True)
+    assert isinstance(made.operands.x, torch.Tensor)
+    made.operands.x[::2] *= 1e3
+    made.operands.x[3] = 0
+    assert error(made, run_digits(made, tile_m, 2, 1, 2, 3)) < 2e-2
+    made.operands.x[4, 7] = torch.nan
+    y = run_digits(made, tile_m, 2, 1, 2, 3)
+    assert y[4].isnan().all() and not y[torch.arange(20) != 4].isnan().any()
+
+
 @pytest.mark.parametrize("gate", [Gate.gelu_tanh, Gate.swigluoai])
 def test_gates(gate: Gate) -> None:
     made = experts("w4a16g32", ids_of("skewed", 20, 2, 3), 3, 128, 72, bias=True, gate=gate)

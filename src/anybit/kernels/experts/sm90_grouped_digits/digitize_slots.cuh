@@ -25,12 +25,9 @@ template <class C> __global__ void __launch_bounds__(C::threads) digitize_slots(
     const int count = static_cast<int>(ptx::ld_global_cg_u32(p.token_tile_count));
     const int slot = static_cast<int>(found.z + (item - found.y) * C::tile_m) + token;
     if constexpr (!C::of_tokens) ptx::griddepcontrol_wait();
-    if (item >= count) return;
-    const uint16_t* x = nullptr;
-    if (slot < static_cast<int>(found.z + found.w)) {
-        const int row = C::of_tokens ? static_cast<int>(ptx::ld_global_cg_u32(p.token + slot)) : slot;
-        x = p.x + static_cast<size_t>(row) * p.x_stride;
-    }
+    if (item >= count || slot >= static_cast<int>(found.z + found.w)) return;
+    const int row = C::of_tokens ? static_cast<int>(ptx::ld_global_cg_u32(p.token + slot)) : slot;
+    const uint16_t* x = p.x + static_cast<size_t>(row) * p.x_stride;
     packed::BlockOfX<C> blocks[C::at_once];
     UNROLL for (int i = 0; i < C::at_once; i++) blocks[i].load(first + i < p.k_blocks ? x : nullptr, nullptr, p.k, first + i);
     UNROLL for (int i = 0; i < C::at_once; i++)

@@ -40,7 +40,7 @@ template <class C, bool gated, Gate gate = Gate::silu> DEVICE void grouped_digit
     const int begin = static_cast<int>(found.z + (item - found.y) * C::tile_m), end = static_cast<int>(found.z + found.w);
     const DigitTile tile = {p.tiles + unit * S::unit_size, p.digits + static_cast<size_t>(item) * p.k_blocks * S::block_bytes,
                             p.row_zero == nullptr ? nullptr : p.row_zero + unit * 16,
-                            static_cast<size_t>(p.experts) * row_units * S::unit_size, units, p.k_blocks};
+                            static_cast<size_t>(p.experts) * row_units * S::unit_size, units, p.k_blocks, min(end - begin, C::tile_m)};
     multiply_tile<C>(tile, 0, shared, [&]() {
         for (int i = static_cast<int>(threadIdx.x); i < units * 16; i += C::threads) {
             const float bias = p.bias == nullptr ? 0.0f : bf16 ? ptx::cvt_f32_bf16(p.bias[unit * 16 + i]) : ptx::cvt_f32_f16(p.bias[unit * 16 + i]);
@@ -58,7 +58,7 @@ template <class C, bool gated, Gate gate = Gate::silu> DEVICE void grouped_digit
         return uint2{pair(fmaf(sum[0], __uint_as_float(f0.x), __uint_as_float(f0.y)), fmaf(sum[1], __uint_as_float(f0.z), __uint_as_float(f0.w))),
                      pair(fmaf(sum[2], __uint_as_float(f1.x), __uint_as_float(f1.y)), fmaf(sum[3], __uint_as_float(f1.z), __uint_as_float(f1.w)))};
     };
-    const int quads = gated ? units * 2 : units * 4, tokens = min(end - begin, C::tile_m);
+    const int quads = gated ? units * 2 : units * 4, tokens = tile.tokens;
     for (int i = static_cast<int>(threadIdx.x); i < tokens * quads; i += C::threads) {
         const int token = i / quads, quad = i - token * quads, n = first * (gated ? 8 : 16) + quad * 4;
         uint2 v;

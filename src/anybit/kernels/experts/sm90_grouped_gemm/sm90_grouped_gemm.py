@@ -132,7 +132,9 @@ def _few(problem: Problem, most: int) -> bool:
 
 
 def _by_digits(problem: Problem) -> bool:
-    return _few(problem, digits.MOST_TOKENS) and all(digits.why_not(product) is None for product in problem.products)
+    e2m1 = "e2m1" in (problem.gate_up.code, problem.down.code)
+    most = digits.MOST_TOKENS_OF_E2M1 if e2m1 else digits.MOST_TOKENS
+    return _few(problem, most) and all(digits.why_not(product) is None for product in problem.products)
 
 
 def pays(problem: Problem, few: int) -> bool:

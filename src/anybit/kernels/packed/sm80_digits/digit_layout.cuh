@@ -7,10 +7,14 @@
 //           swizzle, [8 words][2 * tile_m digit columns][4 lanes][4 bytes]
 //   facts   float2 [flushes][tile_m]: scale / 2^high_bit, as codes are multiplied at that bit; and the sum of a group's columns,
 //           negative and times scale and the implied zero point (asym: 1)
+// Codes of tables become fp16, and so does x, times a power of two. Eight tokens fill a B operand, token i column 2 * (i % 4) +
+// i / 4, so that lanes have the same tokens' sums. A block is
+//   halves  [tile_m / 8][4 pairs of k16 steps][32 lanes][16 bytes]
+//   facts   float [tile_m]: scale, times the table's
 #ifndef ANYBIT_DIGIT_LAYOUT_CUH
 #define ANYBIT_DIGIT_LAYOUT_CUH
 
-#include "packed/packed_layout.cuh"
+#include "packed/packed_tables.cuh"
 
 namespace packed {
 
@@ -36,7 +40,14 @@ __device__ constexpr int column_of_register(int j) { return 16 * (j >> 2) + 8 * 
 template <class C> struct DigitLayout {
     static_assert(C::tile_m % 4 == 0, "four tokens fill a B operand");
     static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
-    static constexpr int token_tiles = C::tile_m / 4, facts = token_tiles * 1024, block_bytes = facts + flushes * C::tile_m * 8;
+    static constexpr bool floats = tabled(C::code);
+    // The token of 16 bytes at `at`; 0 for facts, which are of all.
+    static __device__ constexpr int token_of(int at) {
+        if (at >= facts) return 0;
+        if (floats) return at / 2048 * 8 + at / 64 % 2 * 4 + at / 128 % 4;
+        return C::wgmma ? at / 32 % C::tile_m : at / 1024 * 4 + at / 128 % 4;
+    }
+    static constexpr int token_tiles = C::tile_m / 4, facts = token_tiles * 1024, block_bytes = facts + C::tile_m * (floats ? 4 : flushes * 8);
 };
 
 }  // namespace packed

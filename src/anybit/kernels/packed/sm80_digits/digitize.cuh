@@ -2,6 +2,7 @@
 #ifndef ANYBIT_DIGITIZE_CUH
 #define ANYBIT_DIGITIZE_CUH
 
+#include "common/values.cuh"
 #include "packed/sm80_digits/digit_layout.cuh"
 
 struct Params {
@@ -55,13 +56,15 @@ template <class C> DEVICE void BlockOfX<C>::store(uint32_t token, uint8_t* out) 
     using L = DigitLayout<C>;
     constexpr bool bf16 = C::operand == Operand::bf16;
     const uint32_t lane = ptx::lane_id(), word = lane >> 2, tile = token / 4, place = token % 4;
-    uint32_t largest = 0;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-        const uint32_t magnitude = pairs[e >> 1] >> (16 * (e & 1)) & 0x7fffu;
-        largest = magnitude > largest ? magnitude : largest;
+    if constexpr (L::floats) {
+        uint32_t halves[2] = {pairs[0], pairs[1]};
+        const float scale = values::halve_warp<bf16>(halves);
+        const uint32_t at = tile / 2 * 2048 + (word >> 1) * 512 + (place * 2 + (tile & 1)) * 64 + (lane & 3) * 16 + (word & 1) * 8;
+        *reinterpret_cast<uint2*>(out + at) = {halves[0], halves[1]};
+        if (lane == 0) reinterpret_cast<float*>(out + L::facts)[token] = scale * scale_of_pair<C::code, false>;
+        return;
     }
-    largest = ptx::redux_max(largest);
+    const uint32_t largest = ptx::redux_max(max(values::magnitude_of_pair(pairs[0]), values::magnitude_of_pair(pairs[1])));
     constexpr int mantissa = bf16 ? 7 : 10, bias = bf16 ? 127 : 15;
     const bool finite = largest >> mantissa < 2 * bias + 1;
     // |v| < 2^14, and at most 16319 where it is doubled, whose high digit would be 128 else: eight units more round up.

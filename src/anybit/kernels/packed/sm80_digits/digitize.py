@@ -9,6 +9,7 @@ from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm_kernel import Operands
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_layout import subgroups
+from anybit.scheme import TABLES
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Params:
 
 
 def block_bytes(config: Any) -> int:
-    """Bytes of a block of 128 columns: two digits a value, a scale and a sum for each group and token."""
-    return int(config.tile_m) * (256 + 8 * max(1, subgroups(config.group)))
+    """Bytes of a block of 128 columns: two a value; for each group and token a scale and a sum, or a token's scale."""
+    facts = 4 if config.code.name in TABLES else 8 * max(1, subgroups(config.group))
+    return int(config.tile_m) * (256 + facts)
 
 
 def launch(operands: Operands, problem: LinearProblem, config: Any) -> jit.Launch:

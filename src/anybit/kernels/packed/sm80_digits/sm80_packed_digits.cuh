@@ -18,10 +18,10 @@
 namespace packed {
 
 // A thread's part of a copy: 16 of every `step` bytes while some of `left` are left.
-template <int bytes, int step> __device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, int left) {
+template <int bytes, int step, class Wanted> __device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, int left, Wanted&& wanted) {
 #pragma unroll
     for (int i = 0; i < bytes; i += step)
-        if (i < left) ptx::cp_async<16>(to + i, from + i);
+        if (i < left && wanted(i)) ptx::cp_async<16>(to + i, from + i);
 }
 
 // Multiplies a tile over all of its K that falls to this CTA, `rank` of cluster_k, and leaves sums in shared memory:
@@ -45,11 +45,12 @@ template <class C, class Ready> __device__ __forceinline__ void multiply_tile(co
     const uint8_t* weights_ahead = tile.tiles + first_block * tile.stride + static_cast<size_t>(first) * S::unit_size + weights_at;
     const uint8_t* digits_ahead = tile.digits + static_cast<size_t>(first_block) * S::block_bytes + digits_at;
     const auto bring_weights = [&](int slot) {
-        copy<S::slot_bytes, 512>(weights + slot * S::slot_bytes + weights_at, weights_ahead, mine * S::unit_size - weights_at);
+        copy<S::slot_bytes, 512>(weights + slot * S::slot_bytes + weights_at, weights_ahead, mine * S::unit_size - weights_at, [](int) { return true; });
         weights_ahead += dealt * tile.stride;
     };
     const auto bring_digits = [&](int slot) {
-        copy<S::block_bytes, S::group_threads * 16>(slots + slot * S::block_bytes + digits_at, digits_ahead, S::block_bytes - digits_at);
+        copy<S::block_bytes, S::group_threads * 16>(slots + slot * S::block_bytes + digits_at, digits_ahead, S::block_bytes - digits_at,
+                                                    [&](int i) { return tile.tokens < 0 || S::token_of(digits_at + i) < tile.tokens; });
         digits_ahead += dealt * S::block_bytes;
     };
 #pragma unroll
@@ -137,7 +138,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         }
     }
     const packed::DigitTile tile = {p.tiles + static_cast<size_t>(first) * S::unit_size, p.x, p.row_zero == nullptr ? nullptr : p.row_zero + first * 16,
-                                    static_cast<size_t>(row_units) * S::unit_size, units, p.k_blocks};
+                                    static_cast<size_t>(row_units) * S::unit_size, units, p.k_blocks, -1};
     packed::multiply_tile<C>(tile, rank, shared, [&]() {
         for (int i = static_cast<int>(threadIdx.x); i < units * 16; i += C::threads) {
             const float2 row = packed::row_factors<f16>(p, first * 16 + i);

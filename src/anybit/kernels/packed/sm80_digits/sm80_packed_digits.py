@@ -59,8 +59,11 @@ class Config(FewFacts):
         return self.row_warps * self.units
 
 
-def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+def why_not(problem: LinearProblem, config: Config | None = None, e2m1: bool = False) -> str | None:
+    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can.
+
+    e2m1: whether to take such codes, which become fp16.
+    """
     p, c = problem, config
     if p.device.capability < 80:
         return f"{p.device.arch} has no int8 mma.sync with k = 32 (sm_80 and later do)"
@@ -73,7 +76,10 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return f"it takes float16 or bfloat16 activations, not {p.activations.bits}-bit ones"
     if (reason := packed_problem.why_not(p)) is not None:
         return reason
-    if p.weights.bits > MOST_BITS or Code[p.weights.code] not in _CODES or p.weights.group == 16:
+    if e2m1 and p.weights.code == "e2m1":
+        if c is not None and (c.wgmma or c.tile_m % 8):
+            return f"e2m1 codes take mma.sync and multiples of 8 tokens, not {c.tile_m}"
+    elif p.weights.bits > MOST_BITS or Code[p.weights.code] not in _CODES or p.weights.group == 16:
         return (
             f"it takes sym, asym and bipolar codes of 1 to {MOST_BITS} bits in rows or groups of 32 or more, "
             f"not {p.scheme}"

@@ -28,13 +28,13 @@ template <class C> struct DigitsShape : DigitLayout<C> {
 };
 
 // What a CTA multiplies: `units` units of 16 rows from `tiles` on, those of the next block of columns `stride` bytes behind.
-// digits: of the same rows of x.  row_zero: of the first row, asym whole rows only.
+// digits: of the same rows of x, of the first `tokens` of them, -1: all.  row_zero: of the first row, asym whole rows only.
 struct DigitTile {
     const uint8_t* tiles;
     const uint8_t* digits;
     const uint8_t* row_zero;
     size_t stride;
-    int units, k_blocks;
+    int units, k_blocks, tokens;
 };
 
 // Operand word i of row g (0) or g + 8 (1): four codes at low_bit or high_bit of their bytes.
@@ -63,11 +63,13 @@ template <class C> struct RowFacts {
                 zeros = ptx::ld_shared_u32(unit + 256 * C::bits + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
         }
     }
-    // Adds the digits' products of row g (r = 0) or g + 8 and a token. fact: of the token.
+    // Of row g (r = 0) or g + 8.
+    __device__ __forceinline__ float scale(int r) const { return ptx::cvt_f32_f16(static_cast<uint16_t>(scales >> (16 * r))); }
+    // Adds the digits' products of a row and a token. fact: of the token.
     __device__ __forceinline__ void add(float& sum, int r, int32_t low, int32_t high, float2 fact) const {
         const float offset = S::asym ? static_cast<float>(zeros >> (8 * r) & 255) * fact.y : fact.y;
         const float v = fmaf(static_cast<float>(low + high * 256), fact.x, offset);
-        sum = fmaf(ptx::cvt_f32_f16(static_cast<uint16_t>(scales >> (16 * r))), v, sum);
+        sum = fmaf(scale(r), v, sum);
     }
 };
 __device__ __forceinline__ float2 token_fact(uint32_t facts, int token) {
@@ -75,7 +77,7 @@ __device__ __forceinline__ float2 token_fact(uint32_t facts, int token) {
     return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 
-// Products by mma.sync: a block of digits stays in registers, lane 4g + t holding digit column g, and facts of tokens 4n + t.
+// Products by mma.sync: a block of digits (or halves) stays in registers, lane 4g + t holding column g, and facts of tokens 4n + t.
 template <class C> struct MmaProduct {
     using S = DigitsShape<C>;
     uint32_t b[S::token_tiles][8];
@@ -103,14 +105,17 @@ private:
                 const uint4 v = ptx::ld_shared_v4(slot + n * 1024 + half * 512 + lane * 16);
                 b[n][half * 4] = v.x, b[n][half * 4 + 1] = v.y, b[n][half * 4 + 2] = v.z, b[n][half * 4 + 3] = v.w;
             }
+            if constexpr (S::floats) facts[n][0].x = ptx::ld_shared_f32(slot + S::facts + (n * 4 + (lane & 3)) * 4);
+            else
 #pragma unroll
-            for (int f = 0; f < S::flushes; f++)
-                facts[n][f] = token_fact(slot + S::facts, f * C::tile_m + n * 4 + static_cast<int>(lane & 3));
+                for (int f = 0; f < S::flushes; f++)
+                    facts[n][f] = token_fact(slot + S::facts, f * C::tile_m + n * 4 + static_cast<int>(lane & 3));
         }
     }
     __device__ __forceinline__ void multiply(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t row_zeros, uint32_t lane) const {
         uint32_t words[2 * C::bits];
         load_words_shared<C::bits>(words, unit, lane);
+        if constexpr (S::floats) return multiply_halves(sums, words, unit, lane);
         unroll<0, S::flushes>([&](auto which) {
             constexpr int f = decltype(which)::value;
             RowFacts<C> rows;
@@ -131,6 +136,34 @@ private:
 #pragma unroll
                 for (int n = 0; n < S::token_tiles; n++) rows.add(sums[n][r], r, part[n][2 * r], part[n][2 * r + 1], facts[n][f]);
         });
+    }
+    // Codes of tables: a group's products meet its scale, a block's the tokens'.
+    __device__ __forceinline__ void multiply_halves(float (&sums)[S::token_tiles][2], const uint32_t (&words)[2 * C::bits], uint32_t unit, uint32_t lane) const {
+        float block[S::token_tiles][2] = {};
+        unroll<0, S::flushes>([&](auto which) {
+            constexpr int f = decltype(which)::value;
+            RowFacts<C> rows;
+            rows.load(unit, f, 0, lane);
+            float part[S::token_tiles / 2][4] = {};
+            unroll<f * 8 / S::flushes, (f + 1) * 8 / S::flushes>([&](auto index) {
+                constexpr int step = decltype(index)::value;
+                uint32_t a[4];
+                table_step<C::code, step>(a, words);
+#pragma unroll
+                for (int n = 0; n < S::token_tiles; n += 2) {
+                    const uint32_t halves[2] = {b[n + step / 4][step % 4 * 2], b[n + step / 4][step % 4 * 2 + 1]};
+                    ptx::mma_m16n8k16_f16(part[n / 2], a, halves);
+                }
+            });
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int n = 0; n < S::token_tiles; n++) block[n][r] = fmaf(rows.scale(r), part[n / 2][2 * r + n % 2], block[n][r]);
+        });
+#pragma unroll
+        for (int n = 0; n < S::token_tiles; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) sums[n][r] = fmaf(facts[n][0].x, block[n][r], sums[n][r]);
     }
 };
 
