@@ -130,6 +130,8 @@ def test_what_has_no_such_width_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"")
     with pytest.raises(CheckpointError, match="a GGUF file, which has one width"):
         load_model(tmp_path / "x.gguf", width=3)
+    written = ("--width", 3, "--to", "anybit", "-o", tmp_path / "out")
+    assert "x.gguf is a GGUF file, which has one width" in refused("convert", tmp_path / "x.gguf", *written)
     assert "name a folder for them with --output" in refused("convert", folder, "--width", 3, "--to", "anybit")
     here = ("--to", "anybit", "-o", folder, "--overwrite")
     assert "holds the model that is read" in refused("convert", folder, "--width", 3, *here)

@@ -45,7 +45,8 @@ def convert_into(
     """
     if to not in TARGETS:
         raise ConversionError(f"cannot convert to {to!r}; there are {', '.join(TARGETS)}")
-    if width is None and is_gguf(model):
+    gguf = is_gguf(model)
+    if width is None and gguf:
         try:
             source, tokenizer, empty = open_gguf(Path(model).expanduser())
         except NotNative as reason:
@@ -57,7 +58,10 @@ def convert_into(
             tokenizer.save_pretrained(work)
             config = json.loads((work / "config.json").read_text(encoding="utf-8"))
             return _write(source, to, work, empty, config, torch.float16)
-    with local_folder(model, trust_remote_code) as whole, local_folder(whole, trust_remote_code, width) as path:
+    with (
+        local_folder(model, trust_remote_code, width if gguf else None) as whole,  # which has one width, and refuses
+        local_folder(whole, trust_remote_code, width) as path,
+    ):
         folder = Folder(path, trust_remote_code)
         translation = FolderTranslation.of(folder) if folder.quantization is None else OwnTranslation(folder)
         if translation is None:
