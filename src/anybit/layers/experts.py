@@ -62,6 +62,10 @@ class _Watched(nn.Module):
         self._leave(name)
         super().add_module(name, module)
 
+    def __delattr__(self, name: str) -> None:
+        self._leave(name)
+        super().__delattr__(name)
+
     def _leave(self, name: str) -> None:
         old = self.__dict__.get("_modules", {}).get(name)
         for layer in () if old is None else old.modules():
@@ -220,7 +224,7 @@ class Experts(_Watched, nn.ModuleList):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _separate_changed(self) -> None:
         """Separate joined layers of which one has changed. torch.compile calls, but does not trace, this."""
-        if self._joined is not None and self._joined.changed:
+        if self._joined is not None and (self._joined.changed or len(self._joined.layers) != 3 * len(self)):
             self.separate()
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
