@@ -15,6 +15,7 @@ from anybit.kernels.bitplane import bitplane
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.block import norm_act, quantize_activations, rope, rope_pages
 from anybit.kernels.block.quantize_activations import Source, Target
+from anybit.kernels.experts.router import router
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.gemm_kernel import Operands, launches
 from anybit.kernels.linear_problem import LinearProblem
@@ -90,6 +91,12 @@ def of_experts() -> list[jit.Kernel]:
     return found
 
 
+def routers() -> list[jit.Kernel]:
+    """Of few tokens, with the norm before it, and of logits."""
+    problem = router.Problem(1, 2048, 128, 8, norm=True)
+    return [router.kernel(router.config_of(problem)), router.launch_largest(problem, 0, 0, 0).kernel]
+
+
 def large() -> list[jit.Kernel]:
     """Products whose MMA threads may leave waiting to producer threads."""
     found = []
@@ -116,7 +123,7 @@ def matching(names: set[str], pattern: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "kernel", [*quantizers(), *small_kernels(), *few(), *of_experts(), sync()], ids=lambda k: k.entry
+    "kernel", [*quantizers(), *small_kernels(), *few(), *of_experts(), *routers(), sync()], ids=lambda k: k.entry
 )
 def test_all_threads_wait_before_they_write_or_end(kernel: jit.Kernel) -> None:
     code = jit.cached(kernel, "sm_90a").cubin
@@ -132,6 +139,13 @@ def test_activations_are_read_after_the_wait(kernel: jit.Kernel) -> None:
     norms = kernel.entry == "add_rms_norm" or getattr(kernel.config, "source", None) is Source.rms_norm
     assert early <= ({"LDG.E.128.STRONG.GPU"} if norms else set())
     assert bool(early) == (norms and kernel.config.vectors <= 4), "gamma is loaded before the wait"
+
+
+@pytest.mark.parametrize("kernel", routers(), ids=lambda k: k.entry)
+def test_routers_read_weights_and_gamma_before_the_wait(kernel: jit.Kernel) -> None:
+    early = matching(before_wait(jit.cached(kernel, "sm_90a").cubin), LOADS)
+    own = {"LDG.E.128.STRONG.GPU", "LDG.E.NA.LTC128B.128.CONSTANT"}
+    assert early == (own if kernel.config == router.config_of(router.Problem(1, 2048, 128, 8, norm=True)) else set())
 
 
 @pytest.mark.parametrize("kernel", large(), ids=lambda k: k.entry)
