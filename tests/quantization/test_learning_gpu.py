@@ -84,7 +84,7 @@ def test_minutes_compile_and_capture(
         smooth_rotate(model, batches(4))
     weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in sorted(names_of(model))}
     losses: list[float] = []
-    settings = Distillation(0, 45.0, step_tokens=128, rates=Rates(0.02, 0.005, 0.002), device="cuda")
+    settings = Distillation(0, 70.0, step_tokens=128, rates=Rates(0.02, 0.005, 0.002), device="cuda")
     rows = [row for batch in batches(4) for row in batch]
     found = distill(model, weights, rows, lambda name: scheme, settings, lambda *told: losses.append(told[2]))
     assert found.course.step > 500 and sum(losses[-4:]) < (0.9 if "a4" in text else 0.5) * sum(losses[:4])
