@@ -133,12 +133,17 @@ def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, schem
         ("qwen3_moe", "w4a16g128", {"tensor_parallel_size": 2}),
         ("mixtral", "w4a16g128", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("qwen2_moe", "w4a16g64", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("qwen3_moe", "w4a16g64+w2a16g64asym", {"enforce_eager": False}),
+        ("mixtral", "w4a16g64+w3a16g64asym", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
 def test_a_mixture_of_quantized_experts_answers_as_anybit_does(
     kind: str, scheme: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    quantize_folder(save_mixture(kind, tmp_path / "source"), tmp_path / "q", scheme)
+    """Also where half of a layer's experts have another scheme."""
+    scheme, _, other = scheme.partition("+")
+    overrides = {"*.experts.[24].*": other, "*.experts.5.*": other} if other else None
+    quantize_folder(save_mixture(kind, tmp_path / "source"), tmp_path / "q", scheme, overrides=overrides)
     expected = by_anybit(tmp_path / "q")
     assert len({token for answer in expected for token in answer}) > 10
     assert by_vllm(tmp_path / "q", tmp_path, **options) == expected

@@ -37,13 +37,16 @@ EXPERTS, HIDDEN, INNER, TOP = 5, 64, 192, 2
 NAMES = [f"m.experts.{number}.{name}_proj" for number in range(EXPERTS) for name in ("gate", "up", "down")]
 
 
-def experts_of(scheme: str, gate: Gate | None = None, bias: bool = False, down: str | None = None) -> Experts:
-    """Quantized experts as anybit would save them. down: the scheme of down_proj, if it is another."""
+def experts_of(
+    scheme: str, gate: Gate | None = None, bias: bool = False, down: str | None = None, other: str | None = None
+) -> Experts:
+    """Quantized experts as anybit would save them. down: the scheme of down_proj, other: of experts 3 and 4, if set."""
     made = Experts(EXPERTS, HIDDEN, INNER, gate=gate, device="meta")
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     for number, expert in enumerate(made):
         for place, (name, shape) in enumerate(shapes.items()):
-            kind = down or scheme if name == "down_proj" else scheme
+            kind = other if other is not None and number > 2 else scheme
+            kind = down or kind if name == "down_proj" else kind
             expert[name] = layer_of(kind, *shape, seed=3 * number + place)
             if bias:
                 expert[name].bias = nn.Parameter(torch.randn(shape[0]), requires_grad=False)
@@ -115,6 +118,26 @@ def test_ranks_add_up_to_anybits_experts(scheme: str, tp: int, ep: int) -> None:
     torch.testing.assert_close(total, expected, rtol=near, atol=near * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("other", ["w2a16g64asym", "w4a16g128asym"])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2), (1, 3)])
+def test_experts_of_two_schemes(other: str, tp: int, ep: int) -> None:
+    """The first has no zero points; some ranks have experts of one alone."""
+    experts, total = experts_of("w4a16g128", other=other, bias=True), torch.zeros(7, HIDDEN)
+    kinds: list[int] = []
+    for number in range(tp * ep):
+        places = {"tp": (number % tp, tp), "ep": (number % ep, ep), "has_bias": True}
+        layer = load_experts(routed(mixed("w4a16g128", other), **places), experts)
+        total += run(layer, *tokens())
+        kinds.append(len(layer.quant_method.here))
+    assert kinds == {1: [2] * tp, 2: [1, 1], 3: [1, 2, 1]}[ep]
+    expected = experts(*tokens())
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def mixed(scheme: str, other: str, stored: list[str] | None = NAMES) -> AnyBitConfig:
+    return configured(scheme, stored, overrides={"m.experts.[34].*": Scheme.parse(other)})
+
+
 @pytest.mark.parametrize(
     ("kind", "gate"),
     [("gelu", Gate("gelu")), ("gelu_tanh", Gate("gelu_tanh")), ("swigluoai", Gate("swigluoai", 1.702, 7.0))],
@@ -157,11 +180,13 @@ def layer_again(order: bool = False) -> Any:
     return routed(configured("w4a16g32", NAMES, group_index=order))
 
 
-def test_reload_takes_new_codes() -> None:
-    old, new = experts_of("w4a16g32"), experts_of("w4a16g32")
+@pytest.mark.parametrize("other", ["w4a16g32", "w2a16g64asym"])
+def test_reload_takes_new_codes(other: str) -> None:
+    old, new = (experts_of("w4a16g32", other=other) for _ in range(2))
     for number, expert in enumerate(new):
-        expert["up_proj"] = layer_of("w4a16g32", *expert["up_proj"].weight.shape, seed=99 + number)
-    layer = layer_again()
+        scheme = str(expert["up_proj"].scheme)
+        expert["up_proj"] = layer_of(scheme, *expert["up_proj"].weight.shape, seed=99 + number)
+    layer = routed(mixed("w4a16g32", other))
     layerwise.record_metadata_for_reloading(layer)
     load_experts(layer, old)
     for experts in (new, old):
@@ -177,24 +202,28 @@ def test_experts_without_codes_stay_in_16_bits() -> None:
         (["m.gate_proj"], {}, {}),
         (None, {"kept": ["m.experts.3.up_proj"]}, {}),
         (None, {}, {"is_lora_enabled": True}),
+        (None, {}, {"has_bias": True}),
     ):
         layer = routed(configured("w4a16g32", stored, **words), **changes)
         assert isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
 
 
+@pytest.mark.parametrize("other", ["w4a16g32", "w2a16g32asym"])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2)])
-def test_experts_of_a_16_bit_checkpoint_are_quantized_while_it_loads(tp: int, ep: int) -> None:
+def test_experts_of_a_16_bit_checkpoint_are_quantized_while_it_loads(other: str, tp: int, ep: int) -> None:
+    """Also where experts 3 and 4 have another scheme."""
     experts = Experts(EXPERTS, HIDDEN, INNER)
     total = torch.zeros(7, HIDDEN)
     for rank in range(tp * ep):
-        layer = routed(configured("w4a16g32", None), (rank % tp, tp), (rank // tp, ep))
+        layer = routed(mixed("w4a16g32", other, None), (rank % tp, tp), (rank // tp, ep))
         for number, expert in enumerate(experts):
             list(layer.load_weights((f"{number}.{name}.weight", one.weight) for name, one in expert.items()))
         total += run(layer, *tokens())
-    for expert in experts:
+    for number, expert in enumerate(experts):
+        scheme = Scheme.parse(other if number > 2 else "w4a16g32")
         for name, one in list(expert.items()):
-            weight = quantize_weight(one.weight.detach(), Scheme.parse("w4a16g32").weights)
-            expert[name] = QuantLinear.from_weight(weight, Scheme.parse("w4a16g32"), None)
+            weight = quantize_weight(one.weight.detach(), scheme.weights)
+            expert[name] = QuantLinear.from_weight(weight, scheme, None)
     torch.testing.assert_close(total, experts(*tokens()))
 
 
@@ -231,9 +260,9 @@ def test_graphs_are_refused_for_experts_that_run_one_by_one_alone(monkeypatch: p
         (NAMES, {"hadamard": [NAMES[2]]}, r"inputs of m\.experts\.0\.down_proj are to be rotated"),
         (
             NAMES, {"overrides": {NAMES[4]: Scheme.parse("w8a16g32")}},
-            r"experts\.0\.gate_proj is w4a16g32 and m\.experts\.1\.up_proj w8a16g32; .*: give them one scheme",
+            r"experts\.1\.gate_proj is w4a16g32 and m\.experts\.1\.up_proj w8a16g32; .*: give them one scheme",
         ),
-        (NAMES, {"overrides": {"*.down_proj": Scheme.parse("w4a8g32")}}, "all have one activation format"),
+        (NAMES, {"overrides": {"*.down_proj": Scheme.parse("w4a8g32")}}, "all three have one activation format"),
     ],
 )  # fmt: skip
 def test_experts_that_differ_are_refused_by_name(stored: list[str], words: dict[str, Any], told: str) -> None:
@@ -270,9 +299,10 @@ def runner_of(layer: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.usefixtures("rank")
-def test_a_plain_router_is_anybits() -> None:
-    experts = experts_of("w4a16g32")
-    layer = whole(experts)
+@pytest.mark.parametrize("other", ["w4a16g32", "w2a16g64asym"])
+def test_a_plain_router_is_anybits(other: str) -> None:
+    experts = experts_of("w4a16g32", other=other)
+    layer = load_experts(routed(mixed("w4a16g32", other)), experts)
     runner = runner_of(layer)
     engine = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"m.experts": runner}), lora_config=None,

@@ -3,9 +3,9 @@
 vLLM routes, dispatches, reduces over ranks and runs shared experts; the method computes the routed experts alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +97,29 @@ class _Stack:
             expert.narrow(0, place * self.n, self.n).copy_(ours * (not self.column) if suffix == "bias" else ours)
 
 
+@dataclass
+class _Kind:
+    """Experts of one scheme. stacks: gate and up, and down, of those on this rank.
+
+    experts: the checkpoint's numbers of those, local: this rank's.  names: of the layer's parameters, by
+    "w13_weight_packed".
+    """
+
+    stacks: tuple[_Stack, _Stack]
+    experts: list[int] = field(default_factory=list)
+    local: list[int] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    products: tuple[Product, Product] | None = None
+    spec: str = ""
+
+    def biases(self, layer: nn.Module) -> list[Tensor | None]:
+        """Of gate and up, and of down, a row an expert; None without."""
+        names = [self.names.get(f"{stem}_bias") for stem in ("w13", "w2")]
+        return [None if name is None else getattr(layer, name) for name in names]
+
+
 class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Routed experts of a quantized checkpoint, all of a layer in one format: one op, or one by one where it cannot be.
+    """Routed experts of a quantized checkpoint: one op for each of their schemes, or one by one where it cannot be.
 
     vLLM's ``moe_kernel`` stays None: its runner dispatches and reduces.
     name: of the layer's experts.  scheme_of: the scheme of a layer of the checkpoint, by its name.
@@ -115,51 +136,60 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.gate = _gate_of(self.moe)
             if (reason := _why_not(layer)) is not None:
                 raise LayerError(reason)
-            gate, up, down = zip(*names_of(layer, name), strict=True)
-            self.schemes = _common((*gate, *up), scheme_of), _common(down, scheme_of)
-            if self.schemes[0].activations != self.schemes[1].activations:
-                _refuse_mixed({self.schemes[0]: gate[0], self.schemes[1]: down[0]})
-            self.stacks = self._stacks()
-            self.together = self._runs_together(layer.local_num_experts)
-        self._products: tuple[Product, Product] | None = None
+            self.kinds = self._kinds(layer, scheme_of)
+            self.here = [kind for kind in self.kinds if kind.local]  # with experts on this rank
+            self.together = self._runs_together()
         self._experts: Experts | None = None
         warmup.expect()
 
-    def _stacks(self) -> tuple[_Stack, _Stack]:
-        parallel, hidden, inner = (
-            self.moe.moe_parallel_config,
-            self.moe.hidden_dim,
-            self.moe.intermediate_size_per_partition,
-        )
-        start, whole, (gate_up, down) = parallel.tp_rank * inner, parallel.tp_size * inner, self.schemes
-        return (
-            _Stack(("w1", "w3"), gate_up, inner, start, whole, hidden, 0, hidden),
-            _Stack(("w2",), down, hidden, 0, hidden, inner, start, whole),
-        )
+    def _kinds(self, layer: RoutedExperts, scheme_of: Callable[[str], Scheme]) -> list[_Kind]:
+        """The experts by their schemes. Raises LayerError for an expert whose layers no op multiplies together."""
+        parallel, hidden = self.moe.moe_parallel_config, self.moe.hidden_dim
+        inner = self.moe.intermediate_size_per_partition
+        start, whole = parallel.tp_rank * inner, parallel.tp_size * inner
+        found: dict[tuple[_Stack, _Stack], _Kind] = {}
+        for expert, names in enumerate(names_of(layer, self.name)):
+            gate, up, down = map(scheme_of, names)
+            if gate != up or gate.activations != down.activations:
+                _refuse_mixed(dict(reversed([*zip((gate, up, down), names, strict=True)])))
+            stacks = (
+                _Stack(("w1", "w3"), gate, inner, start, whole, hidden, 0, hidden),
+                _Stack(("w2",), down, hidden, 0, hidden, inner, start, whole),
+            )
+            kind = found.setdefault(stacks, _Kind(stacks))
+            if (number := layer._map_global_expert_id_to_local_expert_id(expert)) != -1:
+                kind.experts.append(expert)
+                kind.local.append(number)
+        return [*found.values()]
 
     def create_weights(
-        self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
-        params_dtype: torch.dtype, weight_loader: parameters.Loader, **_: object,
-    ) -> None:  # fmt: skip
-        """Register this rank's parameters."""
-        for stack in self.stacks:
-            self._register(layer, stack, num_experts, params_dtype, weight_loader)
-
-    def _register(
-        self, layer: RoutedExperts, stack: _Stack, count: int, dtype: torch.dtype, loader: parameters.Loader
+        self, layer: RoutedExperts, params_dtype: torch.dtype, weight_loader: parameters.Loader, **_: object
     ) -> None:
-        """Register a stack's {w13,w2}_{suffix}: [experts, outputs, ...], by the suffixes of ``QuantLinear``."""
-        for suffix, data in stack.tensors(dtype, self.group_index, self.moe.has_bias):
-            stacked = data.new_zeros(count, *data.shape)
-            parameters.add(layer, f"{stack.stem}_{suffix}", stacked, self._loader(layer, stack, suffix))
+        """Register {w13,w2}_{suffix}: [experts of a scheme, outputs, ...], by the suffixes of ``QuantLinear``.
 
-    def _runs_together(self, count: int) -> bool:
-        """Whether the experts run as one op. Raises LayerError if they do not, and graphs were asked for."""
-        both, down = self.stacks
+        vLLM loads into those of the first scheme; those of others, whose names end in a number, get theirs from them.
+        """
+        known: set[str] = set()
+        for place, kind in enumerate(self.kinds):
+            for stack in kind.stacks:
+                for suffix, data in stack.tensors(params_dtype, self.group_index, self.moe.has_bias):
+                    name = f"{stack.stem}_{suffix}"
+                    kind.names[name] = f"{name}_{place}" if name in known else name
+                    known.add(name)
+                    stacked = data.new_zeros(len(kind.local), *data.shape)
+                    parameters.add(layer, kind.names[name], stacked, self._loader(layer, name))
+
+    def _runs_together(self) -> bool:
+        """Whether the experts run as one op a scheme. Raises LayerError if they do not, and graphs were asked for."""
         on = torch.empty(0)  # where vLLM builds the model
         device = Device.of(on) if on.is_cuda else None
-        formats, activations = (both.format, down.format), both.scheme.activations
-        reason = why_not(count, both.k, both.n, formats, activations, str(self.gate), device)
+
+        def alone(kind: _Kind) -> str | None:
+            both, down = kind.stacks
+            formats, activations = (both.format, down.format), both.scheme.activations
+            return why_not(len(kind.local), both.k, both.n, formats, activations, str(self.gate), device)
+
+        reason = next(filter(None, map(alone, self.here)), None)
         model = self._engine.model_config
         if reason is not None and model is not None and not model.enforce_eager:
             raise LayerError(
@@ -167,8 +197,9 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             )
         return reason is None
 
-    def _loader(self, layer: RoutedExperts, stack: _Stack, suffix: str) -> parameters.Loader:
+    def _loader(self, layer: RoutedExperts, name: str) -> parameters.Loader:
         """A loader of a checkpoint's tensors, one projection at a time; it says whether the expert is this rank's."""
+        stem, _, suffix = name.partition("_")
 
         def load(
             param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
@@ -176,8 +207,15 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         ) -> bool | None:  # fmt: skip
             number = layer._map_global_expert_id_to_local_expert_id(expert_id)
             if number != -1:
+                kind = next(kind for kind in self.kinds if number in kind.local)
                 projection = f"{self.name}.{expert_id}.{self.names[_SHARDS[shard_id]]}"
-                stack.place(param.data[number], loaded_weight, suffix, shard_id, projection)
+                if name not in kind.names:
+                    raise CheckpointError(
+                        f"{projection}.{suffix} is stored, and its scheme has none; {parameters.ANOTHER}"
+                    )
+                own = param if kind.names[name] == name else layer.get_parameter(kind.names[name])
+                stack = kind.stacks[stem == "w2"]
+                stack.place(own.data[kind.local.index(number)], loaded_weight, suffix, shard_id, projection)
             return number != -1 if return_success else None
 
         load.supports_moe_loading = True  # type: ignore[attr-defined]
@@ -192,79 +230,86 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         }
         if not loaded:
             return  # already prepared
-        self._check_loaded(layer, loaded)
+        for kind in self.here:
+            self._check_loaded(layer, kind, loaded)
         for name in loaded:
             delattr(layer, name)
-        self._ready(layer, [self._tall(stack, loaded, layer.local_num_experts) for stack in self.stacks])
+        self._ready(layer, [[self._tall(kind, stack, loaded) for stack in kind.stacks] for kind in self.here])
 
-    def _ready(self, layer: RoutedExperts, tall: list[QuantizedWeight]) -> None:
-        """Prepare both stacks' weights, each expert by expert, gate before up."""
-        first = self._products is None and self._experts is None
+    def _ready(self, layer: RoutedExperts, tall: Sequence[Sequence[QuantizedWeight]]) -> None:
+        """Prepare both stacks' weights of each kind, expert by expert, gate before up."""
+        first = self._experts is None and self.here[0].products is None
         with parameters.named(f"experts {self.name}"):
             if self.together:
-                self._prepare(layer, *tall)
+                for place, (kind, weights) in enumerate(zip(self.here, tall, strict=True)):
+                    self._prepare(layer, kind, place, *weights)
             else:
                 self._experts = self._one_by_one(layer, tall)
-        if first:
-            router = routing.install(layer, self._engine) if self.together else None
-            weight = [] if self._products is None else self._products[0].weight(layer)
-            self.warmup.add_experts(self._kind(router), weight)
+        if not first:
+            return
+        if len(self.kinds) > 1:
+            layer.register_buffer("anybit_places", self._places().to(tall[0][0].words.device), persistent=False)
+        router = routing.install(layer, self._engine) if self.together else None
+        words = self.moe.in_dtype, self.moe.experts_per_token, self.moe.has_bias, router
+        kinds = [(ExpertsKind(kind.spec, *words), kind.products) for kind in self.here]
+        self.warmup.add_experts({kind: products[0].weight(layer) for kind, products in kinds if products is not None})
 
-    def _tall(self, stack: _Stack, loaded: Mapping[str, Tensor], count: int) -> QuantizedWeight:
+    def _places(self) -> Tensor:
+        """int32 [kinds here, experts + 1]: a global id, or -1 -> the expert's place in a kind, or -1."""
+        places = torch.full((len(self.here), self.moe.num_logical_experts + 1), -1, dtype=torch.int32)
+        for row, kind in zip(places, self.here, strict=True):
+            row[kind.experts] = torch.arange(len(kind.experts), dtype=torch.int32, device=row.device)
+        return places
+
+    def _tall(self, kind: _Kind, stack: _Stack, loaded: Mapping[str, Tensor]) -> QuantizedWeight:
         """A stack's weight: expert by expert, gate before up."""
         found = {
-            suffix: loaded[f"{stack.stem}_{suffix}"].flatten(0, 1)
+            suffix: loaded[kind.names[f"{stack.stem}_{suffix}"]].flatten(0, 1)
             for suffix in layer_shapes(stack.n, stack.k, stack.format)
             if suffix != "weight_shape"
         }
         parts = [self.names[_SHARDS[shard]] for shard in stack.shards]
-        shape = count * len(parts) * stack.n, stack.k
+        shape = len(kind.local) * len(parts) * stack.n, stack.k
         return parameters.weight_of(f"{self.name} ({' and '.join(parts)})", found, shape, stack.format)
 
-    def _prepare(self, layer: RoutedExperts, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
-        """Prepare what the op reads, in place when weights are loaded again: CUDA graphs hold the addresses."""
-        count, activations = layer.local_num_experts, self.schemes[0].activations
+    def _prepare(
+        self, layer: RoutedExperts, kind: _Kind, place: int, gate_up: QuantizedWeight, down: QuantizedWeight
+    ) -> None:
+        """Prepare what an op reads, in place when weights are loaded again: CUDA graphs hold the addresses."""
+        count, activations = len(kind.local), kind.stacks[0].scheme.activations
         prepared = prepare_experts(interleaved(gate_up, count), down, count, activations, str(self.gate))
-        both, first = (prepared.gate_up, prepared.down), self._products is None
-        if self._products is None:
-            self._spec = prepared.spec_text
-            self._products = Product.of(layer, "anybit_w13", both[0]), Product.of(layer, "anybit_w2", both[1])
+        both, first, end = (prepared.gate_up, prepared.down), kind.products is None, f"_{place}" if place else ""
+        if kind.products is None:
+            kind.spec = prepared.spec_text
+            wide, tall = (f"anybit_{stack.stem}{end}" for stack in kind.stacks)
+            kind.products = Product.of(layer, wide, both[0]), Product.of(layer, tall, both[1])
         else:
-            for product, new in zip(self._products, both, strict=True):
+            for product, new in zip(kind.products, both, strict=True):
                 product.refill(layer, new)
-        if self.moe.has_bias and (first or "w13_bias" in dict(get_layerwise_info(layer).loaded_weights)):
-            bias = layer.get_parameter("w13_bias").data
-            bias.copy_(bias[:, paired_rows(self.stacks[0].n).to(bias.device)])
+        bias, _ = kind.biases(layer)
+        if bias is not None and (first or kind.names["w13_bias"] in dict(get_layerwise_info(layer).loaded_weights)):
+            bias.copy_(bias[:, paired_rows(kind.stacks[0].n).to(bias.device)])
 
-    def _kind(self, router: tuple[int, bool] | None) -> ExpertsKind | None:
-        """Which kernels the op and anybit's router run; None if experts run one by one."""
-        if not self.together:
-            return None
-        return ExpertsKind(self._spec, self.moe.in_dtype, self.moe.experts_per_token, self.moe.has_bias, router)
-
-    def _one_by_one(self, layer: RoutedExperts, tall: list[QuantizedWeight]) -> Experts:
-        count, both = layer.local_num_experts, self.stacks[0]
-        made = Experts(count, both.k, both.n, self.names, self.gate, device="meta")
-        for stack, weights in zip(self.stacks, tall, strict=True):
-            parts, scheme = (
-                [self.names[_SHARDS[shard]] for shard in stack.shards],
-                replace(stack.scheme, weights=stack.format),
-            )
-            bias = layer.get_parameter(f"{stack.stem}_bias").flatten().split(stack.n) if self.moe.has_bias else None
-            for index, weight in enumerate(unstack(weights, [stack.n] * (count * len(parts)))):
-                number, part = divmod(index, len(parts))
-                quantized = QuantLinear.from_weight(weight, scheme, None if bias is None else bias[index])
-                made.set_submodule(f"{number}.{parts[part]}", quantized.prepare())
+    def _one_by_one(self, layer: RoutedExperts, tall: Sequence[Sequence[QuantizedWeight]]) -> Experts:
+        both = self.here[0].stacks[0]
+        made = Experts(layer.local_num_experts, both.k, both.n, self.names, self.gate, device="meta")
+        for kind, weights in zip(self.here, tall, strict=True):
+            for stack, weight, bias in zip(kind.stacks, weights, kind.biases(layer), strict=True):
+                parts = [self.names[_SHARDS[shard]] for shard in stack.shards]
+                scheme = replace(stack.scheme, weights=stack.format)
+                rows = None if bias is None else bias.flatten().split(stack.n)
+                for index, own in enumerate(unstack(weight, [stack.n] * (len(kind.local) * len(parts)))):
+                    place, part = divmod(index, len(parts))
+                    quantized = QuantLinear.from_weight(own, scheme, None if rows is None else rows[index])
+                    made.set_submodule(f"{kind.local[place]}.{parts[part]}", quantized.prepare())
         return made
 
-    def _check_loaded(self, layer: RoutedExperts, loaded: Mapping[str, Tensor]) -> None:
-        mine = [
-            names
-            for number, names in enumerate(names_of(layer, self.name))
-            if layer._map_global_expert_id_to_local_expert_id(number) != -1
-        ]
-        for stack in self.stacks:
-            for names, shapes in zip(mine, loaded[f"{stack.stem}_weight_shape"].tolist(), strict=True):
+    def _check_loaded(self, layer: RoutedExperts, kind: _Kind, loaded: Mapping[str, Tensor]) -> None:
+        every = names_of(layer, self.name)
+        mine = [every[number] for number in kind.experts]
+        for stack in kind.stacks:
+            stored = loaded[kind.names[f"{stack.stem}_weight_shape"]].tolist()
+            for names, shapes in zip(mine, stored, strict=True):
                 for shard, (_, k) in zip(stack.shards, shapes, strict=True):
                     parameters.check_inputs(f"layer {names[_SHARDS[shard]]}", k, stack.inputs)
 
@@ -280,19 +325,24 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         x: [tokens, hidden].  topk_weights: float32, topk_ids: global numbers of experts, [tokens, k]; -1 adds nothing.
         Shared experts are left to vLLM's runner.
         """
+        if layer.apply_router_weight_on_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        if self._experts is None and len(self.kinds) > 1:
+            pairs = zip(self.here, layer.anybit_places[:, topk_ids], strict=True)
+            return functools.reduce(torch.add, (self._run(layer, *pair, x, topk_weights) for pair in pairs))
         ids = topk_ids
         if layer.expert_map is not None:
             ids = torch.where(ids < 0, -1, layer.expert_map[ids.clamp(min=0).long()])
-        if layer.apply_router_weight_on_input:
-            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        if self._experts is not None:
-            y: Tensor = self._experts(x, ids, topk_weights)
-            return y
-        assert self._products is not None
-        gate_up, down = (product.weight(layer) for product in self._products)
-        biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else (None, None)
-        y = torch.ops.anybit.experts(x, ids, topk_weights, gate_up, down, *biases, self._spec)
-        return y  # noqa: RET504
+        if self._experts is None:
+            return self._run(layer, self.here[0], ids, x, topk_weights)
+        y: Tensor = self._experts(x, ids, topk_weights)
+        return y
+
+    def _run(self, layer: RoutedExperts, kind: _Kind, ids: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+        assert kind.products is not None
+        gate_up, down = (product.weight(layer) for product in kind.products)
+        y: Tensor = torch.ops.anybit.experts(x, ids, weights, gate_up, down, *kind.biases(layer), kind.spec)
+        return y
 
 
 class AnyBitOnlineExpertsMethod(AnyBitExpertsMethod):
@@ -301,31 +351,36 @@ class AnyBitOnlineExpertsMethod(AnyBitExpertsMethod):
     uses_meta_device = True
 
     def __init__(self, layer: RoutedExperts, name: str, scheme_of: Callable[[str], Scheme], warmup: WarmUp) -> None:
+        if layer.moe_config.has_bias:
+            raise LayerError("experts with biases are not quantized while vLLM loads them: quantize the model first")
         super().__init__(layer, name, scheme_of, warmup, False)
 
-    def create_weights(self, layer: RoutedExperts, *sizes: Any, **words: Any) -> None:
-        """Register the float weights on the meta device; vLLM materializes a layer's and has them processed."""
-        super().create_weights(layer, *sizes, **words)
-        initialize_online_processing(layer)
-
-    def _register(
-        self, layer: RoutedExperts, stack: _Stack, count: int, dtype: torch.dtype, loader: parameters.Loader
+    def create_weights(
+        self, layer: RoutedExperts, params_dtype: torch.dtype, weight_loader: parameters.Loader, **_: object
     ) -> None:
-        data = torch.empty(count, stack.n * len(stack.shards), stack.k, dtype=dtype, device="meta")
-        parameters.add(layer, f"{stack.stem}_weight", data, loader)
+        """Register the float weights on the meta device; vLLM materializes a layer's and has them processed."""
+        for stack in self.kinds[0].stacks:
+            shape = layer.local_num_experts, stack.n * len(stack.shards), stack.k
+            data = torch.empty(shape, dtype=params_dtype, device="meta")
+            parameters.add(layer, f"{stack.stem}_weight", data, weight_loader)
+        initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Floats -> codes -> the layer's ``Experts``."""
-        if not layer.get_parameter("w13_weight").numel():
-            return  # already prepared
-        tall = []
-        for stack in self.stacks:
-            name = f"{stack.stem}_weight"
+        if layer.get_parameter("w13_weight").numel():  # otherwise already prepared
+            self._ready(layer, [*zip(*(self._quantized(layer, place) for place in range(2)), strict=True)])
+
+    def _quantized(self, layer: RoutedExperts, place: int) -> list[QuantizedWeight]:
+        """The tall weights of w13 (place 0) or w2 (1), one a kind; the floats are freed."""
+        name, several = f"{('w13', 'w2')[place]}_weight", len(self.here) > 1
+        floats, made = layer.get_parameter(name).data, []
+        for kind in self.here:
+            own = floats[kind.local] if several else floats
             with parameters.named(f"experts {self.name}"):
-                tall.append(quantize_weight(layer.get_parameter(name).data.flatten(0, 1), stack.format))
-            delattr(layer, name)
-            parameters.add(layer, name, tall[-1].scale.new_empty(0), _of_another_rank)
-        self._ready(layer, tall)
+                made.append(quantize_weight(own.flatten(0, 1), kind.stacks[place].format))
+        delattr(layer, name)
+        parameters.add(layer, name, floats.new_empty(0), _of_another_rank)
+        return made
 
 
 def _of_another_rank(*_: object, return_success: bool = False, **__: object) -> bool | None:
@@ -377,21 +432,11 @@ def _gate_of(moe: FusedMoEConfig) -> Gate:
     )
 
 
-def _common(names: tuple[str, ...], scheme_of: Callable[[str], Scheme]) -> Scheme:
-    """The scheme of these layers; LayerError if they have several."""
-    found: dict[Scheme, str] = {}
-    for name in names:
-        found.setdefault(scheme_of(name), name)
-    if len(found) > 1:
-        _refuse_mixed(found)
-    return next(iter(found))
-
-
 def _refuse_mixed(found: Mapping[Scheme, str]) -> None:
     (scheme, name), (other, another) = list(found.items())[:2]
     raise LayerError(
-        f"{name} is {scheme} and {another} {other}; in vLLM, the gates and ups of a layer's experts share a scheme, as "
-        "their downs do, and all have one activation format: give them one scheme"
+        f"{name} is {scheme} and {another} {other}; in vLLM, gate and up of an expert share a scheme, and all three "
+        "have one activation format: give them one scheme"
     )
 
 

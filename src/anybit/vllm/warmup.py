@@ -1,7 +1,7 @@
 """Compile a model's kernels once all its layers are loaded, before the first request."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -74,10 +74,11 @@ class WarmUp:
                 self._kinds.setdefault(kind, tensors)
         self._count()
 
-    def add_experts(self, kind: ExpertsKind | None, tensors: list[Tensor]) -> None:
-        """Count a layer's loaded experts as ``add`` does. kind: None if they run one by one.  tensors: of gate_up."""
-        if kind is not None and tensors[0].is_cuda:
-            self._kinds.setdefault(kind, tensors)
+    def add_experts(self, kinds: Mapping[ExpertsKind, list[Tensor]]) -> None:
+        """Count a layer's loaded experts as ``add`` does. kinds: of their ops, with the tensors of gate_up."""
+        for kind, tensors in kinds.items():
+            if tensors[0].is_cuda:
+                self._kinds.setdefault(kind, tensors)
         self._count()
 
     def _count(self) -> None:
