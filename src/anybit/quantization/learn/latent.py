@@ -183,7 +183,7 @@ class Bank:
         learning = ~stuck if choosing or part.kept is None else ~stuck & part.kept
         if step is not None:
             # Between the edges of its codes a slice stays as it is, and would move what wider ones need.
-            near = (2 * (places - codes).abs()).clamp(max=1).square()
+            near = (2 * (places - codes).abs()).clamp(max=1) ** 4
             learning = learning * torch.where(step > 1, near, 1.0)
         part.latent.step(gradient * learning, pace[0] * part.unit, count)
         if part.kept is not None and choosing:
