@@ -100,6 +100,7 @@ def test_tasks_are_those_of_lm_eval(run: Any, model: Path, text: Path, tmp_path:
     """A model prefers its own most likely tokens."""
     words = ("eval", model, "--device", "cpu", "--tasks", tmp_path / "own.yaml")
     assert "leave out --text" in run(*words, "-t", text)[2]
+    assert "leave out --windows, --context" in run(*words, "--windows", 4, "--context", 64)[2]
     assert "--limit is of the questions of --tasks" in run("eval", model, "-t", text, "--limit", 1)[2]
     if importlib.util.find_spec("lm_eval") is None:
         code, _, err = run(*words)

@@ -84,8 +84,10 @@ def evaluate(
             )  # fmt: skip
 
     if tasks is not None:
-        if text is not None or baseline is not None or picture is not None:
-            raise OptionError("--tasks reads no text: leave out --text, --baseline and --picture")
+        unused = {"text": text, "baseline": baseline, "picture": picture, "windows": windows, "bos": bos}
+        unused |= {"context": None if context == 512 else context, "seed": seed or None}
+        if given := [f"--{name}" for name, value in unused.items() if value is not None]:
+            raise OptionError(f"--tasks reads no text of yours: leave out {', '.join(given)}")
         _run_tasks(models, load, [name for name in tasks.split(",") if name], limit, as_json)
         return
     if limit is not None:
