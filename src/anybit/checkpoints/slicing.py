@@ -12,18 +12,13 @@ from anybit.checkpoints.writing import ShardWriter, write_text
 from anybit.codes.nested import sliced
 from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.errors import CheckpointError
-from anybit.layers.linear import QuantLinear
+from anybit.layers.linear import PARTS, QuantLinear
 from anybit.scheme import Scheme, WeightFormat
-
-_PARTS = (
-    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_indices",
-    "weight_minimum",
-)  # fmt: skip
 
 
 def read_layer(source: Folder, name: str, format: WeightFormat) -> QuantizedWeight:
     """Read a layer of a folder that anybit wrote. Raises CheckpointError for values that no layer has."""
-    parts = {p: source.read(f"{name}.{p}", finite=True) for p in _PARTS if f"{name}.{p}" in source.entries}
+    parts = {p: source.read(f"{name}.{p}", finite=True) for p in PARTS if f"{name}.{p}" in source.entries}
     check_values(name, parts)
     n, k = (int(size) for size in parts["weight_shape"].tolist())
     zero = parts.get("weight_zero_point")
@@ -51,7 +46,7 @@ def write_slice(source: Folder, width: int, folder: Path) -> None:
 
     layers = [name.removesuffix(".weight_packed") for name in source.entries if name.endswith(".weight_packed")]
     layers = [name for name in layers if found.scheme_of(name).weights == format]
-    own = {f"{name}.{part}": name for name in layers for part in _PARTS}
+    own = {f"{name}.{part}": name for name in layers for part in PARTS}
     try:
         with ShardWriter(folder, header_room([*source.entries])) as writer:
             for name in source.entries:

@@ -26,7 +26,9 @@ from anybit.scheme import Scheme, is_whole
 
 _Kind = TypeVar("_Kind", nn.Parameter, nn.Parameter | None)
 
-_SAVED = {"weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum"}
+_SAVED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum")
+PARTS = (*_SAVED, "weight_shape")
+"""The tensors that a layer may store of its weight."""
 PREPARING = threading.RLock()
 """Held while a layer's weight is converted: in between, neither layout is complete."""
 

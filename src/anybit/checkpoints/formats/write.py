@@ -25,7 +25,7 @@ from anybit.checkpoints.scratch import replace_file
 from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.checkpoints.writing import ShardWriter, new_folder
 from anybit.errors import ConversionError
-from anybit.layers.linear import QuantLinear
+from anybit.layers.linear import PARTS, QuantLinear
 from anybit.models.experts import HubNames
 from anybit.models.modules import skeleton, tied_heads, untied
 
@@ -124,7 +124,7 @@ def _write(
     if to == "gptq":
         quantization = gptq_write.configuration(source.scheme, kept, source.group_index)
     empties = traps(empty, source.layers) if to == METHOD else []
-    names = [*source.plain, *empties, *(f"{name}.{part}" for name in source.layers for part in _PARTS)]
+    names = [*source.plain, *empties, *(f"{name}.{part}" for name in source.layers for part in PARTS)]
     with ShardWriter(work, header_room([*map(hub, names)])) as writer:
         for name, tensor in _tensors(source, to):
             plain = dtype is not None and name in source.plain
@@ -134,9 +134,6 @@ def _write(
     text = json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
     (work / "config.json").write_text(text, encoding="utf-8")
     return convert(work, to, trust_remote_code) if to == "compressed-tensors" else quantization
-
-
-_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_minimum", "weight_shape", "weight_g_idx")
 
 
 def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
