@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from anybit.hf.loading import Loaded
 
 
-_WRITTEN = 16
-"""Windows that a baseline writes by default."""
+_CONTEXT, _WRITTEN = 512, 16
+"""By default: tokens in a window, and windows that a baseline writes."""
 
 
 def evaluate(
@@ -34,7 +34,7 @@ def evaluate(
     scheme: options.Scheme = None,
     width: options.Width = None,
     override: options.Override = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 512,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = _CONTEXT,
     windows: Annotated[
         int | None,
         typer.Option(min=1, help=f"Number of windows; by default as many as the text allows, or {_WRITTEN}."),
@@ -85,7 +85,7 @@ def evaluate(
 
     if tasks is not None:
         unused = {"text": text, "baseline": baseline, "picture": picture, "windows": windows, "bos": bos}
-        unused |= {"context": None if context == 512 else context, "seed": seed or None}
+        unused |= {"context": None if context == _CONTEXT else context, "seed": seed or None}
         if given := [f"--{name}" for name, value in unused.items() if value is not None]:
             raise OptionError(f"--tasks reads no text of yours: leave out {', '.join(given)}")
         _run_tasks(models, load, [name for name in tasks.split(",") if name], limit, as_json)
