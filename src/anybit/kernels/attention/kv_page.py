@@ -25,8 +25,9 @@ largest value scale fits float16.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -242,98 +243,59 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.nan_to_num().to(torch.uint8), scale, zero
 
 
+@cache
+def _code_places(bits: int, keys: bool, chunk: int, tokens: int, channels: int) -> Tensor:
+    """Where the codes of a half lie, int64 [tokens, channels], counted in codes, a word's from its low bits up.
+
+    chunk: tokens per chunk of keys.
+    """
+    token, channel = torch.arange(tokens, device="cpu")[:, None], torch.arange(channels, device="cpu")
+    if keys:
+        row, p, t, odd = token % 16, channel // 2 % 2, channel // 4 % 4, channel % 2
+        tile = (token // chunk * (channels // 16) + channel // 16) * (chunk // 16) + token % chunk // 16
+    else:
+        row, p, t, odd = channel % 16, token // 8 % 2, token // 2 % 4, token % 2
+        tile = token // 16 * (channels // 16) + channel // 16
+    pair = tile // 2 * 8 + 4 * p + 2 * (tile % 2) + row // 8 if bits == 2 else tile * 4 + 2 * p + row // 8
+    fields, lane = 16 // bits, 4 * (row % 8) + t
+    word = pair // fields
+    return ((word // 4 * 32 + lane) * 4 + word % 4) * 2 * fields + odd * fields + pair % fields
+
+
+@cache
+def _parameter_places(by_channel: bool, runs: int, channels: int) -> Tensor:
+    """Where scales and zeros lie in a half's parameters, int64 [2, runs, channels or groups of channels].
+
+    runs: groups of tokens if by channel, else tokens.
+    """
+    kind, run, channel = (torch.arange(count, device="cpu") for count in (2, runs, channels))
+    kind, run = kind[:, None, None], run[:, None]
+    if by_channel:
+        return ((run * (channels // 4) + channel // 4) * 2 + channel // 2 % 2) * 4 + 2 - 2 * kind + channel % 2
+    return ((channel * (runs // 32) + run // 32) * 32 + run % 8 * 4 + run // 8 % 4) * 2 + kind
+
+
+def put(values: Tensor, places: Tensor) -> Tensor:
+    """Values [..., *shape] in the order of their places, int64 [*shape]: [..., elements]."""
+    return values.flatten(-places.dim())[..., places.flatten().argsort().to(values.device)]
+
+
 def pack_tiles(codes: Tensor, bits: int, keys: bool, chunk: int) -> Tensor:
     """Codes [..., tokens, channels] -> int32 words in kernel order [..., words]; keys in chunks of ``chunk`` tokens.
 
     16-bit "codes" are int16 bit patterns of the values themselves.
     """
-    *lead, tokens, channels = codes.shape
-    e = codes.to(torch.int64) & ((1 << bits) - 1)
-    if keys:
-        # [chunks, row tile, h, g, depth tile, t, p, odd]: row tiles vary fastest, then depth tiles, then chunks
-        e = e.reshape(-1, tokens // chunk, chunk // 16, 2, 8, channels // 16, 4, 2, 2)
-        e = e.permute(0, 1, 5, 2, 4, 6, 7, 3, 8)
-    else:
-        # [depth tile, p, t, odd, row tile, h, g]
-        e = e.reshape(-1, tokens // 16, 2, 4, 2, channels // 16, 2, 8)
-        e = e.permute(0, 1, 5, 7, 3, 2, 6, 4).unsqueeze(1)
-    # Both: [n, chunk, depth tile, row tile, g, t, p, h, odd]
-    n, chunks, depth, rows = e.shape[:4]
-    e = e.reshape(n, chunks * depth, rows, 32, 2, 2, 2)
-    if bits == 2:
-        e = e.reshape(n, chunks * depth, rows // 2, 2, 32, 2, 2, 2).permute(0, 1, 2, 4, 5, 3, 6, 7)
-        e = e.reshape(n, chunks * depth, rows // 2, 32, 1, 8, 2)
-    else:
-        e = e.reshape(n, chunks * depth, rows, 32, bits // 4, 16 // bits, 2)
-    fields = torch.arange(16 // bits, device=e.device)[:, None] * bits + torch.tensor([0, 16], device=e.device)
-    words = (e << fields).sum((-1, -2))  # [n, depth, row words, lane, words of a lane]
-    words = words.transpose(-1, -2).reshape(n, -1, 4, 32).transpose(-1, -2)  # four words per lane are a vector
-    return _as_int32(words.reshape(*lead, -1))
+    placed = put(codes, _code_places(bits, keys, chunk, *codes.shape[-2:]))
+    fields = placed.unflatten(-1, (-1, 32 // bits)).to(torch.int64) & ((1 << bits) - 1)
+    words = (fields << bits * torch.arange(32 // bits, device=codes.device)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def unpack_tiles(words: Tensor, bits: int, keys: bool, chunk: int, tokens: int, channels: int) -> Tensor:
     """The inverse of ``pack_tiles``: words [..., words] -> uint8 codes (16 bits: int16) [..., tokens, channels]."""
-    lead = words.shape[:-1]
-    chunks = tokens // chunk if keys else 1
-    depth = channels // 16 if keys else tokens // 16
-    rows = chunk // 16 if keys else channels // 16
-    w = words.to(torch.int64).reshape(-1, words.shape[-1] // 128, 32, 4).transpose(-1, -2)
-    n = w.shape[0]
-    of_tile = max(bits // 4, 1)
-    w = w.reshape(n, chunks * depth, rows * bits // 4 // of_tile, of_tile, 32).transpose(-1, -2)
-    fields = torch.arange(16 // bits, device=w.device)[:, None] * bits + torch.tensor([0, 16], device=w.device)
-    e = (w[..., None, None] >> fields) & ((1 << bits) - 1)
-    if bits == 2:
-        e = e.reshape(n, chunks * depth, rows // 2, 32, 2, 2, 2, 2).permute(0, 1, 2, 5, 3, 4, 6, 7)
-    e = e.reshape(n, chunks, depth, rows, 8, 4, 2, 2, 2)
-    order = (0, 1, 3, 7, 4, 2, 5, 6, 8) if keys else (0, 1, 2, 6, 5, 8, 3, 7, 4)
-    codes = e.permute(*order).reshape(*lead, tokens, channels)
-    return codes.to(torch.int16) if bits == 16 else codes.to(torch.uint8)
-
-
-def _as_int32(words: Tensor) -> Tensor:
-    """Unsigned 32-bit words held in int64 -> the same bits as int32."""
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def _pack_by_token(scale: Tensor, zero: Tensor) -> Tensor:
-    """Scale and zero [..., tokens, groups] -> float16 [..., groups * tokens * 2] in the lanes' order."""
-    *lead, tokens, groups = scale.shape
-    pairs = torch.stack((scale, zero), -1).reshape(*lead, tokens // 32, 2, 2, 8, groups, 2)
-    front = len(lead)
-    order = (*range(front), front + 4, front, front + 3, front + 1, front + 2, front + 5)
-    return pairs.permute(*order).reshape(*lead, -1)
-
-
-def _unpack_by_token(packed: Tensor, tokens: int, groups: int) -> tuple[Tensor, Tensor]:
-    lead = packed.shape[:-1]
-    front = len(lead)
-    pairs = packed.reshape(*lead, groups, tokens // 32, 8, 2, 2, 2)
-    order = (*range(front), front + 1, front + 3, front + 4, front + 2, front, front + 5)
-    pairs = pairs.permute(*order).reshape(*lead, tokens, groups, 2)
-    return pairs[..., 0], pairs[..., 1]
-
-
-def _pack_by_channel(scale: Tensor, zero: Tensor) -> Tensor:
-    """Scale and zero [..., groups, channels] -> float16 [..., groups * channels * 2]."""
-    *lead, groups, channels = scale.shape
-    both = torch.stack((zero, scale), -2).reshape(*lead, groups, 2, channels // 4, 2, 2)  # [group, zs, 4t, p, odd]
-    front = len(lead)
-    order = (*range(front), front, front + 2, front + 3, front + 1, front + 4)
-    return both.permute(*order).reshape(*lead, -1)
-
-
-def _unpack_by_channel(packed: Tensor, groups: int, channels: int) -> tuple[Tensor, Tensor]:
-    lead = packed.shape[:-1]
-    front = len(lead)
-    both = packed.reshape(*lead, groups, channels // 4, 2, 2, 2)
-    order = (*range(front), front, front + 3, front + 1, front + 2, front + 4)
-    both = both.permute(*order).reshape(*lead, groups, 2, channels)
-    return both[..., 1, :], both[..., 0, :]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    fields = words[..., None] >> bits * torch.arange(32 // bits, dtype=torch.int32, device=words.device)
+    codes = (fields & ((1 << bits) - 1)).to(torch.int16 if bits == 16 else torch.uint8).flatten(-2)
+    return codes[..., _code_places(bits, keys, chunk, tokens, channels).to(words.device)]
 
 
 def encode(layout: PageLayout, keys: Tensor, values: Tensor) -> Tensor:
@@ -348,47 +310,36 @@ def encode(layout: PageLayout, keys: Tensor, values: Tensor) -> Tensor:
             f"K {tuple(keys.shape)} and V {tuple(values.shape)} must be alike, [..., tokens, {layout.head_dim}], with "
             f"tokens a multiple of the block of {layout.block}"
         )
-    k = keys.reshape(*lead, tokens // layout.block, layout.block, channels)
-    v = values.reshape(k.shape)
+    blocks = [x.reshape(*lead, tokens // layout.block, layout.block, channels) for x in (keys, values)]
     if layout.format.float4:
-        used = torch.cat((kv_fp4.encode(k, True), kv_fp4.encode(v, False)), -1)
-        return torch.nn.functional.pad(used, (0, layout.block_bytes - used.shape[-1]))
-    parts = [*_encode_keys(layout, k), *_encode_values(layout, v)]
-    used = torch.cat([_bytes(part) for part in parts], -1)
+        parts = [kv_fp4.encode(x, of_keys) for x, of_keys in zip(blocks, (True, False), strict=True)]
+    else:
+        parts = [*_encode_half(layout, blocks[0], True), *_encode_half(layout, blocks[1], False)]
+    used = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
     return torch.nn.functional.pad(used, (0, layout.block_bytes - used.shape[-1]))
 
 
-def _encode_keys(layout: PageLayout, k: Tensor) -> list[Tensor]:
-    *lead, tokens, channels = k.shape
-    bits = layout.format.key_bits
-    if bits == 16:
-        return [pack_tiles(k.contiguous().view(torch.int16), 16, True, layout.chunk)]
-    if layout.by_channel:
-        grouped = k.reshape(*lead, tokens // layout.chunk, layout.chunk, channels)
-        codes, scale, zero = quantize(grouped, bits, -2)
-        parameters = _pack_by_channel(scale.squeeze(-2), zero.squeeze(-2))
-    else:
-        codes, scale, zero = quantize(k.reshape(*lead, tokens, -1, layout.channel_group), bits, -1)
-        parameters = _pack_by_token(scale.squeeze(-1), zero.squeeze(-1))
-    return [pack_tiles(codes.reshape(k.shape), bits, True, layout.chunk), parameters]
+def _runs(layout: PageLayout, keys: bool) -> tuple[int, int]:
+    """The dimension along which values share a scale, and how many do."""
+    return (-2, layout.chunk) if keys and layout.by_channel else (-1, layout.channel_group)
 
 
-def _encode_values(layout: PageLayout, v: Tensor) -> list[Tensor]:
-    *lead, tokens, _ = v.shape
-    bits = layout.format.value_bits
+def _encode_half(layout: PageLayout, x: Tensor, keys: bool) -> Iterator[Tensor]:
+    """Codes, parameters and limit of blocks of keys or values [..., tokens, channels]."""
+    bits = layout.format.key_bits if keys else layout.format.value_bits
     if bits == 16:
-        return [pack_tiles(v.contiguous().view(torch.int16), 16, False, 16)]
-    codes, scale, zero = quantize(v.reshape(*lead, tokens, -1, layout.channel_group), bits, -1)
-    largest = scale.float().nan_to_num(0.0).flatten(-3).amax(-1, keepdim=True)  # ignoring NaN
-    limit = (torch.full_like(largest, 60000.0) / largest).clamp(
-        max=LIMIT
-    )  # 60000, not 65504: the product is rounded to float16 again
-    tail = torch.cat((limit, limit.new_zeros(*lead, _TAIL // 4 - 1)), -1)
-    return [
-        pack_tiles(codes.reshape(v.shape), bits, False, 16),
-        _pack_by_token(scale.squeeze(-1), zero.squeeze(-1)),
-        tail,
-    ]
+        yield pack_tiles(x.contiguous().view(torch.int16), 16, keys, layout.chunk)
+        return
+    dim, run = _runs(layout, keys)
+    codes, scale, zero = quantize(x.unflatten(dim, (-1, run)), bits, dim)
+    scale, zero = scale.squeeze(dim), zero.squeeze(dim)
+    yield pack_tiles(codes.reshape(x.shape), bits, keys, layout.chunk)
+    yield put(torch.stack((scale, zero), -3), _parameter_places(dim == -2, *scale.shape[-2:]))
+    if not keys:
+        largest = scale.float().nan_to_num(0.0).flatten(-2).amax(-1, keepdim=True)  # ignoring NaN
+        # Of 60000, not 65504: the product is rounded to float16 again.
+        limit = (torch.full_like(largest, 60000.0) / largest).clamp(max=LIMIT)
+        yield torch.nn.functional.pad(limit, (0, _TAIL // 4 - 1))
 
 
 def decode(layout: PageLayout, blocks: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -396,51 +347,34 @@ def decode(layout: PageLayout, blocks: Tensor, dtype: torch.dtype = torch.float3
 
     16-bit keys or values are read as ``dtype`` if that has 16 bits, else as float16.
     """
-    *lead, count, _ = blocks.shape
     stored = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+    half_of = partial(_decode_half, layout, stored)
     if layout.format.float4:
-        size, shape = layout.key_bytes, (*lead, count * layout.block, layout.head_dim)
-        both = (blocks[..., :size], True), (blocks[..., size : 2 * size], False)
-        k, v = (
-            kv_fp4.decode(half, keys, layout.block, layout.head_dim).reshape(shape).to(dtype) for half, keys in both
-        )
-        return k, v
-    k = _decode_keys(layout, blocks[..., : layout.key_bytes], stored)
-    v = _decode_values(layout, blocks[..., layout.key_bytes : layout.key_bytes + layout.value_bytes], stored)
-    shape = (*lead, count * layout.block, layout.head_dim)
-    return k.reshape(shape).to(dtype), v.reshape(shape).to(dtype)
+        half_of = partial(kv_fp4.decode, tokens=layout.block, channels=layout.head_dim)
+    end = layout.key_bytes + layout.value_bytes
+    halves = (blocks[..., : layout.key_bytes], True), (blocks[..., layout.key_bytes : end], False)
+    k, v = (half_of(half, keys).flatten(-3, -2).to(dtype) for half, keys in halves)
+    return k, v
 
 
-def _view(half: Tensor, begin: int, size: int, dtype: torch.dtype) -> Tensor:
-    return half[..., begin : begin + size].contiguous().view(dtype)
-
-
-def _decode_keys(layout: PageLayout, half: Tensor, stored: torch.dtype) -> Tensor:
-    bits, tokens, channels = layout.format.key_bits, layout.block, layout.head_dim
-    words = _view(half, 0, layout.key_codes, torch.int32)
-    codes = unpack_tiles(words, bits, True, layout.chunk, tokens, channels)
+def _decode_half(layout: PageLayout, stored: torch.dtype, half: Tensor, keys: bool) -> Tensor:
+    """Keys or values [..., tokens, channels] of blocks, in float32, or ``stored`` if they have 16 bits."""
+    f = layout.format
+    bits, codes_end, parameters = (
+        (f.key_bits, layout.key_codes, layout.key_parameters)
+        if keys
+        else (f.value_bits, layout.value_codes, layout.value_parameters)
+    )
+    words = half[..., :codes_end].contiguous().view(torch.int32)
+    codes = unpack_tiles(words, bits, keys, layout.chunk, layout.block, layout.head_dim)
     if bits == 16:
         return codes.view(stored)
-    packed = _view(half, layout.key_codes, layout.key_parameters, torch.float16)
-    if layout.by_channel:
-        scale, zero = _unpack_by_channel(packed, tokens // layout.chunk, channels)
-        repeat, dim = layout.chunk, -2
-    else:
-        scale, zero = _unpack_by_token(packed, tokens, channels // layout.channel_group)
-        repeat, dim = layout.channel_group, -1
-    scale, zero = (p.float().repeat_interleave(repeat, dim) for p in (scale, zero))
-    return codes.float() * scale + zero
-
-
-def _decode_values(layout: PageLayout, half: Tensor, stored: torch.dtype) -> Tensor:
-    bits, tokens, channels = layout.format.value_bits, layout.block, layout.head_dim
-    words = _view(half, 0, layout.value_codes, torch.int32)
-    codes = unpack_tiles(words, bits, False, 16, tokens, channels)
-    if bits == 16:
-        return codes.view(stored)
-    packed = _view(half, layout.value_codes, layout.value_parameters, torch.float16)
-    scale, zero = _unpack_by_token(packed, tokens, channels // layout.channel_group)
-    scale, zero = (p.float().repeat_interleave(layout.channel_group, -1) for p in (scale, zero))
+    dim, run = _runs(layout, keys)
+    shape = [layout.block, layout.head_dim]
+    shape[dim] //= run
+    packed = half[..., codes_end : codes_end + parameters].contiguous().view(torch.float16).float()
+    both = packed[..., _parameter_places(dim == -2, *shape).to(half.device)].repeat_interleave(run, dim)
+    scale, zero = both.unbind(-3)
     return codes.float() * scale + zero
 
 
@@ -449,8 +383,4 @@ def ring_places(ring: int, head_dim: int) -> Tensor:
 
     Sixteen tokens are one contiguous run of 16-bit tiles, as in a page of 16-bit keys or values.
     """
-    s, c = torch.arange(ring)[:, None], torch.arange(head_dim)[None]
-    tile = (s // 16) * (head_dim // 16) + c // 16
-    key = (tile * 32 + s % 8 * 4 + c % 16 // 4) * 8 + (c % 4 // 2 * 2 + s % 16 // 8) * 2 + c % 2
-    value = (tile * 32 + c % 8 * 4 + s % 8 // 2) * 8 + (s % 16 // 8 * 2 + c % 16 // 8) * 2 + s % 2
-    return torch.stack((key, value))
+    return torch.stack([_code_places(16, keys, 16, ring, head_dim) for keys in (True, False)])

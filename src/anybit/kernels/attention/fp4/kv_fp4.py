@@ -13,6 +13,8 @@ word of four scales for every tile and row.
 Not run on hardware: only emulated, and compiled for sm_120a.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -20,12 +22,16 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of codes 0 to 7; the fourth bit is the sign."""
 
 
-def _depth_places(keys: bool) -> Tensor:
-    """The element (of 64) at every depth."""
-    place = torch.arange(64)
-    half, t, n = place // 32, place % 32 // 8, place % 8
-    within = 4 * t + n % 4 if keys else 2 * t + n % 2 + 8 * (n % 4 // 2)
-    return 32 * half + 16 * (n // 4) + within
+@cache
+def _places(keys: bool, tokens: int, channels: int) -> tuple[Tensor, Tensor]:
+    """Where the codes of a half lie, counted in codes, and their scales: both int64 [tokens, channels]."""
+    token, channel = torch.arange(tokens, device="cpu")[:, None], torch.arange(channels, device="cpu")
+    row, depth, rows = (token, channel, tokens) if keys else (channel, token, channels)
+    tile, half = depth // 64 * (rows // 16) + row // 16, depth % 64 // 32
+    t, n = (depth % 16 // 4, depth % 4) if keys else (depth % 8 // 2, depth % 16 // 8 * 2 + depth % 2)
+    n = n + depth % 32 // 16 * 4
+    code = (((tile * 8 + row % 8) * 4 + t) * 4 + 2 * half + row % 16 // 8) * 8 + n
+    return code, (tile * 16 + row % 16) * 4 + 2 * half + t // 2
 
 
 def round_e2m1(x: Tensor) -> Tensor:
@@ -40,31 +46,20 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 def encode(x: Tensor, keys: bool) -> Tensor:
     """Encode K or V [..., tokens, channels] of a block as its half: uint8 [..., bytes]."""
-    lead = x.shape[:-2]
-    x = x.float().nan_to_num(0.0) if keys else x.float().nan_to_num(0.0).transpose(-1, -2)
-    rows, depth = x.shape[-2:]
-    e = x.reshape(-1, rows // 16, 16, depth // 64, 64)[..., _depth_places(keys).to(x.device)]
-    e = e.permute(0, 3, 1, 2, 4).reshape(-1, depth // 64, rows // 16, 16, 4, 16)  # [n, step, tile, row, scale, place]
-    scale = (e.abs().amax(-1, keepdim=True) / 6).clamp(max=448).to(torch.float8_e4m3fn)
+    place, of_scale = (places.flatten().to(x.device) for places in _places(keys, *x.shape[-2:]))
+    e = x.float().nan_to_num(0.0).flatten(-2)
+    most = e.new_zeros(*e.shape[:-1], e.shape[-1] // 16).scatter_reduce(-1, of_scale.expand_as(e), e.abs(), "amax")
+    scale = (most / 6).clamp(max=448).to(torch.float8_e4m3fn)
     inverse = torch.where(scale.float() > 0, 1 / scale.float(), 0.0)
-    codes = round_e2m1(e * inverse).reshape(-1, depth // 64, rows // 16, 2, 8, 2, 4, 8)  # [.., h, g, half, t, n]
-    nibbles = codes.permute(0, 1, 2, 4, 6, 5, 3, 7).reshape(len(codes), -1, 4, 2)  # four bytes a word, two codes a byte
-    bytes_ = (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8).reshape(len(codes), -1)
-    return torch.cat((bytes_, scale.view(torch.uint8).reshape(len(codes), -1)), -1).reshape(*lead, -1)
+    codes = round_e2m1(e * inverse[..., of_scale])[..., place.argsort()].unflatten(-1, (-1, 2))  # two a byte
+    return torch.cat(((codes[..., 0] | codes[..., 1] << 4).to(torch.uint8), scale.view(torch.uint8)), -1)
 
 
 def decode(half: Tensor, keys: bool, tokens: int, channels: int) -> Tensor:
     """The inverse of ``encode``: uint8 [..., bytes] -> float32 [..., tokens, channels]."""
-    lead = half.shape[:-1]
-    rows, depth = (tokens, channels) if keys else (channels, tokens)
-    flat = half.reshape(-1, half.shape[-1])
-    codes, scales = flat[:, : rows * depth // 2], flat[:, rows * depth // 2 : rows * depth // 2 + rows * depth // 16]
-    both = torch.stack((codes & 15, codes >> 4), -1).long()
-    both = both.reshape(-1, depth // 64, rows // 16, 8, 4, 2, 2, 8).permute(0, 1, 2, 6, 3, 5, 4, 7)
+    place, of_scale = (places.to(half.device) for places in _places(keys, tokens, channels))
+    size = tokens * channels // 2
+    codes = torch.stack((half[..., :size] & 15, half[..., :size] >> 4), -1).flatten(-2)[..., place]
+    scale = half[..., size : size + size // 8].contiguous().view(torch.float8_e4m3fn).float()
     signed = torch.tensor([*VALUES, *(-v for v in VALUES)], device=half.device)
-    e = signed[both.reshape(-1, depth // 64, rows // 16, 16, 4, 16)]
-    e = e * scales.contiguous().view(torch.float8_e4m3fn).float().reshape(-1, depth // 64, rows // 16, 16, 4, 1)
-    x = torch.empty(len(e), depth // 64, rows // 16, 16, 64, device=half.device)
-    x[..., _depth_places(keys).to(half.device)] = e.reshape(x.shape)
-    x = x.permute(0, 2, 3, 1, 4).reshape(*lead, rows, depth)
-    return x if keys else x.transpose(-1, -2)
+    return signed[codes.long()] * scale[..., of_scale]
