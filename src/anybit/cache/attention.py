@@ -156,8 +156,11 @@ def decode_kernel(
     split: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """``decode`` on the GPU without checks and without rotation; see ``ops.kv.prepare`` for the rest."""
-    view, rows, overlaps = cache.view(layer), cache.row_pointer(sequences), cache.newest_are_few
-    return kv.decode(q, view, rows, masks, config=config, out=out, errors=errors, split=split, overlaps=overlaps)
+    view, rows, gpu, early = cache.view(layer), cache.row_pointer(sequences), Device.of(q), cache.newest_are_few
+    launch = kv.prepare(q, view, rows, masks, gpu, config, out, errors, split, overlaps=early)
+    kv.run([launch], view.pages.get_device())
+    assert launch.lse is not None
+    return launch.out, launch.lse
 
 
 def decode_checked(

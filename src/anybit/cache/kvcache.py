@@ -243,7 +243,7 @@ class KVCache(Independent):
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         k, v = self.turn(k), self.turn(v)
         if self.pages.is_cuda and not self.format.float4:
-            kv.store(self.view(layer), self.row_pointer(sequences), len(sequences), k, v, layer)
+            kv.store(self.view(layer), self.row_pointer(sequences), k, v, layer)
         else:
             self._write_torch(layer, sequences, k, v)
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -67,11 +67,13 @@ class LayerView:
     table: int32 [sequences, pages per sequence].  lengths: int32 [sequences].  ring, window, capacity: tokens.
     front, slots: if the residual is stored in ``front`` blocks of the pool before a sequence's pages, ``slots`` tokens
     each (``kernels.attention.kv_rows``); ``residual`` then is a 16-bit view of the pool.
+    values: of a plain cache, whose pages are keys and values, 16-bit [pages, page tokens, kv_heads, head_dim] with
+    equal strides; it has no residual.
     """
 
     layout: PageLayout
     pages: Tensor
-    residual: Tensor
+    residual: Tensor | None
     table: Tensor
     lengths: Tensor
     ring: int
@@ -79,16 +81,17 @@ class LayerView:
     capacity: int
     front: int = 0
     slots: int = 0
+    values: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
         """Number of KV heads."""
-        return self.pages.shape[1]
+        return self.pages.shape[-2]
 
     @property
     def bf16(self) -> bool:
-        """Whether the residual is bfloat16 rather than float16."""
-        return self.residual.dtype == torch.bfloat16
+        """Whether 16-bit tokens are bfloat16 rather than float16."""
+        return (self.pages if self.residual is None else self.residual).dtype == torch.bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,57 +108,39 @@ class Ragged:
 # -------- storing tokens
 
 
-def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor, layer: int = 0) -> None:
+def store(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor, layer: int = 0) -> None:
     """Store the newest tokens (already counted in ``lengths``) in the residual, and pack full windows into pages.
 
     k, v: [batch, tokens, kv_heads, head_dim] in the residual's dtype.  rows: int32 [batch], sequence indices; None for
     0, 1, 2 ...  layer: for errors.  One launch (two for a prompt), at fixed addresses and without synchronization.
     Raises KernelError if no kernel supports the layout.
     """
-    run(_stored(view, rows, batch, k, v), view.pages.get_device(), layer)
-
-
-def _stored(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor) -> list[jit.Launch]:
-    k, v = (_aligned(x) for x in (k, v))
-    strides = _strides(k, v)
     step = k.shape[1] <= view.ring - view.window + 1
-    return [
-        _quantize(view, rows, batch, k.shape[1], None, k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
-        for packs, keeps in (((1, 1),) if step else ((1, 0), (0, 1)))
+    launches = [
+        _quantize(view, rows, k.shape[0], k.shape[1], (k, v), packs=packs, keeps=keeps)
+        for packs, keeps in (((True, True),) if step else ((True, False), (False, True)))
     ]
+    run(launches, view.pages.get_device(), layer)
 
 
-def stored(view: LayerView, k: Tensor, v: Tensor) -> list[jit.Launch]:
-    """The launches of ``store`` for one new token of each sequence: k, v [sequences, kv_heads, head_dim]."""
-    return _stored(view, None, k.shape[0], k[:, None], v[:, None])
+def stored(
+    view: LayerView, k: Tensor, v: Tensor, new: Ragged | None = None, *, packs: bool = True, keeps: bool = True
+) -> jit.Launch:
+    """The launch that stores new tokens, k and v [tokens, kv_heads, head_dim]; new: None for one of each sequence.
 
-
-def stored_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: bool, keeps: bool) -> jit.Launch:
-    """``stored`` for ragged batches. packs: pack full windows into pages.  keeps: store the newest in the residual.
-
-    k, v: [tokens, kv_heads, head_dim].  Doing both at once is correct only for at most ``ring - window + 1`` tokens per
-    sequence, or if its new tokens begin at a window: otherwise a ring slot may be overwritten before it is read.
+    packs: pack full windows into pages.  keeps: store the newest in the residual.  Doing both at once is correct only
+    for at most ``ring - window + 1`` tokens per sequence, or if its new tokens begin at a window: otherwise a ring slot
+    may be overwritten before it is read.
     """
-    k, v = (_aligned(x[None]) for x in (k, v))
-    strides = _strides(k, v) | {"k_batch_stride": 0, "v_batch_stride": 0}
-    return _quantize(
-        view, None, new.starts.shape[0] - 1, new.most, new.starts, k=k, v=v, **strides,
-        packs=int(packs), keeps=int(keeps), stored=0,
-    )  # fmt: skip
-
-
-_STRIDES = ("k_batch_stride", "k_token_stride", "k_head_stride", "v_batch_stride", "v_token_stride", "v_head_stride")
-
-
-def _strides(k: Tensor, v: Tensor) -> dict[str, int]:
-    return dict(zip(_STRIDES, (*k.stride()[:3], *v.stride()[:3]), strict=True))
+    if new is None:
+        return _quantize(view, None, len(k), 1, (k[:, None], v[:, None]))
+    batch = len(new.starts) - 1
+    return _quantize(view, None, batch, new.most, (k[None], v[None]), new.starts, packs=packs, keeps=keeps)
 
 
 def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int = 0) -> None:
     """Pack the windows that the newest ``tokens`` tokens completed; all their tokens are already in the residual."""
-    strides = dict.fromkeys(_STRIDES, 0)
-    made = _quantize(view, rows, batch, tokens, None, k=None, v=None, **strides, packs=1, keeps=0, stored=1)
-    run([made], view.pages.get_device(), layer)
+    run([_quantize(view, rows, batch, tokens, None, keeps=False)], view.pages.get_device(), layer)
 
 
 def run(launches: Sequence[jit.Launch], device: int, layer: int = 0) -> None:
@@ -166,44 +151,63 @@ def run(launches: Sequence[jit.Launch], device: int, layer: int = 0) -> None:
             kv_page.report(int(one.params.errors), layer)
 
 
-def _quantize(
-    view: LayerView, rows: Tensor | None, batch: int, tokens: int, starts: Tensor | None, /, **arguments: Any
-) -> jit.Launch:
+def quantizer(
+    view: LayerView, batch: int, tokens: int, ragged: bool, device: Device
+) -> tuple[kv_quantize.Problem, kv_quantize.Config]:
+    """The problem of storing up to ``tokens`` tokens of each sequence, and the config for it. KernelError for none."""
     problem = kv_quantize.Problem(
-        view.layout, batch, view.kv_heads, tokens, view.ring, view.window, view.bf16,
-        view.front, view.slots, starts is not None,
-    )  # fmt: skip
-    debug = kv_page.debugging()
-    device, config = Device.of(view.pages), kv_quantize.default(problem, checked=debug)
-    errors = torch.zeros(1, dtype=torch.int32, device=view.pages.device) if debug else None
+        view.layout, batch, view.kv_heads, tokens, view.ring, view.window, view.bf16, view.front, view.slots, ragged
+    )
+    config = kv_quantize.default(problem, checked=kv_page.debugging())
     if (reason := kv_quantize.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
+    return problem, config
+
+
+def _quantize(
+    view: LayerView, rows: Tensor | None, batch: int, tokens: int, new: tuple[Tensor, Tensor] | None,
+    starts: Tensor | None = None, *, packs: bool = True, keeps: bool = True,
+) -> jit.Launch:  # fmt: skip
+    """new: K and V, of all sequences in a row if there are ``starts``; None if they are in the residual already."""
+    device = Device.of(view.pages)
+    problem, config = quantizer(view, batch, tokens, starts is not None, device)
+    k, v = (None, None) if new is None else (_aligned(x, 8) for x in new)
+    strides = [(0, 0, 0) if x is None else (x.stride(0) * (starts is None), x.stride(1), x.stride(2)) for x in (k, v)]
     params = kv_quantize.Params(
+        k=k,
+        v=v,
         pages=view.pages,
         residual=view.residual,
         table=view.table,
         lengths=view.lengths,
         sequences=rows,
+        k_batch_stride=strides[0][0],
+        v_batch_stride=strides[1][0],
+        k_token_stride=strides[0][1],
+        k_head_stride=strides[0][2],
+        v_token_stride=strides[1][1],
+        v_head_stride=strides[1][2],
         tokens=tokens,
         kv_heads=view.kv_heads,
         table_width=view.table.shape[1],
         ring=view.ring,
         window=view.window,
+        packs=packs,
+        keeps=keeps,
         pages_count=view.pages.shape[0],
         sequences_count=view.table.shape[0],
-        errors=errors,
+        errors=torch.zeros(1, dtype=torch.int32, device=view.pages.device) if config.checked else None,
+        stored=new is None,
         page_stride=view.pages.stride(0),
         starts=starts,
-        **arguments,
     )
-    packs, keeps = bool(arguments["packs"]), bool(arguments["keeps"])
     overlaps = device.capability >= 90 and problem.step and (starts is None or (packs and keeps))
     return jit.Launch(kv_quantize.kernel(config), params, kv_quantize.grid(problem, packs), overlaps)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """X itself if its rows allow 16-byte vector loads, else a copy."""
-    fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
+def _aligned(x: Tensor, unit: int) -> Tensor:
+    """X [..., head_dim] itself if its rows allow vector loads of ``unit`` 16-bit values, else a copy."""
+    fits = x.stride(-1) == 1 and x.data_ptr() % (2 * unit) == 0 and all(s % unit == 0 for s in x.stride()[:-1])
     return x if fits else copy_of(x)
 
 
@@ -230,15 +234,16 @@ def problem_of(
         split=split,
         front=view.front,
         slots=view.slots,
+        plain=0 if view.values is None else view.pages.shape[1],
     )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Launch(jit.Launch):
-    """A launch of attention, and its outputs."""
+    """A launch of attention, and its outputs: ``lse`` is None for plain caches."""
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None
 
 
 def prepare(
@@ -254,23 +259,24 @@ def prepare(
     ragged: Ragged | None = None,
     overlaps: bool = False,
 ) -> Launch:
-    """The launch that runs ``decode`` on ``device``. Raises KernelError, with the reason, if there is none.
+    """The launch of causal attention of the newest tokens to their whole sequences, on ``device``.
 
+    q: [batch, tokens, heads, head_dim], checked and rotated already.
     rows: int32 [batch], sequence indices of the queries; None for 0, 1, 2 ...  config: kernel config (default: the
     heuristic's).  out: output buffer, contiguous, in q's shape and dtype.  errors: int32 [1], for checked kernels'
     error codes.  ragged: then q is [1, tokens, heads, head_dim], for sequences in rows of a pool; ``most`` must be at
     least 2.  overlaps: pages may be read before the previous kernel ends (programmatic dependent launch), so that
-    kernel must not write a prompt's pages.
+    kernel must not write a prompt's pages.  Raises KernelError, with the reason, if no kernel fits.
     """
     problem = problem_of(q, view, masks, split, ragged)
     if config is None:
         config = default(problem, device)
     elif (reason := kernels.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
-    fits = q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3])
-    q = q if fits else copy_of(q)
+    q = _aligned(q, 4)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if view.values is None else None
+    of_page = [0, 0] if view.values is None else [x * view.pages.element_size() for x in view.pages.stride()[1:3]]
     space = workspace(q.device, *kernels.workspace(problem, config, device))
     params = kernels.Params(
         pages=view.pages,
@@ -290,65 +296,27 @@ def prepare(
         q_head_stride=q.stride(2),
         batch=problem.batch,
         kv_heads=problem.kv_heads,
-        table_width=view.table.shape[1],
+        table_width=view.table.stride(0),
         ring=problem.ring,
         window=problem.window,
         pages_count=view.pages.shape[0],
         sequences_count=view.table.shape[0],
-        page_stride=view.pages.stride(0),
+        page_stride=view.pages.stride(0) * view.pages.element_size(),
         starts=None if ragged is None else ragged.starts,
-        **mask_params(masks, q),
+        values=view.values,
+        token_stride=of_page[0],
+        head_stride=of_page[1],
+        sinks=None if masks.sinks is None else in_log2(masks.sinks, q),
+        slopes=None if masks.alibi is None else in_log2(masks.alibi, q),
+        sliding=masks.window or 0,
+        scale=kernels.log2_scale(1.0 / math.sqrt(q.shape[-1]) if masks.scale is None else masks.scale),
+        cap=kernels.log2_scale(masks.softcap or 0.0),
+        uncap=2.0 / masks.softcap if masks.softcap else 0.0,
     )
     return Launch(
         kernel=kernels.kernel(config, view.layout), params=params, grid=kernels.grid(problem, config, device),
         pdl=overlaps and device.capability >= 90, out=out, lse=lse,
     )  # fmt: skip
-
-
-def decode(
-    q: Tensor,
-    view: LayerView,
-    rows: Tensor | None,
-    masks: Masks = NO_MASKS,
-    *,
-    config: Config | None = None,
-    out: Tensor | None = None,
-    errors: Tensor | None = None,
-    split: int = 0,
-    overlaps: bool = False,
-    ragged: Ragged | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of the newest tokens to the whole sequence; without input checks or Hadamard rotation.
-
-    q: [batch, tokens, heads, head_dim]; other arguments as in ``prepare``.
-    Returns the output in q's shape and dtype, and the log-sum-exp float32 [batch, tokens, heads].
-    """
-    launch = prepare(q, view, rows, masks, Device.of(q), config, out, errors, split, ragged, overlaps)
-    run([launch], view.pages.get_device())
-    return launch.out, launch.lse
-
-
-class MaskParams(TypedDict):
-    """The parameters of ``Masks``, as kernels take them."""
-
-    sinks: Tensor | None
-    slopes: Tensor | None
-    sliding: int
-    scale: float
-    cap: float
-    uncap: float
-
-
-def mask_params(masks: Masks, q: Tensor) -> MaskParams:
-    """Kernel parameters for ``masks``, by name. q: queries [..., head_dim]."""
-    return {
-        "sinks": None if masks.sinks is None else in_log2(masks.sinks, q),
-        "slopes": None if masks.alibi is None else in_log2(masks.alibi, q),
-        "sliding": masks.window or 0,
-        "scale": kernels.log2_scale(1.0 / math.sqrt(q.shape[-1]) if masks.scale is None else masks.scale),
-        "cap": kernels.log2_scale(masks.softcap or 0.0),
-        "uncap": 2.0 / masks.softcap if masks.softcap else 0.0,
-    }
 
 
 def in_log2(values: Tensor, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from anybit.errors import KernelError
 from anybit.kernels.attention.decode import decode as kernels
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.ops import kv
-from anybit.ops.kv import NO_MASKS, Masks
+from anybit.ops.kv import NO_MASKS, LayerView, Masks
 from anybit.ops.pages import check_pages
 from anybit.scheme import KVFormat
 
@@ -70,46 +70,10 @@ def decode(
     config: kernel config (default: the heuristic's).  Raises KernelError for operands that no kernel supports.
     """
     _check(q, keys, values, table, lengths, out)
-    count, heads, head_dim = q.shape
-    device = Device.of(q)
-    asked = problem(keys.shape[1], heads, keys.shape[2], head_dim, q.dtype, masks, capacity, count)
-    if config is None:
-        config = kernels.default(asked, device)
-    elif (reason := kernels.why_not(asked, config, device)) is not None:
-        raise KernelError(reason)
-    space = kv.workspace(q.device, *kernels.workspace(asked, config, device))
-    size = keys.element_size()
-    params = kernels.Params(
-        pages=keys,
-        values=values,
-        residual=None,
-        table=table,
-        lengths=lengths,
-        sequences=None,
-        q=q,
-        out=out,
-        lse=None,
-        partial=space[0],
-        partial_state=space[1],
-        arrivals=space[2],
-        errors=space[3],
-        q_batch_stride=q.stride(0),
-        q_token_stride=0,
-        q_head_stride=q.stride(1),
-        batch=count,
-        kv_heads=asked.kv_heads,
-        table_width=table.stride(0),
-        ring=asked.ring,
-        window=asked.window,
-        pages_count=keys.shape[0],
-        sequences_count=table.shape[0],
-        page_stride=keys.stride(0) * size,
-        token_stride=keys.stride(1) * size,
-        head_stride=keys.stride(2) * size,
-        **kv.mask_params(masks, q),
-    )
-    kernel, grid = kernels.kernel(config, asked.layout), kernels.grid(asked, config, device)
-    jit.launch(kernel, params, grid, pdl=overlaps and device.capability >= 90, device=q.get_device())
+    usual = kernels.Problem  # whose ring and window plain caches leave as they are
+    of = LayerView(_layout(q.shape[2]), keys, None, table, lengths, usual.ring, usual.window, capacity, values=values)
+    launch = kv.prepare(q[:, None], of, None, masks, Device.of(q), config, out[:, None], overlaps=overlaps)
+    kv.run([launch], q.get_device())
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, out: Tensor) -> None:

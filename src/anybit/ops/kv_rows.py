@@ -21,7 +21,6 @@ from anybit.errors import KernelError
 from anybit.jit import Launch as Launch
 from anybit.jit import Plan as Plan
 from anybit.jit import Slot
-from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.decode import decode as kernels
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kernels.attention.kv_quantize import kv_quantize
@@ -65,7 +64,7 @@ def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> 
     ragged: how many tokens each sequence has: any number if they begin a page, else at most 1 + the row's slack (and
     ``MOST_QUERIES`` if ``decode`` attends); None: one each.
     """
-    return kv.stored(of, k, v) if ragged is None else [kv.stored_ragged(of, k, v, ragged, packs=True, keeps=True)]
+    return [kv.stored(of, k, v, ragged)]
 
 
 def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> list[Launch]:
@@ -73,12 +72,12 @@ def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> list
 
     starts: int32 [sequences + 1], where the tokens of each sequence begin.  most: the most new tokens of a sequence.
     """
-    return [kv.stored_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=False)]
+    return [kv.stored(of, k, v, Ragged(starts, most), keeps=False)]
 
 
 def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> list[Launch]:
     """Keep the newest tokens in 16 bits (the ring); arguments as in ``pack``."""
-    return [kv.stored_ragged(of, k, v, Ragged(starts, most), packs=False, keeps=True)]
+    return [kv.stored(of, k, v, Ragged(starts, most), packs=False)]
 
 
 def decode(
@@ -181,23 +180,13 @@ def kernels_for(
     capacity: the most tokens of a sequence.  most: the most new tokens of a decode.  Raises KernelError, with the
     reason, if no kernel fits.
     """
-    bf16, checked = dtype == torch.bfloat16, kv_page.debugging()
-    found = dict[jit.Kernel, None]()
-    for ragged in (False, True):
-        store = kv_quantize.Problem(
-            rows.layout, 1, kv_heads, 1, rows.ring, PAGE, bf16, rows.front, rows.slots, ragged
-        )  # fmt: skip
-        config = kv_quantize.default(store, checked=checked)
-        if (reason := kv_quantize.why_not(store, config, device)) is not None:
-            raise KernelError(reason)
-        found[kv_quantize.kernel(config)] = None
-    unpacked = kv_unpack.Problem(rows.layout, rows.front, rows.slots, kv_heads, 1, bf16)
-    found[kv_unpack.kernel(kv_unpack.default(unpacked))] = None
+    pages = torch.empty(1, kv_heads, rows.layout.page_bytes, dtype=torch.uint8, device="meta")
+    none = torch.empty(0, 0, dtype=torch.int32, device="meta")
+    of = view(rows, pages, none, none, dtype, capacity)
+    quantizers = [kv.quantizer(of, 1, 1, ragged, device)[1] for ragged in (False, True)]
+    unpacked = kv_unpack.Problem(rows.layout, rows.front, rows.slots, kv_heads, 1, of.bf16)
+    found = [*map(kv_quantize.kernel, quantizers), kv_unpack.kernel(kv_unpack.default(unpacked))]
     for batch, queries in product(range(1, sequences + 1), sorted({1, most})):
-        step = kernels.Problem(
-            layout=rows.layout, batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, ring=rows.ring,
-            window=PAGE, capacity=capacity, bf16=bf16, sliding=masks.window is not None,
-            softcap=masks.softcap is not None, alibi=masks.alibi is not None, front=rows.front, slots=rows.slots,
-        )  # fmt: skip
-        found[kernels.kernel(kernels.default(step, device), rows.layout)] = None
-    return list(found)
+        q = torch.empty(batch, queries, heads, rows.layout.head_dim, dtype=dtype, device="meta")
+        found.append(kernels.kernel(kernels.default(kv.problem_of(q, of, masks), device), rows.layout))
+    return list(dict.fromkeys(found))

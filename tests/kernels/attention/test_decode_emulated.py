@@ -245,7 +245,7 @@ def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
     else:
         cache.row_index([sequence], torch.int32)[0] = 9
     with pytest.raises(KernelError, match=kv_page.WRONG[error][:20]):
-        kv.store(cache.view(0), cache.row_pointer([sequence]), 1, k, k)
+        kv.store(cache.view(0), cache.row_pointer([sequence]), k, k)
 
 
 PACKED = [
@@ -271,7 +271,7 @@ def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
     monkeypatch.setattr(
         KVCache,
         "_write_torch",
-        lambda self, layer, rows, k, v: kv.store(self.view(layer), self.row_pointer(rows), len(rows), k, v, layer),
+        lambda self, layer, rows, k, v: kv.store(self.view(layer), self.row_pointer(rows), k, v, layer),
     )
     there, *_ = case.build("cpu")
     assert torch.equal(here.residual[1].view(torch.int16), there.residual[1].view(torch.int16))
@@ -326,6 +326,6 @@ def test_one_token_completes_a_window(format: str, stored: bool, known: bool, mo
         kv.pack(cache.view(0), cache.row_pointer(sequences), len(sequences), 1)
     else:
         cache.residual.copy_(before[0])
-        kv.store(cache.view(0), cache.row_pointer(sequences), len(sequences), *tokens[:, :, 255:])
+        kv.store(cache.view(0), cache.row_pointer(sequences), *tokens[:, :, 255:])
     assert torch.equal(cache.pages, want[1])
     assert torch.equal(cache.residual.view(torch.int16), want[0].view(torch.int16))
