@@ -12,7 +12,7 @@ from tests.checkpoints.test_formats import whole_model
 from typer.testing import CliRunner
 
 from anybit.checkpoints.folder import Folder
-from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation
+from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.formats.write import convert_into
 from anybit.cli import app
 from anybit.errors import ConversionError, LayerError
@@ -46,7 +46,7 @@ def test_gptq_and_back(scheme: str, tmp_path: Path) -> None:
     assert there is not None and there.name == "gptq" and str(there.scheme) == scheme
     assert torch.equal(logits(ours), logits(tmp_path / "gptq"))
     convert_into(tmp_path / "gptq", "anybit", tmp_path / "back")
-    first, last = OwnTranslation(Folder(ours)), OwnTranslation(Folder(tmp_path / "back"))
+    first, last = FolderTranslation.of_own(Folder(ours)), FolderTranslation.of_own(Folder(tmp_path / "back"))
     assert first.layers == last.layers
     for name in first.layers:
         assert torch.equal(first.read(name).words, last.read(name).words)

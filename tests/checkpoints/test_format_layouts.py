@@ -9,14 +9,23 @@ import pytest
 import torch
 from tests.cases import generator
 
-from anybit.checkpoints.formats import FORMATS, StoredLayer
-from anybit.checkpoints.formats.stored import ordered
+from anybit.checkpoints.formats import FORMATS
+from anybit.checkpoints.formats.stored import StoredLayer, ordered
 from anybit.checkpoints.safetensors import Entry
-from anybit.codes.packing import pack_words, words_per_row
+from anybit.codes.packing import QuantizedWeight, pack_words, words_per_row
 from anybit.errors import CheckpointError
+from anybit.scheme import Scheme
 
-READERS = {format.NAME: format for format in FORMATS}
+READERS = {format.name: format for format in FORMATS}
 N, K = 32, 64
+
+
+def scheme_of(name: str, made: StoredLayer) -> Scheme:
+    return READERS[name].open(made)[0]
+
+
+def read(name: str, made: StoredLayer) -> QuantizedWeight:
+    return READERS[name].open(made)[1]()
 
 
 @dataclass
@@ -60,13 +69,13 @@ def gptq(zero: torch.Tensor, g_idx: torch.Tensor, **config: Any) -> tuple[Stored
 
 def test_gptq_zeros_of_v1_run_to_sixteen() -> None:
     made, expected = gptq(random(2, N) | 15, torch.arange(K) // 32)
-    assert str(READERS["gptq"].scheme(made)) == "w4a16g32min"
-    assert torch.equal(READERS["gptq"].read(made).dequantize(), expected)
+    assert str(scheme_of("gptq", made)) == "w4a16g32min"
+    assert torch.equal(read("gptq", made).dequantize(), expected)
 
 
 def test_gptq_groups_of_uneven_sizes_are_an_activation_order() -> None:
     made, expected = gptq(random(2, N, top=15), (torch.arange(K) >= 24).int())
-    assert ordered(made) and torch.equal(READERS["gptq"].read(made).dequantize(), expected)
+    assert ordered(made) and torch.equal(read("gptq", made).dequantize(), expected)
     made, _ = gptq(random(2, N, top=15), torch.arange(K) // 32)
     assert not ordered(made)
 
@@ -76,7 +85,7 @@ def test_gptq_groups_that_are_not_there_are_refused(group: int) -> None:
     made, _ = gptq(random(2, N, top=15), torch.arange(K) // 32)
     made["g_idx"][5] = group
     with pytest.raises(CheckpointError, match=r"names groups .* it has 0 to 1"):
-        READERS["gptq"].read(made)
+        read("gptq", made)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +106,10 @@ def test_activation_orders_of_compressed_tensors(size: int, kind: str, fine: boo
     assert ordered(made) == (kind == "shuffled")
     if fine:
         expected = scale[:, index] * (codes - 8)
-        assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+        assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
     else:
         with pytest.raises(CheckpointError, match="activation order over groups of 512 inputs"):
-            READERS["compressed-tensors"].read(made)
+            read("compressed-tensors", made)
 
 
 def test_compressed_tensors_with_one_scale_for_a_layer() -> None:
@@ -108,10 +117,10 @@ def test_compressed_tensors_with_one_scale_for_a_layer() -> None:
     codes = random(N, K, top=256).sub(128).to(torch.int8)
     one = {"weight_scale": torch.tensor([0.5]), "weight_zero_point": torch.tensor([3], dtype=torch.int8)}
     made = layer({"format": "int-quantized"}, weight=codes, **one)
-    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), 0.5 * (codes.float() - 3))
+    assert torch.equal(read("compressed-tensors", made).dequantize(), 0.5 * (codes.float() - 3))
     del one["weight_zero_point"]
     made = layer({"format": "int-quantized"}, weight=codes, **one)
-    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), 0.5 * codes.float())
+    assert torch.equal(read("compressed-tensors", made).dequantize(), 0.5 * codes.float())
 
 
 def padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -144,8 +153,8 @@ def test_words_that_compressed_tensors_padded(bits: int, k: int) -> None:
     """7-bit codes take as many words as 8-bit ones, and 100 inputs may take as many as dense ones."""
     for pack, version in ((padded, "0.17.1"), (pack_words, "0.18.0")):
         made, expected = packed(bits, k, pack, config_groups=saying(bits), version=version)
-        assert READERS["compressed-tensors"].scheme(made).weights.bits == bits
-        assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+        assert scheme_of("compressed-tensors", made).weights.bits == bits
+        assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
 
 
 @pytest.mark.parametrize(
@@ -155,21 +164,21 @@ def test_words_of_two_packings_or_widths_are_refused(bits: int, k: int, config: 
     version = {"version": config.pop("version")} if "version" in config else {}
     made, _ = packed(bits, k, pack_words, config_groups=config, **version)
     with pytest.raises(CheckpointError, match=rf"{k} inputs in {words_per_row(k, bits)} words .* version"):
-        READERS["compressed-tensors"].scheme(made)
+        scheme_of("compressed-tensors", made)
 
 
 def test_few_codes_have_the_bits_that_are_said() -> None:
     """16 inputs of 3 bits are two words, as are those of 4."""
     made, expected = packed(4, 16, pack_words, config_groups=saying(4))
-    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+    assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
 
 
 @pytest.mark.parametrize("stored", [7, 8])
 def test_a_symmetric_gptq_layer_tells_its_own_version(stored: int) -> None:
     made, expected = gptq(torch.full((2, N), stored), torch.arange(K) // 32, sym=True, checkpoint_format="gptq_v2")
-    assert str(READERS["gptq"].scheme(made)) == "w4a16g32"
+    assert str(scheme_of("gptq", made)) == "w4a16g32"
     spread = made["scales"].float()[torch.arange(K) // 32].t()
-    torch.testing.assert_close(READERS["gptq"].read(made).dequantize(), expected + spread * (stored - 7))
+    torch.testing.assert_close(read("gptq", made).dequantize(), expected + spread * (stored - 7))
 
 
 def test_modelopt_nvfp4() -> None:
@@ -182,8 +191,8 @@ def test_modelopt_nvfp4() -> None:
     )  # fmt: skip
     signed = values[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
     expected = signed * (scale.float() * torch.tensor(0.01)).repeat_interleave(16, 1)
-    assert str(READERS["modelopt NVFP4"].scheme(made)) == "w4a16g16e2m1"
-    assert torch.equal(READERS["modelopt NVFP4"].read(made).dequantize(), expected)
+    assert str(scheme_of("modelopt NVFP4", made)) == "w4a16g16e2m1"
+    assert torch.equal(read("modelopt NVFP4", made).dequantize(), expected)
 
 
 @pytest.mark.parametrize(("method", "shape"), [("fbgemm_fp8", (N, 1)), ("modelopt", ())])
@@ -193,8 +202,8 @@ def test_fp8_of_fbgemm_and_modelopt(method: str, shape: tuple[int, ...]) -> None
     scale = torch.rand(shape, generator=generator(6)) / 64
     more = {"input_scale": torch.tensor(0.5)} if method == "modelopt" else {}
     made = layer({"quant_method": method, "quant_algo": "FP8"}, weight=weight, weight_scale=scale, **more)
-    assert READERS["fp8"].matches(made.config) and str(READERS["fp8"].scheme(made)) == "w8a16e4m3"
-    assert torch.equal(READERS["fp8"].read(made).dequantize(), weight.float() * scale)
+    assert READERS["fp8"].matches(made.config) and str(scheme_of("fp8", made)) == "w8a16e4m3"
+    assert torch.equal(read("fp8", made).dequantize(), weight.float() * scale)
 
 
 def test_mxfp8() -> None:
@@ -202,9 +211,9 @@ def test_mxfp8() -> None:
     weight = torch.randn(N, K, generator=generator(7)).to(torch.float8_e4m3fn)
     exponents = random(N, K // 32, top=20).add(110).to(torch.uint8)
     made = layer({"quant_method": "mxfp8"}, weight=weight, weight_scale=exponents)
-    assert str(READERS["fp8"].scheme(made)) == "w8a16g32e4m3"
+    assert str(scheme_of("fp8", made)) == "w8a16g32e4m3"
     spread = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
-    assert torch.equal(READERS["fp8"].read(made).dequantize(), weight.float() * spread)
+    assert torch.equal(read("fp8", made).dequantize(), weight.float() * spread)
 
 
 @pytest.mark.parametrize("block", [[128, 128], "128x128"])
@@ -215,14 +224,14 @@ def test_fp8_blocks_of_compressed_tensors_end_where_the_layer_does(block: object
     settings = {"targets": ["Linear"], "weights": {"strategy": "block", "block_structure": block}}
     made = layer({"config_groups": {"group_0": settings}}, weight=weight, weight_scale=scale)
     expected = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:192, :192]
-    assert torch.equal(READERS["compressed-tensors"].read(made).dequantize(), expected)
+    assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
 
 
 def test_fp8_scales_that_are_not_those_of_the_stated_blocks_are_refused() -> None:
     weight, scale = torch.zeros(192, 192).to(torch.float8_e4m3fn), torch.ones(3, 3)
     made = layer({"weight_block_size": [128, 128]}, weight=weight, weight_scale_inv=scale)
     with pytest.raises(CheckpointError, match="3 x 3 scales does not fit 192 x 192 weights in blocks of 128 x 128"):
-        READERS["fp8"].scheme(made)
+        scheme_of("fp8", made)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
@@ -241,7 +250,7 @@ def test_the_last_group_may_be_shorter(name: str) -> None:
     else:
         made = layer(config, qweight=along(codes).t().contiguous(), qzeros=eights, scales=scale.t().contiguous())
     expected = scale.float()[:, torch.arange(k) // 64]
-    assert torch.equal(READERS[name].read(made).dequantize(), expected)
+    assert torch.equal(read(name, made).dequantize(), expected)
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(48, "w4a16g16asym"), (1024, "w4a16g256asym"), (4096, "w4a16asym")])
@@ -253,9 +262,9 @@ def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> 
         {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "sym": False, "group_size": size},
         qweight=along(codes.t()).t().contiguous(), qzeros=along(zero), scales=scales,
     )  # fmt: skip
-    assert str(READERS["gptq"].scheme(made)) == scheme
+    assert str(scheme_of("gptq", made)) == scheme
     index = torch.arange(k) // size
-    assert torch.equal(READERS["gptq"].read(made).dequantize(), (scales.float()[index] * (codes - zero[index])).t())
+    assert torch.equal(read("gptq", made).dequantize(), (scales.float()[index] * (codes - zero[index])).t())
 
 
 @pytest.mark.parametrize(
@@ -272,7 +281,7 @@ def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> 
 )
 def test_what_cannot_be_read_is_refused_by_name(name, config, tensors, why) -> None:
     with pytest.raises(CheckpointError, match=f"layer l cannot be read: .*{why}"):
-        READERS[name].scheme(layer(config, **tensors))
+        scheme_of(name, layer(config, **tensors))
 
 
 @pytest.mark.parametrize("bad", ["scales", "weights"])
@@ -282,7 +291,7 @@ def test_what_is_not_finite_is_refused(bad: str) -> None:
         {"quant_method": "fp8"}, weight=codes, weight_scale=torch.tensor([torch.inf if bad == "scales" else 1])
     )
     with pytest.raises(CheckpointError, match="not finite" if bad == "scales" else "hold NaN"):
-        READERS["fp8"].read(made)
+        read("fp8", made)
 
 
 def test_2_4_bitmasks_of_compressed_tensors() -> None:
@@ -296,12 +305,11 @@ def test_2_4_bitmasks_of_compressed_tensors() -> None:
         "weight_scale": torch.rand(N, 2, generator=generator(1)),
     }  # fmt: skip
     stored = layer({}, **tensors)
-    reader = READERS["compressed-tensors"]
-    assert str(reader.scheme(stored)) == "w8a16g32s24"
+    assert str(scheme_of("compressed-tensors", stored)) == "w8a16g32s24"
     expected = codes.float() * tensors["weight_scale"].repeat_interleave(32, dim=1)
-    assert torch.equal(reader.read(stored).dequantize(torch.float32), expected)
+    assert torch.equal(read("compressed-tensors", stored).dequantize(torch.float32), expected)
     bits[0, 0] = 0x07
     with pytest.raises(CheckpointError, match="two of four"):
-        reader.read(layer({}, **tensors))
+        read("compressed-tensors", layer({}, **tensors))
     with pytest.raises(CheckpointError, match=r"float16.*float8_e4m3fn"):
-        reader.scheme(layer({}, **tensors | {"compressed": tensors["compressed"].half()}))
+        scheme_of("compressed-tensors", layer({}, **tensors | {"compressed": tensors["compressed"].half()}))

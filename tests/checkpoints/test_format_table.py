@@ -74,5 +74,5 @@ def test_a_row_of_the_format_table_is_true(row: tuple[str, ...]) -> None:
 
 
 def test_every_format_has_rows() -> None:
-    assert {row[0] for row in ROWS} == {format.NAME for format in FORMATS} | {"gguf"}
+    assert {row[0] for row in ROWS} == {format.name for format in FORMATS} | {"gguf"}
     assert {kind for row in ROWS if row[0] == "gguf" for kind in row[1].split(", ")} == set(BLOCKS)

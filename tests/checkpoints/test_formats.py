@@ -155,7 +155,7 @@ def test_weights_behind_bitmasks_are_a_model_like_any_other(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_loads_and_runs(name: str, tmp_path: Path) -> None:
     case, found = CASES[name], format_of(Folder(FIXTURES / name).config)
-    assert found is not None and case.format == found.NAME
+    assert found is not None and case.format == found.name
     model = anybit.load(whole_model(name, tmp_path))
     expected = load_file(FIXTURES / name / "expected.safetensors")
     modules = {key: module for key, module in model.named_modules() if isinstance(module, QuantLinear)}

@@ -17,7 +17,7 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
 from anybit.checkpoints.formats.gguf_encode import encode
 from anybit.checkpoints.formats.gguf_write import _rule
-from anybit.checkpoints.formats.translate import OwnTranslation
+from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.errors import ConversionError
@@ -127,7 +127,10 @@ def test_a_mixed_file_comes_back(tmp_path: Path) -> None:
         name: kind for name, kind in MIXED.items() if name != "token_embd"
     }
     convert_into(tmp_path / "back.gguf", "anybit", tmp_path / "again")
-    first, last = OwnTranslation(Folder(tmp_path / "ours")), OwnTranslation(Folder(tmp_path / "again"))
+    first, last = (
+        FolderTranslation.of_own(Folder(tmp_path / "ours")),
+        FolderTranslation.of_own(Folder(tmp_path / "again")),
+    )
     for name in first.layers:
         assert torch.equal(first.read(name).dequantize(), last.read(name).dequantize())
 

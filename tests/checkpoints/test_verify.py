@@ -236,7 +236,7 @@ def test_other_quant_methods_are_refused_by_name(llama: Path, tmp_path: Path, me
     entry = {"quant_method": method, "bits": 4, "group_size": 128} if method else {"bits": 4}
     folder = changed(linked(llama, tmp_path / "model"), quantization_config=entry)
     named = method or "an unknown method"
-    read = method in {format.NAME for format in FORMATS}
+    read = method in {format.name for format in FORMATS}
     why = r"and has no tensor \*\.\w+" if read else "which anybit does not read"
     with pytest.raises(CheckpointError, match=rf"quantized by {named}, {why}"):
         load_model(folder, device="cpu")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from anybit.checkpoints.folder import Folder, path_of, read_json, refuse_adapter
-from anybit.checkpoints.formats.compressed_tensors import matches, unmasked
+from anybit.checkpoints.formats.compressed_tensors import FORMAT, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.gguf import linked_alone, read_gguf_header, tokenizer_of
 from anybit.checkpoints.gguf_config import config_of
@@ -84,7 +84,7 @@ def _is_masked(path: Path) -> bool:
     try:
         entry = read_json(path / "config.json")["quantization_config"]
         masked = entry["sparsity_config"]["format"] == "sparse-24-bitmask"
-        plain = not entry.get("config_groups") and not matches(entry)
+        plain = not entry.get("config_groups") and not FORMAT.matches(entry)
         return bool(masked and plain and entry["quant_method"] == "compressed-tensors")
     except (CheckpointError, KeyError, TypeError, AttributeError):  # reported by later checks
         return False

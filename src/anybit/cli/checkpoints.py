@@ -243,7 +243,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     with status(f"Reading {what}"), local_folder(what, trust_remote_code) as path:
         folder = Folder(path)
         saved = folder.quantization
-        foreign = FolderTranslation.of(folder) if saved is None else None
+        foreign = FolderTranslation.of(folder)
         model = skeleton(path, trust_remote_code)
         saved = saved and saved.renamed(HubNames.of(model).own)
         if foreign is None:

@@ -21,7 +21,7 @@ def check_folder(path: Path, trust_remote_code: bool = False) -> None:
     tensor.
     """
     folder = Folder(path, trust_remote_code)
-    foreign = FolderTranslation.of(folder) if folder.quantization is None else None
+    foreign = FolderTranslation.of(folder)
     if foreign is not None:
         foreign.check(skeleton(path, trust_remote_code))
         for name in foreign.plain:

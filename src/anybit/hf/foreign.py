@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
-from anybit.checkpoints.formats.translate import Translation, linear_shapes
+from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
 from anybit.hf.replace import replace_linears
@@ -37,14 +37,14 @@ def load_translated(
             stacklevel=3,
         )
     source.check(empty)
-    kept = sorted(set(linear_shapes(empty)) - set(source.layers))
-    words = source.configuration(kept)
+    words = source.configuration(empty)
     config = copy.deepcopy(empty.config)
     config.quantization_config = {**words, **({"backend": backend} if backend else {})}
     for name in set(tied_heads(empty)) & set(source.layers):  # a head with codes of its own is no longer tied
         untie(empty, name, config)
     known = AnyBitConfig.from_dict(words)
-    replace_linears(empty, source.scheme, kept, group_index=source.group_index, overrides=known.quantization.overrides)
+    own = known.quantization
+    replace_linears(empty, own.scheme, own.kept or [], group_index=own.group_index, overrides=own.overrides)
     tensors = source.state_dict(empty, dtype)
     model, found = type(empty).from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map, output_loading_info=True

@@ -96,7 +96,7 @@ def load_model(
         # Built first, so that a configuration that transformers cannot build raises an error of its own.
         empty = skeleton(path, trust_remote_code)
         method = method_of(folder.config)
-        foreign = FolderTranslation.of(folder) if folder.quantization is None else None
+        foreign = FolderTranslation.of(folder)
         if method is None:
             check_model(empty, folder.entries, path)
         elif method != METHOD and foreign is None:

@@ -11,7 +11,6 @@ from anybit.checkpoints.configuration import METHOD, Quantization, refuse_quanti
 from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.formats import format_of, mxfp4
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
-from anybit.checkpoints.formats.translate import linear_shapes
 from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.source import is_gguf, local_folder
@@ -41,11 +40,10 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
                 for part in (empty.config, tokenizer):
                     part.save_pretrained(folder)
                 config = read_json(folder / "config.json")
-                kept = sorted(set(linear_shapes(empty)) - set(source.layers))
                 words = {
                     "architectures": [type(empty).__name__],
                     "dtype": "float16",
-                    "quantization_config": source.configuration(kept, HubNames.of(empty).hub),
+                    "quantization_config": source.configuration(empty, HubNames.of(empty).hub),
                 }
                 (folder / "config.json").write_text(json.dumps(config | words), encoding="utf-8")
                 (folder / "model.gguf").symlink_to(file.resolve())
@@ -61,7 +59,10 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
 def _checked(path: Path, config: dict[str, object], server: Server) -> list[str]:
     """Check a folder. Returns the arguments for vLLM by which anybit's kernels run another tool's."""
     chosen = (values_of("quantization", server.others) or values_of("q", server.others))[-1:]
-    other = Quantization.of(config) is None and format_of(config) not in (None, mxfp4)  # gpt-oss: vLLM's own kernels
+    other = Quantization.of(config) is None and format_of(config) not in (
+        None,
+        mxfp4.FORMAT,
+    )  # gpt-oss: vLLM's own kernels
     if other and chosen not in ([], [METHOD]):
         return []
     try:

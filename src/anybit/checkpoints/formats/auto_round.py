@@ -4,13 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anybit.checkpoints.formats import awq, gptq
-from anybit.checkpoints.formats.stored import StoredLayer
-from anybit.codes.packing import QuantizedWeight
-from anybit.scheme import Scheme
+from anybit.checkpoints.formats.stored import Format, Opened, StoredLayer
 
-NAME = "auto-round"
-MARKS = ("qweight",)
-TENSORS = gptq.TENSORS
 _EARLY = ("autoround:exllamav2", "auto_round:exllamav2", "auto_round:gptq:exllamav2")
 """Names of GPTQ's packing before version 0.4, which do not say whether zeros are stored minus one."""
 _PACKINGS = (
@@ -18,36 +13,27 @@ _PACKINGS = (
 )  # fmt: skip
 
 
-def matches(config: Mapping[str, object]) -> bool:
-    """Whether a quantization_config describes this format."""
-    return config.get("quant_method") in ("auto-round", "intel/auto-round") and _packing(config) in _PACKINGS
-
-
-def scheme(layer: StoredLayer) -> Scheme:
-    """The scheme of a layer."""
-    if _as_awq(layer):
-        return awq.scheme(layer)
-    found = gptq.scheme(_as_gptq(layer))
-    if found.weights.code != "sym" and _packing(layer.config) in _EARLY:
-        raise layer.refuse(f"it is asymmetric, and {_packing(layer.config)} does not say how its zeros are stored")
-    return found
-
-
-def read(layer: StoredLayer) -> QuantizedWeight:
-    """Read a layer, with its codes unchanged."""
-    return awq.read(layer) if _as_awq(layer) else gptq.read(_as_gptq(layer))
-
-
 def _packing(config: Mapping[str, object]) -> str:
     said = config.get("packing_format")
     return str(config.get("backend", "auto_round:auto_gptq") if said is None else said)
 
 
-def _as_awq(layer: StoredLayer) -> bool:
-    return _packing(layer.config).endswith("awq")
+def _open(layer: StoredLayer) -> Opened:
+    packing = _packing(layer.config)
+    if packing.endswith("awq"):
+        return awq.FORMAT.open(layer)
+    # Only auto_gptq's packing stores zeros minus one (v1).
+    version = "gptq" if packing.endswith("auto_gptq") else "gptq_v2"
+    scheme, read = gptq.FORMAT.open(replace(layer, config={**layer.config, "checkpoint_format": version}))
+    if scheme.weights.code != "sym" and packing in _EARLY:
+        raise layer.refuse(f"it is asymmetric, and {packing} does not say how its zeros are stored")
+    return scheme, read
 
 
-def _as_gptq(layer: StoredLayer) -> StoredLayer:
-    """The layer with GPTQ's checkpoint_format: only auto_gptq's packing stores zeros minus one (v1)."""
-    version = "gptq" if _packing(layer.config).endswith("auto_gptq") else "gptq_v2"
-    return replace(layer, config={**layer.config, "checkpoint_format": version})
+FORMAT = Format(
+    "auto-round",
+    gptq.FORMAT.marks,
+    gptq.FORMAT.tensors,
+    lambda config: config.get("quant_method") in ("auto-round", "intel/auto-round") and _packing(config) in _PACKINGS,
+    _open,
+)

@@ -11,68 +11,61 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size
-from anybit.codes.packing import QuantizedWeight, pack_words, unpack_words
+from anybit.checkpoints.formats.stored import Format, Groups, Opened, StoredLayer, finite, group_size
+from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.scheme import Scheme, WeightFormat
 
-NAME = "awq"
-MARKS = ("qweight",)
-TENSORS = ("qweight", "qzeros", "scales")
 _PLACE_OF = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7
-
-
-def matches(config: Mapping[str, object]) -> bool:
-    """Whether a quantization_config describes this format."""
-    return config.get("quant_method") == "awq" and _version(config) in ("gemm", "gemv")
-
-
-def scheme(layer: StoredLayer) -> Scheme:
-    """The scheme of a layer."""
-    bits, k, _ = _sizes(layer)
-    return Scheme(WeightFormat(bits, "asym", _groups(layer, k).group))
-
-
-def read(layer: StoredLayer) -> QuantizedWeight:
-    """Read a layer, with its codes unchanged."""
-    bits, k, n = _sizes(layer)
-    groups = _groups(layer, k)
-    scale = finite(layer, "scales", layer["scales"])
-    if _version(layer.config) == "gemv":
-        zero = unpack_words(layer["qzeros"], bits, layer.shape("qzeros")[1] * 32 // bits)[:, : groups.stored]
-        words, scale = layer["qweight"].contiguous(), scale[:, : groups.stored]
-    else:
-        words = pack_words(_in_order(unpack_words(layer["qweight"], bits, n)).t().contiguous(), bits)
-        zero, scale = _in_order(unpack_words(layer["qzeros"], bits, n)).t(), scale.t()
-    format = WeightFormat(bits, "asym", groups.group)
-    return QuantizedWeight(words, groups.spread(scale), groups.spread(zero), (n, k), format)
 
 
 def _version(config: Mapping[str, object]) -> str:
     return str(config.get("version") or "gemm").lower()
 
 
-def _sizes(layer: StoredLayer) -> tuple[int, int, int]:
-    """(bits, inputs, outputs)."""
+def _open(layer: StoredLayer) -> Opened:
     if _version(layer.config) == "gemv":
-        bits, (n, words) = layer.config.get("bits", 4), layer.shape("qweight")
-        if not isinstance(bits, int) or bits not in range(1, 9):
-            raise layer.refuse(f"its codes have {bits!r:.80} bits, and 1 to 8 are possible")
-        return bits, words * 32 // bits, n
-    n = layer.shape("scales")[1]
-    k, words = layer.shape("qweight")
-    if n % 8 or words * 32 % n or words * 32 // n not in range(1, 9):
-        raise layer.refuse(f"qweight of shape {(k, words)} fits no width of 1 to 8 bits with {n} outputs")
-    return words * 32 // n, k, n
+        return _open_gemv(layer)
+    stored, n = layer.shape("scales")
+    k, width = layer.shape("qweight")
+    if n % 8 or width * 32 % n or width * 32 // n not in range(1, 9):
+        raise layer.refuse(f"qweight of shape {(k, width)} fits no width of 1 to 8 bits with {n} outputs")
+    groups = Groups.of(layer, group_size(layer, layer.config.get("group_size"), stored, k), k)
+    format = WeightFormat(width * 32 // n, "asym", groups.group)
+
+    def in_order(name: str) -> Tensor:
+        """Codes or zeros [N, ...], without the interleaving."""
+        places: Tensor = unpack_words(layer[name], format.bits, n).unflatten(-1, (-1, 8))
+        return places[..., torch.tensor(_PLACE_OF)].flatten(-2).t()
+
+    def read() -> QuantizedWeight:
+        scale, zero = groups.spread(finite(layer, "scales", layer["scales"]).t()), groups.spread(in_order("qzeros"))
+        return QuantizedWeight.from_codes(in_order("qweight").contiguous(), scale, zero, format)
+
+    return Scheme(format), read
 
 
-def _groups(layer: StoredLayer, k: int) -> Groups:
-    if _version(layer.config) == "gemv":
-        return Groups.of(layer, layer.config.get("group_size"), k)
-    stored = layer.shape("scales")[0]
-    return Groups.of(layer, group_size(layer, layer.config.get("group_size"), stored, k), k)
+def _open_gemv(layer: StoredLayer) -> Opened:
+    bits, (n, width) = layer.config.get("bits", 4), layer.shape("qweight")
+    if not isinstance(bits, int) or bits not in range(1, 9):
+        raise layer.refuse(f"its codes have {bits!r:.80} bits, and 1 to 8 are possible")
+    k = width * 32 // bits
+    groups = Groups.of(layer, layer.config.get("group_size"), k)
+    format = WeightFormat(bits, "asym", groups.group)
+
+    def read() -> QuantizedWeight:
+        zero = unpack_words(layer["qzeros"], bits, layer.shape("qzeros")[1] * 32 // bits)
+        scale, zero = (
+            groups.spread(values[:, : groups.stored]) for values in (finite(layer, "scales", layer["scales"]), zero)
+        )
+        return QuantizedWeight(layer["qweight"].contiguous(), scale, zero, (n, k), format)
+
+    return Scheme(format), read
 
 
-def _in_order(places: Tensor) -> Tensor:
-    """Undo the interleaving of values [..., N]."""
-    order = torch.tensor(_PLACE_OF)
-    return places.view(places.shape[0], -1, 8)[..., order].flatten(-2)
+FORMAT = Format(
+    "awq",
+    ("qweight",),
+    ("qweight", "qzeros", "scales"),
+    lambda config: config.get("quant_method") == "awq" and _version(config) in ("gemm", "gemv"),
+    _open,
+)

@@ -20,18 +20,21 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats import fp4, fp8
-from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, group_size, unset
+from anybit.checkpoints.formats.stored import (
+    Format,
+    Groups,
+    Opened,
+    StoredLayer,
+    finite,
+    group_size,
+    unset,
+    unsigned,
+)
 from anybit.codes.packing import WORD, QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.errors import dtype_name
 from anybit.models.patterns import check_pattern
 from anybit.scheme import Code, Scheme, WeightFormat
 
-NAME = "compressed-tensors"
-MARKS = ("weight_scale",)
-TENSORS = (
-    "weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
-    "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "compressed", "bitmask", "shape",
-)  # fmt: skip
 _KNOWN = (
     "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mixed-precision",
@@ -40,20 +43,52 @@ PADDED = (3, 5, 6, 7)
 """Widths that do not divide 32, whose words compressed-tensors padded before version 0.18."""
 
 
-def matches(config: Mapping[str, object]) -> bool:
-    """Whether a quantization_config describes this format."""
-    return config.get("quant_method") == "compressed-tensors" and config.get("format") in _KNOWN
-
-
-def scheme(layer: StoredLayer) -> Scheme:
-    """The scheme of a layer."""
+def _open(layer: StoredLayer) -> Opened:
     layer = _as_dense(layer)
     _refuse_rotations(layer)
-    if _is_fp4(layer):
-        return fp4.scheme(layer)
-    if _is_fp8(layer):
-        return fp8.scheme(_with_blocks(layer))
-    return Scheme(_format(layer)[0])
+    if "weight_packed" in layer and layer.entry("weight_packed").dtype == torch.uint8:
+        return fp4.FORMAT.open(layer)
+    if "weight" in layer and layer.entry("weight").dtype == torch.float8_e4m3fn:
+        block = _settings(layer).get("block_structure")
+        block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
+        return fp8.FORMAT.open(replace(layer, config={**layer.config, "weight_block_size": block}))
+    if "weight_packed" in layer:
+        n, k = (int(size) for size in layer["weight_shape"].tolist())
+        bits, padded = packing(layer)
+    else:
+        n, k = layer["shape"].flatten().tolist() if "bitmask" in layer else layer.shape("weight")
+        bits, padded = 8, False  # as stored, even if rounded to fewer
+    scale = layer.shape("weight_scale")
+    stored = scale[1] if len(scale) == 2 else 1
+    groups = Groups.of(layer, group_size(layer, _settings(layer).get("group_size"), stored, k), k)
+    for tensor, word, value in (("weight_zero_point", "symmetric", False), ("weight_g_idx", "actorder", "group")):
+        if tensor not in layer and _settings(layer).get(word) == value:
+            raise layer.refuse(f"it has no tensor {tensor}, and config.json says that {word} is {value}")
+    code: Code = "asym" if "weight_zero_point" in layer else "sym"
+    format = WeightFormat(bits, code, groups.group, "bitmask" in layer)
+
+    def unpacked(words: Tensor, length: int) -> Tensor:
+        return _unpadded(layer, words, bits, length) if padded else unpack_words(words, bits, length)
+
+    def read() -> QuantizedWeight:
+        index, places, zero = None, None, None
+        if "weight_packed" in layer:
+            words = layer["weight_packed"]
+            words = pack_words(unpacked(words, k), bits) if padded else words
+            if "weight_g_idx" in layer and not unset(layer["weight_g_idx"]):
+                index = groups.order(layer["weight_g_idx"])
+        else:
+            words = pack_words(unsigned(layer["compressed" if format.sparse else "weight"], bits), bits)
+            places = _places(layer, n, k) if format.sparse else None
+        if code == "asym":
+            zero = layer["weight_zero_point"]
+            packed = zero.dtype == torch.int32
+            zero = unpacked(zero.t().contiguous(), n).t() if packed else _of_rows(unsigned(zero, bits), n)
+            zero = groups.spread(zero)
+        scale = groups.spread(finite(layer, "scales", _of_rows(layer["weight_scale"], n)))
+        return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
+
+    return Scheme(format), read
 
 
 def _refuse_rotations(layer: StoredLayer) -> None:
@@ -63,38 +98,6 @@ def _refuse_rotations(layer: StoredLayer) -> None:
     for where in (place["location"] for group in (groups or {}).values() for place in group["apply"]):
         if where not in ("weight_input", "weight_output"):
             raise layer.refuse(f"its model rotates activations at run time (transform_config, at {where})")
-
-
-def read(layer: StoredLayer) -> QuantizedWeight:
-    """Read a layer, with its codes unchanged."""
-    layer = _as_dense(layer)
-    if _is_fp4(layer):
-        return fp4.read(layer)
-    if _is_fp8(layer):
-        return fp8.read(_with_blocks(layer))
-    format, groups, (n, k) = _format(layer)
-    index, places, padded = None, None, False
-    if "weight_packed" in layer:
-        words = layer["weight_packed"]
-        if padded := packing(layer)[1]:
-            words = pack_words(_unpadded(layer, words, format.bits, k), format.bits)
-        if "weight_g_idx" in layer and not unset(layer["weight_g_idx"]):
-            index = groups.order(layer["weight_g_idx"])
-    else:
-        stored = layer["compressed" if format.sparse else "weight"]
-        words = pack_words(_unsigned(stored, format.bits), format.bits)
-        places = _places(layer, n, k) if format.sparse else None
-    zero = None
-    if format.code == "asym":
-        zero = layer["weight_zero_point"]
-        if zero.dtype == torch.int32:
-            zero = zero.t().contiguous()
-            zero = (_unpadded(layer, zero, format.bits, n) if padded else unpack_words(zero, format.bits, n)).t()
-        else:
-            zero = _of_rows(_unsigned(zero, format.bits), n)
-        zero = groups.spread(zero)
-    scale = groups.spread(finite(layer, "scales", _of_rows(layer["weight_scale"], n)))
-    return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
 
 
 def packing(layer: StoredLayer) -> tuple[int, bool]:
@@ -132,11 +135,6 @@ def _unpadded(layer: StoredLayer, words: Tensor, bits: int, length: int) -> Tens
         raise layer.refuse(f"{length} codes of {bits} bits, {each} a word, are not {words.shape[1]} words")
     codes = [(words >> bits * place & 2**bits - 1).to(torch.uint8) for place in range(each)]
     return torch.stack(codes, -1).flatten(1)[:, :length]
-
-
-def _unsigned(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes as unsigned ones, uint8."""
-    return (codes.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
 
 
 def _of_rows(values: Tensor, n: int) -> Tensor:
@@ -205,33 +203,14 @@ def _settings(layer: StoredLayer) -> Mapping[str, object]:
     return targets.get(layer.name, targets.get("Linear", {}))
 
 
-def _with_blocks(layer: StoredLayer) -> StoredLayer:
-    """The layer with its block size where ``fp8`` looks for it."""
-    block = _settings(layer).get("block_structure")
-    block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
-    return replace(layer, config={**layer.config, "weight_block_size": block})
-
-
-def _is_fp4(layer: StoredLayer) -> bool:
-    return "weight_packed" in layer and layer.entry("weight_packed").dtype == torch.uint8
-
-
-def _is_fp8(layer: StoredLayer) -> bool:
-    return "weight" in layer and layer.entry("weight").dtype == torch.float8_e4m3fn
-
-
-def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
-    if "weight_packed" in layer:
-        n, k = (int(size) for size in layer["weight_shape"].tolist())
-        bits = packing(layer)[0]
-    else:
-        n, k = layer["shape"].flatten().tolist() if "bitmask" in layer else layer.shape("weight")
-        bits = 8  # as stored, even if rounded to fewer
-    scale = layer.shape("weight_scale")
-    stored = scale[1] if len(scale) == 2 else 1
-    groups = Groups.of(layer, group_size(layer, _settings(layer).get("group_size"), stored, k), k)
-    for tensor, word, value in (("weight_zero_point", "symmetric", False), ("weight_g_idx", "actorder", "group")):
-        if tensor not in layer and _settings(layer).get(word) == value:
-            raise layer.refuse(f"it has no tensor {tensor}, and config.json says that {word} is {value}")
-    code: Code = "asym" if "weight_zero_point" in layer else "sym"
-    return WeightFormat(bits, code, groups.group, "bitmask" in layer), groups, (n, k)
+FORMAT = Format(
+    "compressed-tensors",
+    ("weight_scale",),
+    (
+        "weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+        "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "compressed", "bitmask",
+        "shape",
+    ),
+    lambda config: config.get("quant_method") == "compressed-tensors" and config.get("format") in _KNOWN,
+    _open,
+)  # fmt: skip

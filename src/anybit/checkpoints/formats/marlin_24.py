@@ -12,59 +12,19 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.checkpoints.formats.stored import Format, Groups, Opened, StoredLayer, finite
 from anybit.codes.packing import QuantizedWeight, pack_words, unpack_words
 from anybit.scheme import Scheme, WeightFormat
 
-NAME = "marlin-24"
-MARKS = ("B_24", "weight_packed")
-TENSORS = ("B_24", "B_meta", "s", "workspace", "weight_packed", "meta", "scale_packed")
 _METHODS = ("gptq", "marlin", "gptq_marlin_24")
 _TILE, _COLUMNS = 16, 64
 _INTERLEAVED = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 """Order of codes within a word, least significant bits first."""
 
 
-def matches(config: Mapping[str, object]) -> bool:
-    """Whether a quantization_config describes this format."""
-    method, gptq = config.get("quant_method"), config.get("checkpoint_format") == NAME.replace("-", "_")
-    return (method == "compressed-tensors" and config.get("format") == NAME) or (method in _METHODS and gptq)
-
-
-def scheme(layer: StoredLayer) -> Scheme:
-    """The scheme of a layer."""
-    return Scheme(_format(layer)[0])
-
-
-def read(layer: StoredLayer) -> QuantizedWeight:
-    """Read a layer, undoing the permutations of codes and metadata."""
-    format, groups, (n, k) = _format(layer)
-    names, kept = _names(layer), k // 2
-    rows = unpack_words(layer[names[0]], format.bits, _TILE * n)  # a row: 16 kept inputs of every output
-    tiles = rows.new_empty(kept * n // 1024, 1024)
-    tiles[:, _order(format.bits)] = rows.view(-1, 1024)
-    codes = tiles.view(kept // _TILE, n // _TILE, _TILE, _TILE).permute(1, 3, 0, 2).reshape(n, kept)
-    words = layer[names[1]].reshape(-1)[_metadata_order(n, k // 16)].view(n, k // 16)
-    fours = words[..., None] >> torch.arange(0, 16, 4, dtype=torch.int16) & 15
-    places = torch.stack((fours & 3, fours >> 2), dim=-1).to(torch.uint8)
-    if not bool((places[..., 0] < places[..., 1]).all()):
-        raise layer.refuse("its metadata names an input of a four twice, or two of them out of order")
-    stored = finite(layer, "scales", layer[names[2]])
-    if stored.shape[0] > 1:  # within eight outputs, the two halves are interleaved
-        stored = stored.view(-1, n // 8, 4, 2).transpose(2, 3).reshape(-1, n)
-    scale = groups.spread(stored.t())
-    return QuantizedWeight(
-        pack_words(codes, format.bits), scale, None, (n, k), format, indices=pack_words(places.view(n, kept), 2)
-    )
-
-
-def _names(layer: StoredLayer) -> tuple[str, str, str]:
-    """Tensor names of codes, metadata and scales."""
-    return ("B_24", "B_meta", "s") if "B_24" in layer else ("weight_packed", "meta", "scale_packed")
-
-
-def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
-    codes, meta, scales = (layer.shape(name) for name in _names(layer))
+def _open(layer: StoredLayer) -> Opened:
+    names = ("B_24", "B_meta", "s") if "B_24" in layer else ("weight_packed", "meta", "scale_packed")
+    codes, meta, scales = (layer.shape(name) for name in names)
     if len(codes) != 2 or len(meta) != 2 or len(scales) != 2:
         raise layer.refuse(f"codes of shape {codes}, metadata of {meta} and scales of {scales} must be matrices")
     n, k = scales[1], meta[0] * 32
@@ -74,7 +34,27 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
     if k % scales[0]:
         raise layer.refuse(f"{k} inputs in {scales[0]} groups, which fit no group size")
     groups = Groups.of(layer, None if scales[0] == 1 else k // scales[0], k)
-    return WeightFormat(bits, "sym", groups.group, True), groups, (n, k)
+    format = WeightFormat(bits, "sym", groups.group, True)
+
+    def read() -> QuantizedWeight:
+        """Undo the permutations of codes, metadata and scales."""
+        kept = k // 2
+        rows = unpack_words(layer[names[0]], bits, _TILE * n)  # a row: 16 kept inputs of every output
+        tiles = rows.new_empty(kept * n // 1024, 1024)
+        tiles[:, _order(bits)] = rows.view(-1, 1024)
+        found = tiles.view(kept // _TILE, n // _TILE, _TILE, _TILE).permute(1, 3, 0, 2).reshape(n, kept)
+        words = layer[names[1]].reshape(-1)[_metadata_order(n, k // 16)].view(n, k // 16)
+        fours = words[..., None] >> torch.arange(0, 16, 4, dtype=torch.int16) & 15
+        places = torch.stack((fours & 3, fours >> 2), dim=-1).to(torch.uint8)
+        if not bool((places[..., 0] < places[..., 1]).all()):
+            raise layer.refuse("its metadata names an input of a four twice, or two of them out of order")
+        stored = finite(layer, "scales", layer[names[2]])
+        if stored.shape[0] > 1:  # within eight outputs, the two halves are interleaved
+            stored = stored.view(-1, n // 8, 4, 2).transpose(2, 3).reshape(-1, n)
+        indices = pack_words(places.view(n, kept), 2)
+        return QuantizedWeight(pack_words(found, bits), groups.spread(stored.t()), None, (n, k), format, None, indices)
+
+    return Scheme(format), read
 
 
 @cache
@@ -102,3 +82,18 @@ def _metadata_order(n: int, columns: int) -> Tensor:
     turned = (to % 2 == 0).long() * (column % 2) - (to % 2) * (column % 2 == 0)
     to, column = to + turned, column - turned
     return (column // 2 * n * 2 + to * 2 + column % 2).flatten()
+
+
+def _matches(config: Mapping[str, object]) -> bool:
+    if config.get("quant_method") == "compressed-tensors":
+        return config.get("format") == "marlin-24"
+    return config.get("quant_method") in _METHODS and config.get("checkpoint_format") == "marlin_24"
+
+
+FORMAT = Format(
+    "marlin-24",
+    ("B_24", "weight_packed"),
+    ("B_24", "B_meta", "s", "workspace", "weight_packed", "meta", "scale_packed"),
+    _matches,
+    _open,
+)

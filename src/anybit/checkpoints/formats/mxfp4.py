@@ -3,28 +3,15 @@
 blocks: uint8 [N, K/32, 16], low nibble first.  scales: E8M0 uint8 [N, K/32].
 """
 
-from collections.abc import Mapping
-
 import torch
 
-from anybit.checkpoints.formats.stored import StoredLayer, finite, nibbles, powers_of_two
+from anybit.checkpoints.formats.stored import Format, Opened, StoredLayer, finite, nibbles, powers_of_two
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import dtype_name
 from anybit.scheme import Scheme, WeightFormat
 
-NAME = "mxfp4"
-MARKS = ("blocks",)
-TENSORS = ("blocks", "scales")
-_FORMAT = WeightFormat(4, "e2m1", 32)
 
-
-def matches(config: Mapping[str, object]) -> bool:
-    """Whether a quantization_config describes this format."""
-    return config.get("quant_method") == "mxfp4"
-
-
-def scheme(layer: StoredLayer) -> Scheme:
-    """The scheme of a layer."""
+def _open(layer: StoredLayer) -> Opened:
     blocks, scales = layer.entry("blocks"), layer.entry("scales")
     if blocks.shape[2:] != (16,) or blocks.shape[:2] != scales.shape:
         raise layer.refuse(
@@ -34,11 +21,13 @@ def scheme(layer: StoredLayer) -> Scheme:
     for entry in (blocks, scales):
         if entry.dtype != torch.uint8:
             raise layer.refuse(f"{entry.name} is {dtype_name(entry.dtype)}, and holds bytes")
-    return Scheme(_FORMAT)
+    format = WeightFormat(4, "e2m1", 32)
+
+    def read() -> QuantizedWeight:
+        scale = finite(layer, "scales", powers_of_two(layer["scales"]))
+        return QuantizedWeight.from_codes(nibbles(layer["blocks"]).flatten(1), scale, None, format)
+
+    return Scheme(format), read
 
 
-def read(layer: StoredLayer) -> QuantizedWeight:
-    """Read a layer, with its codes unchanged."""
-    format = scheme(layer).weights
-    scale = finite(layer, "scales", powers_of_two(layer["scales"]))
-    return QuantizedWeight.from_codes(nibbles(layer["blocks"]).flatten(1), scale, None, format)
+FORMAT = Format("mxfp4", ("blocks",), ("blocks", "scales"), lambda config: config.get("quant_method") == "mxfp4", _open)

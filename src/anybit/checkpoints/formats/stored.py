@@ -1,6 +1,6 @@
 """Shared by all readers of other tools' layers: access to a layer's tensors, and conversion of groups to anybit's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.safetensors import Entry
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CheckpointError
-from anybit.scheme import GROUPS
+from anybit.scheme import GROUPS, Scheme
 
 
 class Source(Protocol):
@@ -52,6 +53,26 @@ class StoredLayer:
     def refuse(self, why: str) -> CheckpointError:
         """The error for a layer that cannot be read."""
         return CheckpointError(f"layer {self.name} cannot be read: {why}")
+
+
+Opened = tuple[Scheme, Callable[[], QuantizedWeight]]
+"""A layer's scheme, found without reading its codes, and what reads it, with its codes unchanged."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one tool stores its layers.
+
+    name: for users.  marks: tensor names that mark a module as a quantized layer.  tensors: all that the format may
+    store for a layer, except its bias.  matches: whether a quantization_config describes this format.
+    open: of a layer. It and what it returns raise CheckpointError, naming the layer, if it cannot be read.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    tensors: tuple[str, ...]
+    matches: Callable[[Mapping[str, object]], bool]
+    open: Callable[[StoredLayer], Opened]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +169,11 @@ def finite(layer: StoredLayer, name: str, values: Tensor) -> Tensor:
     if not bool(torch.isfinite(values).all()):
         raise layer.refuse(f"its {name} hold values that are not finite")
     return values
+
+
+def unsigned(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes as unsigned ones, uint8."""
+    return (codes.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
 
 
 def nibbles(packed: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models quantized by other tools, presented as anybit's: schemes and tensors of their layers.
+"""Quantized models, of other tools and anybit's own, as schemes and tensors of their layers.
 
 Layers are converted lazily, one at a time: loading, saving and ``info`` all read from here.
 """
@@ -21,15 +21,14 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.configuration import METHOD, configuration
 from anybit.checkpoints.expert_parts import split_codes
 from anybit.checkpoints.folder import Folder
-from anybit.checkpoints.formats import Format, format_of, layers_of
-from anybit.checkpoints.formats.stored import StoredLayer, ordered
+from anybit.checkpoints.formats import format_of
+from anybit.checkpoints.formats.stored import Format, Opened, StoredLayer, ordered
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.slicing import read_layer
 from anybit.checkpoints.verify import check_model, names_in
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import AnyBitError, CheckpointError, LayerError, one_line
-from anybit.layers.linear import QuantLinear
-from anybit.models.experts import HubNames
+from anybit.layers.linear import PARTS, QuantLinear
 from anybit.scheme import Scheme
 
 Answer = TypeVar("Answer")
@@ -41,7 +40,7 @@ _KV_SCALE = re.compile(r"\.(self_attn|attn|attention)\.(\w+_proj\.)?(attn\.)?((k
 
 
 class Translation(ABC):
-    """A model quantized by another tool.
+    """A quantized model.
 
     name: of the format.  path: of the folder or file.  layers: the scheme of every quantized layer.
     plain: names of all other tensors.  bytes: stored for the quantized layers, scales included.
@@ -110,11 +109,15 @@ class Translation(ABC):
     def _as_wanted(self, name: str, wanted: dict[str, Tensor]) -> Entry:
         return Entry(name, self.path, wanted[name].dtype, tuple(wanted[name].shape), 0, 0)
 
-    def configuration(self, kept: list[str], hub: Callable[[str], str] = str) -> dict[str, object]:
-        """The quantization_config of the model as anybit would save it. kept: other modules.  hub: renames all."""
+    def kept(self, model: PreTrainedModel) -> list[str]:
+        """The linear layers of a model that are not quantized."""
+        return sorted(set(linear_shapes(model)) - set(self.layers))
+
+    def configuration(self, model: PreTrainedModel, hub: Callable[[str], str] = str) -> dict[str, object]:
+        """The quantization_config of a model as anybit would save it. hub: renames all."""
         most = self.scheme
         others = {hub(name): str(scheme) for name, scheme in self.layers.items() if scheme != most}
-        return configuration(most, [*map(hub, kept)], self.group_index, overrides=others)
+        return configuration(most, [*map(hub, self.kept(model))], self.group_index, overrides=others)
 
     def state_dict(self, model: PreTrainedModel, dtype: torch.dtype) -> "dict[str, LazyTensor]":
         """All tensors, lazily, by the names of a model on the meta device with its quantized layers in place.
@@ -157,13 +160,58 @@ class Translation(ABC):
             return self._recent[layer][part]
 
 
-class _InFolder(Translation):
-    """A model folder. _plain: the model's names of unquantized tensors -> the folder's."""
+class FolderTranslation(Translation):
+    """A model folder. Raises CheckpointError, naming the layer, for what cannot be read.
 
-    def __init__(self, folder: Folder) -> None:
+    group_index: whether all layers have one; None: if any has an activation order.
+    """
+
+    def __init__(self, folder: Folder, format: Format, group_index: bool | None = None) -> None:
         super().__init__()
-        self.path, self._folder = folder.path, folder
-        self._plain: dict[str, str] = {}
+        self.name, self.path, self._format = format.name, folder.path, format
+        self._folder = folder = copy.copy(folder)
+        folder.entries = split_codes(folder.entries)
+        marked = {
+            name.removesuffix(f".{mark}")
+            for mark in format.marks
+            for name in folder.entries
+            if name.endswith(f".{mark}")
+        }
+        if not marked:
+            marks = " or ".join(format.marks)
+            raise CheckpointError(f"{folder.path} is quantized by {self.name}, and has no tensor *.{marks}")
+        config = folder.config["quantization_config"]
+        self._stored = {name: StoredLayer(folder, name, config) for name in sorted(marked)}
+        self.layers = {name: _guarded(format.open, layer)[0] for name, layer in self._stored.items()}
+        anywhere = (_guarded(ordered, layer) for layer in self._stored.values())
+        self.group_index = any(anywhere) if group_index is None else group_index
+        own = {f"{name}.{suffix}" for name in self.layers for suffix in format.tensors}
+        others = [name for name in folder.entries if name not in own]
+        self.kv_scales = sorted(filter(_KV_SCALE.search, others))
+        self._plain = {name: name for name in others if not _KV_SCALE.search(name)}
+        self.plain = [*self._plain]
+        self.bytes = sum(entry.bytes for name, entry in folder.entries.items() if name in own)
+
+    @classmethod
+    def of(cls, folder: Folder) -> "FolderTranslation | None":
+        """The translation of a folder of another tool, in a supported format; None for any other."""
+        format = None if folder.quantization is not None else format_of(folder.config)
+        return None if format is None else cls(folder, format)
+
+    @classmethod
+    def of_own(cls, folder: Folder) -> "FolderTranslation":
+        """That of a folder that anybit wrote. Raises CheckpointError if layers' inputs are rotated."""
+        found, folder = folder.quantization, copy.copy(folder)
+        assert found is not None
+        if found.hadamard:
+            raise CheckpointError(f"{folder.path} has layers with rotated inputs, which no other format supports")
+        folder.entries = {name: entry for name, entry in folder.entries.items() if entry.bytes}  # without traps
+
+        def opened(layer: StoredLayer) -> Opened:
+            scheme = found.scheme_of(layer.name)
+            return scheme, lambda: read_layer(folder, layer.name, scheme.weights)
+
+        return cls(folder, Format(METHOD, ("weight_packed",), PARTS, lambda _: True, opened), found.group_index)
 
     def read_plain(self, name: str) -> Tensor:
         """Read one unquantized tensor."""
@@ -173,35 +221,8 @@ class _InFolder(Translation):
         """The tensor's header in its file."""
         return self._folder.entries[self._plain[name]]
 
-
-class FolderTranslation(_InFolder):
-    """A model folder of another tool. Raises CheckpointError, naming the layer, for what cannot be read."""
-
-    def __init__(self, folder: Folder, format: Format) -> None:
-        folder = copy.copy(folder)
-        folder.entries = split_codes(folder.entries)
-        super().__init__(folder)
-        self.name, self._format = format.NAME, format
-        self._stored = layers_of(format, folder, folder.config["quantization_config"])
-        if not self._stored:
-            marks = " or ".join(format.MARKS)
-            raise CheckpointError(f"{folder.path} is quantized by {self.name}, and has no tensor *.{marks}")
-        self.layers = {name: _guarded(format.scheme, layer) for name, layer in self._stored.items()}
-        self.group_index = any(_guarded(ordered, layer) for layer in self._stored.values())
-        own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
-        self._plain = {name: name for name in folder.entries if name not in own and not _KV_SCALE.search(name)}
-        self.kv_scales = sorted(name for name in folder.entries if name not in own and _KV_SCALE.search(name))
-        self.plain = [*self._plain]
-        self.bytes = sum(entry.bytes for name, entry in folder.entries.items() if name in own)
-
-    @classmethod
-    def of(cls, folder: Folder) -> "FolderTranslation | None":
-        """The translation of a folder in a supported format; None for any other."""
-        format = format_of(folder.config)
-        return None if format is None else cls(folder, format)
-
     def take_names(self, model: PreTrainedModel) -> None:
-        """Rename tensors from those of older transformers versions to the model's."""
+        """Rename tensors from those of older transformers versions, and of the hub, to the model's."""
         wanted = model.state_dict()
         weights = {f"{name}.weight": name for name in self._stored}
         found = names_in(model, [*weights, *self._plain], wanted)[1]
@@ -213,11 +234,12 @@ class FolderTranslation(_InFolder):
         self.plain = [*self._plain]
 
     def _read(self, name: str) -> QuantizedWeight:
-        weight = _guarded(self._format.read, self._stored[name])
+        layer = self._stored[name]
+        weight = _guarded(lambda layer: self._format.open(layer)[1](), layer)
         if self.group_index and weight.group_index is None:
             return weight.with_group_index()
         if not self.group_index and weight.group_index is not None:
-            raise self._stored[name].refuse("its groups of inputs (g_idx) are of different sizes")
+            raise layer.refuse("its groups of inputs (g_idx) are of different sizes")
         return weight
 
 
@@ -229,38 +251,6 @@ def _guarded(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> A
         raise
     except Exception as error:
         raise layer.refuse(f"its tensors or settings contradict each other: {one_line(error)}") from error
-
-
-class OwnTranslation(_InFolder):
-    """A folder that anybit wrote. Raises CheckpointError if layers' inputs are rotated."""
-
-    name = METHOD
-
-    def __init__(self, folder: Folder) -> None:
-        super().__init__(folder)
-        quantization = folder.quantization
-        assert quantization is not None
-        if quantization.hadamard:
-            raise CheckpointError(f"{folder.path} has layers with rotated inputs, which no other format supports")
-        self.group_index = quantization.group_index
-        names = [n.removesuffix(".weight_packed") for n in folder.entries if n.endswith(".weight_packed")]
-        self.layers = {name: quantization.scheme_of(name) for name in sorted(names)}
-        self._stored = {name: name for name in self.layers}
-        own = {n for n in folder.entries if n.rpartition(".")[0] in self.layers and not n.endswith(".bias")}
-        self._plain = {name: name for name, entry in folder.entries.items() if name not in own and entry.bytes}
-        self.plain = [*self._plain]
-        self.bytes = sum(folder.entries[name].bytes for name in own)
-
-    def take_names(self, model: PreTrainedModel) -> None:
-        """Rename what the hub calls otherwise than the model."""
-        own = HubNames.of(model).own
-        self._stored = {own(name): stored for name, stored in self._stored.items()}
-        self.layers = {own(name): scheme for name, scheme in self.layers.items()}
-        self._plain = {own(name): stored for name, stored in self._plain.items()}
-        self.plain = [*self._plain]
-
-    def _read(self, name: str) -> QuantizedWeight:
-        return read_layer(self._folder, self._stored[name], self.layers[name].weights)
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.gguf_write import write_gguf
-from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation, Translation, linear_shapes
+from anybit.checkpoints.formats.translate import FolderTranslation, Translation
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import replace_file
 from anybit.checkpoints.source import is_gguf, local_folder
@@ -63,7 +63,7 @@ def convert_into(
         local_folder(whole, trust_remote_code, width) as path,
     ):
         folder = Folder(path, trust_remote_code)
-        translation = FolderTranslation.of(folder) if folder.quantization is None else OwnTranslation(folder)
+        translation = FolderTranslation.of_own(folder) if folder.quantization else FolderTranslation.of(folder)
         if translation is None:
             raise ConversionError(
                 f"{model} is not quantized in a format that can be read: quantize it with anybit quantize"
@@ -114,15 +114,14 @@ def _write(
 ) -> dict[str, object]:
     """Fill a folder. dtype: of unquantized floats; None keeps theirs."""
     _check(source, empty)
-    kept = sorted(set(linear_shapes(empty)) - set(source.layers))
     if set(tied_heads(empty)) & set(source.layers):  # a head with its own codes is no longer tied
         config = {**config, **untied(config)}
     hub = HubNames.of(empty).hub
-    quantization = source.configuration(kept, hub)
+    quantization = source.configuration(empty, hub)
     if to != METHOD:
         _refuse_mixed(source, to)
     if to == "gptq":
-        quantization = gptq_write.configuration(source.scheme, kept, source.group_index)
+        quantization = gptq_write.configuration(source.scheme, source.kept(empty), source.group_index)
     empties = traps(empty, source.layers) if to == METHOD else []
     names = [*source.plain, *empties, *(f"{name}.{part}" for name in source.layers for part in PARTS)]
     with ShardWriter(work, header_room([*map(hub, names)])) as writer:
