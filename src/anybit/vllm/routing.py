@@ -1,7 +1,6 @@
 """A layer's router and experts as ops of anybit in vLLM's graph, where the ``fusion`` pass joins the norm before them.
 
-vLLM hides both in one op, with two or three launches for the router. That stays for what ``router`` does not compute:
-shared experts, groups, biases, sigmoids, or tokens that other ranks send.
+vLLM hides both in one op, with two or three launches for the router. That stays for what ``router`` does not compute.
 """
 
 from types import MethodType
@@ -10,17 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
+_logger = init_logger("vllm.anybit")
+
 
 def install(layer: nn.Module, config: VllmConfig) -> tuple[int, bool] | None:
-    """Let the runner of routed experts call ``anybit::router``; None if vLLM's own router stays.
+    """Let the runner of routed experts call ``anybit::router``; None, and a line in the log, if vLLM's router stays.
 
     Returns the number of experts that the router takes from, and whether it renormalizes.
     """
     runner = config.compilation_config.static_forward_context.get(layer.layer_name)
-    if runner is None or not _is_plain(runner, config):
+    reason = "they have no runner" if runner is None else why_not(runner, config)
+    if reason is not None:
+        _logger.info_once("anybit: vLLM's own kernels choose the experts of each token: %s", reason)
         return None
     runner._forward_entry = MethodType(_routed, runner)
     return len(runner.gate.weight), bool(runner.router.renormalize)
@@ -34,24 +39,30 @@ def _routed(runner: Any, x: Tensor, *_: object) -> Tensor:
     return y
 
 
-def _is_plain(runner: Any, config: VllmConfig) -> bool:
-    """Whether a runner's op is a plain router and the routed experts, on this rank's own tokens."""
-    router, moe = runner.router, runner.moe_config
-    gate: Any = getattr(runner, "gate", None)
+def why_not(runner: Any, config: VllmConfig) -> str | None:
+    """Why a runner's op is more than a plain router and the routed experts on this rank's own tokens, or None."""
+    router, gate, moe = runner.router, getattr(runner, "gate", None), runner.moe_config
     parallel = moe.moe_parallel_config
-    alone = parallel.dp_size == parallel.pcp_size == 1 and not moe.is_sequence_parallel and not runner.enable_dbo
-    softmax = type(router) is FusedTopKRouter and router.scoring_func == "softmax" and router.eplb_state is None
-    watched = getattr(config.model_config, "enable_return_routed_experts", False)
-    return bool(
-        hasattr(runner, "_forward_entry")
-        and runner.shared_experts is None
-        and runner.routed_input_transform is None
-        and type(gate) is ReplicatedLinear
-        and type(gate.quant_method) is UnquantizedLinearMethod
-        and gate.bias is None
-        and gate.weight.dtype == moe.in_dtype
-        and not watched
-        and config.lora_config is None
-        and alone
-        and softmax
-    )
+    if gate is None:
+        return "the model multiplies by the router's weight itself"
+    if runner.shared_experts is not None:
+        return "shared experts run beside the routed ones"
+    if runner.routed_input_transform is not None:
+        return "experts take another input than the router"
+    if type(router) is not FusedTopKRouter or router.scoring_func != "softmax":
+        return f"anybit has no kernel for a {type(router).__name__} of {getattr(router, 'scoring_func', 'its own')}"
+    if type(gate) not in (ReplicatedLinear, GateLinear):
+        return f"the router's weight is in a {type(gate).__name__}"
+    if type(gate.quant_method) is not UnquantizedLinearMethod:
+        return "the router's weight is quantized"
+    if gate.bias is not None:
+        return "the router has a bias"
+    if gate.weight.dtype != moe.in_dtype or getattr(gate, "out_dtype", None) not in (None, moe.in_dtype):
+        return f"the router's logits are not computed in {moe.in_dtype}, as the experts are"
+    if router.eplb_state is not None or getattr(config.model_config, "enable_return_routed_experts", False):
+        return "the chosen experts are recorded"
+    if config.lora_config is not None:
+        return "LoRA may add to the logits"
+    if not parallel.dp_size == parallel.pcp_size == 1 or moe.is_sequence_parallel or runner.enable_dbo:
+        return "other ranks, or the other half of a step, share the tokens"
+    return None if hasattr(runner, "_forward_entry") else "this version of vLLM calls them in another way"
