@@ -22,9 +22,8 @@ from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
-from anybit.ops.library import COMPLIANT, define
+from anybit.ops.library import COMPLIANT, alone, calls, define
 from anybit.ops.packed import PackedTiles
-from anybit.ops.plans import PLANS, key_of
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.scheme import ActivationFormat
 
@@ -131,15 +130,10 @@ def _check_groups(weight: QuantizedWeight) -> None:
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
     """Y = x W^T + bias, through the op ``anybit::linear``: x float [..., K], bias float [N] -> y [..., N] in x's dtype.
 
-    In plain eager mode, a call with the same signature as an earlier one bypasses torch's dispatcher. Kernels take
-    float16 and bfloat16. Raises KernelError (LayerError on the reference), before any launch, for an x whose dtype,
-    width or device does not fit the prepared weight; on a GPU, also for such a bias.
+    Kernels take float16 and bfloat16. Raises KernelError (LayerError on the reference), before any launch, for an x
+    whose dtype, width or device does not fit the prepared weight; on a GPU, also for such a bias.
     """
-    if _alone(x):
-        plan = PLANS.get(key_of((prepared.spec_text, False), (x, bias), prepared.tensors))
-        if plan is not None:
-            return plan.call(x, bias, *prepared.tensors[:4])
-    y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
+    y: Tensor = calls.linear(x, prepared.tensors, bias, prepared.spec_text)
     return y
 
 
@@ -152,20 +146,6 @@ def refuse_tangents(x: Tensor) -> None:
         )
 
 
-def _alone(x: Tensor) -> bool:
-    """Whether torch's dispatcher can be bypassed: no compiler, mode, transform, autocast, profiler or gradient."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
-        return False
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.is_autocast_enabled("cuda")
-        or torch._C._is_tracing()
-        or torch.autograd.profiler._is_profiler_enabled
-    )
-
-
 def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n)
 
@@ -175,9 +155,9 @@ def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
 
     On a GPU dtype must be float16 or bfloat16, and an id out of range gives NaN; on a CPU it raises IndexError.
     """
-    if _alone(ids) and ids.device == prepared.tensors[0].device:
+    if alone(ids) and ids.device == prepared.tensors[0].device:
         return backends[prepared.spec.backend].rows(ids, prepared.tensors, prepared.spec, dtype)
-    found: Tensor = torch.ops.anybit.rows(ids, prepared.tensors, dtype, prepared.spec_text)
+    found: Tensor = calls.rows(ids, prepared.tensors, dtype, prepared.spec_text)
     return found
 
 
@@ -194,7 +174,7 @@ def _rows_fake(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str)
 
 def hadamard(x: Tensor) -> Tensor:
     """Rotate vectors [..., K] by the orthogonal Hadamard matrix of their size, in x's dtype (``codes.hadamard``)."""
-    y: Tensor = torch.ops.anybit.hadamard(x)
+    y: Tensor = calls.hadamard(x)
     return y
 
 

@@ -18,26 +18,26 @@ from anybit.kernels.block.rope import NO_NORMS, RopeStoreArgs
 from anybit.kernels.block.rope import Norms as Norms
 from anybit.kernels.block.rope import paired_channels as paired_channels
 from anybit.ops import product
-from anybit.ops.library import define
+from anybit.ops.library import calls, define
 from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
 from anybit.ops.product import Norm
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     """Gamma * x / rms(x) over the last dimension: x [..., K], gamma [K] -> [..., K]."""
-    y: Tensor = torch.ops.anybit.rms_norm(x, gamma, epsilon)
+    y: Tensor = calls.rms_norm(x, gamma, epsilon)
     return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(RMSNorm of x + residual, x + residual) in one pass. All [..., K]."""
-    y, total = torch.ops.anybit.add_rms_norm(x, residual, gamma, epsilon)
+    y, total = calls.add_rms_norm(x, residual, gamma, epsilon)
     return y, total
 
 
 def silu_mul(gate_up: Tensor, paired: bool = False) -> Tensor:
     """silu(gate) * up of a fused projection: [..., 2 K] -> [..., K]. paired: gate and up interleaved eight by eight."""
-    y: Tensor = torch.ops.anybit.silu_mul(gate_up, paired)
+    y: Tensor = calls.silu_mul(gate_up, paired)
     return y
 
 
@@ -51,7 +51,7 @@ def rotate(
     the order of ``kernels.rope.paired_channels``; only without norms.
     Returns q [tokens, query_heads, head_dim] and k [tokens, key_heads, head_dim].
     """
-    q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, *norms, paired)
+    q, k = calls.rotate(qkv, cosine, sine, query_heads, key_heads, *norms, paired)
     return q, k
 
 
@@ -61,7 +61,7 @@ def rotate_store(qkv: Tensor, step: RopeStoreArgs, norms: Norms = NO_NORMS, pair
     qkv: [batch * tokens, ...], the newest tokens of each sequence.
     Returns the queries after RoPE [batch * tokens, query_heads, head_dim].
     """
-    q: Tensor = torch.ops.anybit.rotate_store(qkv, *step.operands(), *norms, paired)
+    q: Tensor = calls.rotate_store(qkv, *step.operands(), *norms, paired)
     return q
 
 

@@ -18,7 +18,7 @@ from anybit.kernels.packed.packed_layout import round_up
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import backends
 from anybit.ops.checks import copy_of, dense_bias
-from anybit.ops.library import define
+from anybit.ops.library import calls, define
 from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
 from anybit.ops.prepared_experts import ExpertsSpec as ExpertsSpec
 from anybit.ops.prepared_experts import PreparedExperts as PreparedExperts
@@ -35,7 +35,7 @@ def experts(
     [T, k].  gate_up_bias: [count, 2 I], rows as gate_up's.  down_bias: [count, H].  Kernels take float16 and bfloat16.
     ids are read on the device alone.  Raises KernelError, before any launch, for operands that do not fit.
     """
-    y: Tensor = torch.ops.anybit.experts(
+    y: Tensor = calls.experts(
         x, ids, weights, prepared.gate_up.tensors, prepared.down.tensors, gate_up_bias, down_bias, prepared.spec_text
     )
     return y

@@ -24,7 +24,7 @@ from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import check_input, copy_of, dense_bias
 from anybit.ops.elementwise import STEP, add_rms_norm, check_norm, check_step, rms_norm, rotate_store, silu_mul
-from anybit.ops.library import define
+from anybit.ops.library import calls, define
 from anybit.ops.plans import PLANS, Rows, key_of, new_plan
 from anybit.ops.product import Norm
 from anybit.scheme import ActivationFormat
@@ -39,7 +39,7 @@ def norm_linear(
     silu: the first is silu(gate) * up [..., N / 2], of outputs interleaved eight by eight.
     rotated: ``anybit::hadamard`` follows the norm.
     """
-    y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu, rotated)
+    y, total = calls.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu, rotated)
     return y, total
 
 
@@ -51,7 +51,7 @@ def norm_rotate_store(
 
     The linear's outputs are queries, keys and values in the channel order of ``kernels.rope.paired_channels``.
     """
-    q, total = torch.ops.anybit.norm_rotate_store(
+    q, total = calls.norm_rotate_store(
         x, residual, gamma, epsilon, weight, bias, spec, *step.operands()
     )  # fmt: skip
     return q, total
@@ -122,13 +122,13 @@ def _aligned(*tensors: Tensor | None) -> bool:
 
 def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False) -> Tensor:
     """Linear of silu(gate) * up: [..., 2 K] -> [..., N]."""
-    y: Tensor = torch.ops.anybit.silu_linear(gate_up, weight, bias, spec, rotated)
+    y: Tensor = calls.silu_linear(gate_up, weight, bias, spec, rotated)
     return y
 
 
 def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
     """Linear of ``anybit::hadamard`` of x: [..., K] -> [..., N]."""
-    y: Tensor = torch.ops.anybit.hadamard_linear(x, weight, bias, spec)
+    y: Tensor = calls.hadamard_linear(x, weight, bias, spec)
     return y
 
 
@@ -182,7 +182,7 @@ def _apart(
     normed, total = (rms_norm(x, gamma, epsilon), copy_of(x)) if residual is None else (
         add_rms_norm(x, residual, gamma, epsilon)
     )  # fmt: skip
-    normed = torch.ops.anybit.hadamard(normed) if rotated else normed
+    normed = calls.hadamard(normed) if rotated else normed
     ends = silu and backends[spec.partition(":")[0]].codes
     y = product.linear(normed, weight, bias, spec, ends)
     return silu_mul(y, paired=True) if silu and not ends else y, total
@@ -219,7 +219,7 @@ def _coded(
         PLANS[key] = plan
     if not plan.launches:
         x = silu_mul(x) if gated else x
-        x = torch.ops.anybit.hadamard(x) if rotated else x
+        x = calls.hadamard(x) if rotated else x
         return product.linear(x, weight, bias, spec)
     return plan.call(x, bias, *weight[:4])
 

@@ -30,7 +30,7 @@ from anybit.kernels.attention.decode.decode import default as default
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kernels.attention.kv_quantize import kv_quantize
 from anybit.ops.checks import copy_of
-from anybit.ops.library import define
+from anybit.ops.library import calls, define
 
 
 @dataclass(frozen=True)
@@ -393,12 +393,12 @@ def live(number: int) -> Cache:
 
 def write(cache: Cache, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
     """``KVCache.write`` as the op ``anybit::kv_write``."""
-    torch.ops.anybit.kv_write(k, v, cache.pages, cache.residual, cache.lengths, cache.number, layer, list(sequences))
+    calls.kv_write(k, v, cache.pages, cache.residual, cache.lengths, cache.number, layer, list(sequences))
 
 
 def attend(q: Tensor, cache: Cache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS) -> Tensor:
     """``attention.decode`` as the op ``anybit::kv_decode``; returns only the output."""
-    out: Tensor = torch.ops.anybit.kv_decode(
+    out: Tensor = calls.kv_decode(
         q, cache.pages, cache.residual, cache.lengths, cache.number, layer, list(sequences),
         masks.scale, masks.window, masks.softcap, masks.sinks, masks.alibi,
     )  # fmt: skip

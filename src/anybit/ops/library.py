@@ -1,11 +1,16 @@
 """Definition of torch.library ops: schema, fake, and an implementation per device."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-Function = Callable[..., object]
+Function = Callable[..., Any]
 COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+calls = SimpleNamespace()
+"""Every op by its name, as ``torch.ops.anybit``; in plain eager mode on a GPU, a call is one of the implementation."""
 
 
 def define(
@@ -14,7 +19,27 @@ def define(
 ) -> None:  # fmt: skip
     """Define an op of anybit. fake: the meta implementation.  cuda: the implementation on GPUs; None: ``cpu``."""
     library.define(signature, tags=tags)
-    name = signature.partition("(")[0]
+    name, on_gpu = signature.partition("(")[0], cuda or cpu
     library.impl(name, cpu, "CPU")
-    library.impl(name, cuda or cpu, "CUDA")
+    library.impl(name, on_gpu, "CUDA")
     torch.library.register_fake(f"anybit::{name}", fake)
+    op = getattr(torch.ops.anybit, name)
+
+    def call(x: Tensor, *rest: Any) -> Any:
+        return on_gpu(x, *rest) if x.is_cuda and alone(x) else op(x, *rest)
+
+    setattr(calls, name, call)
+
+
+def alone(x: Tensor) -> bool:
+    """Whether torch's dispatcher can be bypassed: no compiler, mode, transform, autocast, profiler or gradient."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or torch.is_grad_enabled():
+        return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled("cuda")
+        or torch._C._is_tracing()
+        or torch.autograd.profiler._is_profiler_enabled
+    )

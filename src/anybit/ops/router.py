@@ -8,7 +8,7 @@ from anybit.jit import Slot
 from anybit.kernels.experts.router import router as kernel
 from anybit.kernels.experts.router.router import Problem
 from anybit.ops.elementwise import add_rms_norm, check_norm
-from anybit.ops.library import define
+from anybit.ops.library import calls, define
 from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
 
 
@@ -18,7 +18,7 @@ def router(x: Tensor, weight: Tensor, top: int, renormalize: bool) -> tuple[Tens
     weight: [experts, H] in x's dtype, to which logits are rounded, as in the model; of equal ones the first wins.
     renormalize: shares are the softmax over those taken, not over all.  Raises KernelError if operands do not fit.
     """
-    ids, shares = torch.ops.anybit.router(x, weight, top, renormalize)
+    ids, shares = calls.router(x, weight, top, renormalize)
     return ids, shares
 
 
@@ -26,7 +26,7 @@ def norm_router(
     x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: Tensor, top: int, renormalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, ids, shares): total = x + residual [T, H], y its RMSNorm, and the ``router`` of y."""
-    y, total, ids, shares = torch.ops.anybit.norm_router(x, residual, gamma, epsilon, weight, top, renormalize)
+    y, total, ids, shares = calls.norm_router(x, residual, gamma, epsilon, weight, top, renormalize)
     return y, total, ids, shares
 
 
