@@ -18,10 +18,9 @@ from anybit.codes.packing import (
     unpack_words,
     words_per_row,
 )
-from anybit.device import Device
 from anybit.errors import LayerError, dtype_name
 from anybit.ops.backend import RopeStoreArgs
-from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.elementwise import rotate_store
 from anybit.scheme import Scheme, is_whole
 
 _Kind = TypeVar("_Kind", nn.Parameter, nn.Parameter | None)
@@ -321,15 +320,7 @@ class QuantLinear(nn.Module):
         silu: return silu(gate) * up [..., out_features / 2]; rows of gate and up alternate in groups of eight.
         """
         ops.refuse_tangents(x)
-        if self._prepared is None:
-            self.prepare()
-        if not (self._codes_first(x) or (residual is not None and self._norms_first(x, silu))):
-            normed, total = (rms_norm(x, gamma, epsilon), x) if residual is None else (
-                add_rms_norm(x, residual, gamma, epsilon)
-            )  # fmt: skip
-            y = self(normed)
-            return silu_mul(y, paired=True) if silu else y, total
-        prepared = self._prepared
+        prepared = self._prepared or self.prepare()._prepared
         assert prepared is not None
         rest = prepared.tensors, self.bias, prepared.spec_text, silu, self.hadamard
         return ops.norm_linear(x, residual, gamma, epsilon, *rest)
@@ -342,42 +333,19 @@ class QuantLinear(nn.Module):
         Outputs of the layer are Q, K and V with channels in ``kernels.elementwise.rope.paired_channels`` order.
         Returns (rotated queries [tokens, query_heads, head_dim], x + residual).
         """
-        ops.refuse_tangents(x)
-        if self._prepared is None:
-            self.prepare()
-        if residual is None or not self._norms_first(x):
+        prepared = self._prepared
+        if residual is None or self.hadamard or prepared is None:
             qkv, total = self.norm_linear(x, residual, gamma, epsilon)
             return rotate_store(qkv.view(-1, self.out_features), step, paired=True), total
-        prepared = self._prepared
-        assert prepared is not None
+        ops.refuse_tangents(x)
         return ops.norm_rotate_store(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, step)
 
     def silu_linear(self, gate_up: Tensor) -> Tensor:
         """Apply the layer to silu(gate) * up: [..., 2 in_features] -> [..., out_features]."""
         ops.refuse_tangents(gate_up)
-        if self._prepared is None:
-            self.prepare()
-        prepared = self._prepared
+        prepared = self._prepared or self.prepare()._prepared
         assert prepared is not None
-        if not self._codes_first(gate_up):
-            y: Tensor = self(silu_mul(gate_up))
-            return y
         return ops.silu_linear(gate_up, prepared.tensors, self.bias, prepared.spec_text, self.hadamard)
-
-    def _codes_first(self, x: Tensor) -> bool:
-        """Whether the kernel that quantizes this layer's input can also compute it (norm or SiLU)."""
-        assert self._prepared is not None
-        if self.hadamard and x.is_cuda and ops.rotation_refused(self.in_features, x.dtype, Device.of(x)):
-            return False
-        coded = self.scheme.activations.quantized and ops.backends[self._prepared.spec.backend].codes
-        return coded and not self._ordered and x.is_cuda
-
-    def _norms_first(self, x: Tensor, silu: bool = False) -> bool:
-        """Whether the GEMM kernel may also normalize its input, or apply SiLU in its epilogue."""
-        assert self._prepared is not None
-        plain = not self.hadamard and not self._ordered
-        most = 0 if self.scheme.activations.quantized else ops.backends[self._prepared.spec.backend].norm_tokens
-        return plain and x.is_cuda and (silu or x.numel() <= most * self.in_features)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Moves or casts the module: the saved layout moves, and the next call prepares it for the new device.
