@@ -101,10 +101,6 @@ def _rotate_cpu(
     return results[0], results[1]
 
 
-def _dense(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
     """Raise KernelError, naming both values, unless shape, dtype and device match: x, residual [..., K], gamma [K]."""
     _refuse_strided("gamma", gamma)
@@ -176,23 +172,42 @@ def _rotate_cuda(
     qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, q_gamma: Tensor | None,
     k_gamma: Tensor | None, epsilon: float, paired: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k = _rotate_fake(qkv, cosine, sine, query_heads, key_heads)
-    _turn(qkv, cosine, sine, q, k, (q_gamma, k_gamma, epsilon), paired)
-    return q, k
+    k = qkv.new_empty(cosine.shape[0], key_heads, cosine.shape[1])
+    return _turn(qkv, cosine, sine, query_heads, key_heads, (q_gamma, k_gamma, epsilon), paired, k), k
+
+
+_TURNED = ("cosine", "sine", "q_gamma", "k_gamma", "k", "residual", "lengths", "sequences")
 
 
 def _turn(
-    qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | int, norms: Norms, paired: bool,
-    step: RopeStoreArgs | None = None,
-) -> None:  # fmt: skip
-    """Launch RoPE. k: output for keys; with a ``step``, which stores keys in its ring, the number of key heads."""
-    (tokens, dim), query_heads, key_heads = cosine.shape, q.shape[1], k if isinstance(k, int) else k.shape[1]
-    _check_heads(qkv, tokens, query_heads, key_heads, dim)
-    check_rotary(qkv, cosine, sine, *norms[:2])
-    if tokens:
+    qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, norms: Norms, paired: bool,
+    k: Tensor | None, step: RopeStoreArgs | None = None,
+) -> Tensor:  # fmt: skip
+    """The queries after RoPE. k: output for keys; None with a ``step``, which stores keys in its ring."""
+    q_gamma, k_gamma, epsilon = norms
+    stored = (None, None, None) if step is None else (step.ring, step.lengths, step.sequences)
+    tensors, each = (cosine, sine, q_gamma, k_gamma, k, *stored), 1 if step is None else step.tokens
+    key = key_of(("rotate", query_heads, key_heads, epsilon, paired, each), (qkv, *tensors))
+    plan = PLANS.get(key)
+    if plan is None:
+        tokens, dim = cosine.shape
+        _check_heads(qkv, tokens, query_heads, key_heads, dim)
+        check_rotary(qkv, cosine, sine, q_gamma, k_gamma)
+        if not (qkv.stride(1) == 1 and cosine.is_contiguous() and sine.is_contiguous()):
+            dense = qkv.contiguous(), cosine.contiguous(), sine.contiguous()
+            return _turn(*dense, query_heads, key_heads, norms, paired, k, step)
+        plan = new_plan((tokens, query_heads, dim), qkv.device, *_TURNED)
+        slots: dict[str, Any] = {
+            name: None if one is None else Slot(name) for name, one in zip(_TURNED, tensors, strict=True)
+        }
         problem = rope.Problem(tokens, query_heads, key_heads, dim, qkv.dtype, paired, step is not None)
-        tables = cosine.contiguous(), sine.contiguous()
-        rope.launch(problem, _dense(qkv), *tables, q, None if isinstance(k, int) else k, norms, step)
+        params = rope.Params(
+            qkv=Slot("x"), q=Slot("y"), **slots, qkv_stride=qkv.stride(0), query_heads=query_heads, key_heads=key_heads,
+            tokens=each, ring=1 if step is None else step.ring_tokens, epsilon=epsilon,
+        )  # fmt: skip
+        plan.launches += rope.launches(problem, params)
+        PLANS[key] = plan
+    return plan.call(qkv, *tensors)
 
 
 def _rotate_store_cpu(
@@ -224,9 +239,7 @@ def _rotate_store_cuda(qkv: Tensor, *operands: Any) -> Tensor:
             f"ring must be a layer's contiguous {qkv.dtype} [sequences, {step.key_heads}, 2, slots * {step.head_dim}], "
             f"not {ring.dtype} {tuple(ring.shape)} with strides {ring.stride()}"
         )
-    q = qkv.new_empty(len(step.cosine), step.query_heads, step.head_dim)
-    _turn(qkv, step.cosine, step.sine, q, step.key_heads, tuple(norms), paired, step)
-    return q
+    return _turn(qkv, step.cosine, step.sine, step.query_heads, step.key_heads, tuple(norms), paired, None, step)
 
 
 def _check_heads(qkv: Tensor, tokens: int, query_heads: int, key_heads: int, dim: int) -> None:

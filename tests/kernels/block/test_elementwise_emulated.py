@@ -1,9 +1,12 @@
 """Elementwise kernels on the emulator: norms, SiLU, rotary embedding with and without a cache write."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import emulate
+from anybit import jit
 from anybit.kernels.block import norm_act, rope, rope_pages
 from anybit.ops import elementwise as ops
 from anybit.ops import pages
@@ -117,24 +120,26 @@ def test_rotary_embedding_in_parts(ordered, monkeypatch):
     qkv, (cosine, sine) = torch.randn(rows, 4 * dim).half(), torch.rand(2, rows, dim).half()
     lengths = torch.tensor([40, 2, 33, 7, 64], dtype=torch.int32)
     sequences = torch.tensor([4, 2, 0, 1, 3], dtype=torch.int32) if ordered else None
-    launches = []
-
-    def launch(kernel, params, grid, **_):
-        launches.append(grid)
-        emulate.run(kernel, params, grid)
-
-    monkeypatch.setattr(rope.jit, "launch", launch)
-    made = []
+    grids, made = [], []
     for most in (65535, 3):
         monkeypatch.setattr(rope, "MOST_TOKENS", most)
         q, k = torch.zeros(rows, heads, dim).half(), torch.zeros(rows, kv_heads, dim).half()
         cache = torch.zeros(batch, kv_heads, 2, ring * dim).half()
-        args = rope.RopeStoreArgs(cosine, sine, cache, lengths, sequences, heads, kv_heads, tokens)
+        stored = (None,) * 3 if ordered is None else (cache, lengths, sequences)
+        tensors = (qkv, cosine, sine, None, None, q, k if ordered is None else None, *stored)
+        slots = [None if one is None else jit.Slot(str(place)) for place, one in enumerate(tensors)]
         problem = rope.Problem(rows, heads, kv_heads, dim, torch.float16, stores=ordered is not None)
-        rest = (k, rope.NO_NORMS) if ordered is None else (None, rope.NO_NORMS, args)
-        rope.launch(problem, qkv, cosine, sine, q, *rest)
+        params = rope.Params(*slots, qkv.stride(0), heads, kv_heads, tokens, ring, 0.0)
+        for one in rope.launches(problem, params):
+            given = {
+                name: tensors[int(at.name)].flatten().view(torch.uint8)[at.offset :]
+                for name, at in vars(one.params).items()
+                if isinstance(at, jit.Slot)
+            }
+            emulate.run(one.kernel, replace(one.params, **given), one.grid)
+            grids.append(one.grid)
         made.append((q, k, cache))
-    assert [grid[1] for grid in launches] == [rows, *((3, 2) if ordered is None else (2, 2, 2, 2, 2))]
+    assert [grid[1] for grid in grids] == [rows, *((3, 2) if ordered is None else (2, 2, 2, 2, 2))]
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other)
 

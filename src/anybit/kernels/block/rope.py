@@ -103,12 +103,6 @@ class RopeStoreArgs:
         """Slots of a sequence's ring."""
         return self.ring.shape[-1] // self.head_dim
 
-    def behind(self, first: int) -> "RopeStoreArgs":
-        """The same for the sequences from the ``first`` on."""
-        if self.sequences is not None:
-            return replace(self, sequences=self.sequences[first:])
-        return replace(self, ring=self.ring[first:], lengths=self.lengths[first:])
-
     def operands(self) -> tuple[Tensor | int | None, ...]:
         """The fields in order, as ops take them."""
         return (
@@ -161,30 +155,27 @@ def kernel(config: Config) -> jit.Kernel:
     return jit.Kernel("block/rope.cuh", "rotate", config, Params, config.threads, 0)
 
 
-def launch(
-    problem: Problem, qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | None, norms: Norms,
-    step: RopeStoreArgs | None = None,
-) -> None:  # fmt: skip
-    """Launch on the current stream, once per ``MOST_TOKENS`` tokens. The caller (``anybit.ops``) checks shapes and
-    dtypes. step: if given, K and V go to its residual instead of ``k``.
+def launches(problem: Problem, params: Params) -> list[jit.Launch]:
+    """The launches of a problem, one per ``MOST_TOKENS`` tokens. params: of all tokens, pointers as slots of a plan.
+
+    The caller (``anybit.ops``) checks shapes and dtypes.
     """
-    each = 1 if step is None else step.tokens
+    each, made = params.tokens, list[jit.Launch]()
     if each > MOST_TOKENS:
         raise KernelError(f"{each} new tokens of a sequence are more than a launch stores ({MOST_TOKENS})")
-    most = MOST_TOKENS // each * each  # whole sequences
-    if problem.tokens > most:
-        for first in range(0, problem.tokens, most):
-            part = slice(first, min(first + most, problem.tokens))
-            some = replace(problem, tokens=part.stop - first)
-            keys = None if k is None else k[part]
-            behind = None if step is None else step.behind(first // each)
-            launch(some, qkv[part], cosine[part], sine[part], q[part], keys, norms, behind)
-        return
-    config, (q_gamma, k_gamma, epsilon) = default(problem), norms
-    ring, lengths, sequences = (None, None, None) if step is None else (step.ring, step.lengths, step.sequences)
-    slots = 1 if step is None else step.ring_tokens
-    params = Params(
-        qkv, cosine, sine, q_gamma, k_gamma, q, k, ring, lengths, sequences,
-        qkv.stride(0), problem.query_heads, problem.key_heads, each, slots, epsilon,
-    )  # fmt: skip
-    jit.launch(kernel(config), params, grid(problem, config), pdl=True, device=qkv.get_device())
+    head, most = 2 * problem.head_dim, MOST_TOKENS // each * each  # whole sequences
+    sizes = {
+        "qkv": 2 * params.qkv_stride, "cosine": head, "sine": head, "q": problem.query_heads * head,
+        "k": problem.key_heads * head,
+    }  # fmt: skip
+    ring = problem.key_heads * 2 * params.ring * head
+    of_sequences = {"residual": ring, "lengths": 4} if params.sequences is None else {"sequences": 4}
+    for first in range(0, problem.tokens, most):
+        some, places = replace(problem, tokens=min(most, problem.tokens - first)), dict[str, jit.Slot]()
+        for count, rows in ((first, sizes), (first // each, of_sequences)):
+            for name, size in rows.items():
+                if isinstance(at := getattr(params, name), jit.Slot):
+                    places[name] = replace(at, offset=count * size)
+        config, mine = default(some), replace(params, **places)  # type: ignore[arg-type]
+        made.append(jit.Launch(kernel(config), mine, grid(some, config), pdl=True))
+    return made
