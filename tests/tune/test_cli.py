@@ -16,12 +16,11 @@ from anybit.checkpoints import source
 from anybit.choose import dispatch as dispatching
 from anybit.choose.builtin import builtin
 from anybit.choose.policy import Measured, Origin, Point, Policy, save
-from anybit.choose.registry import GRID, STEPS
-from anybit.choose.space import space
+from anybit.choose.space import GRID, STEPS, space
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import Scheme
-from anybit.tune.search import Options, Progress
+from anybit.tune.search import Options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="explains the GPU that is present")
 
@@ -246,7 +245,7 @@ def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(
 
     def search(products: Sequence[LinearProblem], path: Any, options: Options, report: Any, **_: object) -> Policy:
         path(gpu)
-        report(Progress(products[0], 3, 40, 75.0, 0))
+        report(str(products[0]), 3, 40, 75.0)
         return empty(gpu)
 
     monkeypatch.setattr("anybit.tune.search.search", search)

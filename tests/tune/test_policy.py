@@ -16,8 +16,7 @@ from anybit.choose.choose import Map
 from anybit.choose.dispatch import Dispatcher
 from anybit.choose.families import FAMILIES, KernelFamily
 from anybit.choose.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
-from anybit.choose.registry import GRID, STEPS
-from anybit.choose.space import promising, space, why_not_split
+from anybit.choose.space import GRID, STEPS, promising, space, why_not_split
 from anybit.device import Device
 from anybit.errors import KernelError
 from cases_tune import point, policy, product

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anybit.choose.policy import SHIPPED, file_name, read
-from anybit.choose.registry import GRID
+from anybit.choose.space import GRID
 from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme

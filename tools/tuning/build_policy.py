@@ -9,6 +9,7 @@
 """
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -61,23 +62,19 @@ def measure(options: argparse.Namespace) -> None:
     effort = TimingBudget(final_replays=5, finalists=3)
     how = Options(options.each, effort, again=options.again, jobs=options.jobs)
     hints = [read(path) for path in options.hints]
-    child = None if options.compile else Worker()
-    if child is not None:
-        child.start()
-    for part, each in parts(models, options.schemes, tuple(options.tokens), options.each):
-        left = options.seconds - (time.perf_counter() - began)
-        if left <= 0:
-            break
-        if child is None:
-            count = sum(len(tried) for _, tried in plans(part, Map(hints), replace(how, each=each)))
-            print(f"{part[0].scheme}: {len(part)} problems, {count} candidates compiled", flush=True)
-            continue
-        found = search(part, options.out, replace(how, each=each, seconds=left), hints=hints, child=child)
-        print(f"{part[0].scheme}: {found.points} points after {time.perf_counter() - began:.1f} s", flush=True)
-        for name, reason in found.excluded.items():
-            print("excluded:", name, "--", reason)
-    if child is not None:
-        child.stop()
+    with contextlib.nullcontext() if options.compile else Worker() as child:
+        for part, each in parts(models, options.schemes, tuple(options.tokens), options.each):
+            left = options.seconds - (time.perf_counter() - began)
+            if left <= 0:
+                break
+            if child is None:
+                count = sum(len(tried) for _, tried in plans(part, Map(hints), replace(how, each=each)))
+                print(f"{part[0].scheme}: {len(part)} problems, {count} candidates compiled", flush=True)
+                continue
+            found = search(part, options.out, replace(how, each=each, seconds=left), hints=hints, child=child)
+            print(f"{part[0].scheme}: {found.points} points after {time.perf_counter() - began:.1f} s", flush=True)
+            for name, reason in found.excluded.items():
+                print("excluded:", name, "--", reason)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from anybit.choose.registry import GRID
+from anybit.choose.space import GRID
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 

@@ -131,12 +131,9 @@ class KernelFamily:
     def rebuild(self, product: LinearProblem, fields: Mapping[str, FieldValue]) -> Config:
         """The config with these fields, all that are tunable, for a product; not checked to be legal there.
 
-        Raises KernelError for a field that is unknown, missing, or of the wrong type.
+        Raises KernelError as ``parsed``.
         """
-        values = self.parsed(fields)
-        if missing := self.tunable.keys() - values.keys():
-            raise KernelError(f"a config of {self.name} needs the field {min(missing)!r}")
-        made: Config = self.module.Config(**_facts(self, product), **values)
+        made: Config = self.module.Config(**_facts(self, product), **self.parsed(fields))
         return made
 
     def fit(self, product: LinearProblem, config: Config, there: LinearProblem) -> Config | None:
@@ -157,7 +154,7 @@ class KernelFamily:
         return next((one for one in tried if self.why_not(product, one) is None), None)
 
     def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, FieldValue | Enum]:
-        """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong type."""
+        """Fields as a config holds them. Raises KernelError for one that is unknown, missing, or of the wrong type."""
         kinds = self.tunable
         found: dict[str, FieldValue | Enum] = {}
         for name, value in fields.items():
@@ -173,6 +170,8 @@ class KernelFamily:
                 raise KernelError(f"{name} of {self.name} is of type {what}, not {value!r}")
             else:
                 found[name] = value
+        if missing := kinds.keys() - found.keys():
+            raise KernelError(f"configs of {self.name} lack the field {min(missing)!r}")
         return found
 
     def estimate(self, product: LinearProblem, config: Config) -> float | None:
@@ -198,20 +197,14 @@ class KernelFamily:
 
 def _facts(family: KernelFamily, product: LinearProblem) -> dict[str, object]:
     """The fields of a family's config that follow from the problem."""
-    names = {field.name for field in dataclasses.fields(family.module.Config)}
-    if family.target is Target.planes:
-        values = zip(
-            (field.name for field in dataclasses.fields(bitplane_problem.Facts)),
-            bitplane_problem.facts(product),
-            strict=True,
-        )
-        oldest = (
-            {"aligned": product.n % 8 == 0 and product.y_aligned, "short_sums": False} if "aligned" in names else {}
-        )
-        return dict(values) | oldest
-    known = packed_problem.facts(product, family.module.Config)
-    if family.module is sm90_packed_gemm:
-        known |= sm90_packed_gemm.facts(product)
+    kind = family.module.Config
+    if family.target is not Target.planes:
+        more = sm90_packed_gemm.facts(product) if family.module is sm90_packed_gemm else {}
+        return packed_problem.facts(product, kind) | more
+    names = (field.name for field in dataclasses.fields(bitplane_problem.Facts))
+    known = dict[str, object](zip(names, bitplane_problem.facts(product), strict=True))
+    if "aligned" in {field.name for field in dataclasses.fields(kind)}:
+        known |= {"aligned": product.n % 8 == 0 and product.y_aligned, "short_sums": False}
     return known
 
 

@@ -14,7 +14,7 @@ import datetime
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ _DTYPES = ("float16", "bfloat16")
 
 Key = tuple[str, str, int, int]
 """Scheme, dtype, N, K."""
+_Config = tuple[str, tuple[tuple[str, FieldValue], ...]]
+"""A kernel family, and the fields of a config."""
 
 
 class PolicyError(KernelError):
@@ -159,8 +161,7 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
     said = content["measured"]
     origin = Origin(**{name: str(said[name]) for name in ("gpu", "arch", "driver", "torch", "library", "date")})
     Device.named(origin.arch)  # raises for an unknown one
-    void = {kernel: _why_void(kernel, names) for kernel, names in content["fields"].items()}
-    configs = [_parse_config(kernel, content["fields"][kernel], values, void) for kernel, *values in content["configs"]]
+    configs = [_parse_config(kernel, content["fields"][kernel], values) for kernel, *values in content["configs"]]
     policy = Policy(origin, path=path)
     policy.excluded = {str(name): str(reason) for name, reason in content["excluded"].items()}
     for layer in content["layers"]:
@@ -170,49 +171,34 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
         n, k = (_positive(layer[name], whole=True) for name in ("n", "k"))
         points = policy.layers.setdefault((scheme, dtype, n, k), {})
         for m, row in layer["tokens"].items():
-            strategies, unknown = _parse_strategies(
-                {name: one for name, one in row.items() if name != "default"}, configs
-            )
+            default_us = _positive(row.pop("default"))
+            strategies, unknown = _strategies(row, configs)
             if unknown:
                 dropped.append(f"{scheme} {m} x {n} x {k}: {unknown[0]}")
             else:
-                points[_positive(int(m), whole=True)] = Point(_positive(row["default"]), strategies)
+                points[_positive(int(m), whole=True)] = Point(default_us, strategies)
     return policy
 
 
-def _why_void(kernel: str, names: list[str]) -> str | None:
-    """Why configs with these fields are void, as a sentence; None if the kernel has just these."""
-    if kernel not in FAMILIES:
-        return f"there is no kernel family {kernel!r}"
-    here = FAMILIES[kernel].tunable
-    if unknown := [name for name in names if name not in here]:
-        return f"{kernel} has no field {unknown[0]!r}"
-    missing = [name for name in here if name not in names]
-    return f"its configs of {kernel} lack the field {missing[0]!r}" if missing else None
-
-
-def _parse_config(
-    kernel: str, names: list[str], values: list[FieldValue], void: Mapping[str, str | None]
-) -> tuple[str, tuple[tuple[str, FieldValue], ...]] | str:
+def _parse_config(kernel: str, names: list[str], values: list[FieldValue]) -> _Config | str:
     """(family, fields of its config), or a sentence saying why the config is void in this version."""
     if not all(isinstance(value, (int, bool, str)) for value in values):
         raise ValueError(f"a config of {kernel!r} holds something other than an integer, a string or a boolean")
-    fields = tuple(zip(names, values, strict=True))
+    fields = dict(zip(names, values, strict=True))
+    if kernel not in FAMILIES:
+        return f"there is no kernel family {kernel!r}"
     try:
-        if void[kernel] is None:
-            FAMILIES[kernel].parsed(dict(fields))
+        FAMILIES[kernel].parsed(fields)
     except KernelError as error:
         return str(error)
-    return void[kernel] or (kernel, fields)
+    return kernel, tuple(fields.items())
 
 
-def _parse_strategies(
-    rows: dict[str, tuple[float, int]], configs: list[tuple[str, tuple[tuple[str, FieldValue], ...]] | str]
-) -> tuple[dict[str, Measured], list[str]]:
+def _strategies(row: dict[str, Any], configs: list[_Config | str]) -> tuple[dict[str, Measured], list[str]]:
     """(the best of each strategy, sentences about what is unknown to this version)."""
-    found: dict[str, Measured] = {}
-    unknown = [f"strategy {name!r} is none of {', '.join(STRATEGIES)}" for name in rows if name not in STRATEGIES]
-    for name, (us, index) in rows.items():
+    found = dict[str, Measured]()
+    unknown = [f"strategy {name!r} is none of {', '.join(STRATEGIES)}" for name in row if name not in STRATEGIES]
+    for name, (us, index) in row.items():
         config = configs[_positive(index + 1, whole=True) - 1]
         if isinstance(config, str):
             unknown.append(config)
@@ -242,7 +228,7 @@ def usable(path: Path) -> Policy | None:
 
 def text(policy: Policy) -> str:
     """A map as JSON, with one line per layer and config."""
-    numbers: dict[tuple[str, tuple[tuple[str, FieldValue], ...]], int] = {}
+    numbers: dict[_Config, int] = {}
 
     def row(point: Point) -> dict[str, object]:
         best: dict[str, object] = {

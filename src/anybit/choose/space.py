@@ -9,18 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from anybit.choose.builtin import FEW_TOKENS
+from anybit.choose.builtin import FEW_TOKENS, MOST_TOKENS, bucket, step
 from anybit.choose.choose import Map, forms
 from anybit.choose.families import FAMILIES, Candidate, layouts, strategy_of
 from anybit.errors import KernelError
 from anybit.kernels.bitplane.bitplane_problem import half_bytes
 from anybit.kernels.block.quantize_activations import Target
-from anybit.kernels.linear_problem import LinearProblem
+from anybit.kernels.linear_problem import LinearProblem as LinearProblem
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.scheme import CODES
 
 _INT4_TENSOR_CORES = ("sm_80", "sm_86", "sm_89")
 """Read from the SASS of CUDA 13.0: later architectures emulate them."""
+GRID = tuple(sorted({bucket(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
+"""Token counts of maps that cover all layers and schemes."""
+STEPS = tuple(sorted({step(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
+"""All values of ``step``: the token counts that `anybit tune` measures."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ def _say_if_nothing_runs(scheme: Scheme) -> None:
     """Warn before quantizing, rather than after an hour, if no kernel runs a scheme."""
     import torch
 
-    from anybit.choose.registry import FAMILIES, LinearProblem
+    from anybit.choose.families import FAMILIES
+    from anybit.choose.space import LinearProblem
     from anybit.device import Device
 
     here = torch.cuda.is_available()

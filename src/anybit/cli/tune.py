@@ -22,8 +22,6 @@ from anybit.scheme import Scheme
 if TYPE_CHECKING:
     from torch import nn
 
-    from anybit.tune.search import Progress
-
 Dtype = Annotated[
     str | None, typer.Option(help="float16 or bfloat16, the dtype of activations and results; by default the model's.")
 ]
@@ -80,7 +78,7 @@ def tune(
     import torch
 
     from anybit.choose import policy as policies
-    from anybit.choose.registry import GRID, STEPS, LinearProblem
+    from anybit.choose.space import GRID, STEPS, LinearProblem
     from anybit.device import Device
     from anybit.tune.search import Options, search_on
 
@@ -105,17 +103,13 @@ def tune(
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
     began = time.perf_counter()
     with progress_bar("Tuning", counted=True) as update:
-
-        def report(progress: "Progress") -> None:
-            update(str(progress.product), progress.done, progress.total, progress.seconds_left)
-
         wide = Options(10**6 if everything else each, again=again)
         for part in (coarse, fine):
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
                 how = replace(wide, seconds=left)
                 try:
-                    policy = search_on(used, part, partial(_map, to), how, hints=hints, report=report)
+                    policy = search_on(used, part, partial(_map, to), how, hints=hints, report=update)
                 except KeyboardInterrupt:
                     errors.print("interrupted; what was measured is kept, and the same command goes on")
                     raise
@@ -168,7 +162,7 @@ def explain(
     import torch
 
     from anybit.choose import dispatch as dispatching
-    from anybit.choose.registry import LinearProblem
+    from anybit.choose.space import LinearProblem
     from anybit.device import Device
     from anybit.tune.explain import explain as explain_product
 

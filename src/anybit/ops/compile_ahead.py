@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.choose.builtin import MOST_TOKENS
-from anybit.choose.registry import STEPS
+from anybit.choose.space import STEPS
 from anybit.device import Device
 from anybit.jit import Kernel as Kernel
 from anybit.jit import Slot

@@ -37,6 +37,13 @@ class Worker:
         self._pool: ProcessPoolExecutor | None = None
         self.facts: Facts
 
+    def __enter__(self) -> "Worker":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def start(self, limit: float = 120.0) -> None:
         """Start the process and wait for its description of the GPU. Raises KernelError if it fails."""
         self.stop()

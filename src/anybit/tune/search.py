@@ -23,7 +23,6 @@ from anybit.choose.choose import Map
 from anybit.choose.families import Candidate
 from anybit.choose.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.choose.space import clearly_faster, defaults_of, hints_of, preserves_pdl_overlap, promising
-from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.tune.processes import CrashError, Worker, apart, compile_one, compilers, die_with_parent
 from anybit.tune.roofline import floor_us
@@ -60,18 +59,8 @@ class Options:
     jobs: int = 0
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a search."""
-
-    product: LinearProblem
-    done: int
-    total: int
-    seconds_left: float
-    excluded: int
-
-
-Report = Callable[[Progress], None]
+Report = Callable[[str, int, int, float], None]
+"""What is told of a search before each problem: the problem, how many are done, of how many, the seconds left."""
 
 
 # -------- what is tried
@@ -156,13 +145,45 @@ def search(
     path: a file, or a function from the GPU's name to one.  hints: maps whose configs are tried, too.  child: a started
     Worker.  Products keep their order, except that those of one layer are grouped.
     """
-    with contextlib.ExitStack() as stack:
-        if child is None:
-            child = Worker(factory)
-            stack.callback(child.stop)
-            child.start()
-        file = path(child.facts["device"].name) if callable(path) else path
-        return _search(child, products, file, options or Options(), hints, report)
+    options = options or Options()
+    with contextlib.nullcontext(child) if child else Worker(factory) as worker:
+        device, path = worker.facts["device"], path(worker.facts["device"].name) if callable(path) else path
+        policy = Policy(Origin.here(device.name, device.arch, worker.facts["driver"], worker.facts["torch"]))
+        before = usable(path) if path is not None and path.exists() else None
+        maps = [*([before] if before else []), *hints]
+        known = before if before is not None and before.origin.gpu == device.name else Policy(policy.origin)
+        by = Map(maps)
+        policy.excluded |= known.excluded
+        todo = [replace(product, device=device) for product in together(products)]
+        if not options.again:
+            todo = [product for product in todo if known.exact(product) is None]
+        began = saved = time.perf_counter()
+        pause = _SAVE_SECONDS
+        with contextlib.closing(plans(todo, by, options)) as ready:
+            item, done = next(ready, None), 0
+            while item is not None and time.perf_counter() - began <= options.seconds:
+                product, made = item
+                spent = time.perf_counter() - began
+                if report is not None:
+                    left = spent / done * (len(todo) - done) if done else float("nan")
+                    report(str(product), done, len(todo), left)
+                policy.excluded |= {excluded_name(product, one): reason for one, reason in made.items() if reason}
+                own = defaults_of(product, by)
+                every = dict.fromkeys((*made, *hints_of(product, Map([policy, known]), _HINTS)))
+                tried = [one for one in every if one in own or preserves_pdl_overlap(product, one, own[0])]
+                point = point_of(product, own, race(worker, product, tried, options, policy, own))
+                if point is not None:
+                    policy.put(product, point)
+                now = time.perf_counter()
+                if path is not None and now - saved > pause:
+                    save(policy, path)
+                    saved = time.perf_counter()
+                    pause = max(_SAVE_SECONDS, _SAVE_SHARE * (saved - now))
+                item, done = next(ready, None), done + 1
+        if path is not None and (policy.points or policy.excluded):
+            save(policy, path)
+        known.merge(policy)
+        return replace(known, origin=policy.origin)
 
 
 def search_on(
@@ -196,53 +217,6 @@ def _on(
 ) -> Policy:  # fmt: skip
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process initializes CUDA
     return search(products, path, options, **more)
-
-
-def _search(
-    child: Worker,
-    products: Sequence[LinearProblem],
-    path: Path | None,
-    options: Options,
-    hints: Sequence[Policy],
-    report: Report | None,
-) -> Policy:
-    device: Device = child.facts["device"]
-    policy = Policy(Origin.here(device.name, device.arch, child.facts["driver"], child.facts["torch"]))
-    before = usable(path) if path is not None and path.exists() else None
-    maps = [*([before] if before else []), *hints]
-    known = before if before is not None and before.origin.gpu == device.name else Policy(policy.origin)
-    by = Map(maps)
-    policy.excluded |= known.excluded
-    todo = [replace(product, device=device) for product in together(products)]
-    if not options.again:
-        todo = [product for product in todo if known.exact(product) is None]
-    began = saved = time.perf_counter()
-    pause = _SAVE_SECONDS
-    with contextlib.closing(plans(todo, by, options)) as ready:
-        item, done = next(ready, None), 0
-        while item is not None and time.perf_counter() - began <= options.seconds:
-            product, made = item
-            spent = time.perf_counter() - began
-            if report is not None:
-                left = spent / done * (len(todo) - done) if done else float("nan")
-                report(Progress(product, done, len(todo), left, len(policy.excluded)))
-            policy.excluded |= {excluded_name(product, one): reason for one, reason in made.items() if reason}
-            own = defaults_of(product, by)
-            every = dict.fromkeys((*made, *hints_of(product, Map([policy, known]), _HINTS)))
-            tried = [one for one in every if one in own or preserves_pdl_overlap(product, one, own[0])]
-            point = point_of(product, own, race(child, product, tried, options, policy, own))
-            if point is not None:
-                policy.put(product, point)
-            now = time.perf_counter()
-            if path is not None and now - saved > pause:
-                save(policy, path)
-                saved = time.perf_counter()
-                pause = max(_SAVE_SECONDS, _SAVE_SHARE * (saved - now))
-            item, done = next(ready, None), done + 1
-    if path is not None and (policy.points or policy.excluded):
-        save(policy, path)
-    known.merge(policy)
-    return replace(known, origin=policy.origin)
 
 
 def together(products: Sequence[LinearProblem]) -> list[LinearProblem]:

@@ -71,9 +71,6 @@ class WrongResultError(Exception):
 class Layer:
     """Random weights of one shape and format: sampled rows to check against, and copies in each layout requested."""
 
-    n: int
-    k: int
-    format: WeightFormat
     weight: QuantizedWeight
     rows: Tensor
     sample: Tensor
@@ -97,7 +94,7 @@ class Layer:
         minimum = -scale * 2 ** (format.bits - 1) if format.code == "min" else None
         weight = QuantizedWeight(words, scale, zero, (n, k), format, minimum=minimum)
         rows = torch.randint(0, n, (min(n, _SAMPLE),), device=device, generator=generator)
-        return Layer(n, k, format, weight, rows, weight.rows(rows).dequantize(torch.float32).double())
+        return Layer(weight, rows, weight.rows(rows).dequantize(torch.float32).double())
 
     def laid_out(self, layout: Layout) -> list[PackedWeight | PlaneWeight]:
         """Copies of the weights in a layout, enough to defeat the caches."""
@@ -132,7 +129,6 @@ class Bench:
         self.tokens = torch.arange(m, device=device)
         if m > _SAMPLE:
             self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
-        self._plans: dict[Candidate, Plan] = {}
         self._shared: dict[Hashable, Any] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
@@ -155,9 +151,7 @@ class Bench:
 
     def plan(self, candidate: Candidate) -> Plan:
         """The launches of a candidate, activation quantization included; its slots are a copy of the weights."""
-        if candidate not in self._plans:
-            self._plans[candidate] = self._made(candidate)
-        return self._plans[candidate]
+        return self._once(candidate, lambda: self._made(candidate))
 
     def _made(self, candidate: Candidate) -> Plan:
         kernel, activations, before = FAMILIES[candidate.kernel].module, candidate.activations, list[Launch]()
@@ -258,12 +252,12 @@ class Runner:
 
     def prepare(self, product: LinearProblem) -> Bench:
         """The Bench of a product: inputs, outputs and weights."""
-        key, layer = (product.n, product.k, product.weights), self._layer
-        if layer is None or (layer.n, layer.k, layer.format) != key:
+        shape, layer = (product.n, product.k), self._layer
+        if layer is None or (layer.weight.shape, layer.weight.format) != (shape, product.weights):
             if layer is not None:
                 self._layer = layer = None
                 torch.cuda.empty_cache()
-            layer = self._layer = Layer.random(*key, self.device)
+            layer = self._layer = Layer.random(*shape, product.weights, self.device)
         return Bench(product, layer, self.stream)
 
 
