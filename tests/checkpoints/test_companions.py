@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import anybit
-from anybit.checkpoints.convert import convert
 from anybit.checkpoints.folder import Folder
-from anybit.checkpoints.formats.write import convert_into
+from anybit.checkpoints.formats.write import convert, convert_into
 from anybit.checkpoints.source import local_folder
 from anybit.cli import app
 from anybit.errors import CheckpointError

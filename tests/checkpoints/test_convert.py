@@ -13,8 +13,8 @@ from tests.checkpoints.test_format_layouts import padded
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from anybit.checkpoints.convert import convert, shared_ignore
-from anybit.checkpoints.formats.write import convert_into
+from anybit.checkpoints.formats.write import convert, convert_into
+from anybit.checkpoints.shared import shared_ignore
 from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, ConversionError
@@ -70,9 +70,9 @@ def test_compressed_tensors_gives_the_same_tokens(sources, tmp_path, architectur
 @pytest.mark.parametrize(
     ("architecture", "scheme", "message"),
     [
-        ("llama", "w1a16", "cannot express w1a16: bipolar codes"),
-        ("llama", "w4a8", "cannot express w4a8: 8-bit activations"),
-        ("llama", "w4a16s24", "cannot express w4a16s24: 2:4 sparse"),
+        ("llama", "w1a16", r"cannot express layer model\S+ in w1a16: bipolar codes"),
+        ("llama", "w4a8", r"cannot express layer model\S+ in w4a8: 8-bit activations"),
+        ("llama", "w4a16s24", r"cannot express layer model\S+ in w4a16s24: 2:4 sparse"),
         ("llama-wide", "w4a16-kv4", "the KV format kv4"),
         ("llama", "w4a16g64", r"layer model\.layers\.0\.mlp\.down_proj has 96 inputs, .* quantize with g32, or"),
         ("gpt2", "w4a16", r"layer transformer\.h\.0\.attn\.c_attn was a Conv1D"),
@@ -126,7 +126,7 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict
             (rotated, {}, "rotates activations at run time"),
             ({"kv_cache_scheme": {"num_bits": 8}}, scales, r"for a KV cache .* rewrite the model with --output"),
             ({}, shape, "up_proj cannot be read: its tensors or settings contradict"),
-            (odd, {}, "weights of 'four' bits"),
+            (odd, {}, "num_bits of its weights is 'four', and its tensors are in w4a16g32"),
             ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may backtrack forever"),
         ]
     ):
@@ -200,7 +200,7 @@ def test_convert_refuses_what_it_cannot_express(sources: dict[str, Path], tmp_pa
     assert "in the format 'int-quantized'" in refusal(group={"format": "int-quantized"})
     assert "quantizes ['re:.*']" in refusal(group={"targets": ["re:.*"]})
     assert "quantizes input_activations" in refusal(group={"input_activations": {"num_bits": 8}})
-    assert "of type float" in refusal(group={"weights": {**weights, "type": "float"}})
-    assert "activation order (group)" in refusal(group={"weights": {**weights, "actorder": "group"}})
-    assert "groups of 8" in refusal(group={"weights": {**weights, "group_size": 8}})
-    assert "weight_packed has shape (64, 12)" in refusal(group={"weights": {**weights, "num_bits": 8}})
+    assert "type of its weights is 'float'" in refusal(group={"weights": {**weights, "type": "float"}})
+    assert "actorder is group" in refusal(group={"weights": {**weights, "actorder": "group"}})
+    assert "group_size of its weights is 8" in refusal(group={"weights": {**weights, "group_size": 8}})
+    assert "num_bits of its weights is 8" in refusal(group={"weights": {**weights, "num_bits": 8}})

@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import anybit
-from anybit.checkpoints.convert import convert
 from anybit.checkpoints.formats import gptq_write
-from anybit.checkpoints.formats.write import convert_into
+from anybit.checkpoints.formats.write import convert, convert_into
 from anybit.codes.packing import pack_words, unpack_words
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, ConversionError

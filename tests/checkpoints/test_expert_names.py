@@ -10,8 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anybit import AnyBitConfig
-from anybit.checkpoints.convert import convert
-from anybit.checkpoints.formats.write import convert_into
+from anybit.checkpoints.formats.write import convert, convert_into
 from anybit.cli.checkpoints import _model
 from anybit.errors import LayerError
 from anybit.layers.linear import QuantLinear

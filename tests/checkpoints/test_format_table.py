@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints.test_formats import CASES
 
-from anybit.checkpoints import convert
+from anybit.checkpoints.configuration import why_not
 from anybit.checkpoints.formats import FORMATS, gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.checkpoints.formats.write import TARGETS
@@ -67,7 +67,7 @@ def test_a_row_of_the_format_table_is_true(row: tuple[str, ...]) -> None:
     running = [name for name, places in _FAMILIES.items() if all(map(scheme_runs(scheme), places))]
     assert runs == ("all" if len(running) == len(_FAMILIES) else ", ".join(running))
     possible = ["anybit"]
-    possible += ["compressed-tensors"] if convert.why_not(scheme) is None else []
+    possible += ["compressed-tensors"] if why_not(scheme) is None else []
     possible += ["gptq"] if gptq_write.why_not(scheme) is None else []
     possible += ["gguf"] if gguf_encode.why_not(scheme) is None else []
     assert targets == ("all" if len(possible) == len(TARGETS) else ", ".join(possible))

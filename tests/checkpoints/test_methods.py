@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from anybit.checkpoints.convert import convert
 from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats.write import convert
 from anybit.errors import (
     CalibrationError,
     CheckpointError,

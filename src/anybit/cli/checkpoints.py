@@ -52,8 +52,7 @@ def convert(
     anybit convert smollm2-w4g32 --to gguf -o smollm2.gguf
     anybit convert llama-nested --width 3 --to compressed-tensors -o llama-w3
     """
-    from anybit.checkpoints.convert import convert as convert_folder
-    from anybit.checkpoints.formats.write import convert_into
+    from anybit.checkpoints.formats import write
     from anybit.checkpoints.scratch import sweep
     from anybit.checkpoints.source import is_gguf, refuse_unnamed
 
@@ -65,11 +64,11 @@ def convert(
         raise ConversionError(f"converting {model} to {to} writes new tensors: name {what} for them with --output")
     if out is None:
         sweep(Path(model))
-        quantization = convert_folder(model, to, trust_remote_code)
+        quantization = write.convert(model, to, trust_remote_code)
         told = f"{Path(model) / 'config.json'} now describes the model for {to}; no tensor was changed"
     else:
         with status(f"Writing {out}"):
-            quantization = convert_into(model, to, out, overwrite, trust_remote_code, width)
+            quantization = write.convert_into(model, to, out, overwrite, trust_remote_code, width)
         told = f"saved {out} for {to}; no code was changed" if width is None else f"saved {out}, {width} bits, for {to}"
     if as_json:
         print_json(quantization)

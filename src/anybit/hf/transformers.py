@@ -30,10 +30,10 @@ from anybit.checkpoints.configuration import (
     parse_overrides,
     settings_of,
 )
-from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.expert_parts import traps
 from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
 from anybit.checkpoints.safetensors import Entry, read_tensor
+from anybit.checkpoints.shared import shared_ignore
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values, names_in
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError

@@ -27,7 +27,7 @@ from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.slicing import read_layer
 from anybit.checkpoints.verify import check_model, names_in
 from anybit.codes.packing import QuantizedWeight
-from anybit.errors import AnyBitError, CheckpointError, LayerError, one_line
+from anybit.errors import AnyBitError, CheckpointError, ConversionError, LayerError, one_line
 from anybit.layers.linear import PARTS, QuantLinear
 from anybit.scheme import Scheme
 
@@ -200,11 +200,11 @@ class FolderTranslation(Translation):
 
     @classmethod
     def of_own(cls, folder: Folder) -> "FolderTranslation":
-        """That of a folder that anybit wrote. Raises CheckpointError if layers' inputs are rotated."""
+        """That of a folder that anybit wrote. Raises ConversionError if layers' inputs are rotated."""
         found, folder = folder.quantization, copy.copy(folder)
         assert found is not None
         if found.hadamard:
-            raise CheckpointError(f"{folder.path} has layers with rotated inputs, which no other format supports")
+            raise ConversionError(f"{folder.path} has layers with rotated inputs (hadamard), which no other format has")
         folder.entries = {name: entry for name, entry in folder.entries.items() if entry.bytes}  # without traps
 
         def opened(layer: StoredLayer) -> Opened:

@@ -1,35 +1,51 @@
 """Convert any quantized model that anybit reads to a new folder in anybit's, compressed-tensors' or GPTQ's format, or
-to a GGUF file.
+to a GGUF file; or between the first two in place, as these share their tensors.
 
 Codes never change: what the target format cannot represent raises ConversionError, naming the layer if there is one.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from anybit.checkpoints.configuration import METHOD, why_not
-from anybit.checkpoints.convert import convert
+from anybit.checkpoints.configuration import (
+    COMPRESSED_TENSORS,
+    FORMAT,
+    METHOD,
+    Quantization,
+    compressed_tensors_settings,
+    configuration,
+    method_of,
+    settings_of,
+    weights_settings,
+    why_not,
+)
 from anybit.checkpoints.expert_parts import traps
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import gguf_encode, gptq_write
+from anybit.checkpoints.formats.compressed_tensors import PADDED, packing
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.gguf_write import write_gguf
+from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.formats.translate import FolderTranslation, Translation
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import replace_file
+from anybit.checkpoints.shared import unquantized_linears, why_not_model
 from anybit.checkpoints.source import is_gguf, local_folder
-from anybit.checkpoints.writing import ShardWriter, new_folder
+from anybit.checkpoints.verify import check_layers
+from anybit.checkpoints.writing import ShardWriter, new_folder, write_text
+from anybit.codes.packing import WORD
 from anybit.errors import ConversionError
 from anybit.layers.linear import PARTS, QuantLinear
 from anybit.models.experts import HubNames
 from anybit.models.modules import skeleton, tied_heads, untied
+from anybit.scheme import Scheme
 
-TARGETS = (METHOD, "compressed-tensors", "gptq", "gguf")
+TARGETS = (METHOD, COMPRESSED_TENSORS, "gptq", "gguf")
 
 
 def convert_into(
@@ -119,7 +135,7 @@ def _write(
     hub = HubNames.of(empty).hub
     quantization = source.configuration(empty, hub)
     if to != METHOD:
-        _refuse_mixed(source, to)
+        _refuse_mixed(source, to, gptq_write.why_not if to == "gptq" else why_not)
     if to == "gptq":
         quantization = gptq_write.configuration(source.scheme, source.kept(empty), source.group_index)
     empties = traps(empty, source.layers) if to == METHOD else []
@@ -132,7 +148,7 @@ def _write(
             writer.add(hub(name), torch.empty(0, dtype=torch.uint8))
     text = json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
     (work / "config.json").write_text(text, encoding="utf-8")
-    return convert(work, to, trust_remote_code) if to == "compressed-tensors" else quantization
+    return convert(work, to, trust_remote_code) if to == COMPRESSED_TENSORS else quantization
 
 
 def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
@@ -144,14 +160,110 @@ def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name}.{part}", tensor.contiguous()) for part, tensor in parts.items())
 
 
-def _refuse_mixed(source: Translation, to: str) -> None:
-    """Raise ConversionError if layers have several schemes, or one that the format cannot represent."""
+def _refuse_mixed(source: Translation, to: str, why_not: Callable[[Scheme], str | None] = why_not) -> None:
+    """Raise ConversionError if layers have several schemes, or one that a format cannot represent (``why_not``)."""
     most = source.scheme
     for name, scheme in source.layers.items():
-        if (reason := (gptq_write.why_not if to == "gptq" else why_not)(scheme)) is not None:
+        if (reason := why_not(scheme)) is not None:
             raise ConversionError(f"{to} cannot express layer {name} in {scheme}: {reason}")
         if scheme != most:
             raise ConversionError(
                 f"anybit writes {to} with one scheme for all layers, but layer {name} is in {scheme}, and most others "
                 f"in {most}"
             )
+
+
+def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dict[str, object]:
+    """Rewrite the config.json of a quantized folder for ``to`` ("compressed-tensors" or "anybit"), atomically.
+
+    Tensors are not touched. Returns the new quantization_config. Raises ConversionError, naming the layer and changing
+    nothing, for what the target format cannot represent.
+    """
+    if to not in (COMPRESSED_TENSORS, METHOD):
+        there = f"{COMPRESSED_TENSORS}, {METHOD}, and in new files (--output) gptq, gguf"
+        raise ConversionError(f"cannot convert to {to!r} in place; there are {there}")
+    source = Folder(folder, trust_remote_code)
+    quantization = _to_compressed_tensors(source) if to == COMPRESSED_TENSORS else _to_anybit(source)
+    config = {**source.config, "quantization_config": quantization}
+    write_text(source.path / "config.json", json.dumps(config, indent=2) + "\n")
+    return quantization
+
+
+def _to_compressed_tensors(source: Folder) -> dict[str, object]:
+    if source.quantization is None:
+        raise ConversionError(
+            f"{source.path} is a compressed-tensors model already: there is nothing to convert"
+            if method_of(source.config) == COMPRESSED_TENSORS
+            else f"{source.path} is not a model that anybit quantized: its config.json does not say so"
+        )
+    found = FolderTranslation.of_own(source)
+    _refuse_mixed(found, COMPRESSED_TENSORS)
+    if found.group_index:
+        raise ConversionError(
+            f"layer {next(iter(found.layers))} has an activation order, which a compressed-tensors folder has not"
+        )
+    model = skeleton(source.path, source.trust_remote_code)
+    found.take_names(model)
+    if (why := why_not_model(model, found.layers, found.scheme.weights)) is not None:
+        raise ConversionError(why)
+    ignore = HubNames.of(model).both(unquantized_linears(model, found.layers))
+    return compressed_tensors_settings(found.scheme.weights, ignore)
+
+
+def _to_anybit(source: Folder) -> dict[str, object]:
+    found, config = FolderTranslation.of(source), source.config.get("quantization_config")
+    if source.quantization is not None:
+        raise ConversionError(f"{source.path} is in anybit's format already: there is nothing to convert")
+    if found is None or found.name != COMPRESSED_TENSORS or not isinstance(config, Mapping):
+        raise ConversionError(f"{source.path} is not a compressed-tensors model: its config.json does not say so")
+    groups = config.get("config_groups") or {}
+    if len(groups) != 1:
+        raise ConversionError(f"{source.path} has {len(groups)} config_groups; anybit has one scheme a model")
+    ((title, group),) = groups.items()
+    kind = group.get("format") or config.get("format")
+    if kind != FORMAT:
+        raise ConversionError(f"{source.path} is in the format {kind!r}; anybit's tensors are those of {FORMAT!r}")
+    if group.get("targets") != ["Linear"]:
+        raise ConversionError(f"{source.path} quantizes {group.get('targets')}; anybit converts ['Linear']")
+    for name in ("input_activations", "output_activations"):
+        if group.get(name):
+            raise ConversionError(f"{source.path} quantizes {name} by rules that anybit does not support")
+    _refuse_mixed(found, COMPRESSED_TENSORS)
+    # Other tools omit or spell differently what loading checks.
+    tensors, said = weights_settings(found.scheme.weights), dict(group.get("weights") or {})
+    if tensors["group_size"] is None and said.get("group_size") == -1:
+        said["group_size"] = None
+    for name, value in ({**tensors, "type": "int", "symmetric": True} | said).items():
+        if name in tensors and value != tensors[name]:
+            raise ConversionError(
+                f"{source.path} says that {name} of its weights is {value!r:.80}, and its tensors are in {found.scheme}"
+            )
+    found.check(skeleton(source.path, source.trust_remote_code))
+    if found.group_index:
+        raise ConversionError(
+            f"{source.path} has an activation order, which no compressed-tensors folder of anybit's has: rewrite the "
+            "model with --output"
+        )
+    if found.kv_scales:
+        raise ConversionError(
+            f"{source.path} has {found.kv_scales[0]}, for a KV cache that anybit quantizes differently: rewrite the "
+            "model with --output, which drops such scales"
+        )
+    bits = found.scheme.weights.bits
+    for name in found.layers if bits in PADDED else ():
+        if packing(StoredLayer(source, name, config))[1]:
+            raise ConversionError(
+                f"layer {name} holds {WORD // bits} codes of {bits} bits a word, as compressed-tensors before 0.18 "
+                "packed them, and anybit packs them without gaps: rewrite the model with --output"
+            )
+    kept = [str(pattern).removeprefix("re:") for pattern in config.get("ignore") or []]
+    entry = {
+        **config,
+        "format": FORMAT,
+        "config_groups": {title: {**group, "weights": {**said, **tensors}}},
+        METHOD: settings_of(configuration(found.scheme, kept)),
+    }
+    quantization = Quantization.of({"quantization_config": entry}, source.path / "config.json")
+    assert quantization is not None
+    check_layers(quantization, source.entries)
+    return entry

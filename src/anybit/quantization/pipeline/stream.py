@@ -23,10 +23,10 @@ from anybit.checkpoints.configuration import (
     parse_overrides,
     refuse_quantized,
 )
-from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.expert_parts import split_experts, traps
 from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import header_room
+from anybit.checkpoints.shared import shared_ignore
 from anybit.checkpoints.verify import check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
 from anybit.codes.packing import QuantizedWeight
