@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from anybit import cli
 from anybit.cli import answer, common
+from anybit.cli import generate as generating
 from anybit.errors import TextError
 from anybit.hf import template
-from anybit.hf.loading import Loaded
+from anybit.hf.loading import load_model
 
 RED = "\x1b]0;red\x07\x9b2J\u202e"
 
@@ -208,13 +209,10 @@ def test_ctrl_c_stops_an_answer_and_twice_the_program(run, model, monkeypatch, p
 def test_top_p_is_passed_on(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def load(*_: Any) -> Loaded:
-        return loaded
-
-    loaded = answer.load(str(model), None, None, "cpu", False)
+    loaded = load_model(model, device="cpu")
     generate = loaded.model.generate
     monkeypatch.setattr(loaded.model, "generate", lambda *a, **k: (seen.update(k), generate(*a, **k))[1])
-    monkeypatch.setattr(answer, "load", load)
+    monkeypatch.setattr(generating, "loader", lambda *_, **__: lambda _: loaded)
     assert run("generate", model, "-p", "x", "-n", 2, "--temperature", 0.7, "--top-p", 0.5)[0] == 0
     assert (seen["do_sample"], seen["temperature"], seen["top_p"]) == (True, 0.7, 0.5)
     seen.clear()

@@ -5,6 +5,7 @@ Those parsers trust the header's counts, so a wrong one costs hours or memory; h
 hold.
 """
 
+import importlib.util
 import math
 import mmap
 import re
@@ -63,17 +64,20 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read and validate a GGUF file's header. Raises CheckpointError, naming the bad entry."""
+    """Read and validate a GGUF file's header. Raises CheckpointError, naming the bad entry, and without ``gguf``."""
     try:
         with file.open("rb") as stream:
             if stream.read(4) != MAGIC:
                 raise CheckpointError(f"{file} is not a GGUF file; a model is a folder, a hub name or a GGUF file")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(file, data).header()
+                header = _Reader(file, data).header()
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
+    return header
 
 
 class _Reader:

@@ -1,12 +1,10 @@
-"""A summary of a GGUF file from its header alone: reads no tensor, and imports neither torch nor transformers."""
+"""What a GGUF file holds, from its header alone: reads no tensor, and imports neither torch nor transformers."""
 
-import importlib.util
 import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
-from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
+from anybit.checkpoints.gguf import GgufHeader, GgufTensor, read_gguf_header
 from anybit.errors import CheckpointError
 from anybit.scheme import Scheme
 
@@ -53,59 +51,16 @@ def stored_bytes(tensor: GgufTensor) -> int:
     return math.prod(tensor.shape) // int(weights) * int(size)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A GGUF file's summary. kinds: number of tensors per type. schemes: of its matrices, by number of weights, largest
-    first. dequantized: matrix types that anybit has no codes for. matrices, weights and bits_per_weight exclude the
-    embedding, which is not multiplied; each expert has matrices of its own.
-    experts: how many a block has and a token uses; None without.  expert_weights: how many of the weights are theirs.
-    """
-
-    architecture: str
-    bytes: int
-    kinds: dict[str, int]
-    schemes: list[str]
-    dequantized: list[str]
-    matrices: int
-    weights: int
-    bits_per_weight: float
-    experts: tuple[int, int] | None
-    expert_weights: int
-
-
-def summary(file: Path) -> Summary:
-    """Summarize a file from its header. Raises CheckpointError for a corrupt file."""
-    header = read_gguf_header(file)
-    if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
-    kinds: Counter[str] = Counter(kind_of(tensor) for tensor in header.tensors.values())
-    weighed = (tensor for tensor in header.tensors.values() if tensor.name.endswith(".weight"))
-    matrices = [t for t in weighed if len(t.shape) > 1 and not t.name.startswith("token_")]
-    routed = [tensor for tensor in matrices if len(tensor.shape) > 2]
-    of_kind: Counter[str] = Counter()
-    for tensor in matrices:
-        of_kind[kind_of(tensor)] += math.prod(tensor.shape)
-    of_scheme: Counter[str] = Counter()
-    for kind in of_kind.keys() & SCHEMES.keys():
-        of_scheme[SCHEMES[kind]] += of_kind[kind]
-    total = of_kind.total()
-    architecture = header.metadata["general.architecture"]
-    experts, used = (header.metadata.get(f"{architecture}.expert_{part}") for part in ("count", "used_count"))
-    return Summary(
-        str(architecture),
-        file.stat().st_size,
-        dict(kinds.most_common()),
-        [scheme for scheme, _ in of_scheme.most_common()],
-        sorted(of_kind.keys() - SCHEMES.keys() - set(FLOATS)),
-        len(matrices) - len(routed) + sum(tensor.shape[2] for tensor in routed),
-        total,
-        8 * sum(map(stored_bytes, matrices)) / total if total else 0.0,
-        (experts, used) if isinstance(experts, int) and isinstance(used, int) and experts else None,
-        sum(math.prod(tensor.shape) for tensor in routed),
-    )
+def matrices_of(header: GgufHeader) -> list[GgufTensor]:
+    """The matrices of linear layers; those of experts have a third dimension. The embedding is not multiplied."""
+    weights = (tensor for name, tensor in header.tensors.items() if name.endswith(".weight"))
+    return [tensor for tensor in weights if len(tensor.shape) > 1 and not tensor.name.startswith("token_")]
 
 
 def gguf_scheme(file: Path) -> Scheme | None:
     """The scheme of most weights in a file's matrices, from its header; None if none keeps its codes."""
-    schemes = summary(file).schemes
-    return Scheme.parse(schemes[0]) if schemes else None
+    weights: Counter[str] = Counter()
+    for tensor in matrices_of(read_gguf_header(file)):
+        if (scheme := SCHEMES.get(kind_of(tensor))) is not None:
+            weights[scheme] += math.prod(tensor.shape)
+    return Scheme.parse(max(weights, key=weights.__getitem__)) if weights else None

@@ -4,21 +4,20 @@ import contextlib
 import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from anybit.cli.common import status, stdout
+from anybit.cli.common import in_short, stdout
 from anybit.errors import TextError
 from anybit.hf import template
 from anybit.hf.fuse import accelerate
 from anybit.hf.graph import serves
-from anybit.hf.loading import Loaded, load_model
+from anybit.hf.loading import Loaded
 from anybit.models.modules import check_tokens
-from anybit.scheme import Scheme
 
 # Control characters are escaped on a terminal only; files get the model's text unchanged.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -77,19 +76,11 @@ def _stopping(printer: _Printer) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def load(
-    model: str, scheme: Scheme | None, backend: str | None, device: str | None, trust_remote_code: bool,
-    dequantize: bool = False, overrides: Mapping[str, str] | None = None, width: int | None = None,
-) -> Loaded:  # fmt: skip
-    """Load a model for generation, accelerated on a GPU."""
-    with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
-        loaded = load_model(
-            model, scheme, overrides=overrides, backend=backend, device=device, trust_remote_code=trust_remote_code,
-            dequantize=dequantize, width=width,
-        )  # fmt: skip
-        if loaded.model.device.type == "cuda":
-            accelerate(loaded.model)
-        return loaded
+def ready(loaded: Loaded) -> Loaded:
+    """Accelerate a model for generation on a GPU."""
+    if loaded.model.device.type == "cuda":
+        accelerate(loaded.model)
+    return loaded
 
 
 def answer(
@@ -163,7 +154,7 @@ def speed(loaded: Loaded, figures: dict[str, Any]) -> str:
     """The speed of an answer, in one line."""
     device = loaded.model.device.type
     other = getattr(getattr(loaded.model.config, "quantization_config", None), "quant_method", None)
-    kind = str(loaded.scheme or ("not quantized" if other is None else getattr(other, "value", other)))
+    kind = in_short(loaded.schemes) or ("not quantized" if other is None else getattr(other, "value", other))
     stopped = "stopped: " if figures["stopped"] else ""
     return (
         f"{stopped}{figures['new_tokens']} tokens, {figures['tokens_per_second']:.1f} tokens/s after the first "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli import options
-from anybit.cli.common import megabytes, output, print_json, status
+from anybit.cli.common import in_short, megabytes, output, print_json, status
 from anybit.errors import ConversionError, LayerError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
 
@@ -232,7 +232,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     from anybit.checkpoints.configuration import method_of
     from anybit.checkpoints.expert_parts import split_experts
     from anybit.checkpoints.folder import Folder
-    from anybit.checkpoints.formats.translate import FolderTranslation, schemes_of
+    from anybit.checkpoints.formats.translate import FolderTranslation
     from anybit.checkpoints.source import local_folder
     from anybit.checkpoints.verify import names_in
     from anybit.layers.experts import Experts
@@ -254,6 +254,9 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             layers = [layer for layer in every if layer.name in foreign.layers]
             keep = [layer.name for layer in every if layer.name not in foreign.layers]
         embeddings = embedding_layers(model, saved.overrides) if saved else []
+        schemes = foreign.layers.values() if foreign else []
+        if saved:
+            schemes = [saved.scheme_of(layer.name) for layer in (*layers, *embeddings)]
         weights = sum(layer.n * layer.k for layer in (*layers, *embeddings))
         names = {layer.name for layer in (*layers, *embeddings)}
         entries = split_experts(model, folder.entries)
@@ -273,7 +276,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "architecture": type(model).__name__,
             "quantization": method_of(folder.config),
             "loaded_by": saved and _LOADED_BY.get(folder.config["quantization_config"]["quant_method"]),
-            "scheme": str(saved.scheme) if saved else ", ".join(schemes_of(foreign)) if foreign else None,
+            "scheme": in_short(schemes),
             "overrides": overrides,
             "nested": saved.nested if saved else [],
             "bytes": folder.bytes,
@@ -327,23 +330,31 @@ def _experts(model: "PreTrainedModel", saved: "Quantization | None", quantized: 
 
 def _gguf(file: Path) -> dict[str, Any]:
     """Figures of a GGUF file from its header alone, without importing torch or transformers: under a second."""
-    from anybit.checkpoints.gguf_summary import summary
+    from anybit.checkpoints.gguf import read_gguf_header
+    from anybit.checkpoints.gguf_summary import FLOATS, SCHEMES, kind_of, matrices_of, stored_bytes
 
-    found = summary(file)
+    header = read_gguf_header(file)
+    matrices, architecture = matrices_of(header), header.metadata["general.architecture"]
+    layers = [kind for tensor in matrices for kind in [kind_of(tensor)] * math.prod(tensor.shape[2:])]
+    total, routed = (
+        sum(math.prod(tensor.shape) for tensor in matrices if len(tensor.shape) > least) for least in (1, 2)
+    )
+    experts, used = (header.metadata.get(f"{architecture}.expert_{part}") for part in ("count", "used_count"))
+    kinds = Counter(map(kind_of, header.tensors.values())).most_common()
     return {
         "model": str(file),
-        "architecture": found.architecture,
+        "architecture": architecture,
         "quantization": "gguf",
-        "scheme": ", ".join(found.schemes) or None,
-        "types": ", ".join(f"{count} {kind}" for kind, count in found.kinds.items()),
-        "bytes": found.bytes,
-        "size": megabytes(found.bytes),
+        "scheme": in_short(SCHEMES[kind] for kind in layers if kind in SCHEMES),
+        "types": ", ".join(f"{count} {kind}" for kind, count in kinds),
+        "bytes": file.stat().st_size,
+        "size": megabytes(file.stat().st_size),
         "files": 1,
-        "tensors": sum(found.kinds.values()),
-        "linear_layers": found.matrices,
-        "linear_weights": found.weights - found.expert_weights,
-        "experts": "{}, of which a token uses {}".format(*found.experts) if found.experts else None,
-        "expert_weights": found.expert_weights or None,
-        "bits_per_weight": round(found.bits_per_weight, 4),
-        "dequantized": found.dequantized or None,
+        "tensors": len(header.tensors),
+        "linear_layers": len(layers),
+        "linear_weights": total - routed,
+        "experts": f"{experts}, of which a token uses {used}" if experts and used else None,
+        "expert_weights": routed or None,
+        "bits_per_weight": round(8 * sum(map(stored_bytes, matrices)) / total, 4) if total else 0.0,
+        "dequantized": sorted({*layers} - SCHEMES.keys() - {*FLOATS}) or None,
     }

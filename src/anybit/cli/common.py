@@ -8,15 +8,20 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from anybit.errors import SchemeError, duration, printable
+from anybit.scheme import Scheme
+
+if TYPE_CHECKING:
+    from anybit.hf.loading import Loaded
 
 
 class _StandardOutput:
@@ -79,6 +84,29 @@ def overrides_of(words: list[str] | None) -> dict[str, str]:
         return {layer: str(scheme) for layer, scheme in parse_overrides(found).items()}
     except SchemeError as error:
         raise SchemeError(f"--override {error}") from None
+
+
+def loader(scheme: str | None, override: list[str] | None, **options: Any) -> "Callable[[str], Loaded]":
+    """What loads a model as a command's options say; other ones than these are ``load_model``'s.
+
+    Raises SchemeError for options that are not understood, before a library is imported.
+    """
+    parsed, overrides = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
+
+    def load(model: str) -> "Loaded":
+        from anybit.hf.loading import load_model
+
+        with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
+            return load_model(model, parsed, overrides=overrides, **options)
+
+    return load
+
+
+def in_short(schemes: Iterable[object]) -> str | None:
+    """The schemes of layers, the most frequent first: "w4a16g128, 36 layers w3a16g128"; None without layers."""
+    found = Counter(map(str, schemes)).most_common()
+    others = [f"{count} layer{'s' * (count > 1)} {scheme}" for scheme, count in found[1:]]
+    return ", ".join([found[0][0], *others]) if found else None
 
 
 def print_json(value: Mapping[str, object]) -> None:

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli import options
-from anybit.cli.common import errors, output, overrides_of, print_json, print_table, progress_bar, status
+from anybit.cli.common import errors, in_short, loader, output, print_json, print_table, progress_bar, status
 from anybit.errors import LayerError, OptionError, TextError
-from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
     from anybit.hf.cache import AnyBitCache
-    from anybit.hf.evaluate import Perplexity
     from anybit.hf.loading import Loaded
 
 
@@ -69,77 +67,66 @@ def evaluate(
     anybit eval llama-w4 --baseline ./llama
     anybit eval ./llama llama-w4 --tasks arc_easy,hellaswag
     """
-    parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
+    load = loader(
+        scheme, override, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize,
+        width=width,
+    )  # fmt: skip
     if picture is not None:
         _check_picture(picture)
-    from anybit.hf import evaluate as measure
-    from anybit.hf.loading import load_model, stored_scheme
-    from anybit.models.modules import check_tokens
-
-    def load(model: str) -> "Loaded":
-        with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-            return load_model(
-                model, parsed, overrides=others, backend=backend, device=device, trust_remote_code=trust_remote_code,
-                dequantize=dequantize, width=width,
-            )  # fmt: skip
-
     if tasks is not None:
         unused = {"text": text, "baseline": baseline, "picture": picture, "windows": windows, "bos": bos}
         unused |= {"context": None if context == _CONTEXT else context, "seed": seed or None}
         if given := [f"--{name}" for name, value in unused.items() if value is not None]:
             raise OptionError(f"--tasks reads no text of yours: leave out {', '.join(given)}")
-        _run_tasks(models, load, [name for name in tasks.split(",") if name], limit, as_json)
+        names = [name for name in tasks.split(",") if name]
+        _show([_of_tasks(load(model), names, limit) for model in models], as_json)
         return
     if limit is not None:
         raise OptionError("--limit is of the questions of --tasks; --windows limits a text")
-    content = None if text is None else measure.read_text(text)
+    from anybit.hf import evaluate as measure
+    from anybit.hf.loading import stored_scheme
+    from anybit.models.modules import check_tokens
+
+    content, written, other = None if text is None else measure.read_text(text), None, None
     if content is None and (baseline is None or stored_scheme(baseline) is not None):
         raise TextError(
             "eval needs a text: name a file with --text, or with --baseline a model in 16 bits, which then writes one"
         )
     if content is None and bos is False:
         raise OptionError("--no-bos needs a text: what a baseline writes begins with BOS; name a file with --text")
-    other = None
     if baseline is not None:
-        with status(f"Loading {baseline}"):
-            # A backend only applies to quantized layers, which the baseline may not have.
-            theirs = None if backend is None or stored_scheme(baseline) is None else backend
-            other = load_model(baseline, backend=theirs, device=device, trust_remote_code=trust_remote_code)
+        # A backend only applies to quantized layers, which the baseline may not have.
+        theirs = None if backend is None or stored_scheme(baseline) is None else backend
+        other = loader(None, None, backend=theirs, device=device, trust_remote_code=trust_remote_code)(baseline)
         _refuse_beyond(other, context)
-    own = None
-    if content is None and other is not None:
-        with status(f"{baseline} writes a text"):
-            own = measure.windows_written_by(other.model, windows or _WRITTEN, context, seed)
+        if content is None:
+            with status(f"{baseline} writes a text"):
+                written = measure.windows_written_by(other.model, windows or _WRITTEN, context, seed)
     found: list[dict[str, Any]] = []
     rows: Any = None
     for model in models:
         loaded = load(model)
         _refuse_beyond(loaded, context)
-        first: int | None = None
+        begun = content is None
         if content is not None:
             ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
-            check_tokens(loaded.model, ids, model)
+            for each in (loaded, *([other] if other else [])):
+                check_tokens(each.model, ids, each.name)
             first = _bos(loaded.tokenizer, bos)
-            before, rows = rows, measure.windows_of(ids, context, windows, first)
+            begun, before, rows = first is not None, rows, measure.windows_of(ids, context, windows, first)
             if before is not None and not rows.equal(before):
                 message = f"{model} splits the text into other tokens: its perplexity does not compare"
                 warnings.warn(message, stacklevel=2)
-            if other is not None:
-                check_tokens(other.model, ids, other.name)
+        elif other is not None and loaded.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+            raise TextError(f"{baseline} wrote the text, and {model} has another vocabulary: name a text with --text")
         else:
-            assert other is not None
-            if loaded.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-                raise TextError(
-                    f"{baseline} wrote the text, and {model} has another vocabulary: name a text with --text"
-                )
-            rows = own
+            rows = written
         cache = _cache(loaded, context)
         with progress_bar(f"Windows of {model}", counted=True) as update:
-            tell = partial(update, f"windows of {model}")
-            result = measure.perplexity(loaded.model, rows, own is not None or first is not None, tell, cache)
+            result = measure.perplexity(loaded.model, rows, begun, partial(update, f"windows of {model}"), cache)
         figures: dict[str, Any] = {
             "model": model,
-            "scheme": str(loaded.scheme) if loaded.scheme else None,
+            "scheme": in_short(loaded.schemes),
             "bits_per_weight": measure.bits_per_weight(loaded.model),
             "text": f"written by {baseline}" if text is None else str(text),
             **asdict(result),
@@ -153,72 +140,56 @@ def evaluate(
         del loaded  # before the next one is loaded
     if picture is not None:
         _draw(picture, found)
-    if as_json:
-        print_json(found[0] if len(models) == 1 else {"models": found})
-    elif len(models) == 1:
-        _show(found[0], result)
-    else:
-        _show_table(found, result)
+    _show(found, as_json)
 
 
-def _run_tasks(
-    models: list[str], load: "Callable[[str], Loaded]", tasks: list[str], limit: int | None, as_json: bool
-) -> None:
+def _of_tasks(loaded: "Loaded", tasks: list[str], limit: int | None) -> dict[str, Any]:
     from anybit.hf.tasks import accuracies
 
-    found: list[dict[str, Any]] = []
-    for model in models:
-        loaded = load(model)
-        if loaded.scheme is not None and loaded.scheme.kv is not None:
-            warnings.warn(f"--tasks reads {model} without its {loaded.scheme.kv} cache", stacklevel=2)
-        with status(f"Tasks of {model}"):
-            results = accuracies(loaded, tasks, limit)
-        scheme = str(loaded.scheme) if loaded.scheme else None
-        found.append({"model": model, "scheme": scheme, "tasks": [asdict(result) for result in results]})
-        del loaded  # before the next one is loaded
+    if loaded.scheme is not None and loaded.scheme.kv is not None:
+        warnings.warn(f"--tasks reads {loaded.name} without its {loaded.scheme.kv} cache", stacklevel=2)
+    with status(f"Tasks of {loaded.name}"):
+        results = [asdict(result) for result in accuracies(loaded, tasks, limit)]
+    return {"model": loaded.name, "scheme": in_short(loaded.schemes), "tasks": results}
+
+
+def _show(found: list[dict[str, Any]], as_json: bool) -> None:
+    """Print the figures of models: of one on a text as sentences, of others as a table."""
+    first = found[0]
+    rows = [["model", "scheme"], *([one["model"], one["scheme"] or "-"] for one in found)]
     if as_json:
-        print_json(found[0] if len(models) == 1 else {"models": found})
-        return
-    names = [f"{one['task']} ({one['questions']})" for one in found[0]["tasks"]]
-    rows = [["model", "scheme", *names]]
-    for each in found:
-        shown = [
-            f"{one['value']:.1%}" + ("" if one["error"] is None else f" ± {one['error']:.1%}") for one in each["tasks"]
-        ]
-        rows.append([each["model"], each["scheme"] or "-", *shown])
-    print_table(rows)
-
-
-def _show(figures: dict[str, Any], result: "Perplexity") -> None:
-    output.print(
-        f"perplexity {result.perplexity:.2f} over {_windows(result)}; "
-        f"{figures['bits_per_weight']:.2f} bits per weight; {result.seconds:.1f} s"
-    )
-    if "baseline" in figures:
-        output.print(
-            f"same next token as {figures['baseline']} in {figures['same_token']:.1%} of positions; "
-            f"KL divergence {figures['divergence']:.4f} nats"
-        )
-
-
-def _show_table(found: list[dict[str, Any]], result: "Perplexity") -> None:
-    rows = [["model", "scheme", "bits per weight", "perplexity"]]
-    rows += [
-        [one["model"], one["scheme"] or "-", f"{one['bits_per_weight']:.2f}", f"{one['perplexity']:.2f}"]
-        for one in found
-    ]
-    if "baseline" in found[0]:
-        rows[0] += ["same token", "KL, nats"]
+        print_json(first if len(found) == 1 else {"models": found})
+    elif "tasks" in first:
+        rows[0] += [f"{task['task']} ({task['questions']})" for task in first["tasks"]]
         for row, one in zip(rows[1:], found, strict=True):
-            row += [f"{one['same_token']:.1%}", f"{one['divergence']:.4f}"]
-    print_table(rows)
-    against = f"; same token and KL divergence against {found[0]['baseline']}" if "baseline" in found[0] else ""
-    output.print(f"\n{_windows(result)}{against}")
+            for task in one["tasks"]:
+                error = "" if task["error"] is None else f" ± {task['error']:.1%}"
+                row.append(f"{task['value']:.1%}{error}")
+        print_table(rows)
+    elif len(found) == 1:
+        output.print(
+            f"perplexity {first['perplexity']:.2f} over {_windows(first)}; "
+            f"{first['bits_per_weight']:.2f} bits per weight; {first['seconds']:.1f} s"
+        )
+        if "baseline" in first:
+            output.print(
+                f"same next token as {first['baseline']} in {first['same_token']:.1%} of positions; "
+                f"KL divergence {first['divergence']:.4f} nats"
+            )
+    else:
+        compared = "baseline" in first
+        rows[0] += ["bits per weight", "perplexity", *(["same token", "KL, nats"] if compared else [])]
+        for row, one in zip(rows[1:], found, strict=True):
+            row += [f"{one['bits_per_weight']:.2f}", f"{one['perplexity']:.2f}"]
+            row += [f"{one['same_token']:.1%}", f"{one['divergence']:.4f}"] if compared else []
+        print_table(rows)
+        against = f"; same token and KL divergence against {first['baseline']}" if compared else ""
+        output.print(f"\n{_windows(found[-1])}{against}")
 
 
-def _windows(result: "Perplexity") -> str:
-    told = f"{result.scored} scored, {'with' if result.bos else 'without'} BOS"
-    return f"{result.windows} windows of {result.context} tokens ({told})"
+def _windows(one: dict[str, Any]) -> str:
+    told = f"{one['scored']} scored, {'with' if one['bos'] else 'without'} BOS"
+    return f"{one['windows']} windows of {one['context']} tokens ({told})"
 
 
 def _check_picture(path: Path) -> None:

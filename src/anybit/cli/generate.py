@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from anybit.cli import options
-from anybit.cli.common import errors, overrides_of, print_json
+from anybit.cli.common import errors, in_short, loader, print_json
 from anybit.errors import TextError
-from anybit.scheme import Scheme
 
 
 def generate(
@@ -37,17 +36,20 @@ def generate(
     anybit generate smollm2-w4 --prompt "Why is the sky blue?"
     anybit generate model.gguf --scheme w3a16g64asym -p "Once upon a time" --raw -n 200
     """
-    parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
+    load = loader(
+        scheme, override, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize,
+        width=width,
+    )  # fmt: skip
     _refuse_without_effect(top_p, temperature)
     _refuse_broken("--prompt", prompt)
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others, width)
+    loaded = answer.ready(load(model))
     asked = prompt if raw else [{"role": "user", "content": prompt}]
     text, figures = answer.answer(loaded, asked, max_new_tokens, temperature, top_p, seed, silent=as_json)
     if as_json:
-        used = str(loaded.scheme) if loaded.scheme else None
-        print_json({"model": model, "scheme": used, "prompt": prompt, "text": text, **figures})
+        scheme = in_short(loaded.schemes)
+        print_json({"model": model, "scheme": scheme, "prompt": prompt, "text": text, **figures})
     else:
         errors.print(answer.speed(loaded, figures), style="dim")
 
@@ -74,12 +76,15 @@ def chat(
     anybit chat smollm2-w4
     anybit chat ./llama --scheme w4a16g128 --system "Answer in rhymes." --temperature 0.7
     """
-    parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
+    load = loader(
+        scheme, override, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize,
+        width=width,
+    )  # fmt: skip
     _refuse_without_effect(top_p, temperature)
     _refuse_broken("--system", system or "")
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others, width)
+    loaded = answer.ready(load(model))
     if not loaded.tokenizer.chat_template:
         raise TextError(f"{model} has no chat template, so it cannot chat; use anybit generate --raw")
     messages = [{"role": "system", "content": system}] if system else []

@@ -3,7 +3,7 @@
 import importlib.util
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from anybit.device import checked_device
 from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line
 from anybit.hf.foreign import load_gguf, load_translated, without_kernel
 from anybit.hf.transformers import AnyBitConfig, check_finite
+from anybit.layers.linear import QuantLinear
 from anybit.models.modules import auto_class, last_position, positions_of, skeleton
 from anybit.ops import backends
 from anybit.scheme import Scheme
@@ -27,12 +28,21 @@ from anybit.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. scheme: None unless anybit runs quantized layers of it."""
+    """A model ready to run. scheme: None unless anybit runs quantized layers of it.  schemes: of each, as text."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     scheme: Scheme | None
     name: str
+    schemes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, scheme: Scheme | None, source: str | Path
+    ) -> "Loaded":
+        """A model as it was loaded from a source."""
+        layers = (module for module in model.modules() if isinstance(module, QuantLinear))
+        return cls(model.eval(), tokenizer, scheme, str(source), [str(layer.scheme) for layer in layers])
 
     @property
     def positions(self) -> int | None:
@@ -90,7 +100,7 @@ def load_model(
     if scheme is None and width is None and is_gguf(source):
         native = load_gguf(Path(source).expanduser(), wanted, None if device == "cpu" else device, backend)
         if native is not None:
-            return Loaded(native[0].eval(), native[1], native[2], str(source))
+            return Loaded.of(*native, source)
     with local_folder(source, trust_remote_code, width) as path:
         folder = Folder(path, trust_remote_code)
         # Built first, so that a configuration that transformers cannot build raises an error of its own.
@@ -159,7 +169,7 @@ def load_model(
         except Exception as error:
             raise without_tokenizer(path, error) from error
     parsed = stored if scheme is None else Scheme.parse(scheme)
-    return Loaded(model.eval(), tokenizer, parsed, str(source))
+    return Loaded.of(model, tokenizer, parsed, source)
 
 
 def _dequantized(
@@ -173,7 +183,7 @@ def _dequantized(
     )
     if loaded.scheme is not None:
         loaded.model.dequantize(dtype=kind)
-    return replace(loaded, model=loaded.model.to(device), scheme=None)
+    return replace(loaded, model=loaded.model.to(device), scheme=None, schemes=[])
 
 
 def load(

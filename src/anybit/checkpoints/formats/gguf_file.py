@@ -4,7 +4,6 @@ Tensor names and row order in transformers come from transformers itself: from i
 tensor processors on a column of row numbers. Needs the ``gguf`` extra.
 """
 
-import importlib.util
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator
@@ -54,8 +53,6 @@ class GgufTranslation(Translation):
 
     def __init__(self, file: Path, model: PreTrainedModel) -> None:
         super().__init__()
-        if importlib.util.find_spec("gguf") is None:
-            raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
         self.path = file
         header = read_gguf_header(file)
         self._start, architecture = header.start, str(header.metadata["general.architecture"])

@@ -289,8 +289,3 @@ class LazyTensor:
     def get_shape(self) -> list[int]:
         """Its shape."""
         return list(self[...].shape if self._like is None else self._like.shape)
-
-
-def schemes_of(source: Translation) -> list[str]:
-    """The schemes of a model's layers, the most frequent first."""
-    return [str(scheme) for scheme, _ in Counter(source.layers.values()).most_common()]
