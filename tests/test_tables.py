@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from anybit.checkpoints.verify import layer_shapes
+from anybit.codes.packing import layer_shapes
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.scheme import KVFormat, Scheme
 

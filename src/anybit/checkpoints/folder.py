@@ -31,6 +31,7 @@ class Folder:
     """A model folder, open for reading one tensor at a time. Raises CheckpointError, naming the file.
 
     Opening runs all of ``verify``'s checks that need no model. quantization: how anybit quantized it, or None.
+    layers: names of the layers that it quantized.
     trust_remote_code: the model's own Python files may run, and are copied with it.
     """
 
@@ -43,8 +44,7 @@ class Folder:
         self.config = with_quantization(read_json(self.path / "config.json"), self.path, read_json)
         self.entries = _entries(self.path)
         self.quantization = check_config(self.config, self.path / "config.json", self.entries)
-        if self.quantization is not None:
-            check_layers(self.quantization, self.entries)
+        self.layers = [] if self.quantization is None else check_layers(self.quantization, self.entries)
 
     @property
     def bytes(self) -> int:

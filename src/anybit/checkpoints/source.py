@@ -1,7 +1,6 @@
 """Resolve a model (a folder, a hub name, a GGUF file) to a folder of safetensors."""
 
 import importlib.util
-import json
 import re
 import shutil
 import tempfile
@@ -9,15 +8,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
+
 from anybit.checkpoints.folder import Folder, path_of, read_json, refuse_adapter
 from anybit.checkpoints.formats.compressed_tensors import FORMAT, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.gguf import linked_alone, read_gguf_header, tokenizer_of
 from anybit.checkpoints.gguf_config import config_of
-from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.slicing import write_slice
-from anybit.checkpoints.writing import ShardWriter, write_text
+from anybit.checkpoints.writing import rewrite
 from anybit.errors import CheckpointError
 
 # Files to download; pickles and other frameworks' weights are not even fetched.
@@ -95,20 +95,17 @@ def unmask(source: Folder, folder: Path) -> None:
 
     Raises CheckpointError, naming the layer, for a bitmask that does not keep two of every four inputs.
     """
-    layers = {name.removesuffix(".bitmask") for name in source.entries if name.endswith(".bitmask")}
-    parts = {f"{name}.{part}": name for name in layers for part in ("bitmask", "compressed", "shape")}
-    names = sorted({f"{parts[name]}.weight" if name in parts else name for name in source.entries})
-    try:
-        with ShardWriter(folder, header_room(names)) as writer:
-            for name in names:
-                layer = name.removesuffix(".weight")
-                masked = layer in layers and name.endswith(".weight")
-                writer.add(name, unmasked(StoredLayer(source, layer, {})) if masked else source.read(name))
-        source.copy_companions(folder)
-        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(source.entries):
+            layer, _, part = name.rpartition(".")
+            if part == "bitmask":
+                yield f"{layer}.weight", unmasked(StoredLayer(source, layer, {}))
+            elif part not in ("compressed", "shape") or f"{layer}.bitmask" not in source.entries:
+                yield name, source.read(name)
+
+    rewrite(source, folder, config, tensors())
 
 
 def dequantize_gguf(file: Path, folder: Path) -> None:
@@ -118,9 +115,8 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     Files beside it are ignored.
     """
     header = read_gguf_header(file)
-    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise CheckpointError(f"reading {file} needs {' and '.join(absent)}: pip install 'anybit[gguf]'")
+    if importlib.util.find_spec("accelerate") is None:
+        raise CheckpointError(f"reading {file} needs accelerate: pip install 'anybit[gguf]'")
     import torch
     import transformers
 

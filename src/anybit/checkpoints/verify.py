@@ -21,9 +21,9 @@ from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_tensor
-from anybit.codes.packing import unpack_words, words_per_row
+from anybit.codes.packing import layer_shapes, unpack_words
 from anybit.errors import CheckpointError, dtype_name
-from anybit.scheme import WeightFormat
+from anybit.layers.linear import PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,6 @@ TRAP = "weight"
 """An empty tensor beside the codes of each layer that compressed-tensors cannot represent. A program without anybit
 takes it for the layer's weight and fails on its shape, instead of initializing the weight at random."""
 
-_SUFFIXES = ("packed", "scale", "zero_point", "minimum", "shape", "g_idx", "indices")
 _MARK = ".weight_packed"
 
 # Counts that size a model's construction loops, bounded by what the tensors allow: every layer has a tensor, and every
@@ -75,25 +74,6 @@ def check_config(
     return quantization
 
 
-def layer_shapes(n: int, k: int, fmt: WeightFormat, group_index: bool = False) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a layer of n outputs and k inputs stores for its weight."""
-    kept = k // 2 if fmt.sparse else k
-    shapes: dict[str, tuple[int, ...]] = {
-        "weight_packed": (n, words_per_row(kept, fmt.bits)),
-        "weight_scale": (n, fmt.groups(k)),
-        "weight_shape": (2,),
-    }
-    if fmt.code == "asym":
-        shapes["weight_zero_point"] = (words_per_row(n, fmt.bits), fmt.groups(k))
-    if fmt.code == "min":
-        shapes["weight_minimum"] = (n, fmt.groups(k))
-    if fmt.sparse:
-        shapes["weight_indices"] = (n, words_per_row(kept, 2))
-    if group_index:
-        shapes["weight_g_idx"] = (k,)
-    return shapes
-
-
 def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> list[str]:
     """Check the headers of all quantized layers, and their ``weight_shape``; returns the layers' names."""
     layers = [name.removesuffix(_MARK) for name in entries if name.endswith(_MARK)]
@@ -102,7 +82,7 @@ def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> li
     known = set(layers)
     for name, entry in entries.items():
         layer, _, last = name.rpartition(".")
-        if last in {f"weight_{suffix}" for suffix in _SUFFIXES} and layer not in known:
+        if last in PARTS and layer not in known:
             raise CheckpointError(f"{entry.file}: tensor {name} belongs to no quantized layer: no {layer}{_MARK}")
     strangers = sorted(set(quantization.hadamard) - known)
     if strangers:
@@ -170,7 +150,7 @@ def _is_new_head(model: "PreTrainedModel", name: str) -> bool:
 
 
 def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Check the values of a quantized layer's tensors, except on meta; names as in ``layer_shapes``."""
+    """Check the values of a quantized layer's tensors, except on meta; names as in ``PARTS``."""
     for name in ("weight_scale", "weight_minimum", "bias"):
         tensor = tensors.get(name)
         if tensor is not None and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
@@ -210,7 +190,7 @@ def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, E
             )
         if suffix != "weight_shape":
             _check_kind(entry, torch.float32 if suffix.endswith(("scale", "minimum")) else torch.int32)
-    for suffix in (f"weight_{name}" for name in _SUFFIXES):
+    for suffix in PARTS:
         if suffix not in expected and f"{layer}.{suffix}" in entries:
             raise CheckpointError(
                 f"{entries[f'{layer}.{suffix}'].file}: layer {layer} has {suffix}, and {scheme} as "

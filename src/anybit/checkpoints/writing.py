@@ -3,15 +3,15 @@
 import filecmp
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from anybit.checkpoints.companions import companions
-from anybit.checkpoints.folder import INDEX, SINGLE, read_json
-from anybit.checkpoints.safetensors import FileWriter
+from anybit.checkpoints.folder import INDEX, SINGLE, Folder, read_json
+from anybit.checkpoints.safetensors import FileWriter, header_room
 from anybit.checkpoints.scratch import PREFIX, REPLACED, Scratch, replace_file
 from anybit.errors import CheckpointError, printable
 
@@ -199,12 +199,25 @@ def _publish(work: Path, path: Path) -> None:
         raise
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a text file atomically. Raises CheckpointError."""
+def rewrite(source: Folder, folder: Path, config: Mapping[str, object], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a changed copy of a model folder, with the files beside its weights. Raises CheckpointError.
+
+    tensors: by names no longer than those of the source's, and no more of them.
+    """
     try:
-        replace_file(file, lambda work: work.write_text(text, encoding="utf-8"))
+        with ShardWriter(folder, header_room(source.entries)) as writer:
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+        source.copy_companions(folder)
+        write_config(folder, config)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be written: {error.strerror}") from None
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def write_config(folder: Path, config: Mapping[str, object]) -> None:
+    """Write a folder's config.json atomically. Raises OSError."""
+    text = json.dumps(config, indent=2) + "\n"
+    replace_file(folder / "config.json", lambda work: work.write_text(text, encoding="utf-8"))
 
 
 class ShardWriter:

@@ -123,6 +123,21 @@ def table_of(code: str) -> Tensor:
     return torch.tensor(_TABLES[code], dtype=torch.float32)
 
 
+def layer_shapes(n: int, k: int, fmt: WeightFormat, group_index: bool = False) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a layer of n outputs and k inputs stores for its weight."""
+    kept, groups = k // 2 if fmt.sparse else k, fmt.groups(k)
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "weight_packed": (n, words_per_row(kept, fmt.bits)),
+        "weight_scale": (n, groups),
+        "weight_zero_point": (words_per_row(n, fmt.bits), groups) if fmt.code == "asym" else None,
+        "weight_shape": (2,),
+        "weight_g_idx": (k,) if group_index else None,
+        "weight_indices": (n, words_per_row(kept, 2)) if fmt.sparse else None,
+        "weight_minimum": (n, groups) if fmt.code == "min" else None,
+    }
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """The weights of one linear layer, N outputs by K inputs, as codes: ``W = scale * (u - zero)``.

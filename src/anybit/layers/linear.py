@@ -1,6 +1,7 @@
 """QuantLinear: a linear layer whose weight is a QuantizedWeight."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,19 +15,21 @@ from anybit.codes.packing import (
     DequantizedWeight,
     QuantizedWeight,
     check_fours,
+    layer_shapes,
     pack_words,
     unpack_words,
-    words_per_row,
 )
 from anybit.errors import LayerError, dtype_name
 from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import rotate_store
-from anybit.scheme import Scheme, is_whole
+from anybit.scheme import Scheme, WeightFormat, is_whole
 
 _Kind = TypeVar("_Kind", nn.Parameter, nn.Parameter | None)
 
-_SAVED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum")
-PARTS = (*_SAVED, "weight_shape")
+PARTS = (
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_indices",
+    "weight_minimum",
+)  # fmt: skip
 """The tensors that a layer may store of its weight."""
 PREPARING = threading.RLock()
 """Held while a layer's weight is converted: in between, neither layout is complete."""
@@ -103,24 +106,13 @@ class QuantLinear(nn.Module):
         fmt = self.scheme.weights
         if fmt.sparse:
             check_fours(in_features)
-        dtype = dtype or torch.get_default_dtype()
-        kept = in_features // 2 if fmt.sparse else in_features
-        groups = fmt.groups(in_features)
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype] | None] = {
-            "weight_packed": ((out_features, words_per_row(kept, fmt.bits)), torch.int32),
-            "weight_scale": ((out_features, groups), dtype),
-            "weight_zero_point": ((words_per_row(out_features, fmt.bits), groups), torch.int32)
-            if fmt.code == "asym"
-            else None,
-            "weight_shape": ((2,), torch.int64),
-            "weight_g_idx": ((in_features,), torch.int32) if group_index else None,
-            "weight_indices": ((out_features, words_per_row(kept, 2)), torch.int32) if fmt.sparse else None,
-            "weight_minimum": ((out_features, groups), dtype) if fmt.code == "min" else None,
-            "bias": ((out_features,), dtype) if bias else None,
-        }
-        for name, shape_and_dtype in shapes.items():
-            empty = shape_and_dtype and torch.zeros(shape_and_dtype[0], dtype=shape_and_dtype[1], device=device)
-            self._parameters[name] = None if empty is None else _frozen(empty)
+        floats = dict.fromkeys(("weight_scale", "weight_minimum", "bias"), dtype or torch.get_default_dtype())
+        kinds = {"weight_shape": torch.int64, **floats}
+        shapes = layer_shapes(out_features, in_features, fmt, group_index)
+        shapes |= {"bias": (out_features,)} if bias else {}
+        self._parameters.update(dict.fromkeys((*PARTS, "bias")))
+        for name, shape in shapes.items():
+            self._parameters[name] = _frozen(torch.zeros(shape, dtype=kinds.get(name, torch.int32), device=device))
         self._prepared: ops.Prepared | None = None
 
     @classmethod
@@ -169,6 +161,17 @@ class QuantLinear(nn.Module):
             tensors["weight_minimum"] = weight.minimum
         return tensors
 
+    @staticmethod
+    def weight_of(tensors: Mapping[str, Tensor], shape: tuple[int, int], format: WeightFormat) -> QuantizedWeight:
+        """The weight that a checkpoint's tensors hold: the inverse of ``tensors_of``."""
+        zero, index, indices, minimum = (
+            tensors.get(f"weight_{part}") for part in ("zero_point", "g_idx", "indices", "minimum")
+        )
+        if zero is not None:
+            zero = unpack_words(zero.t().contiguous(), format.bits, shape[0]).t().contiguous()
+        words, scale = tensors["weight_packed"], tensors["weight_scale"]
+        return QuantizedWeight(words, scale, zero, shape, format, index, indices, minimum)
+
     def load_weight(self, weight: QuantizedWeight) -> None:
         """Replace the layer's weight. Raises LayerError for another shape or format."""
         expected = (self.out_features, self.in_features)
@@ -190,14 +193,8 @@ class QuantLinear(nn.Module):
             return self._prepared.restore()
         if self.weight_packed.is_meta:
             raise LayerError("the layer is on the meta device: its weight has not been loaded yet")
-        bits = self.scheme.weights.bits
-        zero = None
-        if self.weight_zero_point is not None:
-            zero = unpack_words(self.weight_zero_point.t().contiguous(), bits, self.out_features).t().contiguous()
-        optional = (self.weight_g_idx, self.weight_indices, self.weight_minimum)
-        group_index, indices, minimum = (None if p is None else p.data for p in optional)
-        words, scale, shape = self.weight_packed.data, self.weight_scale.data, (self.out_features, self.in_features)
-        return QuantizedWeight(words, scale, zero, shape, self.scheme.weights, group_index, indices, minimum)
+        tensors = {name: tensor.data for name, tensor in self._parameters.items() if tensor is not None}
+        return self.weight_of(tensors, (self.out_features, self.in_features), self.scheme.weights)
 
     def prepare(self) -> "QuantLinear":
         """Convert the weight to the layout of the backend that will run it, and free the saved layout.
@@ -279,7 +276,7 @@ class QuantLinear(nn.Module):
         if name == "weight":
             raise LayerError(READ_ONLY)
         prepared: ops.Prepared | None = self.__dict__.get("_prepared")
-        if prepared is not None and name in _SAVED:
+        if prepared is not None and name in PARTS and name != "weight_shape":
             self.unprepare()  # the next call prepares the layer with the new tensor
         elif prepared is not None and name in ("bias", "forward"):
             prepared.leave()

@@ -15,8 +15,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
-from anybit.checkpoints.verify import layer_shapes
-from anybit.codes.packing import QuantizedWeight, unstack
+from anybit.codes.packing import QuantizedWeight, layer_shapes, unstack
 from anybit.codes.rtn import quantize_weight
 from anybit.codes.sharding import shard_format
 from anybit.device import Device

@@ -14,8 +14,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.parameter import ModelWeightParameter, PackedColumnParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 
-from anybit.checkpoints.verify import check_values, layer_shapes
-from anybit.codes.packing import QuantizedWeight, unpack_words, words_per_row
+from anybit.checkpoints.verify import check_values
+from anybit.codes.packing import QuantizedWeight, layer_shapes, unpack_words, words_per_row
 from anybit.codes.sharding import shard_groups, shard_words
 from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError
 from anybit.scheme import WeightFormat

@@ -37,9 +37,9 @@ from anybit.checkpoints.scratch import replace_file
 from anybit.checkpoints.shared import unquantized_linears, why_not_model
 from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.checkpoints.verify import check_layers
-from anybit.checkpoints.writing import ShardWriter, new_folder, write_text
+from anybit.checkpoints.writing import ShardWriter, new_folder, write_config
 from anybit.codes.packing import WORD
-from anybit.errors import ConversionError
+from anybit.errors import CheckpointError, ConversionError
 from anybit.layers.linear import PARTS, QuantLinear
 from anybit.models.experts import HubNames
 from anybit.models.modules import skeleton, tied_heads, untied
@@ -146,8 +146,7 @@ def _write(
             writer.add(hub(name), tensor.to(dtype) if plain and tensor.is_floating_point() else tensor)
         for name in empties:
             writer.add(hub(name), torch.empty(0, dtype=torch.uint8))
-    text = json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
-    (work / "config.json").write_text(text, encoding="utf-8")
+    write_config(work, {**config, "quantization_config": quantization})
     return convert(work, to, trust_remote_code) if to == COMPRESSED_TENSORS else quantization
 
 
@@ -184,8 +183,10 @@ def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dic
         raise ConversionError(f"cannot convert to {to!r} in place; there are {there}")
     source = Folder(folder, trust_remote_code)
     quantization = _to_compressed_tensors(source) if to == COMPRESSED_TENSORS else _to_anybit(source)
-    config = {**source.config, "quantization_config": quantization}
-    write_text(source.path / "config.json", json.dumps(config, indent=2) + "\n")
+    try:
+        write_config(source.path, {**source.config, "quantization_config": quantization})
+    except OSError as error:
+        raise CheckpointError(f"{source.path / 'config.json'} cannot be written: {error.strerror}") from None
     return quantization
 
 

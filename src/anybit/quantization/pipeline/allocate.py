@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.checkpoints.configuration import Overrides
-from anybit.checkpoints.verify import layer_shapes
+from anybit.codes.packing import layer_shapes
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.kernels.attention.kv_page import PageLayout

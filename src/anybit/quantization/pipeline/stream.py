@@ -3,7 +3,6 @@
 Only one source tensor and its codes are in memory at a time; a failed run leaves nothing behind.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.shared import shared_ignore
 from anybit.checkpoints.verify import check_model, names_in
-from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
+from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder, write_config
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, LayerError, OptionError
@@ -293,7 +292,7 @@ def _write_companions(
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     if job.tied:
         config |= untied(config)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(folder, config)
     job.source.copy_companions(folder)
 
 
