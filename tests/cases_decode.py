@@ -12,8 +12,18 @@ from anybit.kernels.attention.kv_page import PageLayout
 from anybit.scheme import KVFormat
 
 
+@dataclass(frozen=True, kw_only=True)
 class Attention:
-    """What cases of attention have in common."""
+    """What cases of attention have in common: a model's shape and attention features."""
+
+    head_dim: int = 128
+    heads: int = 8
+    kv_heads: int = 2
+    bf16: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
 
     @property
     def dtype(self):
@@ -28,20 +38,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Case(Attention):
-    """A format, a model's shape, sequence lengths (new tokens included), and the model's attention features."""
+    """A format, and sequence lengths (new tokens included)."""
 
     format: str
-    head_dim: int = 128
-    heads: int = 8
-    kv_heads: int = 2
     queries: int = 1
     lengths: tuple[int, ...] = (300, 1, 128, 1025)
     page: int = 128
-    bf16: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
     data: str = "normal"
 
     def __str__(self):

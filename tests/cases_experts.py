@@ -13,8 +13,9 @@ from anybit.device import Device
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
 from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Config, Gate, Problem
 from anybit.kernels.packed import packed_tiles
+from anybit.kernels.packed.packed_layout import TILE_ROWS, round_up
 from anybit.ops.experts import experts, prepare_experts
-from anybit.ops.prepared_experts import PreparedExperts, _padded
+from anybit.ops.prepared_experts import PreparedExperts, resized
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
 
@@ -80,7 +81,8 @@ class Mixture:
         self, problem: Problem, weight: QuantizedWeight, x: Tensor, y: Tensor, ids: Tensor, weights: Tensor | None,
         bias: Tensor | None, dependent: tuple[str, ...], seed: int, changes: Any,
     ) -> None:  # fmt: skip
-        packed = packed_tiles.prepare(_padded(weight, self.count))
+        rows = round_up(weight.shape[0] // self.count, TILE_ROWS)
+        packed = packed_tiles.prepare(resized(weight, self.count, rows))
         config: Config = (changes or sm90_experts_gemv.default)(problem)
         assert (reason := sm90_experts_gemv.why_not(problem, config)) is None, reason
         launch = sm90_experts_gemv.launch(

@@ -4,24 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
+from anybit.cache.attention import attend
 from anybit.ops import kv_plain
 from cases_decode import Attention
 
 
 @dataclass(frozen=True)
 class Case(Attention):
-    """A model's shape, tokens per sequence (0: padding) and per page, and the model's attention features."""
+    """Tokens per sequence (0: padding) and per page."""
 
-    head_dim: int = 128
-    heads: int = 8
-    kv_heads: int = 2
     lengths: tuple[int, ...] = (300, 1, 0, 128, 513)
     page: int = 16
-    bf16: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
     apart: bool = False  # separate key and value tensors, as in older versions of vLLM
 
     def __str__(self):
@@ -84,18 +77,7 @@ class Pool:
 
 def attention(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of one query [heads, dim] over tokens [n, kv_heads, dim]."""
-    group, n, masks = case.heads // case.kv_heads, len(k), case.masks()
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    logits = torch.einsum("hd,nhd->hn", q, k) / case.head_dim**0.5
-    if masks.softcap:
-        logits = masks.softcap * torch.tanh(logits / masks.softcap)
-    if masks.alibi is not None:
-        logits += masks.alibi.double()[:, None] * (torch.arange(n) - (n - 1))
-    if masks.window:
-        logits[:, : max(n - masks.window, 0)] = -torch.inf
-    sinks = masks.sinks.double()[:, None] if masks.sinks is not None else torch.full((case.heads, 1), -torch.inf)
-    weights = torch.cat((logits, sinks.double()), 1).softmax(1)[:, :-1]
-    return torch.einsum("hn,nhd->hd", weights, v)
+    return attend(q[None], k.transpose(0, 1), v.transpose(0, 1), case.masks())[0][0]
 
 
 CASES = [

@@ -17,20 +17,12 @@ from cases_decode import Attention
 
 @dataclass(frozen=True)
 class Case(Attention):
-    """A format, a model's shape, each sequence's tokens before the step and new ones; 0 new ones: padding."""
+    """A format, each sequence's tokens before the step and new ones; 0 new ones: padding."""
 
     format: str
-    head_dim: int = 128
-    heads: int = 8
-    kv_heads: int = 2
     before: tuple[int, ...] = (299, 0, 127, 1024)
     new: tuple[int, ...] = (1, 1, 1, 1)
     slack: int = 0
-    bf16: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
     together: int = 1
     gap: int = 256  # bytes between blocks of the pool
 

@@ -19,7 +19,6 @@ from transformers import (
 
 import anybit
 from anybit import AnyBitCache, QuantLinear
-from anybit.codes.packing import reorder
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError
 from anybit.hf import fuse as fusing
@@ -187,7 +186,7 @@ def test_a_product_that_turns_and_stores_says_the_same_in_two_steps(tokens):
     torch.manual_seed(0)
     heads, kv_heads, dim, k, slots = 2, 1, 64, 128, 32
     plain = quantize_weight(torch.randn((heads + 2 * kv_heads) * dim, k), Scheme.parse("w4a16g32").weights)
-    paired = QuantLinear.from_weight(reorder(plain, paired_channels(heads, kv_heads, dim)), "w4a16g32")
+    paired = QuantLinear.from_weight(plain.rows(paired_channels(heads, kv_heads, dim)), "w4a16g32")
     x, residual, gamma = torch.randn(1, tokens, k), torch.randn(1, tokens, k), torch.rand(k)
     angles = torch.rand(tokens, dim // 2).repeat(1, 2)
     rings = torch.zeros(2, 1, kv_heads, 2, slots * dim)

@@ -9,10 +9,11 @@ from torch.nn.functional import silu
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Slot
+from anybit.kernels.packed.packed_layout import round_up
 from anybit.kernels.packed.packed_tiles import prepare
 from anybit.ops.experts import ExpertsSpec, experts, experts_plan, prepare_experts
 from anybit.ops.plans import Rows
-from anybit.ops.prepared_experts import _padded, _rows, why_not
+from anybit.ops.prepared_experts import resized, why_not
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_experts import Mixture, error
 
@@ -63,10 +64,10 @@ def test_padding_an_expert_to_tiles_is_undone_exactly(scheme: str) -> None:
     mixture = Mixture(Scheme.parse(scheme).weights, 3, 72, 40, 1)
     for given in (mixture.gate_up, mixture.down):
         rows = given.shape[0] // 3
-        padded = _padded(given, 3)
+        padded = resized(given, 3, round_up(rows, 64))
         assert padded.shape[0] % (3 * 64) == 0
         prepare(padded)  # which checks 2:4 indices
-        found = _rows(padded, 3, rows)
+        found = resized(padded, 3, rows)
         assert found.shape == given.shape
         for name in ("words", "scale", "zero", "minimum", "indices"):
             one, other = getattr(found, name), getattr(given, name)

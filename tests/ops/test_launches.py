@@ -16,7 +16,7 @@ from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.block.rope import RopeStoreArgs
-from anybit.ops import backends, bitwise, elementwise, fused, packed
+from anybit.ops import backends, bitwise, elementwise, fused, packed, product
 from anybit.ops.backend import LinearSpec
 from anybit.ops.plans import PLANS
 from anybit.scheme import Scheme
@@ -83,7 +83,7 @@ def test_linear_layers(scheme: str, driver: Driver) -> None:
                 for x in inputs(m, dtype)[(i + (bias is None)) % 2 :: 2]:  # each with both types, at some count
                     for _ in range(2):  # the second time by the first one's choice
                         before = len(driver.launches)
-                        y = backends[name].linear(x, tensors, bias, spec)
+                        y = product.linear(x, tensors, bias, str(spec))
                         assert y.shape == (*x.shape[:-1], N) and y.dtype == dtype
                         assert len(driver.launches) > before
                         ran += 1
@@ -99,7 +99,7 @@ def test_layers_with_an_activation_order(scheme: str, driver: Driver) -> None:
     for i, m in enumerate(TOKENS if found else ()):
         for x in inputs(m, torch.float16)[i % 2 :: 2]:
             before = len(driver.launches)
-            assert backends["packed"].linear(x, found[0], None, found[1]).shape == (*x.shape[:-1], N)
+            assert product.linear(x, found[0], None, str(found[1])).shape == (*x.shape[:-1], N)
             assert len(driver.launches) > before
     assert found or driver.device.arch != "sm_90a"
 
@@ -115,7 +115,7 @@ def test_layers_of_ragged_inputs(scheme: str, k: int, driver: Driver) -> None:
         found = prepared(name, random_weight(N, k, parsed.weights), parsed)
         for m in TOKENS if found else ():
             x = torch.randn(m, k).half()
-            assert backends[name].linear(x, found[0], None, found[1]).shape == (m, N)
+            assert product.linear(x, found[0], None, str(found[1])).shape == (m, N)
 
 
 @pytest.mark.usefixtures("on_gpu")

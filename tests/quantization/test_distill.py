@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.reference import quantize_activations
-from anybit.codes.rtn import quantize_weight
-from anybit.codes.sparse import two_of_four
+from anybit.codes.rtn import quantize_weight, two_of_four
 from anybit.errors import CalibrationError, TextError
 from anybit.kernels.attention import kv_page
 from anybit.quantization.learn.adam import Adam

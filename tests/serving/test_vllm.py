@@ -311,11 +311,10 @@ def test_an_embedding_is_not_quantized_while_loading(rank: Any) -> None:
 def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[Tensor]]:
     """A norm, a gate and up projection, SiLU and a down projection as in vLLM's graph, and their inputs."""
     from anybit import ops
-    from anybit.codes.packing import reorder
     from anybit.ops.elementwise import paired_rows, silu_mul
 
     up, down = (layer_of(scheme, *shape).quantized_weight() for shape in ((128, 64), (64, 64)))
-    up = reorder(up, paired_rows(64)) if paired else up
+    up = up.rows(paired_rows(64)) if paired else up
     first, second = (ops.prepare(weight, Scheme.parse(scheme).activations) for weight in (up, down))
 
     def block(x: Tensor, residual: Tensor, gamma: Tensor, a: list[Tensor], b: list[Tensor]) -> tuple[Tensor, Tensor]:

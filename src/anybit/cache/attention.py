@@ -69,8 +69,13 @@ def decode(
     check(q, cache, layer, sequences, masks)
     if not q.is_cuda:
         return decode_reference(q, cache, layer, sequences, masks)
-    run = decode_checked if debug or (debug is None and kv_page.debugging()) else decode_kernel
-    out, total = run(cache.turn(q), cache, layer, sequences, masks, split=split)
+    turned, config, errors = cache.turn(q), None, None
+    if debug or (debug is None and kv_page.debugging()):
+        config = kv.default(kv.problem_of(turned, cache.view(layer), masks, split), Device.of(q), checked=True)
+        errors = torch.zeros(1, dtype=torch.int32, device=q.device)
+    out, total = decode_kernel(turned, cache, layer, sequences, masks, config, errors=errors, split=split)
+    if errors is not None:
+        kv_page.report(int(errors), layer)
     return cache.turn(out), total
 
 
@@ -111,10 +116,7 @@ def check(q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks
         )
     if q.shape[2] % cache.kv_heads:
         raise LayerError(f"{q.shape[2]} query heads cannot share {cache.kv_heads} KV heads evenly")
-    if q.dtype != cache.dtype:
-        raise LayerError(f"q is {q.dtype}, and the KV cache holds {cache.dtype}: convert one of them")
-    if q.device != cache.pages.device:
-        raise LayerError(f"q is on {q.device}, and the KV cache on {cache.pages.device}: move one of them")
+    cache.check_like("q", q)
     for name, values in (("sinks", masks.sinks), ("alibi", masks.alibi)):
         if values is not None and tuple(values.shape) != (q.shape[2],):
             raise LayerError(f"{name} is {tuple(values.shape)}, and must be a value for each of {q.shape[2]} heads")
@@ -161,17 +163,6 @@ def decode_kernel(
     kv.run([launch], view.pages.get_device())
     assert launch.lse is not None
     return launch.out, launch.lse
-
-
-def decode_checked(
-    q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS, *, split: int = 0
-) -> tuple[Tensor, Tensor]:
-    """``decode_kernel`` that also checks every length, table entry and sequence on the device; synchronizes."""
-    config = kv.default(kv.problem_of(q, cache.view(layer), masks, split), Device.of(q), checked=True)
-    errors = torch.zeros(1, dtype=torch.int32, device=q.device)
-    results = decode_kernel(q, cache, layer, sequences, masks, config, errors=errors, split=split)
-    kv_page.report(int(errors), layer)
-    return results
 
 
 kv.implement(decode)

@@ -256,6 +256,13 @@ class KVCache(Independent):
         if not 0 <= layer < self.layers:
             raise LayerError(f"layer {layer} is not in this KV cache, which has layers 0 to {self.layers - 1}")
 
+    def check_like(self, name: str, tensor: Tensor) -> None:
+        """Raise LayerError for a tensor of another dtype, or on another device."""
+        if tensor.dtype != self.dtype:
+            raise LayerError(f"{name} is {tensor.dtype}, and the KV cache holds {self.dtype}: convert one of them")
+        if tensor.device != self.device:
+            raise LayerError(f"{name} is on {tensor.device}, and the KV cache on {self.device}: move one of them")
+
     def _check(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         self.check_layer(layer)
         expected = (len(sequences), k.shape[1] if k.dim() == 4 else -1, self.kv_heads, self.head_dim)
@@ -264,12 +271,7 @@ class KVCache(Independent):
                 raise LayerError(
                     f"{name} is {tuple(tensor.shape)}, and must be [sequences, tokens, heads, dim] = {expected}"
                 )
-            if tensor.dtype != self.dtype:
-                raise LayerError(
-                    f"{name} is {tensor.dtype}, and the KV cache holds {self.dtype}: convert it, or the cache"
-                )
-            if tensor.device != self.pages.device:
-                raise LayerError(f"{name} is on {tensor.device}, and the KV cache on {self.pages.device}: move it")
+            self.check_like(name, tensor)
         for sequence in sequences:
             if k.shape[1] > self.length(sequence):
                 raise CacheError(

@@ -50,11 +50,19 @@ def transform(x: Tensor) -> Tensor:
     H is the Kronecker product of A, order m by Paley, and S, order 2^k by Sylvester (``factor``).
     Under CUDA autocast, widths up to 4096 take one GEMM in the autocast dtype, which is much faster.
     """
-    size = x.shape[-1]
-    kind = x.device.type
+    return _turned(x, back=False)
+
+
+def inverse(x: Tensor) -> Tensor:
+    """H^T x for every vector of x [..., n]: the inverse of ``transform``."""
+    return _turned(x, back=True)
+
+
+def _turned(x: Tensor, back: bool) -> Tensor:
+    size, kind = x.shape[-1], x.device.type
     if kind == "cuda" and size <= MOST_DENSE and torch.is_autocast_enabled(kind):
         whole = _dense_signs(size, x.device, torch.get_autocast_dtype(kind))
-        product: Tensor = (torch.matmul(x, whole) * size**-0.5).to(x.dtype)
+        product: Tensor = (torch.matmul(x, whole.T if back else whole) * size**-0.5).to(x.dtype)
         return product
     order, power = factor(size)
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -65,26 +73,10 @@ def transform(x: Tensor) -> Tensor:
         y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), dim=-2)
         y = y.reshape(-1, order, power)
         stride *= 2
-    if order > 1:
-        y = torch.matmul(_signs_on(order, y.device, y.dtype), y)
+    if order > 1:  # S is symmetric, and A is not
+        own = _signs_on(order, y.device, y.dtype)
+        y = torch.matmul(own.T if back else own, y)
     result: Tensor = (y * size**-0.5).reshape(x.shape).to(x.dtype)
-    return result
-
-
-def inverse(x: Tensor) -> Tensor:
-    """H^T x for every vector of x [..., n]: the inverse of ``transform``."""
-    size = x.shape[-1]
-    kind = x.device.type
-    if kind == "cuda" and size <= MOST_DENSE and torch.is_autocast_enabled(kind):
-        whole = _dense_signs(size, x.device, torch.get_autocast_dtype(kind))
-        product: Tensor = (torch.matmul(x, whole.T) * size**-0.5).to(x.dtype)
-        return product
-    order, power = factor(size)
-    if order == 1:
-        return transform(x)  # Sylvester's matrices are symmetric
-    work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = torch.matmul(_signs_on(order, x.device, work).T, x.to(work).reshape(-1, order, power))
-    result: Tensor = (transform(y) * order**-0.5).reshape(x.shape).to(x.dtype)
     return result
 
 

@@ -40,34 +40,26 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     Codes follow each other without gaps, least significant bit first; a code may straddle two words.
     """
     _check_bits(bits)
-    length = codes.shape[-1]
-    periods = -(-length // WORD)  # 32 codes fill ``bits`` words
-    parts = torch.nn.functional.pad(codes.to(torch.uint8), (0, periods * WORD - length)).flatten()
-    # Merge neighbours pairwise into fields of twice the bits, moving to a wider dtype once a byte overflows.
-    wide = bits
-    while wide <= 4:
-        pairs = parts.view(torch.int16)
-        parts, wide = (pairs >> (8 - wide)).bitwise_or_(pairs).to(torch.uint8), 2 * wide
-    if wide == 8:
-        words = parts.view(torch.int32)
+    period, width = _period(bits)
+    periods = -(-codes.shape[-1] // period)
+    parts = torch.nn.functional.pad(codes.to(torch.uint8), (0, periods * period - codes.shape[-1]))
+    if 8 % bits == 0:  # neighbours become one, until they fill bytes
+        parts = parts.flatten()
+        for wide in (1, 2, 4)[bits.bit_length() - 1 :]:
+            pairs = parts.view(torch.int16)
+            parts = (pairs >> (8 - wide)).bitwise_or_(pairs).to(torch.uint8)
+        words = parts.view(torch.int32).view(*codes.shape[:-1], periods * width)
     else:
-        for half, pair in ((8, torch.int16), (16, torch.int32), (32, torch.int64)):
-            pairs = parts.view(pair)
-            parts = pairs.sub_(pairs >> half, alpha=2**half - 2 ** (half * wide // 8))
-        words = _joined(parts.view(-1, 2 if wide == 6 else 4), 8 * wide)
-    return words.view(*codes.shape[:-1], periods * bits)[..., : words_per_row(length, bits)].contiguous()
-
-
-def _joined(parts: Tensor, bits: int) -> Tensor:
-    """Concatenate int64 fields [R, P] of 33 to 63 bits into int32 words [R, P*bits/32]."""
-    words = parts.new_empty(len(parts), parts.shape[1] * bits // WORD, dtype=torch.int32)
-    for word in range(words.shape[1]):
-        part, offset = divmod(word * WORD, bits)
-        piece = parts[:, part] >> offset
-        if offset + WORD > bits:
-            piece |= parts[:, part + 1] << (bits - offset)
-        words[:, word] = piece
-    return words
+        rows = parts.view(*codes.shape[:-1], periods, period)
+        words = rows.new_zeros(*codes.shape[:-1], periods, width, dtype=torch.int32)
+        for position in range(period):
+            word, offset = divmod(position * bits, WORD)
+            code = rows[..., position].int()
+            words[..., word] |= code << offset
+            if offset + bits > WORD:
+                words[..., word + 1] |= code >> (WORD - offset)
+        words = words.flatten(-2)
+    return words[..., : words_per_row(codes.shape[-1], bits)].contiguous()
 
 
 def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
@@ -235,7 +227,8 @@ class QuantizedWeight:
         return replace(self, **moved)
 
     def rows(self, rows: "Tensor | slice") -> "QuantizedWeight":
-        """A layer with a subset of the outputs: a slice, or int64 indices in their new order."""
+        """A layer with a subset of the outputs: a slice, or int64 indices in their new order, on any device."""
+        rows = rows.to(self.device) if isinstance(rows, Tensor) else rows
         chosen = {name: t[rows].contiguous() for name in _BY_ROW if (t := getattr(self, name)) is not None}
         return replace(self, **chosen, shape=(chosen["words"].shape[0], self.shape[1]))
 
@@ -352,11 +345,6 @@ def unstack(weight: QuantizedWeight, outputs: list[int]) -> list[QuantizedWeight
     """The inverse of ``stack``: layers with ``outputs[i]`` outputs each."""
     ends = list(itertools.accumulate(outputs))
     return [weight.rows(slice(end - n, end)) for n, end in zip(outputs, ends, strict=True)]
-
-
-def reorder(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
-    """Permute outputs: output i of the result is output ``rows[i]``; rows int64 [N]."""
-    return weight.rows(rows.to(weight.device))
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

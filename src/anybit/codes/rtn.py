@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from anybit.codes.packing import QuantizedWeight, check_fours
-from anybit.codes.sparse import two_of_four
 from anybit.errors import LayerError, dtype_name
 from anybit.scheme import CODES, WeightFormat
 
@@ -106,6 +105,19 @@ def magnitude_mask(weight: Tensor) -> Tensor:
     return two_of_four(weight.abs().view(n, -1, 4)).view(n, k)
 
 
+def two_of_four(sizes: Tensor, dim: int = -1) -> Tensor:
+    """True at the two largest of four along a dimension, bool of the same shape; ties go to the first."""
+    parts = sizes.unbind(dim)
+    # Pairwise comparisons: a sort over a dimension of 4 is slow on a GPU.
+    beaten = [torch.zeros_like(parts[0], dtype=torch.uint8) for _ in parts]
+    for i in range(4):
+        for j in range(i + 1, 4):
+            wins = parts[i] >= parts[j]
+            beaten[j] += wins
+            beaten[i] += ~wins
+    return torch.stack([count < 2 for count in beaten], dim=dim)
+
+
 def _quantize_rows(
     rows: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,21 +161,18 @@ def best_scale(groups: Tensor, format: WeightFormat, search: bool) -> tuple[Tens
         # Sign and scale: the mean magnitude is the least-squares optimum (XNOR-Net; OneBit's start).
         scale = 2 * groups.abs().mean(-1)
         return scale, torch.full_like(scale, 0.5)
-    best_scale = best_zero = best_loss = None
+    best: tuple[Tensor, ...] | None = None
     for threshold in _THRESHOLDS.get(bits, _MILD) if search else (1.0,):
         scale, zero = _cover(groups, format, threshold)
         if search:
             scale = _least_squares(groups, scale, zero, bits)
-        loss = _loss(groups, scale, zero, format)
-        if best_scale is None or best_zero is None or best_loss is None:
-            best_scale, best_zero, best_loss = scale, zero, loss
-        else:
-            better = loss < best_loss
-            best_scale = torch.where(better, scale, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
-            best_loss = torch.minimum(loss, best_loss)
-    assert best_scale is not None and best_zero is not None
-    return best_scale, best_zero
+        tried: tuple[Tensor, ...] = scale, zero, _loss(groups, scale, zero, format)
+        if best is not None:
+            better = tried[2] < best[2]
+            tried = tuple(torch.where(better, new, old) for new, old in zip(tried, best, strict=True))
+        best = tried
+    assert best is not None
+    return best[0], best[1]
 
 
 def nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

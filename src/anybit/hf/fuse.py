@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from anybit import ops
-from anybit.codes.packing import reorder, stack, unstack
+from anybit.codes.packing import stack, unstack
 from anybit.errors import LayerError
 from anybit.hf import graph
 from anybit.hf.bypass import bypass, hooked, refuse_gradients, refuse_records, restore
@@ -376,7 +376,7 @@ def _joined(layers: list[QuantLinear], order: Tensor | None = None) -> QuantLine
     if bias is None and any(b is not None for b in biases):
         raise LayerError("some of the layers to join have a bias, and some do not")
     if order is not None:
-        weight, bias = reorder(weight, order), None if bias is None else bias[order.to(bias.device)]
+        weight, bias = weight.rows(order), None if bias is None else bias[order.to(bias.device)]
     joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend)
     joined.hadamard = layers[0].hadamard
     if joined.bias is not None:
@@ -394,7 +394,7 @@ def _split(fused: QuantLinear | SideBySide, parent: nn.Module, shares: dict[str,
     whole, bias = fused.quantized_weight(), None if fused.bias is None else fused.bias.data
     if order is not None:
         before = order.argsort()
-        whole, bias = reorder(whole, before), None if bias is None else bias[before.to(bias.device)]
+        whole, bias = whole.rows(before), None if bias is None else bias[before.to(bias.device)]
     biases = [None] * len(outputs) if bias is None else list(bias.split(outputs))
     for name, weight, part in zip(shares, unstack(whole, outputs), biases, strict=True):
         layer = QuantLinear.from_weight(weight, fused.scheme, part, fused.backend)

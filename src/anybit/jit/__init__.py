@@ -1,33 +1,20 @@
 """Run-time compilation: Config -> source -> machine code, its cache, and its launch."""
 
-from anybit.errors import KernelError
-from anybit.jit.cache import cached
-from anybit.jit.compile import Compiled, CompileError, compile
-from anybit.jit.launch import MOST_BLOCKS, Grid, Launch, Launcher, launch, launcher
-from anybit.jit.params import Float32, Int32, Int64, Pointer, Slot, UInt32, UInt64
-from anybit.jit.plan import Plan
-from anybit.jit.source import Config, Kernel
-
-__all__ = [
-    "MOST_BLOCKS",
-    "CompileError",
-    "Compiled",
-    "Config",
-    "Float32",
-    "Grid",
-    "Int32",
-    "Int64",
-    "Kernel",
-    "KernelError",
-    "Launch",
-    "Launcher",
-    "Plan",
-    "Pointer",
-    "Slot",
-    "UInt32",
-    "UInt64",
-    "cached",
-    "compile",
-    "launch",
-    "launcher",
-]
+from anybit.errors import KernelError as KernelError
+from anybit.jit.cache import cached as cached
+from anybit.jit.compile import Compiled as Compiled
+from anybit.jit.compile import CompileError as CompileError
+from anybit.jit.compile import compile as compile
+from anybit.jit.launch import MOST_BLOCKS as MOST_BLOCKS
+from anybit.jit.launch import Grid as Grid
+from anybit.jit.launch import Launch as Launch
+from anybit.jit.launch import launch as launch
+from anybit.jit.launch import launcher as launcher
+from anybit.jit.params import Float32 as Float32
+from anybit.jit.params import Int32 as Int32
+from anybit.jit.params import Int64 as Int64
+from anybit.jit.params import Pointer as Pointer
+from anybit.jit.params import Slot as Slot
+from anybit.jit.plan import Plan as Plan
+from anybit.jit.source import Config as Config
+from anybit.jit.source import Kernel as Kernel

@@ -35,9 +35,7 @@ class Slot:
 Pointer = Annotated[torch.Tensor | int | Slot | None, CType("P", 8)]
 """A device pointer: a tensor (its first element), an address, a plan's slot, or None for a null pointer."""
 Int32 = Annotated[int, CType("i", 4)]
-UInt32 = Annotated[int, CType("I", 4)]
 Int64 = Annotated[int, CType("q", 8)]
-UInt64 = Annotated[int, CType("Q", 8)]
 Float32 = Annotated[float, CType("f", 4)]
 
 
@@ -68,7 +66,7 @@ def layout_of(params: type) -> Layout:
         if not types:
             raise TypeError(
                 f"{params.__qualname__}.{field.name} is annotated {hints[field.name]!r}; "
-                f"use Pointer, Int32, UInt32, Int64, UInt64 or Float32 of anybit.jit"
+                f"use Pointer, Int32, Int64 or Float32 of anybit.jit"
             )
         (c_type,) = types
         padding = -offset % c_type.size

@@ -18,35 +18,20 @@ from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.kernels.block import hadamard as hadamard_kernel
 from anybit.ops import product
-from anybit.ops.autocast import under_autocast
-from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
+from anybit.ops.backend import LinearSpec, register
+from anybit.ops.backend import allow_fallback as allow_fallback
+from anybit.ops.backend import backends as backends
+from anybit.ops.backend import choose as choose
 from anybit.ops.bitwise import Bitwise
-from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
-from anybit.ops.library import COMPLIANT, alone, calls, define
+from anybit.ops.fused import hadamard_linear as hadamard_linear
+from anybit.ops.fused import norm_linear as norm_linear
+from anybit.ops.fused import norm_rotate_store as norm_rotate_store
+from anybit.ops.fused import rotation_refused as rotation_refused
+from anybit.ops.fused import silu_linear as silu_linear
+from anybit.ops.library import COMPLIANT, alone, calls, define, under_autocast
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.scheme import ActivationFormat
-
-__all__ = [
-    "Backend",
-    "LinearSpec",
-    "Prepared",
-    "allow_fallback",
-    "backends",
-    "choose",
-    "ends_with_silu",
-    "hadamard",
-    "hadamard_linear",
-    "linear",
-    "norm_linear",
-    "norm_rotate_store",
-    "prepare",
-    "refuse_tangents",
-    "register",
-    "rotation_refused",
-    "rows",
-    "silu_linear",
-]
 
 register(Bitwise())
 register(PackedTiles())

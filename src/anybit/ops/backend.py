@@ -79,9 +79,9 @@ class Backend(ABC):
         """``reference.decode`` of the weight, if it is kept."""
         return None
 
-    @abstractmethod
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype."""
+        """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype, unless layers are planned (``codes``)."""
+        raise NotImplementedError
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         """Embedding lookup: dequantized weight rows ``ids``, int64 [...] -> [..., K] in a float dtype."""

@@ -8,7 +8,6 @@ from anybit.codes.packing import QuantizedWeight, pack_words
 from anybit.device import Device
 from anybit.kernels.bitplane import bitplane, bitplane_layout, bitplane_problem
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.ops import product
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import layout_of
 from anybit.scheme import ActivationFormat
@@ -58,10 +57,6 @@ class Bitwise(Backend):
             spec.weights,
             group_index if group_index.numel() else None,
         )
-
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """Two launches: quantize-and-pack, then the GEMM with its epilogue."""
-        return product.linear(x, tensors, bias, str(spec))
 
 
 def why_not(

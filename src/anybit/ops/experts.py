@@ -1,6 +1,5 @@
 """Mixtures of experts: both products of a token's experts and the sum over them, as one op, ``anybit::experts``."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +11,12 @@ from anybit.codes import reference
 from anybit.errors import KernelError, dtype_name
 from anybit.jit import Slot
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
-from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Config, Gate, Problem
+from anybit.kernels.experts.sm90_experts_gemv.sm90_experts_gemv import Gate, Problem
 from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
 from anybit.kernels.packed.packed_layout import round_up
-from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import backends
 from anybit.ops.checks import copy_of, dense_bias
-from anybit.ops.library import calls, define
+from anybit.ops.library import calls, define, under_autocast
 from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
 from anybit.ops.prepared_experts import ExpertsSpec as ExpertsSpec
 from anybit.ops.prepared_experts import PreparedExperts as PreparedExperts
@@ -103,13 +101,9 @@ def _cuda(
 
 
 def experts_plan(
-    spec: ExpertsSpec, rows: Rows, top: int, ids: torch.dtype, biased: tuple[bool, bool] = (False, False),
-    choose: Callable[[Problem], Config] = sm90_experts_gemv.default,
-) -> OpPlan:  # fmt: skip
-    """The plan of a layer's experts for rows, ``top`` experts a token. ids: their dtype.  biased: gate_up, down.
-
-    choose: the config of a kernel for few tokens.
-    """
+    spec: ExpertsSpec, rows: Rows, top: int, ids: torch.dtype, biased: tuple[bool, bool] = (False, False)
+) -> OpPlan:
+    """The plan of a layer's experts for rows, ``top`` experts a token. ids: their dtype.  biased: gate_up, down."""
     plan = new_plan((rows.m, spec.gate_up.k), rows.device, *_SLOTS)
     asked = sm90_grouped_gemm.Problem(
         rows.m, top, spec.count, spec.gate_up.k, spec.down.k, spec.gate_up.weights, spec.down.weights,
@@ -129,7 +123,7 @@ def experts_plan(
         plan.launches += sm90_grouped_gemm.launches(asked, operands)
         padded = spec.rows
     else:
-        _few_at_a_time(plan, spec, rows, top, ids, biases, choose)
+        _few_at_a_time(plan, spec, rows, top, ids, biases)
         padded = 0, 0
 
     def prepare(x: Tensor, more: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -148,9 +142,8 @@ def experts_plan(
 
 
 def _few_at_a_time(
-    plan: OpPlan, spec: ExpertsSpec, rows: Rows, top: int, ids: torch.dtype, biases: tuple[Slot | None, Slot | None],
-    choose: Callable[[Problem], Config],
-) -> None:  # fmt: skip
+    plan: OpPlan, spec: ExpertsSpec, rows: Rows, top: int, ids: torch.dtype, biases: tuple[Slot | None, Slot | None]
+) -> None:
     """Add gate_up and down of each few tokens."""
     hidden, inner = spec.gate_up.k, spec.down.k
     most = min(rows.m, sm90_experts_gemv.MOST_TOKENS)
@@ -165,15 +158,15 @@ def _few_at_a_time(
         chosen = behind("ids", top * ids.itemsize), ids.itemsize // 4
         plan.launches.append(
             sm90_experts_gemv.launch(
-                asked, choose(asked), _weight("gate_up"), behind("x", 2 * rows.stride), rows.stride, h, stride,
-                *chosen, bias=biases[0],
+                asked, sm90_experts_gemv.default(asked), _weight("gate_up"), behind("x", 2 * rows.stride), rows.stride,
+                h, stride, *chosen, bias=biases[0],
             )
         )  # fmt: skip
         asked = replace(asked, n=hidden, k=inner, weights=spec.down.weights, down=True, aligned=True)
         plan.launches.append(
             sm90_experts_gemv.launch(
-                asked, choose(asked), _weight("down"), h, stride, behind("y", 2 * hidden), hidden, *chosen,
-                routing=behind("weights", 4 * top), bias=biases[1],
+                asked, sm90_experts_gemv.default(asked), _weight("down"), h, stride, behind("y", 2 * hidden), hidden,
+                *chosen, routing=behind("weights", 4 * top), bias=biases[1],
             )
         )  # fmt: skip
 

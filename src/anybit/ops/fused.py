@@ -20,11 +20,10 @@ from anybit.kernels.block.rope_pages import RopePagesArgs
 from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.ops import product
-from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import check_input, copy_of, dense_bias
 from anybit.ops.elementwise import STEP, add_rms_norm, check_norm, check_step, rms_norm, rotate_store, silu_mul
-from anybit.ops.library import calls, define
+from anybit.ops.library import calls, define, under_autocast
 from anybit.ops.plans import PLANS, Rows, key_of, new_plan
 from anybit.ops.product import Norm
 from anybit.scheme import ActivationFormat

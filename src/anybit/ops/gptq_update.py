@@ -22,7 +22,7 @@ def sweep(
     Returns codes and errors, [g, N]: error_j = (reference_j or v_j) - (code_j - zero) * scale.
     """
     if values.is_cuda:
-        return _sweep_cuda(values, coupling, scale, zero, top, reference, mask)
+        return _sweep_cuda(values, coupling, scale, zero, top, reference=reference, mask=mask)
     work = values.clone()
     codes, errors = torch.empty_like(values), torch.empty_like(values)
     for j in range(len(values)):
@@ -43,31 +43,24 @@ def sweep_choosing_cuda(
     diagonal: [g], of the factor of the inverse Hessian; g must be a multiple of 4.
     """
     mask = torch.empty_like(values, dtype=torch.bool, memory_format=torch.contiguous_format)
-    return *_sweep_cuda(values, coupling, scale, zero, top, None, mask, diagonal.contiguous()), mask
+    return *_sweep_cuda(values, coupling, scale, zero, top, mask=mask, diagonal=diagonal), mask
 
 
 def _sweep_cuda(
-    values: Tensor,
-    coupling: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    top: int,
-    reference: Tensor | None,
-    mask: Tensor | None = None,
-    diagonal: Tensor | None = None,
+    values: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, top: int, **more: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """more: reference, mask and diagonal, if given."""
     device, step = values.get_device(), kernel.CHANNELS
     # LAPACK returns factors column-major; the kernel reads rows.
-    coupling, scale, zero = coupling.contiguous(), scale.contiguous(), zero.contiguous()
-    values, reference = values.contiguous(), None if reference is None else reference.contiguous()
-    mask = None if mask is None else mask.contiguous()
+    values, coupling, scale, zero = (x.contiguous() for x in (values, coupling, scale, zero))
+    dense = {name: x.contiguous() for name, x in more.items() if x is not None}
     codes, errors = torch.empty_like(values), torch.empty_like(values)
     work = values.clone() if len(values) > step else values
     for start in range(0, len(values), step):
         end = min(start + step, len(values))
         params = kernel.arguments(
             work[start:end], coupling[start:end, start:end], scale, zero, top, codes[start:end], errors[start:end],
-            *(None if part is None else part[start:end] for part in (reference, mask, diagonal)),
+            **{name: x[start:end] for name, x in dense.items()},
         )  # fmt: skip
         kernel.launch(params, device)
         if end < len(values):

@@ -126,12 +126,7 @@ def store(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor, layer: int
 def stored(
     view: LayerView, k: Tensor, v: Tensor, new: Ragged | None = None, *, packs: bool = True, keeps: bool = True
 ) -> jit.Launch:
-    """The launch that stores new tokens, k and v [tokens, kv_heads, head_dim]; new: None for one of each sequence.
-
-    packs: pack full windows into pages.  keeps: store the newest in the residual.  Doing both at once is correct only
-    for at most ``ring - window + 1`` tokens per sequence, or if its new tokens begin at a window: otherwise a ring slot
-    may be overwritten before it is read.
-    """
+    """The launch of ``kv_rows.store``: k, v [tokens, kv_heads, head_dim]; new: None for one of each sequence."""
     if new is None:
         return _quantize(view, None, len(k), 1, (k[:, None], v[:, None]))
     batch = len(new.starts) - 1

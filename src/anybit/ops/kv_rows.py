@@ -1,9 +1,9 @@
 """Kernels over a low-bit KV cache in blocks that somebody else hands out (vLLM); see ``kernels.attention.kv_rows``.
 
-All functions return launches, for ``kv.run`` or a ``plan``. A layer of a step, in this order: ``pack`` the pages that
-become full, of all sequences; ``decode`` sequences with few new tokens and ``unpack`` what prompts attend over; then
-``keep`` the newest tokens. ``store`` does the first and the last in one launch where that overwrites no token that is
-still to be read. Nothing here waits for the device.
+All functions return launches, for ``kv.run`` or a ``plan``. A layer of a step, in this order: ``store`` packs the pages
+that become full, of all sequences; ``decode`` sequences with few new tokens and ``unpack`` what prompts attend over;
+then ``store`` keeps the newest tokens, with the first launch where that overwrites no token that is still to be read.
+Nothing here waits for the device.
 """
 
 from collections.abc import Hashable, Sequence
@@ -58,26 +58,16 @@ def view(
     )
 
 
-def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> list[Launch]:
-    """Pack the pages that become full and keep the new tokens; k, v: [tokens, kv_heads, head_dim].
+def store(
+    of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None, *, packs: bool = True, keeps: bool = True
+) -> list[Launch]:
+    """Pack the pages that become full, and keep the newest tokens in 16 bits (the ring), or one of these.
 
-    ragged: how many tokens each sequence has: any number if they begin a page, else at most 1 + the row's slack (and
-    ``MOST_QUERIES`` if ``decode`` attends); None: one each.
+    k, v: [tokens, kv_heads, head_dim].  ragged: how many tokens each sequence has; None: one each.  Doing both at once
+    takes any number if they begin a page, else at most 1 + the row's slack (and ``MOST_QUERIES`` if ``decode``
+    attends): otherwise a slot of the ring may be overwritten before it is read.
     """
-    return [kv.stored(of, k, v, ragged)]
-
-
-def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> list[Launch]:
-    """Pack the pages that the new tokens fill; k, v: [tokens, kv_heads, head_dim].
-
-    starts: int32 [sequences + 1], where the tokens of each sequence begin.  most: the most new tokens of a sequence.
-    """
-    return [kv.stored(of, k, v, Ragged(starts, most), keeps=False)]
-
-
-def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> list[Launch]:
-    """Keep the newest tokens in 16 bits (the ring); arguments as in ``pack``."""
-    return [kv.stored(of, k, v, Ragged(starts, most), packs=False)]
+    return [kv.stored(of, k, v, ragged, packs=packs, keeps=keeps)]
 
 
 def decode(
@@ -96,7 +86,8 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
     """Write pages as 16-bit K and V to out [jobs, 2, kv_heads, 128, head_dim].
 
     jobs: int32 [jobs, 2], a sequence and 2 * page for the packed page, or 2 * page + 1 for its tokens in 16 bits,
-    padded with zeros. The latter come before ``keep``, which may overwrite them.  k, v, starts: as in ``pack``.
+    padded with zeros. The latter come before the newest are kept, which may overwrite them.  k, v: as in ``store``.
+    starts: int32 [sequences + 1], where the new tokens of each sequence begin.
     """
     problem = kv_unpack.Problem(of.layout, of.front, of.slots, of.kv_heads, jobs.shape[0], of.bf16)
     config, device = kv_unpack.default(problem), Device.of(of.pages)

@@ -1,4 +1,4 @@
-"""Definition of torch.library ops: schema, fake, and an implementation per device."""
+"""Definition of torch.library ops: schema, fake, an implementation per device, and casts under autocast."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -43,3 +43,24 @@ def alone(x: Tensor) -> bool:
         or torch._C._is_tracing()
         or torch.autograd.profiler._is_profiler_enabled
     )
+
+
+def under_autocast(library: torch.library.Library, *names: str) -> None:
+    """Register autocast kernels for ops of a library, by name; their first argument must be the activations.
+
+    Float32 activations are cast to autocast's dtype, as for ``nn.Linear``. Autocast is disabled inside the op: the
+    reference must not have its sums rounded.
+    """
+    for name in names:
+        op = getattr(torch.ops.anybit, name)
+        for device in ("cpu", "cuda"):
+            library.impl(name, _outside(op, device), f"Autocast{device.upper()}")
+
+
+def _outside(op: Callable[..., object], device: str) -> Callable[..., object]:
+    def run(x: Tensor, *rest: object) -> object:
+        wanted = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return op(x.to(wanted) if x.dtype == torch.float32 else x, *rest)
+
+    return run

@@ -18,7 +18,6 @@ from anybit.kernels.packed.rows import packed_rows
 from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
-from anybit.ops import product
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.scheme import ActivationFormat
 
@@ -76,10 +75,6 @@ class PackedTiles(Backend):
         ]
         found = self.restore(part, replace(spec, n=stop - start))
         return found.rows(slice(rows.start - start, rows.stop - start))
-
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """One launch, after one that quantizes the activations if they are quantized."""
-        return product.linear(x, tensors, bias, str(spec))
 
     def ends_with_silu(self, weight: QuantizedWeight) -> bool:
         """On sm_90a, for dense weights: all kernels that are fast with quantized activations have the epilogue."""

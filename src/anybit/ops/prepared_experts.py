@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anybit.codes import reference
-from anybit.codes.packing import QuantizedWeight, reorder
+from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.experts.sm90_experts_gemv import sm90_experts_gemv
@@ -64,10 +64,8 @@ class PreparedExperts:
     def restore(self) -> tuple[QuantizedWeight, QuantizedWeight]:
         """gate_up and down, exactly as they were before ``prepare_experts``."""
         outputs = 2 * self.down.spec.k, self.gate_up.spec.k
-        gate_up, down = (
-            _rows(one.restore(), self.count, n) for one, n in zip((self.gate_up, self.down), outputs, strict=True)
-        )
-        return gate_up, down
+        gate_up, down = (one.restore() for one in (self.gate_up, self.down))
+        return resized(gate_up, self.count, outputs[0]), resized(down, self.count, outputs[1])
 
 
 def prepare_experts(
@@ -94,7 +92,8 @@ def prepare_experts(
     if reason is not None:
         raise KernelError(f"experts cannot run as one op: {reason}")
     if kernels:
-        backend, (gate_up, down) = "packed", [_padded(one, count) for one in (gate_up, down)]
+        whole = [round_up(n, TILE_ROWS) for n in (2 * inner, hidden)]
+        backend, gate_up, down = "packed", resized(gate_up, count, whole[0]), resized(down, count, whole[1])
     return PreparedExperts(prepare(gate_up, activations, backend), prepare(down, activations, backend), count, gate)
 
 
@@ -123,25 +122,19 @@ def why_not(
 def interleaved(weight: QuantizedWeight, count: int) -> QuantizedWeight:
     """gate_up of ``count`` experts, each all gate rows before all up rows, with rows that alternate eight by eight."""
     rows = weight.shape[0] // count
-    return reorder(weight, (paired_rows(rows // 2) + rows * torch.arange(count)[:, None]).flatten())
+    return weight.rows((paired_rows(rows // 2) + rows * torch.arange(count)[:, None]).flatten())
 
 
 _FIRST_TWO = 0x44444444
 """2:4 indices that keep the first two of every four inputs."""
 
 
-def _padded(weight: QuantizedWeight, count: int) -> QuantizedWeight:
-    """The weight with each expert's rows padded with zeros to whole tiles."""
+def resized(weight: QuantizedWeight, count: int, wanted: int) -> QuantizedWeight:
+    """The weight with ``wanted`` rows of each expert: its first ones, or with rows of zeros behind its own."""
     rows = weight.shape[0] // count
-    return weight if rows % TILE_ROWS == 0 else _resized(weight, count, rows, round_up(rows, TILE_ROWS))
+    if rows == wanted:
+        return weight
 
-
-def _rows(weight: QuantizedWeight, count: int, rows: int) -> QuantizedWeight:
-    """The weight with the first rows of each expert alone."""
-    return weight if weight.shape[0] == count * rows else _resized(weight, count, weight.shape[0] // count, rows)
-
-
-def _resized(weight: QuantizedWeight, count: int, rows: int, wanted: int) -> QuantizedWeight:
     def changed(values: Tensor | None, padding: int = 0) -> Tensor | None:
         if values is None:
             return None
@@ -189,4 +182,4 @@ class ExpertPart(Prepared):
         found = backends[whole.spec.backend].restore_rows(whole.tensors, whole.spec, slice(first, first + n))
         if self.place == 2:
             return found
-        return reorder(found, paired_rows(self.spec.n).argsort().view(2, -1)[self.place])
+        return found.rows(paired_rows(self.spec.n).argsort().view(2, -1)[self.place])

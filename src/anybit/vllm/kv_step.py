@@ -124,12 +124,13 @@ def _parts(
     """The launches of a layer and calls of ``Prompts``, in order."""
     d, total = batch.decodes, batch.starts.shape[0] - 1
     starts = batch.starts[d:]
+    new = kv_rows.Ragged(starts, batch.most)
     others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
     if batch.groups:  # pack all pages that become full before anyone reads them
         if batch.aligned:
-            yield kv_rows.store(others, k, v, kv_rows.Ragged(starts, batch.most))
+            yield kv_rows.store(others, k, v, new)
         else:
-            yield kv_rows.pack(others, k, v, starts, batch.most)
+            yield kv_rows.store(others, k, v, new, keeps=False)
     if d:
         few = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
         ragged = kv_rows.Ragged(batch.starts[: d + 1], batch.queries) if batch.queries > 1 else None
@@ -144,4 +145,4 @@ def _parts(
             paged = plain[:, 0].transpose(1, 2), plain[:, 1].transpose(1, 2), table
         yield Asked(slice(group.begin, group.end), paged, begins, seen, int(group.seen.max()))
     if batch.groups and not batch.aligned:
-        yield kv_rows.keep(others, k, v, starts, batch.most)
+        yield kv_rows.store(others, k, v, new, packs=False)

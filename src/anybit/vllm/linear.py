@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from anybit import ops
-from anybit.codes.packing import QuantizedWeight, reorder, stack
+from anybit.codes.packing import QuantizedWeight, stack
 from anybit.codes.rtn import quantize_weight
 from anybit.codes.sharding import shard_format, shard_ordered
 from anybit.errors import LayerError
@@ -121,7 +121,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
     def _prepare(self, run: list[Weighed], order: Tensor | None) -> ops.Prepared:
         """Stack the weights of parts that share their inputs, reorder the outputs, and prepare them for a backend."""
         joined = run[0][1] if len(run) == 1 else stack([weight for _, weight in run])
-        joined = joined if order is None else reorder(joined, order)
+        joined = joined if order is None else joined.rows(order)
         with parameters.named(f"layer {self.name}"):
             return ops.prepare(joined, self.scheme.activations, fused=joined.words.is_cuda)
 

@@ -124,14 +124,14 @@ def test_steps_of_drafts_some_of_which_are_taken_back(launched):
 def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
     here, there = Step(case), Step(case)
     before = here.pages.clone()
-    arguments = there.k, there.v, there.starts, there.most
-    kv.run(kv_rows.pack(there.view(), *arguments), -1)
+    new = there.k, there.v, kv_rows.Ragged(there.starts, there.most)
+    kv.run(kv_rows.store(there.view(), *new, keeps=False), -1)
     jobs = there.jobs()
     out = torch.full((len(jobs), 2, case.kv_heads, 128, case.head_dim), torch.nan, dtype=case.dtype)
-    kv.run(kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32), out), -1)
+    kv.run(kv_rows.unpack(there.view(), *new[:2], there.starts, torch.tensor(jobs, dtype=torch.int32), out), -1)
     want = unpacked(there, Pool(case.rows, there.pages, case.dtype), jobs)
     torch.testing.assert_close(out, want, rtol=1e-2 if case.bf16 else 1e-3, atol=1e-3)
-    kv.run(kv_rows.keep(there.view(), *arguments), -1)
+    kv.run(kv_rows.store(there.view(), *new, packs=False), -1)
     step(here.pool, here.batch, here.q, here.k, here.v)
     alike(here, there)
     assert not torch.equal(before, here.pages)

@@ -61,13 +61,16 @@ def test_a_token_or_a_few_of_each_sequence(case: Case):
 @pytest.mark.parametrize("case", RAGGED, ids=str)
 def test_any_number_of_tokens_of_each_sequence(case: Case):
     here, there = Step(case), Step(case, device="cuda")
-    arguments = there.k, there.v, there.starts, there.most
+    new = there.k, there.v, kv_rows.Ragged(there.starts, there.most)
     jobs = there.jobs()
     out = torch.full((len(jobs), 2, case.kv_heads, PAGE, case.head_dim), torch.nan, dtype=case.dtype, device="cuda")
-    kv.run(kv_rows.pack(there.view(), *arguments), 0)
-    kv.run(kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32, device="cuda"), out), 0)
+    kv.run(kv_rows.store(there.view(), *new, keeps=False), 0)
+    kv.run(
+        kv_rows.unpack(there.view(), *new[:2], there.starts, torch.tensor(jobs).int().cuda(), out),
+        0,
+    )
     want = unpacked(here, Pool(case.rows, there.pages.cpu(), case.dtype), jobs)
-    kv.run(kv_rows.keep(there.view(), *arguments), 0)
+    kv.run(kv_rows.store(there.view(), *new, packs=False), 0)
     step(here.pool, here.batch, here.q, here.k, here.v)
     alike(there, here)
     torch.testing.assert_close(out.cpu(), want, rtol=1e-2 if case.bf16 else 1e-3, atol=1e-3)

@@ -26,7 +26,7 @@ from anybit.checkpoints.gguf_rotary import FACTORS
 from anybit.checkpoints.gguf_summary import FLOATS, kind_of, stored_bytes
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.scratch import Scratch
-from anybit.codes.packing import QuantizedWeight, reorder
+from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CheckpointError
 from anybit.layers.experts import Experts
 from anybit.models.experts import unfuse
@@ -93,7 +93,7 @@ class GgufTranslation(Translation):
             weight = read_blocks(torch.from_numpy(self._data(tensor)), kind_of(tensor), (n, k))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {tensor.name}: {error}") from None
-        return weight if rows is None else reorder(weight, rows)
+        return weight if rows is None else weight.rows(rows)
 
     def rename(self, to: Callable[[str], str]) -> None:
         """Take other names of tensors and layers than the model's."""

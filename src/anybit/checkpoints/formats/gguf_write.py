@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.formats.gguf_encode import encode
 from anybit.checkpoints.formats.gguf_file import NotNative, names_of, row_order
 from anybit.checkpoints.formats.translate import Translation
-from anybit.codes.packing import reorder, stack
+from anybit.codes.packing import stack
 from anybit.errors import ConversionError, dtype_name
 from anybit.models.families import FAMILIES
 
@@ -104,7 +104,7 @@ class _Tensors:
         weights = [self._source.read(layer) for layer in layers]
         rows = self._rows(name, weights[0].shape[0]) if len(layers) == 1 else None
         try:
-            kind, data = encode(stack(weights) if rows is None else reorder(weights[0], rows))
+            kind, data = encode(stack(weights) if rows is None else weights[0].rows(rows))
         except ConversionError as error:
             raise ConversionError(f"gguf cannot express layer {layers[0]} in {schemes.pop()}: {error}") from None
         return kind, (data if len(layers) == 1 else data.unflatten(0, (len(layers), -1))).numpy()

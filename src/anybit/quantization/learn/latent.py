@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anybit.codes.nested import top_bits
 from anybit.codes.packing import QuantizedWeight, stack, unstack
-from anybit.codes.sparse import two_of_four
+from anybit.codes.rtn import two_of_four
 from anybit.quantization.learn.adam import Adam
 from anybit.quantization.learn.fuse import Fuse, unfused
 from anybit.quantization.methods.grid import Grid

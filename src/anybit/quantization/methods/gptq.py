@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from anybit.codes.packing import QuantizedWeight, check_fours
-from anybit.codes.rtn import magnitude_mask
-from anybit.codes.sparse import two_of_four
+from anybit.codes.rtn import magnitude_mask, two_of_four
 from anybit.errors import CalibrationError, OptionError
 from anybit.ops.gptq_update import sweep, sweep_choosing_cuda
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
