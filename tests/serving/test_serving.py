@@ -110,6 +110,13 @@ def test_vllm_gets_other_tools_models_by_name(tmp_path: Path) -> None:
         assert (path, options) == (folder, ["--quantization", "anybit"])
     with vllm_folder(serving.Server(str(folder), others=["--quantization", "fp8"])) as (_, options):
         assert options == []
+    (plain := tmp_path / "plain").mkdir()
+    cases.save_small_llama(plain)
+    with (
+        pytest.warns(UserWarning, match=r"vLLM's own kernels run .*, which is not quantized \(--scheme"),
+        vllm_folder(serving.Server(str(plain))) as (path, options),
+    ):
+        assert (path, options) == (plain, [])
     file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
     with vllm_folder(serving.Server(str(file))) as (path, options):
         words = json.loads((path / "config.json").read_text())["quantization_config"]

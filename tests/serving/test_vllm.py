@@ -15,6 +15,7 @@ from torch import Tensor
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
+from vllm.config import get_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
     ColumnParallelLinear,
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.platforms import current_platform  # noqa: E402
 
 from anybit.checkpoints.configuration import configuration  # noqa: E402
 from anybit.codes.rtn import quantize_weight  # noqa: E402
@@ -31,7 +33,7 @@ from anybit.errors import CheckpointError, LayerError  # noqa: E402
 from anybit.kernels.packed import packed_tiles  # noqa: E402
 from anybit.layers.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
-from anybit.vllm import parameters  # noqa: E402
+from anybit.vllm import fusion, parameters  # noqa: E402
 from anybit.vllm.config import AnyBitConfig  # noqa: E402
 from anybit.vllm.fusion import SiluMul  # noqa: E402
 from cases_vllm import PARTS, Mlp, configured, layer_of, load, made, outputs  # noqa: E402
@@ -414,17 +416,28 @@ def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
     ("scheme", "adapters", "paired"), [("w4a16g32", False, True), ("w4a16g32", True, False), ("w4a8", False, False)]
 )
 def test_an_mlp_keeps_its_results_with_gate_and_up_in_turn(
-    rank: Any, scheme: str, adapters: bool, paired: bool
+    rank: Any, scheme: str, adapters: bool, paired: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate, up, down = (layer_of(scheme, *shape, seed) for seed, shape in enumerate([(128, 64), (128, 64), (64, 128)]))
     config = configured(scheme, ["m.gate_proj", "m.up_proj", "m.down_proj"])
     mlp = Mlp(config)
     config.warmup.adapters = adapters
     load(mlp.gate_up_proj, {0: gate, 1: up})
-    load(mlp.down_proj, {None: down})
+    with caplog.at_level(logging.INFO, "vllm.anybit"):
+        load(mlp.down_proj, {None: down})
+    told = "1 of 1 layers that vLLM fuses are one product; 1 of 1 MLPs apply SiLU in the kernel of a product"
+    assert caplog.messages == [f"anybit: {told}"]
     assert isinstance(mlp.act_fn, SiluMul) and mlp.act_fn.paired == paired
     x = torch.randn(3, 64)
     torch.testing.assert_close(mlp(x), down(torch.nn.functional.silu(gate(x)) * up(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_of_the_users_own_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    passes = get_current_vllm_config().compilation_config.inductor_compile_config
+    passes[current_platform.pass_key] = theirs = object()
+    fusion.install()
+    assert passes[current_platform.pass_key] is theirs
+    assert "are kernels of their own, since --compilation-config has another post_grad" in caplog.text
 
 
 FORKS = """

@@ -244,13 +244,19 @@ def test_what_a_layer_cannot_do_is_refused_by_name(words: dict[str, Any], told: 
         routed(configured("w4a16g32", NAMES), **words)
 
 
-def test_graphs_are_refused_for_experts_that_run_one_by_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_refused_for_experts_that_run_one_by_one_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
     monkeypatch.setattr("anybit.vllm.experts.get_current_vllm_config", lambda: engine)
     assert layer_again().quant_method.together
     told = r"experts m\.experts: they run one after another, .* since gate 'gelu' is unknown.*: add --enforce-eager"
     with pytest.raises(LayerError, match=told):
         routed(configured("w4a16g32", NAMES), activation="gelu")
+    engine.model_config.enforce_eager = True
+    vllm.logger._print_warning_once.cache_clear()
+    routed(configured("w4a16g32", NAMES), activation="gelu")
+    assert "experts run one after another, which is slow, since gate 'gelu' is unknown" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The quantization method "anybit" for vLLM: which layers are quantized, and how."""
 
-import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from vllm import envs
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -44,7 +44,7 @@ _TEXT_DRAFTERS = (None, "ngram", "ngram_gpu", "suffix", "draft_model")
 """How vLLM drafts without the model's hidden states."""
 _OF_ROTATED = {"down_proj"}
 """The layers whose inputs method ``rotate`` leaves to be rotated at run time; smooth_rotate leaves all of a block's."""
-_logger = logging.getLogger("vllm.anybit")
+_logger = init_logger("vllm.anybit")
 _HOW = (
     'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
     '"w4a16g128"}}\', or `anybit serve MODEL --scheme w4a16g128`'
@@ -70,7 +70,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self.stored: list[str] | None = None
         self.warmup = WarmUp({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self.coded_embedding = False
-        self._told: set[str] = set()
         self._on_hub: tuple[str, bool, str | None] | None = None
         self._source: streams.Source | None = None
         self._mapper: WeightsMapper | None = None
@@ -232,7 +231,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 prefix = known_as
                 break
         else:
-            self._tell("experts of which the checkpoint has no codes stay in 16 bits")
+            _logger.info_once("anybit: experts of which the checkpoint has no codes stay in 16 bits")
             return UnquantizedFusedMoEMethod(layer.moe_config)
         names = {name for names in names_of(layer, prefix) for name in names}
         if (odd := min(names ^ stored, default=None)) is not None:
@@ -256,7 +255,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 return AnyBitOnlineExpertsMethod(layer, prefix, self._scheme_of, self.warmup)
             except LayerError as error:
                 reason = error
-        self._tell(f"the experts of {prefix} stay in 16 bits: {reason or 'some are to be left out'}")
+        told = "some are to be left out" if reason is None else str(reason)
+        _logger.info_once("anybit: the experts of %s stay in 16 bits: %s", prefix, told)
         return UnquantizedFusedMoEMethod(layer.moe_config)
 
     def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
@@ -300,6 +300,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 "--cpu-offload-gb and --offload-group-size do not work with anybit's layers, whose codes stay on the "
                 "GPU: leave them out; a scheme with fewer bits takes less memory"
             )
+        if envs.VLLM_BATCH_INVARIANT:
+            _logger.warning(
+                "anybit: results depend on the batch, although VLLM_BATCH_INVARIANT asks for others: quantized layers "
+                "run other kernels for other numbers of tokens"
+            )
         drafter = getattr(getattr(config, "speculative_config", None), "method", None)
         if drafter not in _TEXT_DRAFTERS and {name.rpartition(".")[2] for name in self.hadamard} == _OF_ROTATED:
             _logger.warning(
@@ -326,7 +331,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return AnyBitOnlineHeadMethod(self._scheme_of(name), name, self.warmup)
         if self.coded_embedding:
             return HeadBesideCodes()
-        self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes decode steps faster")
+        _logger.info_once(
+            "anybit: the output head stays in 16 bits; --override lm_head=w8a16 makes decode steps faster"
+        )
         return None
 
     def _parts(self, prefix: str) -> list[str]:
@@ -340,11 +347,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return name in self.stored
         router = name.rpartition(".")[2] in ROUTER_NAMES
         return not (router or any(_matches(pattern, name) for pattern in self.kept))
-
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            _logger.info("anybit: %s", message)
 
 
 def _stored_words(of: AnyBitConfig | Quantization) -> dict[str, object]:

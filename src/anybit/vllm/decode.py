@@ -14,11 +14,10 @@ metadata is built. What this relies on in vLLM's sources:
     vLLM 0.26 uses one window for all layers of a group, 0.32 each layer's own: groups that mix windows are left alone.
 """
 
-import logging
-
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -37,7 +36,7 @@ from anybit.ops.kv import Masks
 from anybit.vllm.rotary import pages_of, stores_pages
 from anybit.vllm.warmup import get_ready
 
-_logger = logging.getLogger("vllm.anybit")
+_logger = init_logger("vllm.anybit")
 _RANGES = ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
 """Metadata fields that are set if attention is anything but causal with at most a sliding window."""
 
@@ -131,6 +130,11 @@ def take_over(attention: Attention, config: VllmConfig) -> None:
     impl = attention.impl
     own = type(attention) is Attention and attention.attn_backend is FlashAttentionBackend
     if not own or type(impl) is not FlashAttentionImpl or not stores_pages(attention, config.model_config.dtype):
+        _logger.info_once(
+            "anybit: decode attention of a %s (%s, a cache in %s) runs on FlashAttention: anybit's kernel is for "
+            "decoders over 16-bit pages",
+            type(attention).__name__, attention.attn_type, attention.kv_cache_torch_dtype,
+        )  # fmt: skip
         return
     attention.attn_backend, impl.__class__ = DecodeBackend, DecodeImpl
     window = impl.sliding_window[0] + 1  # 0: no window

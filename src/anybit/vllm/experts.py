@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -30,6 +31,7 @@ from anybit.vllm import parameters, routing
 from anybit.vllm.product import Product
 from anybit.vllm.warmup import WarmUp
 
+_logger = init_logger("vllm.anybit")
 _SHARDS = {"w1": 0, "w3": 1, "w2": 2}
 """vLLM's names of gate, up and down -> their places in ``names``."""
 
@@ -189,12 +191,15 @@ class AnyBitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return why_not(len(kind.local), both.k, both.n, formats, activations, str(self.gate), device)
 
         reason = next(filter(None, map(alone, self.here)), None)
+        if reason is None:
+            return True
         model = self._engine.model_config
-        if reason is not None and model is not None and not model.enforce_eager:
+        if model is not None and not model.enforce_eager:
             raise LayerError(
                 f"they run one after another, which no compiled graph holds, since {reason}: add --enforce-eager"
             )
-        return reason is None
+        _logger.warning_once("anybit: experts run one after another, which is slow, since %s", reason)
+        return False
 
     def _loader(self, layer: RoutedExperts, name: str) -> parameters.Loader:
         """A loader of a checkpoint's tensors, one projection at a time; it says whether the expert is this rank's."""

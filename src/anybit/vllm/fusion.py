@@ -15,7 +15,6 @@ kernels, with the same results.
 """
 
 import hashlib
-import logging
 import operator
 from collections.abc import Iterable
 from functools import cache
@@ -28,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.platforms import current_platform
@@ -39,7 +39,7 @@ from anybit.ops.elementwise import paired_rows, silu_mul
 from anybit.scheme import Scheme
 from anybit.vllm import rotary as rotary  # for its ops
 
-_logger = logging.getLogger("vllm.anybit")
+_logger = init_logger("vllm.anybit")
 _parents: "WeakKeyDictionary[nn.Module, ref[nn.Module]]" = WeakKeyDictionary()
 
 
@@ -96,18 +96,28 @@ def pairs_of(layer: LinearBase, scheme: Scheme, weight: QuantizedWeight) -> Tens
     return paired_rows(outputs[0])
 
 
-def activate(layer: nn.Module, paired: bool) -> None:
-    """Replace the activation after a gate_up_proj by anybit's op. paired: its outputs are interleaved."""
+def activate(layer: nn.Module, paired: bool) -> bool:
+    """Replace the activation after a gate_up_proj by anybit's op; False for an MLP of another form.
+
+    paired: its outputs are interleaved.
+    """
     mlp = _mlp_of(layer)
     if mlp is not None:
         mlp.act_fn = SiluMul(paired)
+    return mlp is not None
 
 
 def install() -> None:
     """Add the pass to the model being built, unless the user has set a custom pass."""
     config = get_current_vllm_config_or_none()
-    if config is not None:
-        config.compilation_config.inductor_compile_config.setdefault(current_platform.pass_key, FusionPass())
+    if config is None:
+        return
+    passes = config.compilation_config.inductor_compile_config
+    if not isinstance(passes.setdefault(current_platform.pass_key, FusionPass()), FusionPass):
+        _logger.warning_once(
+            "anybit: norms, SiLU and RoPE are kernels of their own, since --compilation-config has another %s",
+            current_platform.pass_key,
+        )
 
 
 class FusionPass(InductorPass):  # type: ignore[misc]

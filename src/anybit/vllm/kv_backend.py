@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -39,6 +40,8 @@ from anybit.vllm.kv_plan import most_pages
 from anybit.vllm.kv_spec import RowSpec
 from anybit.vllm.kv_step import Batch, run
 from anybit.vllm.warmup import get_ready
+
+_logger = init_logger("vllm.anybit")
 
 
 class RowBackend(AttentionBackend):  # type: ignore[misc]
@@ -270,7 +273,13 @@ def drafts_of(config: VllmConfig) -> int:
 def most_of(config: VllmConfig) -> int:
     """The most new tokens of a decoding request: one and its drafts, or one if the kernels cannot take so many."""
     most = 1 + drafts_of(config)
-    return most if most <= kv_rows.MOST_QUERIES else 1
+    if most <= kv_rows.MOST_QUERIES:
+        return most
+    _logger.warning_once(
+        "anybit: steps with %d drafts run as prompts, which is slow: the cache's kernel takes at most %d",
+        most - 1, kv_rows.MOST_QUERIES - 1,
+    )  # fmt: skip
+    return 1
 
 
 def _compile(impls: list[RowImpl], dtype: torch.dtype, sequences: int, most: int, device: torch.device) -> None:

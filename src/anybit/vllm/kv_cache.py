@@ -8,13 +8,13 @@ own 16-bit pages may get ``decode``.
 """
 
 import inspect
-import logging
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.block_table import BlockTables
 
 OPTION, ATTENTION = "anybit_kv_cache", "anybit_attention"
-_logger = logging.getLogger("vllm.anybit")
+_logger = init_logger("vllm.anybit")
 
 
 def format_of(config: VllmConfig) -> KVFormat | None:
@@ -158,10 +158,14 @@ def install() -> None:
         backend = backend_for(given.arguments)
         plain(self, *args, **kw) if backend is None else plain(self, *args, **{**kw, "attn_backend": backend})
         config = get_current_vllm_config_or_none()
-        if backend is None and attends(config) and self.attn_backend.get_name() == "FLASH_ATTN":
-            from anybit.vllm.decode import take_over  # late: FlashAttention makes choices at import
+        if backend is not None or not attends(config):
+            return
+        if (name := self.attn_backend.get_name()) != "FLASH_ATTN":
+            _logger.info_once("anybit: decode attention runs on vLLM's %s: anybit's kernel replaces FLASH_ATTN's", name)
+            return
+        from anybit.vllm.decode import take_over  # late: FlashAttention makes choices at import
 
-            take_over(self, config)
+        take_over(self, config)
 
     init.anybit = True  # type: ignore[attr-defined]
     Attention.__init__ = init

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from anybit.checkpoints.configuration import METHOD, Quantization, refuse_quantized
+from anybit.checkpoints.configuration import METHOD, Quantization, method_of, refuse_quantized
 from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.formats import format_of, mxfp4
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
@@ -59,10 +59,11 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
 def _checked(path: Path, config: dict[str, object], server: Server) -> list[str]:
     """Check a folder. Returns the arguments for vLLM by which anybit's kernels run another tool's."""
     chosen = (values_of("quantization", server.others) or values_of("q", server.others))[-1:]
-    other = Quantization.of(config) is None and format_of(config) not in (
-        None,
-        mxfp4.FORMAT,
-    )  # gpt-oss: vLLM's own kernels
+    format, method = format_of(config), method_of(config)
+    other = Quantization.of(config) is None and format not in (None, mxfp4.FORMAT)  # gpt-oss: vLLM's own kernels
+    if not chosen and server.scheme is None and (method is None or format is mxfp4.FORMAT):
+        held = "in MXFP4" if method else "not quantized (--scheme w4a16g128 quantizes it while it is loaded)"
+        warnings.warn(f"vLLM's own kernels run {server.model}, which is {held}", stacklevel=2)
     if other and chosen not in ([], [METHOD]):
         return []
     try:

@@ -1,6 +1,7 @@
 """Compile a model's kernels once all its layers are loaded, before the first request."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -37,6 +38,7 @@ class WarmUp:
     """Counts a model's layers as they are loaded, and compiles their kernels after the last one.
 
     heads: output heads to quantize that vLLM has not built yet.  adapters: whether LoRA may add to outputs.
+    joined: for the log, what layers may do together -> whether each of those does.
     """
 
     def __init__(self, heads: set[str] | None = None) -> None:
@@ -45,6 +47,7 @@ class WarmUp:
         self._kinds: dict[LayerKind | ExpertsKind, list[Tensor]] = {}
         self._tokens, self._sequences = _TOKENS, _SEQUENCES
         self.adapters = False
+        self.joined: defaultdict[str, list[bool]] = defaultdict(list)
 
     def expect(self) -> None:
         """Count a layer that is being built."""
@@ -91,6 +94,9 @@ class WarmUp:
                 "the head, or another pipeline rank has it",
                 name,
             )
+        if self.joined:
+            found = (f"{sum(each)} of {len(each)} {what}" for what, each in self.joined.items())
+            _logger.info("anybit: %s", "; ".join(found))
         if self._kinds:
             of = f"{len(self._kinds)} kinds of layers for up to {self._tokens} tokens"
             _tell(compile_ahead(self._kinds, self._tokens), of)
