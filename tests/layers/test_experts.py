@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -98,21 +99,22 @@ def test_a_graph_has_a_node_for_each_scheme(scheme: str | list[str], nodes: int)
     assert found == ["anybit.experts"] * nodes
 
 
-def _another(experts: Experts) -> None:
-    experts[3]["up_proj"] = QuantLinear.from_weight(weight_of("w4a16g32", INNER, HIDDEN, 99), "w4a16g32")
+def _another(experts: Experts, scheme: str = "w4a16g32", bias: Tensor | None = None, ordered: bool = False) -> None:
+    weight = weight_of(scheme, INNER, HIDDEN, 99)
+    layer = QuantLinear.from_weight(weight.with_group_index() if ordered else weight, scheme, bias)
+    experts[3]["up_proj"] = layer
+
+
+def _up(experts: Experts) -> QuantLinear:
+    return experts[3]["up_proj"]
 
 
 def _wrapped(experts: Experts) -> None:
-    experts[3]["up_proj"] = nn.Sequential(experts[3]["up_proj"], nn.Tanh())
-
-
-def _new_scale(experts: Experts) -> None:
-    layer = experts[3]["up_proj"]
-    layer.weight_scale = nn.Parameter(layer.weight_scale * 2, requires_grad=False)
+    experts[3]["up_proj"] = nn.Sequential(_up(experts), nn.Tanh())
 
 
 def _hooked(experts: Experts) -> None:
-    experts[3]["up_proj"].register_forward_hook(lambda layer, x, y: 2 * y)
+    _up(experts).register_forward_hook(lambda layer, x, y: 2 * y)
 
 
 def _loaded(experts: Experts) -> None:
@@ -120,38 +122,27 @@ def _loaded(experts: Experts) -> None:
     experts.load_state_dict({name: 2 * one if name.endswith("scale") else one for name, one in state.items()})
 
 
-def _patched(experts: Experts) -> None:
-    layer = experts[3]["up_proj"]
-    layer.forward = lambda x: 2 * QuantLinear.forward(layer, x)
+def _replaced(name: str, value: Callable[[QuantLinear], object]) -> Callable[[Experts], None]:
+    return lambda experts: setattr(_up(experts), name, value(_up(experts)))
 
 
-def _new_bias(experts: Experts) -> None:
-    experts[3]["up_proj"].bias = nn.Parameter(torch.ones(INNER), requires_grad=False)
+CHANGES: dict[str, Callable[[Experts], object]] = {
+    "another": _another,
+    "another expert": lambda experts: experts.__setitem__(3, quantized(bias=True)[2]),
+    "fewer": lambda experts: experts.__delitem__(0),
+    "more": lambda experts: experts.insert(0, quantized(bias=True)[2]),
+    "wrapped": _wrapped,
+    "new scale": _replaced("weight_scale", lambda up: nn.Parameter(up.weight_scale * 2, requires_grad=False)),
+    "hooked": _hooked,
+    "patched": _replaced("forward", lambda up: lambda x: 2 * QuantLinear.forward(up, x)),
+    "new bias": _replaced("bias", lambda up: nn.Parameter(torch.ones(INNER), requires_grad=False)),
+    "written bias": lambda experts: _up(experts).bias.add_(1),
+    "loaded": _loaded,
+    "cast": lambda experts: experts.bfloat16(),
+}
 
 
-def _written_bias(experts: Experts) -> None:
-    experts[3]["up_proj"].bias.add_(1)
-
-
-def _another_expert(experts: Experts) -> None:
-    experts[3] = quantized(bias=True)[2]
-
-
-def _fewer(experts: Experts) -> None:
-    del experts[0]
-
-
-def _more(experts: Experts) -> None:
-    experts.insert(0, quantized(bias=True)[2])
-
-
-CHANGES = [
-    _another, _another_expert, _fewer, _more, _wrapped, _new_scale, _hooked, _patched, _new_bias, _written_bias,
-    _loaded, lambda experts: experts.bfloat16(),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_a_layer_separates_all(change: Callable[[Experts], None]) -> None:
     joined, alone = quantized(bias=True).prepare(together=True), quantized(bias=True)
     before = joined(*tokens())
@@ -162,15 +153,15 @@ def test_what_changes_a_layer_separates_all(change: Callable[[Experts], None]) -
     torch.testing.assert_close(y, alone(*tokens()))
 
 
-@pytest.mark.parametrize("change", [change for change in CHANGES if change not in (_hooked, _written_bias, _more)])
-def test_compiled_code_learns_what_changed(change: Callable[[Experts], None]) -> None:
+@pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("hooked", "written bias", "more")])
+def test_compiled_code_learns_what_changed(name: str) -> None:
     torch._dynamo.reset()
     joined, alone = quantized(bias=True).prepare(together=True), quantized(bias=True)
     with torch.no_grad():
         compiled = torch.compile(joined, backend="eager")
         before = compiled(*tokens())
         for experts in (joined, alone):
-            change(experts)
+            CHANGES[name](experts)
         y = compiled(*tokens())
         assert not torch.equal(y, before)
         torch.testing.assert_close(y, alone(*tokens()))
@@ -228,27 +219,21 @@ def test_gradients_of_inputs_and_routing_weights() -> None:
         torch.testing.assert_close(of_joined, of_alone, rtol=1e-3, atol=1e-5 * float(of_alone.abs().max()))
 
 
-def _mixed(experts: Experts) -> None:
-    experts[3]["up_proj"] = QuantLinear.from_weight(weight_of("w8a16", INNER, HIDDEN, 1), "w8a16", torch.ones(INNER))
-
-
 def _trained(experts: Experts) -> None:
     for layer in experts._layers():
         layer.bias.requires_grad_()  # type: ignore[union-attr]
 
 
-def _ordered(experts: Experts) -> None:
-    weight = weight_of("w4a16g32", INNER, HIDDEN, 1).with_group_index()
-    experts[3]["up_proj"] = QuantLinear.from_weight(weight, "w4a16g32")
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_mixed, "gate_proj and up_proj of expert 3 have two schemes"),
+        (
+            partial(_another, scheme="w8a16", bias=torch.ones(INNER)),
+            "gate_proj and up_proj of expert 3 have two schemes",
+        ),
         (_another, "some layers have a bias"),
         (_wrapped, "not all of their layers are quantized"),
-        (_ordered, "activation order"),
+        (partial(_another, ordered=True), "activation order"),
         (_trained, "biases are trained"),
         (_hooked, "layers have hooks"),
     ],

@@ -74,10 +74,6 @@ class Point:
     default_us: float
     strategies: dict[str, Measured] = field(default_factory=dict)
 
-    def ordered(self) -> list[tuple[str, Measured]]:
-        """Strategies, fastest first."""
-        return sorted(self.strategies.items(), key=lambda item: item[1].us)
-
 
 @dataclass
 class Origin:
@@ -231,8 +227,9 @@ def text(policy: Policy) -> str:
     numbers: dict[_Config, int] = {}
 
     def row(point: Point) -> dict[str, object]:
+        fastest = sorted(point.strategies.items(), key=lambda item: item[1].us)
         best: dict[str, object] = {
-            name: [one.us, numbers.setdefault((one.kernel, one.fields), len(numbers))] for name, one in point.ordered()
+            name: [one.us, numbers.setdefault((one.kernel, one.fields), len(numbers))] for name, one in fastest
         }
         return {"default": point.default_us} | best
 

@@ -239,17 +239,15 @@ class QuantizedWeight:
         """
         minimum = None if self.minimum is None else self.minimum.to(dtype)
         cast = replace(self, scale=self.scale.to(dtype), minimum=minimum)
-        if torch.finfo(dtype).max < torch.finfo(self.scale.dtype).max or self.scale.dtype.itemsize > dtype.itemsize:
-            lost = ((cast.scale == 0) & (self.scale != 0)) | (cast.scale.isinf() & ~self.scale.isinf())
-            if minimum is not None and self.minimum is not None:
-                lost = lost | (minimum.isinf() & ~self.minimum.isinf())
-            if bool(lost.any()):
-                sizes = self.scale[self.scale != 0].abs()
-                name = dtype_name(dtype)
-                raise LayerError(
-                    f"scales of {float(sizes.min()):.3g} to {float(sizes.max()):.3g} do not fit {name}: load the model "
-                    "in bfloat16 or float32"
-                )
+        lost = bool(((cast.scale == 0) & (self.scale != 0)).any())
+        for new, old in ((cast.scale, self.scale), (minimum, self.minimum)):
+            lost |= new is not None and old is not None and bool((new.isinf() & ~old.isinf()).any())
+        if lost:
+            sizes = self.scale[self.scale != 0].abs()
+            raise LayerError(
+                f"scales of {float(sizes.min()):.3g} to {float(sizes.max()):.3g} do not fit {dtype_name(dtype)}: load "
+                "the model in bfloat16 or float32"
+            )
         return cast
 
     def groups(self) -> Tensor:

@@ -146,60 +146,54 @@ def _not_trusted(status: os.stat_result) -> str | None:
     return None
 
 
+class _UnusableError(Exception):
+    """What is wrong with an entry."""
+
+
 def _load(place: int, name: str, arch: str) -> Compiled | None:
     """The entry; None if it is missing or (with a warning) damaged, not trusted or another kernel's."""
-    content = _read(place, name)
-    if content is None:
+    try:
+        return _parse(_read(place, name + _SUFFIX), name, arch)
+    except FileNotFoundError:
         return None
+    except (OSError, _UnusableError) as error:
+        what = f"cannot be opened ({error.strerror})" if isinstance(error, OSError) else str(error)
+        _warn_once(f"the cached kernel {folder() / (name + _SUFFIX)} {what} and is compiled again")
+        return None
+
+
+def _read(place: int, file_name: str) -> bytes:
+    # O_NONBLOCK: opening a FIFO without a writer would block for ever.
+    file = os.open(file_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > ENTRY_BYTES:
+            raise _UnusableError("is not a regular file, or is too large,")
+        if reason := _not_trusted(status):
+            raise _UnusableError(f"is not loaded, since {reason},")
+        with contextlib.suppress(OSError):  # mark as used, for the eviction of old entries
+            os.utime(file)
+        with os.fdopen(file, "rb", closefd=False) as entry:
+            return entry.read(ENTRY_BYTES)
+    finally:
+        os.close(file)
+
+
+def _parse(content: bytes, name: str, arch: str) -> Compiled:
     start = len(_MAGIC) + 32
     body = content[start:]
     if content[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != content[len(_MAGIC) : start]:
-        _say(name, "is damaged")
-        return None
+        raise _UnusableError("is damaged")
     length = int.from_bytes(body[:4], "little")
     try:
         figures = json.loads(body[4 : 4 + length])
         own = figures.pop("key")
         found = Compiled(cubin=body[4 + length :], **figures)
     except (AttributeError, KeyError, TypeError, ValueError):
-        _say(name, "was written by another version of anybit")
-        return None
+        raise _UnusableError("was written by another version of anybit") from None
     if (own, found.arch) != (name, arch):
-        _say(name, "holds another kernel")
-        return None
+        raise _UnusableError("holds another kernel")
     return found
-
-
-def _read(place: int, name: str) -> bytes | None:
-    try:
-        # O_NONBLOCK: opening a FIFO without a writer would block for ever.
-        file = os.open(name + _SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _say(name, f"cannot be opened ({error.strerror})")
-        return None
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > ENTRY_BYTES:
-            _say(name, "is not a regular file, or is too large,")
-            return None
-        if reason := _not_trusted(status):
-            _say(name, f"is not loaded, since {reason},")
-            return None
-        with contextlib.suppress(OSError):  # mark as used, for the eviction of old entries
-            os.utime(file)
-        with os.fdopen(file, "rb", closefd=False) as entry:
-            return entry.read(ENTRY_BYTES)
-    except OSError as error:
-        _say(name, f"cannot be read ({error.strerror})")
-        return None
-    finally:
-        os.close(file)
-
-
-def _say(name: str, what: str) -> None:
-    _warn_once(f"the cached kernel {folder() / (name + _SUFFIX)} {what} and is compiled again")
 
 
 def _store(place: int, name: str, compiled: Compiled) -> None:

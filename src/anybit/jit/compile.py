@@ -31,22 +31,21 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Compiled:
-    """The machine code of one kernel, and ptxas' resource figures."""
+    """The machine code of one kernel, and ptxas' resource figures.
+
+    entry: the kernel's mangled name in the cubin.  registers: per thread.  spill_bytes: spill stores plus spill loads
+    per thread.  stack_bytes: stack frame (local memory) per thread: spills, and arrays indexed at run time.
+    static_shared_bytes: static shared memory per block.  seconds: compile time.
+    """
 
     cubin: bytes
     arch: str
     entry: str
-    """The mangled name of the kernel in the cubin."""
     registers: int
-    """Registers per thread."""
     spill_bytes: int
-    """Bytes of spill stores plus spill loads per thread."""
     stack_bytes: int
-    """Stack frame (local memory) per thread: spills, and arrays indexed at run time."""
     static_shared_bytes: int
-    """Static shared memory per block."""
     seconds: float
-    """Compile time."""
 
 
 class CompileError(KernelError):

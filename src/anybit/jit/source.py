@@ -25,22 +25,20 @@ class Kernel:
 
     The header defines `struct Params` (the C twin of `params`, by the same name) and
     `template <class Config> __global__ void entry(const __grid_constant__ Params p)`.
+
+    header: the .cuh file, a path below the package's kernels folder or an absolute one.  entry: the template's name,
+    with its namespace.  config: its fields become the constants of `struct Config`.  params: the dataclass of its
+    parameters (anybit.jit.params).  threads: of a block.  shared_bytes: dynamic shared memory of a block.  cluster:
+    blocks of a cluster, along x.  The last three are constants of Config on the device, too.
     """
 
     header: str
-    """The .cuh file: a path below the package's kernels folder, or an absolute one."""
     entry: str
-    """The kernel template's name, with its namespace if it has one."""
     config: Config
-    """Its fields become the constants of `struct Config`."""
     params: type
-    """The dataclass of its parameters, see anybit.jit.params."""
     threads: int
-    """Threads per block; Config::threads on the device."""
     shared_bytes: int = 0
-    """Dynamic shared memory per block, in bytes; Config::shared_bytes on the device."""
     cluster: int = 1
-    """Blocks per cluster, along x; Config::cluster on the device."""
 
     def __hash__(self) -> int:  # computed once: every launch looks its kernel up
         if (found := self.__dict__.get("_hash")) is None:
