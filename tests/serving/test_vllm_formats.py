@@ -334,7 +334,7 @@ def test_mixtures_with_the_hubs_names_run_from_gguf_files(
         if kind == "mixtral":
             assert by_vllm(folder, tmp_path, max_model_len=64) == by_anybit(file)
             return
-        found = streams.Source(folder, trusted=False).opened()
+        found = streams.Source(folder, trusted=False).opened
         assert {"experts.3.w2", "gate.weight", "e_score_correction_bias"} <= {
             name.partition(".block_sparse_moe.")[2] for name in (*found.layers, *found.plain)
         }

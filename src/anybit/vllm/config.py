@@ -1,12 +1,12 @@
 """The quantization method "anybit" for vLLM: which layers are quantized, and how."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -162,7 +162,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 f"the model is not quantized, and --quantization anybit alone does not say how to quantize it: {_HOW}"
             )
         self._source = streams.Source(folder, trusted)
-        source = self._source.opened()
+        source = self._source.opened
         for name in source.kv_scales[:1]:
             _logger.warning("anybit: scales for an 8-bit KV cache, such as %s, are ignored", name)
         self.scheme, self.group_index = source.scheme, source.group_index
@@ -345,8 +345,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def _quantizes(self, name: str) -> bool:
         if self.stored:
             return name in self.stored
-        router = name.rpartition(".")[2] in ROUTER_NAMES
-        return not (router or any(_matches(pattern, name) for pattern in self.kept))
+        return name.rpartition(".")[2] not in ROUTER_NAMES and should_convert_module(name, self.kept)
 
 
 def _stored_words(of: AnyBitConfig | Quantization) -> dict[str, object]:
@@ -362,11 +361,6 @@ def _stored_words(of: AnyBitConfig | Quantization) -> dict[str, object]:
 def _weights(scheme: Scheme) -> str:
     """The scheme with the same weights, 16-bit activations and no KV format."""
     return str(replace(scheme, activations=Scheme.parse("w4a16").activations, kv=None))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of modules to keep matches a name, by transformers' rule (``should_convert_module``)."""
-    return bool(re.match(f"{pattern}\\.", name) or re.match(pattern, name)) or name.endswith(pattern)
 
 
 def _tensor_names(model: str, revision: str | None) -> list[str] | None:

@@ -35,6 +35,7 @@ from vllm.platforms import current_platform
 from anybit import ops
 from anybit.codes.packing import QuantizedWeight
 from anybit.models.families import VLLM_MLP
+from anybit.ops import router as router  # for its ops
 from anybit.ops.elementwise import paired_rows, silu_mul
 from anybit.scheme import Scheme
 from anybit.vllm import rotary as rotary  # for its ops
@@ -149,63 +150,75 @@ def _only_user(node: fx.Node, *targets: object) -> fx.Node | None:
     return users[0] if len(users) == 1 and _is(users[0], *targets) and users[0].args[0] is node else None
 
 
+def _replace(
+    graph: fx.Graph, node: fx.Node, target: object, args: tuple[Any, ...], *outputs: tuple[fx.Node | None, Any]
+) -> bool:
+    """Call an op before a node; readers of the outputs' nodes, if any, read its own. True; dead nodes go at the end.
+
+    outputs: (the node whose place it takes, fake value) of each.
+    """
+    with graph.inserting_before(node):
+        call = graph.call_function(target, args)  # type: ignore[arg-type]
+        places = range(len(outputs))
+        news = [graph.call_function(operator.getitem, (call, i)) for i in places] if len(outputs) > 1 else [call]
+    call.meta["val"] = tuple(value for _, value in outputs)  # only this: other metadata describes the old arguments
+    for new, (old, value) in zip(news, outputs, strict=True):
+        new.meta["val"] = value
+        if old is not None:
+            old.replace_all_uses_with(new)
+    return True
+
+
 def _join_silu(graph: fx.Graph, silu: fx.Node) -> bool:
     down = _only_user(silu, *_LINEAR)
     if down is None or (len(silu.args) > 1 and silu.args[1]) or silu.kwargs or down.kwargs:
         return False
-    rotated = down.target is _LINEAR[1]
-    with graph.inserting_before(down):
-        joined = graph.call_function(torch.ops.anybit.silu_linear.default, (silu.args[0], *down.args[1:], rotated))
-    joined.meta["val"] = down.meta.get("val")  # only this: other metadata describes the old call's arguments
-    down.replace_all_uses_with(joined)
-    graph.erase_node(down)
-    return True
+    given = (silu.args[0], *down.args[1:], down.target is _LINEAR[1])
+    return _replace(graph, down, torch.ops.anybit.silu_linear.default, given, (down, down.meta.get("val")))
 
 
 _NORMS = (torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default)
 
 
-def _arguments(norm: fx.Node) -> dict[str, Any]:
-    """The arguments of either norm, by name; x_residual is None for the one without a residual add."""
+def _given(norm: fx.Node) -> tuple[Any, ...] | None:
+    """(x, residual, gamma, epsilon) of a norm, residual None if it adds none; None for a norm that anybit has not.
+
+    anybit's is over whole rows, with gamma in the rows' dtype (Gemma's is float32).
+    """
     names = ("x", *(("x_residual",) if norm.target is _NORMS[1] else ()), "weight", "epsilon", "variance_size")
-    return {"x_residual": None, "variance_size": None, **dict(zip(names, norm.args, strict=False)), **norm.kwargs}
+    values = {**dict(zip(names, norm.args, strict=False)), **norm.kwargs}
+    x, residual, gamma = (values.get(name) for name in ("x", "x_residual", "weight"))
+    types = {getattr(one.meta.get("val"), "dtype", None) for one in (x, residual, gamma) if isinstance(one, fx.Node)}
+    same = gamma is not None and values.get("variance_size") is None and len(types) == 1
+    return (x, residual, gamma, values["epsilon"]) if same else None
 
 
-def _is_anybits(values: dict[str, Any]) -> bool:
-    """Whether anybit's norm computes the same: over whole rows, gamma in the rows' dtype (Gemma's is float32)."""
-    given = [values[name] for name in ("x", "x_residual", "weight") if values[name] is not None]
-    types = {getattr(one.meta.get("val"), "dtype", None) for one in given}
-    return values["weight"] is not None and values["variance_size"] is None and len(types) == 1
+def _parts(node: fx.Node) -> dict[Any, fx.Node]:
+    """The nodes that take single outputs of a node, by number."""
+    return {user.args[1]: user for user in node.users if _is(user, operator.getitem)}
 
 
 def _replace_last(graph: fx.Graph, norm: fx.Node) -> bool:
     """Replace an add + norm before no GEMM: vLLM's compiled one does not round the sum as transformers does."""
-    values = _arguments(norm)
-    if norm.target is not _NORMS[1] or not _is_anybits(values):
+    given = _given(norm)
+    if given is None or norm.target is not _NORMS[1]:
         return False
-    given = [values[name] for name in ("x", "x_residual", "weight")]
-    with graph.inserting_before(norm):
-        ours = graph.call_function(torch.ops.anybit.add_rms_norm.default, (*given, values["epsilon"]))
-    ours.meta["val"] = norm.meta.get("val")
-    norm.replace_all_uses_with(ours)
-    graph.erase_node(norm)
-    return True
+    return _replace(graph, norm, torch.ops.anybit.add_rms_norm.default, given, (norm, norm.meta.get("val")))
 
 
 def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
-    values, adds = _arguments(norm), norm.target is _NORMS[1]
-    parts = {user.args[1]: user for user in norm.users if adds and _is(user, operator.getitem)}
-    normed, total = parts.get(0) if adds else norm, parts.get(1)
-    linear = None if normed is None else _only_user(normed, *_LINEAR)
-    if linear is None or linear.kwargs or not _is_anybits(values):
+    given, adds = _given(norm), norm.target is _NORMS[1]
+    parts = _parts(norm) if adds else {0: norm}
+    linear = _only_user(parts[0], *_LINEAR) if 0 in parts else None
+    if linear is None or linear.kwargs or given is None:
         return False
-    if not adds and not getattr(values["x"].meta.get("val"), "is_contiguous", bool)():  # a slice of wider rows
+    row = given[0].meta.get("val")
+    if not adds and not getattr(row, "is_contiguous", bool)():  # a slice of wider rows
         return False
     _, weight, bias, spec = linear.args
     if not _are_there((*weight, bias)):  # type: ignore[misc]
         return False
     rotated = linear.target is _LINEAR[1]
-    given = (values["x"], values["x_residual"], values["weight"], values["epsilon"], weight, bias, spec)
     turn = None if rotated else _only_user(linear, torch.ops.anybit.rotate_cache.default)
     silu = _only_user(linear, torch.ops.anybit.silu_mul.default)
     rest: tuple[Any, ...] = (False, rotated)
@@ -215,45 +228,20 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
         last, target, rest = turn, torch.ops.anybit.norm_rotate_cache.default, (positions, table, *heads, turn.args[9])
     elif silu is not None and len(silu.args) > 1 and bool(silu.args[1]):
         last, rest = silu, (True, rotated)
-    with graph.inserting_before(norm):
-        joined = graph.call_function(target, (*given, *rest))
-        y = graph.call_function(operator.getitem, (joined, 0))
-        summed = graph.call_function(operator.getitem, (joined, 1))
-    y.meta["val"] = last.meta.get("val")
-    summed.meta["val"] = values["x"].meta.get("val")
-    if total is not None:
-        total.replace_all_uses_with(summed)
-    joined.meta["val"] = y.meta["val"], summed.meta["val"]
-    last.replace_all_uses_with(y)
-    for node in (last, linear, normed, total, norm):
-        if node is not None and not node.users and node in graph.nodes:
-            graph.erase_node(node)
-    return True
+    outputs = (last, last.meta.get("val")), (parts.get(1), row)
+    return _replace(graph, norm, target, (*given, weight, bias, spec, *rest), *outputs)
 
 
 def _join_router(graph: fx.Graph, norm: fx.Node) -> bool:
     """Join an add + norm and the router of its rows, which others read too."""
-    values = _arguments(norm)
-    parts = {user.args[1]: user for user in norm.users if _is(user, operator.getitem)}
+    given, parts = _given(norm), _parts(norm)
     routers = [user for user in parts[0].users if _is(user, torch.ops.anybit.router.default)] if 0 in parts else []
-    if norm.target is not _NORMS[1] or not _is_anybits(values) or len(routers) != 1:
+    if norm.target is not _NORMS[1] or given is None or len(routers) != 1 or not _are_there(routers[0].args[1:]):
         return False
-    if not _are_there(routers[0].args[1:]):
-        return False
-    chosen = {user.args[1]: user for user in routers[0].users}
-    given = (values["x"], values["x_residual"], values["weight"], values["epsilon"], *routers[0].args[1:])
+    chosen, values = _parts(routers[0]), (*norm.meta["val"], *routers[0].meta["val"])
     olds = (parts[0], parts.get(1), chosen.get(0), chosen.get(1))
-    with graph.inserting_before(norm):
-        joined = graph.call_function(torch.ops.anybit.norm_router.default, given)
-        news = [graph.call_function(operator.getitem, (joined, place)) for place in range(4)]
-    joined.meta["val"] = (*norm.meta["val"], *routers[0].meta["val"])
-    for new, old, value in zip(news, olds, joined.meta["val"], strict=True):
-        new.meta["val"] = value
-        if old is not None:
-            old.replace_all_uses_with(new)
-    for node in (*(old for old in olds[::-1] if old is not None), routers[0], norm):
-        graph.erase_node(node)
-    return True
+    args = (*given, *routers[0].args[1:])
+    return _replace(graph, norm, torch.ops.anybit.norm_router.default, args, *zip(olds, values, strict=True))
 
 
 def _are_there(values: Iterable[object]) -> bool:

@@ -159,7 +159,8 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
             x = every[..., layer.anybit_start : layer.anybit_start + layer.anybit_inputs].contiguous()
         elif product.hadamard:
             return ops.hadamard_linear(x, product.weight(layer), bias, product.spec)
-        return product.multiply(layer, x, bias)
+        y: Tensor = torch.ops.anybit.linear(x, product.weight(layer), bias, product.spec)
+        return y
 
 
 @register_weight_loader_v2_supported_method

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -45,8 +44,3 @@ class Product:
     def weight(self, layer: nn.Module) -> list[Tensor]:
         """The layer's buffers with the prepared weight."""
         return [getattr(layer, name) for name in self.tensors]
-
-    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Y = x W^T + bias: x [..., K] -> [..., N], in x's dtype."""
-        y: Tensor = torch.ops.anybit.linear(x, self.weight(layer), bias, self.spec)
-        return y

@@ -46,25 +46,14 @@ class Source:
     def __init__(self, folder: Path, trusted: bool) -> None:
         self.folder, self._trusted = folder, trusted
         self._checked = False
-        self._opened: Translation | None = None
 
+    @functools.cached_property
     def opened(self) -> Translation:
         """Its layers and tensors, checked against transformers' model, by the names in its files (as vLLM expects).
 
         Raises CheckpointError, naming the layer or tensor.
         """
-        if self._opened is None:
-            self._opened, self._checked = self._open(), True
-        return self._opened
-
-    def taken(self) -> Translation:
-        """``opened``, without keeping a reference: tensors are read once and should not be held longer."""
-        found, self._opened = self.opened(), None
-        return found
-
-    def _open(self) -> Translation:
-        file = gguf_in(self.folder)
-        if file is not None:
+        if (file := gguf_in(self.folder)) is not None:
             empty = skeleton(self.folder, self._trusted)
             source = GgufTranslation(file, empty)
             source.check(empty)
@@ -79,11 +68,18 @@ class Source:
             )
         if not self._checked:
             copy.copy(found).check(skeleton(self.folder, self._trusted))  # on a copy: ``check`` renames the layers
+            self._checked = True
+        return found
+
+    def taken(self) -> Translation:
+        """``opened``, without keeping a reference: tensors are read once and should not be held longer."""
+        found = self.opened
+        del self.opened
         return found
 
     def __getstate__(self) -> dict[str, object]:
         """Without the open files: the engine's process opens them itself, but need not check them again."""
-        return {**self.__dict__, "_opened": None}
+        return {name: value for name, value in self.__dict__.items() if name != "opened"}
 
 
 _streamed: dict[str, Source] = {}
