@@ -62,11 +62,19 @@ def assert_right(given: Operands, y: Tensor, bias: Tensor | None = None) -> None
     assert bool(((y.double() - expected).abs() <= bound).all())
 
 
+def default(problem: LinearProblem) -> Facts:
+    """The config where nothing was measured."""
+    family = bitplane.family(problem)
+    assert family is not None, f"no kernel for {problem}"
+    config: Facts = family.default(problem)
+    return config
+
+
 def multiply(
     x: Packed, weight: PlaneWeight, y: Tensor, config: Facts | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Y after y[:] = x W^T + bias by the kernel of a config, or by the built-in one."""
-    config = config or bitplane.default(bitplane_problem.product(x, weight, y, bias)[0])
+    config = config or default(bitplane_problem.product(x, weight, y, bias)[0])
     multiply_by(bitplane.family_of(config), x, weight, y, bias, config)
     return y
 

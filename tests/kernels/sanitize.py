@@ -29,7 +29,7 @@ from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import assert_codes_equal, quantized  # noqa: E402
-from cases_bitplane import H200, TOKENS_A, check_on_gpu, gemm, resident, rings, skinny, stacked  # noqa: E402
+from cases_bitplane import H200, TOKENS_A, check_on_gpu, default, gemm, resident, rings, skinny, stacked  # noqa: E402
 from cases_decode import Case, relative_error  # noqa: E402
 
 CASES = [
@@ -98,7 +98,7 @@ def kernels_used() -> list[Kernel]:
     for m, n, k, scheme in problems():
         for output in (Output.s32, Output.f16):
             problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200)
-            for config in (bitplane.default(problem), sm80_bitplane_gemm.default(problem)):
+            for config in (default(problem), sm80_bitplane_gemm.default(problem)):
                 found.add(bitplane.family_of(config).kernel(config))
         found.add(
             activation_kernel.kernel(

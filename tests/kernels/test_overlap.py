@@ -103,8 +103,9 @@ def large() -> list[jit.Kernel]:
     for scheme, m in (("w1a1", 1), ("w2a2", 64), ("w1a2", 1024), ("w4a4", 4096)):
         s = Scheme.parse(scheme)
         problem = LinearProblem(m, 4096, 4096, s.weights, s.activations, device=HOPPER)
-        config = bitplane.default(problem)
-        found.append(bitplane.family_of(config).kernel(config))
+        family = bitplane.family(problem)
+        assert family is not None
+        found.append(family.kernel(family.default(problem)))
     for scheme, m in (("w4a16g128", 64), ("w4a8", 16), ("w4a8", 4096)):
         s = Scheme.parse(scheme)
         asked = LinearProblem(m, 4096, 4096, s.weights, s.activations)

@@ -11,6 +11,7 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.layers.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight
+from cases_bitplane import default
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -29,7 +30,7 @@ def kernels_used() -> list[Kernel]:
     for scheme, n, k, m in asked:
         parsed = Scheme.parse(scheme)
         bucket = 1 << (m - 1).bit_length()
-        config = bitplane.default(LinearProblem(bucket, n, k, parsed.weights, parsed.activations))
+        config = default(LinearProblem(bucket, n, k, parsed.weights, parsed.activations))
         found.add(bitplane.family_of(config).kernel(config))
         found.add(
             quantize_activations.kernel(

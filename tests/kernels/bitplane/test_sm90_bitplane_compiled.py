@@ -18,7 +18,7 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS
-from cases_bitplane import resident, stacked
+from cases_bitplane import default, resident, stacked
 from machine_code import check, count
 
 H200 = Device.named("sm_90a")
@@ -39,7 +39,7 @@ def kernel_of(config: Any) -> Kernel:
     [("w1a1", 1), ("w2a2", 64), ("w4a4", 64), ("w1a1", 4096), ("w2a3asym-xasym", 4096), ("w4a4", 4096), ("w8a8", 300)],
 )
 def test_default_config_multiplies_bits_on_tensor_cores(scheme: str, m: int) -> None:
-    check(kernel_of(bitplane.default(problem(scheme, m))), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA")
+    check(kernel_of(default(problem(scheme, m))), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA")
 
 
 def test_threads_copy_tokens_of_four_planes() -> None:
@@ -115,7 +115,7 @@ def test_planes_side_by_side_are_refused_where_they_do_not_fit() -> None:
 @pytest.mark.parametrize(("p", "q"), PAIRS)
 def test_every_pair_has_configs(p: int, q: int) -> None:
     for m in (1, 33, 128, 4096):
-        bitplane.default(problem(f"w{p}a{q}", m))
+        default(problem(f"w{p}a{q}", m))
 
 
 def test_refuses_what_it_cannot_do() -> None:
@@ -143,7 +143,7 @@ def test_every_listed_config_is_legal_and_fits() -> None:
                 for config in configs:
                     assert family.shared_bytes(config) <= H200.shared_bytes
                     assert min(family.grid(asked, config)) >= 1
-            assert bitplane.default(asked) in bitplane.family(asked).configs(asked)
+            assert default(asked) in bitplane.family(asked).configs(asked)
 
 
 def test_tokens_that_threads_copy_come_in_sixteens() -> None:
@@ -158,7 +158,7 @@ def test_tokens_that_threads_copy_come_in_sixteens() -> None:
 
 
 def test_config_of_another_problem_is_refused() -> None:
-    config = bitplane.default(problem("w2a2", 64))
+    config = default(problem("w2a2", 64))
     assert "other bit-widths" in (bitplane.family_of(config).why_not(problem("w4a4", 64), config) or "")
     assert "the problem needs float32" in (
         bitplane.family_of(config).why_not(problem("w2a2", 64, output=Output.f32), config) or ""

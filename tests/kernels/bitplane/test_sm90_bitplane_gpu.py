@@ -30,6 +30,7 @@ from cases_bitplane import (
     assert_right,
     check_on_gpu,
     code_pairs,
+    default,
     gemm,
     multiply,
     operands,
@@ -109,7 +110,7 @@ def kernels_used() -> list[Kernel]:
     problems += [asked(m, 28672, 4096, "w1a1", Output.f16) for m in (64, 4096)]
     problems += [asked(33, 320, 1300, "w4a4", Output.f16)]
     problems += [replace(one, y_aligned=False) for one in problems]  # unaligned rows of Y
-    configs: set[Any] = {bitplane.default(problem) for problem in problems}
+    configs: set[Any] = {default(problem) for problem in problems}
     configs |= {make(asked(300, 328, 2100, "w2a3asym"), **change) for make, change in VARIANTS}
     configs |= {gemm(asked(1000, 6000, 2100, "w1a1", Output.f16), tma_store=True, **change) for change in CUTS}
     configs |= {resident(asked(64, 4096, 4096, "w2a2", Output.f16), **change) for change in AT_ONCE}

@@ -6,11 +6,12 @@ Y = X W^T for W and X of 1 to 8 bits, each sym, asym or bipolar: products of uns
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Int64, Pointer
@@ -18,7 +19,7 @@ from anybit.jit.tensor_map import Matrix, TensorMap
 from anybit.kernels.bitplane import bitplane_layout
 from anybit.kernels.block.quantize_activations import Packed, Target, rows_aligned
 from anybit.kernels.common.types import Code, Output
-from anybit.kernels.gemm_kernel import Operands
+from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
 
 ROWS = 128
@@ -84,8 +85,8 @@ def why_not(problem: LinearProblem, capability: int = 90) -> str | None:
     return None
 
 
-def why_not_facts(problem: LinearProblem, config: Facts) -> str | None:
-    """Why a config's ``Facts`` do not match the problem, in a sentence; None if they do."""
+def why_not_config(problem: LinearProblem, config: Facts, shared_bytes: int) -> str | None:
+    """Why a config does not match the problem, or needs too much shared memory, in a sentence; None if neither."""
     if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
         return "the config is for other bit-widths"
     if (config.weight_code.value, config.activation_code.value) != (problem.weights.code, problem.activations.code):
@@ -94,12 +95,7 @@ def why_not_facts(problem: LinearProblem, config: Facts) -> str | None:
         return f"the config writes {config.output.value}, and the problem needs {problem.output.value}"
     if config.short_sums and not problem.short_sums:
         return f"the config has short_sums, but sums over K = {problem.k} may reach 2^22"
-    return None
-
-
-def why_not_config(problem: LinearProblem, config: Facts, shared_bytes: int) -> str | None:
-    """Why a config does not match the problem, or needs too much shared memory, in a sentence; None if neither."""
-    return why_not_facts(problem, config) or problem.device.why_not_shared(shared_bytes)
+    return problem.device.why_not_shared(shared_bytes)
 
 
 class LargeFacts(Facts):
@@ -112,10 +108,7 @@ class LargeFacts(Facts):
     epilogue_tile: int
     epilogue_stages: int
 
-    @property
-    def threads(self) -> int:
-        """Threads per block."""
-        return 384
+    threads = 384
 
 
 def why_not_epilogue(config: LargeFacts, tiles: tuple[int, ...]) -> str | None:
@@ -215,6 +208,17 @@ def arguments(operands: Operands, problem: LinearProblem, config: Facts) -> Para
         y_map, weights, o.x, scale, correction, zero, o.bias, o.x_scale, o.x_sum, o.x_zero, o.y,
         o.y_stride, p.m, p.n, rows(p.m), rows(p.n), p.chunks,
     )  # fmt: skip
+
+
+def traits(name: str) -> Traits[Any]:
+    """The traits of the kernel of this name."""
+    return Traits(name, Target.planes, arguments)
+
+
+def kernel(name: str, config: Facts, threads: int, shared_bytes: int, cluster: int = 1) -> jit.Kernel:
+    """The kernel of a config: the template that has its header's name."""
+    header = f"bitplane/{name.replace('_bitplane', '')}/{name}.cuh"
+    return jit.Kernel(header, name, config, Params, threads, shared_bytes, cluster)
 
 
 def product(

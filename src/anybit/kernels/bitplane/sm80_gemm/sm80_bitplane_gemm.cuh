@@ -11,7 +11,7 @@
 
 #include "bitplane/bitplane_terms.cuh"
 
-namespace sm80_bitplane_gemm {
+namespace mma_tiles {
 
 // Swizzled shared-memory offset of a row's 16-byte piece: ldmatrix of eight rows has no bank conflicts.
 template <int row_bytes> DEVICE uint32_t place(int row, int piece) {
@@ -124,19 +124,22 @@ DEVICE void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::co
     __syncthreads();
 }
 
+template <bool is_16bit> struct Unsigned { using Type = uint16_t; };
+template <> struct Unsigned<false> { using Type = uint32_t; };
+
 template <Output output> DEVICE uint32_t rounded(float v) {
     if constexpr (output == Output::f16) return ptx::cvt_f16_f32(v);
     if constexpr (output == Output::bf16) return ptx::cvt_bf16_f32(v);
     return __float_as_uint(v);
 }
 
-}  // namespace sm80_bitplane_gemm
+}  // namespace mma_tiles
 
 // Config: weight_bits, activation_bits, weight_code, activation_code, output, short_sums (false here: there are few results
 // per MMA, so I2F, which takes any size, is cheap enough), tile_n, tile_m, warps_n, warps_m, warps_k, stage_k, stages,
 // aligned (rows of Y are 16-byte aligned and a multiple of eight long), threads, shared_bytes.
-template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_bitplane_gemm_kernel(const __grid_constant__ Params p) {
-    using namespace sm80_bitplane_gemm;
+template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_bitplane_gemm(const __grid_constant__ Params p) {
+    using namespace mma_tiles;
     using T = Tile<Config>;
     static_assert(Config::threads == 32 * Config::warps_n * Config::warps_m * Config::warps_k, "a thread for every lane");
     static_assert(Config::shared_bytes >= Config::stages * T::stage_bytes, "shared memory holds every stage");
@@ -180,7 +183,8 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
     // An odd number of stages ended on the lowest diagonal, an even number on the highest.
     stage_sums<Config>(sum, stages % 2 == 0 ? Config::weight_bits + Config::activation_bits - 2 : 0);
 
-    constexpr int vector = Config::output == Output::f16 || Config::output == Output::bf16 ? 8 : 4;
+    using Element = typename Unsigned<Terms<Config>::is_16bit>::Type;
+    constexpr int vector = 16 / sizeof(Element);
     constexpr int across = Config::tile_n / vector, down = Config::threads / across;
     const int n = n0 + threadIdx.x % across * vector;
     const uint32_t* staged = reinterpret_cast<const uint32_t*>(ptx::dynamic_shared()) + threadIdx.x % across * vector;
@@ -196,22 +200,13 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
             if constexpr (Config::output == Output::s32) word[i] = static_cast<uint32_t>(Term::value(sum_of_codes, row[i], column));
             else word[i] = rounded<Config::output>(Term::result(sum_of_codes, row[i], column));
         }
-        if constexpr (vector == 8) {
-            uint16_t* y = static_cast<uint16_t*>(p.y) + m * p.y_stride + n;
-            if (Config::aligned && n < p.n) {
-                ptx::st_global_cs_v4(y, make_uint4(word[0] | word[1] << 16, word[2] | word[3] << 16, word[4] | word[5] << 16, word[6] | word[7] << 16));
-            } else {
-                UNROLL for (int i = 0; i < vector; ++i)
-                    if (n + i < p.n) y[i] = static_cast<uint16_t>(word[i]);
-            }
+        Element* y = static_cast<Element*>(p.y) + m * p.y_stride + n;
+        if (Config::aligned && n < p.n) {
+            const auto part = [&](int i) { return vector == 8 ? word[2 * i] | word[2 * i + 1] << 16 : word[i]; };
+            ptx::st_global_cs_v4(y, make_uint4(part(0), part(1), part(2), part(3)));
         } else {
-            uint32_t* y = static_cast<uint32_t*>(p.y) + m * p.y_stride + n;
-            if (Config::aligned && n < p.n) {
-                ptx::st_global_cs_v4(y, make_uint4(word[0], word[1], word[2], word[3]));
-            } else {
-                UNROLL for (int i = 0; i < vector; ++i)
-                    if (n + i < p.n) y[i] = word[i];
-            }
+            UNROLL for (int i = 0; i < vector; ++i)
+                if (n + i < p.n) y[i] = static_cast<Element>(word[i]);
         }
     }
 }

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from anybit import jit
 from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
-from anybit.kernels.bitplane.bitplane_problem import Facts, Params, arguments, facts, legal, why_not_config
-from anybit.kernels.block.quantize_activations import Target
-from anybit.kernels.gemm_kernel import Traits
+from anybit.kernels.bitplane.bitplane_problem import Facts, facts
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -43,7 +41,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     reason = bitplane_problem.why_not(problem, 80)
     if reason is not None or config is None:
         return reason
-    return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
+    return _why_not_tile(problem, config) or bitplane_problem.why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: LinearProblem, config: Config) -> str | None:
@@ -114,7 +112,7 @@ def default(problem: LinearProblem) -> Config:
 
     Tiles much larger than M are excluded: they would read and multiply padding. Raises KernelError if there is none.
     """
-    found = legal(problem, why_not(problem), configs(problem))
+    found = bitplane_problem.legal(problem, why_not(problem), configs(problem))
     fitting = [c for c in found if c.tile_m < 2 * max(problem.m, 8)] or found
 
     def cost(c: Config) -> tuple[int, bool, int]:
@@ -125,12 +123,9 @@ def default(problem: LinearProblem) -> Config:
     return min(fitting, key=cost)
 
 
-traits = Traits("sm80_bitplane_gemm", Target.planes, arguments)
+traits = bitplane_problem.traits("sm80_bitplane_gemm")
 
 
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name = traits.name
-    return jit.Kernel(
-        f"bitplane/sm80_gemm/{name}.cuh", f"{name}_kernel", config, Params, config.threads, shared_bytes(config)
-    )
+    return bitplane_problem.kernel(traits.name, config, config.threads, shared_bytes(config))

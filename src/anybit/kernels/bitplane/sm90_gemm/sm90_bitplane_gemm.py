@@ -8,20 +8,7 @@ from enum import Enum
 
 from anybit import jit
 from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
-from anybit.kernels.bitplane.bitplane_problem import (
-    ROWS,
-    LargeFacts,
-    Params,
-    arguments,
-    epilogue_bytes,
-    facts,
-    legal,
-    why_not_config,
-    why_not_epilogue,
-    why_not_tma,
-)
-from anybit.kernels.block.quantize_activations import Target
-from anybit.kernels.gemm_kernel import Traits
+from anybit.kernels.bitplane.bitplane_problem import ROWS, LargeFacts, facts
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -62,14 +49,16 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
         return reason
-    return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
+    return _why_not_tile(problem, config) or bitplane_problem.why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     chunks = problem.chunks
     if c.tile_m not in (64, 128, 256):
         return f"tiles have 64, 128 or 256 tokens, not {c.tile_m}"
-    if refused := why_not_epilogue(c, (32, 64, 128)) or (why_not_tma(problem) if c.tma_store else None):
+    if refused := bitplane_problem.why_not_epilogue(c, (32, 64, 128)):
+        return refused
+    if c.tma_store and (refused := bitplane_problem.why_not_tma(problem)):
         return refused
     if c.tail_tile_m and (c.tail_tile_m not in (64, 128) or c.tail_tile_m >= c.tile_m):
         return f"tail_tile_m must be 0, 64 or 128, and less than tile_m = {c.tile_m}, not {c.tail_tile_m}"
@@ -88,7 +77,7 @@ def shared_bytes(config: Config) -> int:
     activation_slots = config.activation_chunks * config.activation_bits
     slots = (weight_slots * ROWS + activation_slots * config.tile_m) * bitplane_layout.ROW_BYTES
     barriers = 16 * (weight_slots + activation_slots + 2 * config.epilogue_stages)
-    return slots + 2 * epilogue_bytes(config) + barriers
+    return slots + 2 * bitplane_problem.epilogue_bytes(config) + barriers
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
@@ -138,13 +127,12 @@ def default(problem: LinearProblem) -> Config:
         deep = -min(config.weight_chunks, 3) - 2 * min(config.activation_chunks, 3), config.epilogue_tile
         return waves * (config.tile_m + 24), *plain, *deep, -config.epilogue_stages
 
-    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+    return min(bitplane_problem.legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
-traits = Traits("sm90_bitplane_gemm", Target.planes, arguments)
+traits = bitplane_problem.traits("sm90_bitplane_gemm")
 
 
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name = traits.name
-    return jit.Kernel(f"bitplane/sm90_gemm/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))
+    return bitplane_problem.kernel(traits.name, config, config.threads, shared_bytes(config))

@@ -7,21 +7,8 @@ from dataclasses import dataclass, replace
 
 from anybit import jit
 from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
-from anybit.kernels.bitplane.bitplane_problem import (
-    WARPGROUP_ROWS,
-    Params,
-    arguments,
-    blocks_per_sm,
-    bytes_to_limit,
-    facts,
-    legal,
-    of_any_size,
-    wgmma_n,
-    why_not_config,
-)
+from anybit.kernels.bitplane.bitplane_problem import WARPGROUP_ROWS, facts
 from anybit.kernels.bitplane.sm90_skinny.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_not_columns
-from anybit.kernels.block.quantize_activations import Target
-from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -42,10 +29,7 @@ class Config(SkinnyFacts):
     fill_waves: bool = False
     cp_async_activations: bool = False
 
-    @property
-    def threads(self) -> int:
-        """Threads per block; every warp loads, multiplies and stores."""
-        return 128
+    threads = 128  # every warp loads, multiplies and stores
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
@@ -54,7 +38,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     if reason is not None or config is None:
         return reason
     refused = why_not_columns(config) or _why_not_tile(problem, config)
-    return refused or why_not_config(problem, config, shared_bytes(config))
+    return refused or bitplane_problem.why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
@@ -91,12 +75,12 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
     for (a_operand, tile_b), sets, stages in itertools.product(
         itertools.product(AOperand, (16, 32)), (1, 2, 3), sorted({1, min(2, chunks), chunks})
     ):
-        n = wgmma_n((q if a_operand is AOperand.weights else p) * tile_b)
+        n = bitplane_problem.wgmma_n((q if a_operand is AOperand.weights else p) * tile_b)
         config = Config(*facts(problem), a_operand, tile_b, n, chunks, sets, stages)
         for blocks in (1, 2, 3):
             # If an SM fits a block of each of several kernels, the next kernels can prefetch weights. If it fits more,
             # some SMs take two blocks of one kernel, and all others wait for them.
-            reserved = bytes_to_limit(blocks, shared_bytes(config), problem.device)
+            reserved = bitplane_problem.bytes_to_limit(blocks, shared_bytes(config), problem.device)
             if reserved is not None:
                 limited = replace(config, reserved_bytes=reserved)
                 yield replace(limited, fill_waves=True)
@@ -107,7 +91,7 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
 
 def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem; independent of M and N."""
-    return _configs(of_any_size(problem))
+    return _configs(bitplane_problem.of_any_size(problem))
 
 
 @functools.cache
@@ -121,17 +105,16 @@ def default(problem: LinearProblem) -> Config:
     tile_b = 16 if problem.m <= 16 else 32
 
     def cost(config: Config) -> tuple[float, ...]:
-        alone = blocks_per_sm(shared_bytes(config), problem.device) == 1
+        alone = bitplane_problem.blocks_per_sm(shared_bytes(config), problem.device) == 1
         idle = config.fill_waves != (config.reserved_bytes > 0)  # if alone by its size, idle blocks are in the way
         return config.a_operand is not AOperand.weights, abs(config.tile_b - tile_b), not alone, idle
 
-    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+    return min(bitplane_problem.legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
-traits = Traits("sm90_bitplane_resident", Target.planes, arguments)
+traits = bitplane_problem.traits("sm90_bitplane_resident")
 
 
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name = traits.name
-    return jit.Kernel(f"bitplane/sm90_resident/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))
+    return bitplane_problem.kernel(traits.name, config, config.threads, shared_bytes(config))

@@ -8,21 +8,7 @@ from enum import Enum
 
 from anybit import jit
 from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
-from anybit.kernels.bitplane.bitplane_problem import (
-    MOST_WGMMA_N,
-    WARPGROUP_ROWS,
-    Facts,
-    Params,
-    arguments,
-    facts,
-    half_bytes,
-    legal,
-    of_any_size,
-    wgmma_n,
-    why_not_config,
-)
-from anybit.kernels.block.quantize_activations import Target
-from anybit.kernels.gemm_kernel import Traits
+from anybit.kernels.bitplane.bitplane_problem import MOST_WGMMA_N, WARPGROUP_ROWS, Facts, facts, wgmma_n
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -77,10 +63,7 @@ class Config(SkinnyFacts):
     pass_chunks: int
     cluster_k: int = 1
 
-    @property
-    def threads(self) -> int:
-        """Threads per block: a warpgroup that multiplies, and a warp that loads."""
-        return 160
+    threads = 160  # a warpgroup that multiplies, and a warp that loads
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
@@ -89,7 +72,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     if reason is not None or config is None:
         return reason
     refused = why_not_columns(config) or _why_not_stages(problem, config)
-    return refused or why_not_config(problem, config, shared_bytes(config))
+    return refused or bitplane_problem.why_not_config(problem, config, shared_bytes(config))
 
 
 def why_not_columns(config: SkinnyFacts) -> str | None:
@@ -144,7 +127,7 @@ def _candidates(problem: LinearProblem) -> Iterator[Config]:
 
 def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem; independent of M and N."""
-    return _configs(of_any_size(problem))
+    return _configs(bitplane_problem.of_any_size(problem))
 
 
 @functools.cache
@@ -155,21 +138,18 @@ def _configs(problem: LinearProblem) -> tuple[Config, ...]:
 @functools.cache
 def default(problem: LinearProblem) -> Config:
     """Deep pipelines in blocks that leave room for another. Raises KernelError if there is no config."""
-    half, tile_b = half_bytes(problem.device), min(32, max(8, 1 << (problem.m - 1).bit_length()))
+    half, tile_b = bitplane_problem.half_bytes(problem.device), min(32, max(8, 1 << (problem.m - 1).bit_length()))
 
     def cost(config: Config) -> tuple[float, ...]:
         wide = config.a_operand is not AOperand.weights, abs(config.tile_b - tile_b), config.cluster_k
         return *wide, shared_bytes(config) > half, -config.pass_chunks, abs(config.a_stages - 8)
 
-    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+    return min(bitplane_problem.legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
-traits = Traits("sm90_bitplane_skinny", Target.planes, arguments)
+traits = bitplane_problem.traits("sm90_bitplane_skinny")
 
 
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name, size = traits.name, shared_bytes(config)
-    return jit.Kernel(
-        f"bitplane/sm90_skinny/{name}.cuh", name, config, Params, config.threads, size, cluster=config.cluster_k
-    )
+    return bitplane_problem.kernel(traits.name, config, config.threads, shared_bytes(config), config.cluster_k)

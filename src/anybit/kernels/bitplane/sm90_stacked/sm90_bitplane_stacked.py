@@ -8,20 +8,7 @@ from enum import Enum
 
 from anybit import jit
 from anybit.kernels.bitplane import bitplane_layout, bitplane_problem
-from anybit.kernels.bitplane.bitplane_problem import (
-    ROWS,
-    LargeFacts,
-    Params,
-    arguments,
-    epilogue_bytes,
-    facts,
-    legal,
-    why_not_config,
-    why_not_epilogue,
-    why_not_tma,
-)
-from anybit.kernels.block.quantize_activations import Target
-from anybit.kernels.gemm_kernel import Traits
+from anybit.kernels.bitplane.bitplane_problem import ROWS, LargeFacts, facts
 from anybit.kernels.linear_problem import LinearProblem
 
 
@@ -64,7 +51,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     if (reason := bitplane_problem.why_not(problem)) is not None:
         return reason
-    if refused := why_not_tma(problem):
+    if refused := bitplane_problem.why_not_tma(problem):
         return refused
     if problem.m <= _FEW:
         return f"its tiles are for more than {_FEW} tokens, and {problem.m} would leave them half empty"
@@ -72,11 +59,11 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return f"it takes {_PLANES}-bit activations, not {problem.activations.bits}-bit ones"
     if config is None:
         return None
-    return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
+    return _why_not_tile(problem, config) or bitplane_problem.why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
-    if refused := why_not_epilogue(c, (32, 64)):
+    if refused := bitplane_problem.why_not_epilogue(c, (32, 64)):
         return refused
     if c.tile_m not in (64, 128):
         return f"tile_m must be 64 or 128, not {c.tile_m}"
@@ -91,7 +78,7 @@ def shared_bytes(config: Config) -> int:
     """Dynamic shared memory per block, in bytes."""
     rows = config.weight_stages * ROWS + config.activation_stages * config.activation_bits * config.tile_m
     barriers = 16 * (config.weight_stages + config.activation_stages + 2 * config.epilogue_stages)
-    return rows * bitplane_layout.ROW_BYTES + 2 * epilogue_bytes(config) + barriers
+    return rows * bitplane_layout.ROW_BYTES + 2 * bitplane_problem.epilogue_bytes(config) + barriers
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
@@ -126,13 +113,12 @@ def default(problem: LinearProblem) -> Config:
         keeps = config.stationary is not Stationary.activations
         return -config.tile_m, keeps, *ring, config.epilogue_tile, abs(config.epilogue_stages - 3)
 
-    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+    return min(bitplane_problem.legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
-traits = Traits("sm90_bitplane_stacked", Target.planes, arguments)
+traits = bitplane_problem.traits("sm90_bitplane_stacked")
 
 
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    name = traits.name
-    return jit.Kernel(f"bitplane/sm90_stacked/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))
+    return bitplane_problem.kernel(traits.name, config, config.threads, shared_bytes(config))
