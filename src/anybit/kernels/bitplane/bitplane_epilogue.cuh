@@ -75,6 +75,32 @@ template <class Config> struct Epilogue {
         ptx::bar_sync(barrier, 128);
     }
 
+    // Where this thread's stmatrix writes a staging buffer: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices:
+    // rows, rows + 8 of two token octets.
+    DEVICE uint32_t stage(int lane, int warp) const {
+        const int token = 8 * (lane / 16) + lane % 8, piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
+        return shared.shared + token * S::pitch + piece * 16;
+    }
+    // Packs the results of a buffer's octet i, the sums of octet `from`.
+    template <int sums>
+    static DEVICE void pack(uint32_t (&packed)[eights / 2][4], int i, const int32_t (&value)[sums], int from, const typename T::Row (&row)[2], const Pair& c) {
+        const int r = from * 4;
+        const typename T::Column c0 = column(c, 0), c1 = column(c, 1);
+        packed[i / 2][2 * (i % 2)] = T::pack(T::result(value[r], row[0], c0), T::result(value[r + 1], row[0], c1));
+        packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(value[r + 2], row[1], c0), T::result(value[r + 3], row[1], c1));
+    }
+    // Writes a buffer; by_tma: which another warp stores.  leader: one lane of a warp.
+    template <bool by_tma> DEVICE void leave(uint32_t stage, const uint32_t (&packed)[eights / 2][4], bool leader) {
+        if constexpr (by_tma) ptx::mbarrier_wait_parity(shared.read(buffer), parity);
+        UNROLL for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + buffer * S::buffer_bytes + i * 16 * S::pitch, packed[i]);
+        if constexpr (by_tma) {
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (leader) ptx::mbarrier_arrive(shared.filled(buffer));
+            if (++buffer == S::buffers) buffer = 0, parity ^= 1;
+        }
+    }
+
     // Writes the first `width` tokens of a tile.
     template <int width> DEVICE void write(const Params& p, const int32_t (&acc)[width / 2], int n, int m) {
         const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
@@ -85,28 +111,13 @@ template <class Config> struct Epilogue {
     }
 
     template <int width> DEVICE void write_16bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
-        const int lane = thread % 32, warp = thread / 32;
-        // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices: rows, rows + 8 of two token octets.
-        const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
-        const uint32_t stage = shared.shared + stage_token * S::pitch + stage_piece * 16;
+        const uint32_t stage = this->stage(thread % 32, thread / 32);
         Pair c[eights];
         UNROLL for (int i = 0; i < eights; i++) c[i] = pair(i);
         UNROLL for (int first = 0; first < width; first += epilogue_tile) {
             uint32_t packed[eights / 2][4];
-            UNROLL for (int i = 0; i < eights; i++) {
-                const int r = (first / 8 + i) * 4;
-                const typename T::Column c0 = column(c[i], 0), c1 = column(c[i], 1);
-                packed[i / 2][2 * (i % 2)] = T::pack(T::result(acc[r], row[0], c0), T::result(acc[r + 1], row[0], c1));
-                packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(acc[r + 2], row[1], c0), T::result(acc[r + 3], row[1], c1));
-            }
-            if constexpr (Config::tma_store) ptx::mbarrier_wait_parity(shared.read(buffer), parity);
-            UNROLL for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + buffer * S::buffer_bytes + i * 16 * S::pitch, packed[i]);
-            if constexpr (Config::tma_store) {
-                ptx::fence_proxy_async();
-                __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(shared.filled(buffer));
-                if (++buffer == S::buffers) buffer = 0, parity ^= 1;
-            }
+            UNROLL for (int i = 0; i < eights; i++) pack(packed, i, acc, first / 8 + i, row, c[i]);
+            leave<Config::tma_store>(stage, packed, thread % 32 == 0);
             if (first + epilogue_tile < width) {
                 UNROLL for (int i = 0; i < eights; i++) c[i] = pair((first + epilogue_tile) / 8 + i);  // issued after the fence, which would wait for them
             }
@@ -147,6 +158,51 @@ template <class Config> struct Epilogue {
     }
 };
 
+// Shared memory of a kernel for many tokens: slots of 128 rows of a weight plane, slots of activations, then per warpgroup
+// staging buffers and columns, then mbarriers.
+template <class Config, int weights, int activations, int planes_per_slot> struct LargeShared {
+    static constexpr int rows = 128, weight_slots = weights, activation_slots = activations;
+    static constexpr int weight_slot = rows * planes::row_bytes, plane = Config::tile_m * planes::row_bytes;
+    static constexpr int activation_slot = planes_per_slot * plane;
+    static constexpr int first_activations = weight_slots * weight_slot, epilogues = first_activations + activation_slots * activation_slot;
+    using W = EpilogueShared<Config>;
+    static constexpr int barriers = epilogues + 2 * W::bytes, epilogue_barriers = barriers + 16 * (weight_slots + activation_slots);
+    static_assert(epilogue_barriers + 2 * W::barrier_bytes == Config::shared_bytes, "the kernel's shared_bytes() disagrees");
+
+    static DEVICE uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
+    static DEVICE uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
+    static DEVICE uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
+    static DEVICE uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
+    static DEVICE W epilogue(uint32_t shared, int warpgroup) {
+        return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
+    }
+};
+
+// A consumer warpgroup: pipeline state and epilogue.
+template <class Config, class Shared, int weight_groups, int activation_groups> struct LargeConsumer {
+    using S = Shared;
+    const Params& p;
+    uint32_t shared;
+    int warpgroup;
+    bool leader;
+    Epilogue<Config> epilogue;
+    Ring<weight_groups> weights;
+    Ring<activation_groups> activations;
+
+    DEVICE LargeConsumer(const Params& p, uint32_t shared, int warpgroup)
+        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
+    DEVICE void release_weights(int slot) const {
+        if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
+    }
+    DEVICE void release_activations(int slot, bool used = true) const {
+        if (leader && used) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
+    }
+    // Advances a descriptor by a 32-bit add: wgmmas then issue back to back.
+    static DEVICE uint64_t at(uint64_t descriptor, uint32_t bytes) {
+        return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+    }
+};
+
 // TMA store loop of one thread, over the buffers that a warpgroup fills. A buffer is released after the next store has been
 // issued, so that waiting for its read rarely stalls: with three or more buffers the warpgroup never waits.
 template <class Config, class Shared, class Tiles> DEVICE void store_results(const Params& p, uint32_t shared, int warpgroup) {
@@ -168,6 +224,37 @@ template <class Config, class Shared, class Tiles> DEVICE void store_results(con
         }
     }
     ptx::cp_async_bulk_wait_group_read<0>();  // the CTA must not exit before its shared memory has been read
+}
+
+// A CTA's threads: two warpgroups multiply; of the third, one thread loads, and one for each of the others stores its results.
+template <class Config, class S, class Tiles, bool by_tma, class Load, class Multiply>
+DEVICE void run_large(const Params& p, Load&& load, Multiply&& multiply) {
+    static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
+    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
+    if (threadIdx.x == 256) {
+        for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
+            ptx::mbarrier_init(S::weight_full(shared, slot), 1);
+            ptx::mbarrier_init(S::weight_empty(shared, slot), 8);  // every consumer warp
+        }
+        for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
+            const typename S::W epilogue = S::epilogue(shared, buffer % 2);
+            ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
+            ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    if (threadIdx.x >= 256) {
+        ptx::setmaxnreg_dec<40>();
+        if (threadIdx.x == 256) load(shared);
+        if constexpr (by_tma) {
+            if (threadIdx.x == 288 || threadIdx.x == 320) store_results<Config, S, Tiles>(p, shared, (threadIdx.x - 288) / 32);
+        }
+    } else {
+        ptx::setmaxnreg_inc<232>();
+        multiply(shared);
+    }
 }
 
 #endif  // ANYBIT_BITPLANE_EPILOGUE_CUH

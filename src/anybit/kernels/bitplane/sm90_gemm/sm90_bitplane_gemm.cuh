@@ -23,27 +23,9 @@
 // while the other runs its epilogue.
 enum class Schedule { cooperative, pingpong };
 
-// Shared-memory layout: weight slots, activation slots, then per warpgroup staging buffers and columns, then mbarriers.
-template <class Config> struct GemmShared {
-    static constexpr int rows = 128;
-    static constexpr int weight_slot = rows * planes::row_bytes, activation_slot = Config::tile_m * planes::row_bytes;
-    static constexpr int weight_slots = Config::weight_chunks * Config::weight_bits;
-    static constexpr int activation_slots = Config::activation_chunks * Config::activation_bits;
-    static constexpr int activations = weight_slots * weight_slot;
-    static constexpr int epilogues = activations + activation_slots * activation_slot;
-    using W = EpilogueShared<Config>;
-    static constexpr int barriers = epilogues + 2 * W::bytes, epilogue_barriers = barriers + 16 * (weight_slots + activation_slots);
-    static constexpr int bytes = epilogue_barriers + 2 * W::barrier_bytes;
-    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_gemm.py disagrees");
-
-    static DEVICE uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
-    static DEVICE uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
-    static DEVICE uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
-    static DEVICE uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
-    static DEVICE W epilogue(uint32_t shared, int warpgroup) {
-        return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
-    }
-};
+// A slot holds a plane.
+template <class Config>
+using GemmShared = LargeShared<Config, Config::weight_chunks * Config::weight_bits, Config::activation_chunks * Config::activation_bits, 1>;
 
 // Persistent tile scheduler. CTAs take every gridDim.x-th tile, tokens fastest, so that concurrent CTAs share weights.
 // With `tail_tile_m`, tiles left over by whole waves are cut into smaller token tiles, to shorten the last wave.
@@ -115,7 +97,7 @@ template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) 
             auto load_activations = [&](int order) {
                 const int slot = activation_ring.at * Q + order, j = down ? Q - 1 - order : order;
                 ptx::mbarrier_wait_parity(S::activation_empty(shared, slot), activation_ring.parity ^ 1);
-                const uint32_t to = shared + S::activations + slot * S::activation_slot;
+                const uint32_t to = shared + S::first_activations + slot * S::activation_slot;
                 const uint8_t* const from = p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes;
                 ptx::mbarrier_arrive_expect_tx(S::activation_full(shared, slot), rows * planes::row_bytes);
                 ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, S::activation_full(shared, slot));
@@ -136,38 +118,21 @@ template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) 
     }
 }
 
-// A consumer warpgroup: pipeline state and epilogue.
-template <class Config> struct GemmConsumer {
-    using S = GemmShared<Config>;
+template <class Config>
+struct GemmConsumer : LargeConsumer<Config, GemmShared<Config>, Config::weight_chunks, Config::activation_chunks> {
+    using Base = LargeConsumer<Config, GemmShared<Config>, Config::weight_chunks, Config::activation_chunks>;
+    using typename Base::S;
+    using Base::Base, Base::p, Base::shared, Base::warpgroup, Base::epilogue, Base::weights, Base::activations;
+    using Base::release_weights, Base::release_activations;
     static constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
     static constexpr int turn_barrier = 1, both = 256;
     static constexpr bool pingpong = Config::schedule == Schedule::pingpong;
-    // wgmmas issue back to back if ptxas knows descriptors to be warp-uniform and advances them by 32-bit adds.
-    static constexpr bool uniform = !pingpong;
-
-    const Params& p;
-    uint32_t shared;
-    int warpgroup;
-    bool leader;
-    Epilogue<Config> epilogue;
-    Ring<Config::weight_chunks> weight_ring;
-    Ring<Config::activation_chunks> activation_ring;
-
-    DEVICE GemmConsumer(const Params& p, uint32_t shared, int warpgroup)
-        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
+    static constexpr bool uniform = !pingpong;  // ptxas knows descriptors to be warp-uniform
 
     DEVICE void take_turn() const { ptx::bar_sync(turn_barrier + warpgroup, both); }
     DEVICE void pass_turn() const { ptx::bar_arrive(turn_barrier + (warpgroup ^ 1), both); }
-    DEVICE void release_weights(int slot) const {
-        if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
-    }
-    DEVICE void release_activations(int slot) const {
-        if (leader) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
-    }
-
     static DEVICE uint64_t at(uint64_t descriptor, uint32_t bytes) {
-        if constexpr (!uniform) return ptx::wgmma_advance(descriptor, bytes);
-        return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+        return uniform ? Base::at(descriptor, bytes) : ptx::wgmma_advance(descriptor, bytes);
     }
 
     template <int tokens> DEVICE void tile(int row, int token) {
@@ -177,12 +142,12 @@ template <class Config> struct GemmConsumer {
 #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // walking down: rotate left by 1; up: right by 1 = left by 31
-            const uint64_t a = planes::descriptor(shared + (weight_ring.at * P * S::rows + warpgroup * 64) * planes::row_bytes);
-            const uint64_t b = planes::descriptor(shared + S::activations + activation_ring.at * Q * S::activation_slot);
+            const uint64_t a = planes::descriptor(shared + (weights.at * P * S::rows + warpgroup * 64) * planes::row_bytes);
+            const uint64_t b = planes::descriptor(shared + S::first_activations + activations.at * Q * S::activation_slot);
             UNROLL for (int diagonal = 0; diagonal < diagonals; diagonal++) {
                 // Planes are numbered in walking order, so that in either direction those with i + j = diagonal meet.
-                if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.at * P + diagonal), weight_ring.parity);
-                if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.at * Q + diagonal), activation_ring.parity);
+                if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weights.at * P + diagonal), weights.parity);
+                if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activations.at * Q + diagonal), activations.parity);
                 ptx::wgmma_fence();
                 UNROLL for (int i = 0; i < P; i++) {
                     const int j = diagonal - i;
@@ -194,27 +159,27 @@ template <class Config> struct GemmConsumer {
                 ptx::wgmma_commit_group();
                 if (diagonal == 0 && chunk > 0) {
                     ptx::wgmma_wait_group<1>();
-                    release_weights(weight_ring.previous() * P + P - 1);
-                    release_activations(activation_ring.previous() * Q + Q - 1);
+                    release_weights(weights.previous() * P + P - 1);
+                    release_activations(activations.previous() * Q + Q - 1);
                 }
                 if (diagonal < diagonals - 1) {
                     ptx::wgmma_wait_group<0>();
                     ptx::wgmma_touch(acc);
                     // Release the planes whose last diagonal this was.
-                    if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weight_ring.at * P + diagonal - (Q - 1));
-                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.at * Q + diagonal - (P - 1));
+                    if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weights.at * P + diagonal - (Q - 1));
+                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activations.at * Q + diagonal - (P - 1));
                     rotate(acc, left);
                 }
             }
-            weight_ring.advance();
-            activation_ring.advance();
+            weights.advance();
+            activations.advance();
         }
         if (pingpong) pass_turn();
         epilogue.stage_columns();  // overlaps the last wgmmas
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_touch(acc);
-        release_weights(weight_ring.previous() * P + P - 1);
-        release_activations(activation_ring.previous() * Q + Q - 1);
+        release_weights(weights.previous() * P + P - 1);
+        release_activations(activations.previous() * Q + Q - 1);
         epilogue.template write<tokens>(p, acc, row, token);
     }
 };
@@ -235,33 +200,8 @@ template <class Config> DEVICE void gemm_multiply(const Params& p, uint32_t shar
 }
 
 template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_gemm(const __grid_constant__ Params p) {
-    using S = GemmShared<Config>;
-    static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
-    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
-    if (threadIdx.x == 256) {
-        for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
-            ptx::mbarrier_init(S::weight_full(shared, slot), 1);
-            ptx::mbarrier_init(S::weight_empty(shared, slot), 8);  // every consumer warp
-        }
-        for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
-            const typename S::W epilogue = S::epilogue(shared, buffer % 2);
-            ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
-            ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
-        }
-        ptx::fence_mbarrier_init();
-    }
-    __syncthreads();
-    ptx::griddepcontrol_launch_dependents();
-    if (threadIdx.x >= 256) {
-        ptx::setmaxnreg_dec<40>();
-        if (threadIdx.x == 256) gemm_load<Config>(p, shared);
-        if constexpr (Terms<Config>::is_16bit && Config::tma_store) {
-            if (threadIdx.x == 288 || threadIdx.x == 320) store_results<Config, S, Tiles<Config>>(p, shared, (threadIdx.x - 288) / 32);
-        }
-    } else {
-        ptx::setmaxnreg_inc<232>();
-        gemm_multiply<Config>(p, shared);
-    }
+    run_large<Config, GemmShared<Config>, Tiles<Config>, Terms<Config>::is_16bit && Config::tma_store>(
+        p, [&](uint32_t shared) { gemm_load<Config>(p, shared); }, [&](uint32_t shared) { gemm_multiply<Config>(p, shared); });
 }
 
 #endif  // ANYBIT_SM90_BITPLANE_GEMM_CUH

@@ -13,15 +13,13 @@
 // Shared-memory layout: chunks of A, chunks of B, output staging, mbarriers, and padding that limits CTAs per SM.
 template <class Config> struct ResidentShared : SkinnyTile<Config> {
     using Sides = SkinnyTile<Config>;
-    using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
-    static constexpr int warps = 4;
-    static constexpr int values = columns / 2, eights = columns / 8;  // a thread's sums, over octets of columns
+    using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns, Sides::values;
+    static constexpr int warps = 4, eights = columns / 8;
     static constexpr int a_chunk = P * rows * planes::row_bytes, b_chunk = Config::wgmma_n * planes::row_bytes;
     static constexpr int b = Config::k_chunks * a_chunk, staging = b + Config::k_chunks * b_chunk;
     static constexpr bool staged = a_is_weights && Terms<Config>::is_16bit;
     static constexpr int barriers = staging + (staged ? columns * 128 : 0);
     static_assert(barriers + 16 * Config::k_chunks + Config::reserved_bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_resident.py disagrees");
-    static_assert(Config::wgmma_n >= Q * columns, "refused by why_not()");
 
     uint32_t shared;
     template <bool a> DEVICE uint32_t plane(int chunk, int bit) const {
@@ -111,13 +109,6 @@ template <class Config> struct Resident {
         }
     }
 
-    // MMAs of one chunk of an A plane, which has landed.
-    DEVICE void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int chunk, int plane, bool add) const {
-        const uint64_t a = planes::descriptor(shared.template plane<true>(chunk, plane)), b = planes::descriptor(shared.template plane<false>(chunk, 0));
-        UNROLL for (int step = 0; step < planes::steps; step++)
-            ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), add || step > 0);
-    }
-
     // Chunk by chunk, down and up alternately, the last one down. Planes take `accumulator_sets` sets of sums in turn: while
     // one set is rotated, another's wgmmas run.
     DEVICE void walk(int32_t (&acc)[Config::accumulator_sets][Config::wgmma_n / 2]) const {
@@ -133,25 +124,14 @@ template <class Config> struct Resident {
                     ptx::wgmma_touch(acc[set]);
                     rotate(acc[set], down ? sets : 32 - sets);
                 }
+                const uint64_t a = planes::descriptor(shared.template plane<true>(chunk, plane)), b = planes::descriptor(shared.template plane<false>(chunk, 0));
                 ptx::wgmma_fence();
-                multiply_chunk(acc[set], chunk, plane, chunk > 0 || order >= sets);
+                S::multiply_chunk(acc[set], a, b, chunk > 0 || order >= sets);
                 ptx::wgmma_commit_group();
             }
         }
         ptx::wgmma_wait_group<0>();
         UNROLL for (int set = 0; set < sets; set++) ptx::wgmma_touch(acc[set]);
-    }
-
-    // The sums, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
-    DEVICE void multiply(int32_t (&sums)[S::values]) const {
-        int32_t acc[Config::accumulator_sets][Config::wgmma_n / 2];
-        walk(acc);
-        UNROLL for (int v = 0; v < S::values; v++) {
-            uint32_t sum = 0;
-            UNROLL for (int set = 0; set < Config::accumulator_sets; set++)
-                UNROLL for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[set][j * S::values + v]) << (j + set);
-            sums[v] = static_cast<int32_t>(sum);
-        }
     }
 
     DEVICE void run() const {
@@ -164,8 +144,9 @@ template <class Config> struct Resident {
         load_rest();
         terms.load_tokens(p, row, pair);
 
-        int32_t sums[S::values];
-        multiply(sums);
+        int32_t sums[S::values], acc[Config::accumulator_sets][Config::wgmma_n / 2];
+        walk(acc);
+        S::combine(sums, acc);
         terms.finish();
         if constexpr (T::is_16bit) {
             // 16-byte stores, if rows of Y are aligned and the tile has all of its weights.

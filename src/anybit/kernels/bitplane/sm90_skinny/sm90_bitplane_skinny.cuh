@@ -15,12 +15,12 @@
 // Shared-memory layout: A stages (one plane each), B stages (one chunk each), inbox for other CTAs' sums, mbarriers.
 template <class Config> struct SkinnyShared : SkinnyTile<Config> {
     using Sides = SkinnyTile<Config>;
-    using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
+    using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns, Sides::values;
     static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = Config::wgmma_n * planes::row_bytes;
     static constexpr int b = Config::a_stages * a_bytes;
     static constexpr int inbox = b + Config::b_stages * b_bytes;
     static constexpr int split = Config::cluster_k;  // CTAs that split K
-    static constexpr int values = columns / 2, share = values / split;  // a thread's sums; those it finishes
+    static constexpr int share = values / split;  // sums that a thread finishes
     // With more than one pass, why_not() requires 2 * pass_chunks B stages. no_reuse: no slot is filled twice, so that no
     // empty mbarriers are needed.
     static constexpr bool single = Config::b_stages < 2 * Config::pass_chunks, no_reuse = single && Config::a_stages >= P * Config::pass_chunks;
@@ -28,7 +28,7 @@ template <class Config> struct SkinnyShared : SkinnyTile<Config> {
     static constexpr int barriers = inbox + (split > 1 ? split * partial_bytes : 0);
     static constexpr int bytes = barriers + 16 * (Config::a_stages + Config::b_stages) + 16;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_skinny.py disagrees");
-    static_assert(Config::wgmma_n >= Q * columns && values % split == 0, "refused by why_not()");
+    static_assert(values % split == 0, "refused by why_not()");
 
     uint32_t shared;
     DEVICE uint32_t a_slot(int slot) const { return shared + slot * a_bytes; }
@@ -132,11 +132,9 @@ template <class Config> struct Skinny {
 
     // MMAs of one chunk of an A plane with the chunk of B in `stage`; both have landed.
     DEVICE void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int slot, int stage) const {
-        const uint64_t a = planes::descriptor(shared.a_slot(slot));
-        const uint64_t b = planes::descriptor(shared.b_slot(stage));
+        const uint64_t a = planes::descriptor(shared.a_slot(slot)), b = planes::descriptor(shared.b_slot(stage));
         ptx::wgmma_fence();
-        UNROLL for (int step = 0; step < planes::steps; step++)
-            ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), true);
+        S::multiply_chunk(acc, a, b, true);
         ptx::wgmma_commit_group();
     }
 
@@ -189,17 +187,13 @@ template <class Config> struct Skinny {
         }
     }
 
-    // Sums over this CTA's chunks, planes of B combined: register 4 * octet + 2 * h + e, as in wgmma's layout.
+    // Sums over this CTA's chunks.
     DEVICE void multiply(int32_t (&sums)[S::values]) const {
-        int32_t acc[Config::wgmma_n / 2];
-        UNROLL for (int i = 0; i < Config::wgmma_n / 2; i++) acc[i] = 0;
-        if constexpr (S::no_reuse) walk_without_reuse(acc);
-        else walk(acc);
-        UNROLL for (int v = 0; v < S::values; v++) {
-            uint32_t sum = 0;
-            UNROLL for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[j * S::values + v]) << j;
-            sums[v] = static_cast<int32_t>(sum);
-        }
+        int32_t acc[1][Config::wgmma_n / 2];
+        UNROLL for (int i = 0; i < Config::wgmma_n / 2; i++) acc[0][i] = 0;
+        if constexpr (S::no_reuse) walk_without_reuse(acc[0]);
+        else walk(acc[0]);
+        S::combine(sums, acc);
     }
 
     // Cluster split-K reduction: sends the other CTAs their shares of the sums, and adds theirs to this CTA's share.

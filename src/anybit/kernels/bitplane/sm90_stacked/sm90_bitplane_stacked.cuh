@@ -17,26 +17,8 @@
 // What stays in shared memory from one tile of a CTA to the next.
 enum class Stationary { none, activations };
 
-// Shared-memory layout: weight slots (a plane each), activation stages, staging and columns per warpgroup, mbarriers.
-template <class Config> struct StackedShared {
-    static constexpr int rows = 128, P = Config::weight_bits, Q = Config::activation_bits, columns = Q * Config::tile_m;
-    static constexpr int plane_bytes = Config::tile_m * planes::row_bytes;
-    static constexpr int weight_slot = rows * planes::row_bytes, stage = Q * plane_bytes;
-    static constexpr int stages = Config::weight_stages * weight_slot, epilogues = stages + Config::activation_stages * stage;
-    using W = EpilogueShared<Config>;
-    static constexpr int barriers = epilogues + 2 * W::bytes;
-    static constexpr int epilogue_barriers = barriers + 16 * (Config::weight_stages + Config::activation_stages);
-    static constexpr int bytes = epilogue_barriers + 2 * W::barrier_bytes;
-    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_stacked.py disagrees");
-
-    static DEVICE uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
-    static DEVICE uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
-    static DEVICE uint32_t stage_full(uint32_t shared, int slot) { return weight_full(shared, Config::weight_stages + slot); }
-    static DEVICE uint32_t stage_empty(uint32_t shared, int slot) { return stage_full(shared, slot) + 8; }
-    static DEVICE W epilogue(uint32_t shared, int warpgroup) {
-        return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
-    }
-};
+// A slot of weights holds a plane, one of activations all planes of a chunk.
+template <class Config> using StackedShared = LargeShared<Config, Config::weight_stages, Config::activation_stages, Config::activation_bits>;
 
 // A CTA's contiguous range of tiles, tokens fastest; weights fastest if activations are stationary.
 template <class Config> struct StackedTiles {
@@ -93,11 +75,11 @@ template <class Config> DEVICE void stacked_load(const Params& p, uint32_t share
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             if (asked <= chunk * P) load_weights(row, chunk * P), asked = chunk * P + 1;
             if (fresh) {
-                const uint32_t full = S::stage_full(shared, stages.at);
-                ptx::mbarrier_wait_parity(S::stage_empty(shared, stages.at), stages.parity ^ 1);
+                const uint32_t full = S::activation_full(shared, stages.at);
+                ptx::mbarrier_wait_parity(S::activation_empty(shared, stages.at), stages.parity ^ 1);
                 ptx::mbarrier_arrive_expect_tx(full, Q * bytes);
                 UNROLL for (int j = 0; j < Q; j++)
-                    ptx::cp_async_bulk_load(shared + S::stages + stages.at * S::stage + j * S::plane_bytes,
+                    ptx::cp_async_bulk_load(shared + S::first_activations + stages.at * S::activation_slot + j * S::plane,
                                             p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes, bytes, full);
                 stages.advance();
             }
@@ -106,54 +88,22 @@ template <class Config> DEVICE void stacked_load(const Params& p, uint32_t share
     }
 }
 
-template <class Config> struct StackedConsumer {
-    using S = StackedShared<Config>;
+template <class Config>
+struct StackedConsumer : LargeConsumer<Config, StackedShared<Config>, Config::weight_stages, Config::activation_stages> {
+    using Base = LargeConsumer<Config, StackedShared<Config>, Config::weight_stages, Config::activation_stages>;
+    using typename Base::S;
+    using Base::Base, Base::at, Base::p, Base::shared, Base::warpgroup, Base::epilogue, Base::weights, Base::activations;
+    using Base::release_weights, Base::release_activations;
     using T = Terms<Config>;
-    static constexpr int P = Config::weight_bits, Q = Config::activation_bits, sums = Config::tile_m / 2;
+    static constexpr int P = Config::weight_bits, Q = Config::activation_bits, columns = Q * Config::tile_m, sums = Config::tile_m / 2;
     static constexpr int eights = Config::epilogue_tile / 8, parts = Config::tile_m / Config::epilogue_tile;
-
-    const Params& p;
-    uint32_t shared;
-    int warpgroup;
-    bool leader;
-    Epilogue<Config> epilogue;
-    Ring<Config::weight_stages> weights;
-    Ring<Config::activation_stages> stages;
-
-    DEVICE StackedConsumer(const Params& p, uint32_t shared, int warpgroup)
-        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
-
-    DEVICE void release_weights(int slot) const {
-        if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
-    }
-    DEVICE void release_stage(int slot, bool final) const {
-        if (leader && final) ptx::mbarrier_arrive(S::stage_empty(shared, slot));
-    }
-    // 32-bit adds: wgmmas then issue back to back.
-    static DEVICE uint64_t at(uint64_t descriptor, uint32_t bytes) {
-        return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
-    }
 
     // Writes `epilogue_tile` of a tile's tokens to a staging buffer.
     template <int part> DEVICE void write(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-        const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
-        using W = EpilogueShared<Config>;
-        const uint32_t stage = epilogue.shared.shared + stage_token * W::pitch + stage_piece * 16;
+        const uint32_t stage = epilogue.stage(threadIdx.x % 32, threadIdx.x % 128 / 32);
         uint32_t packed[eights / 2][4];
-        UNROLL for (int i = 0; i < eights; i++) {
-            const int r = (part * eights + i) * 4;
-            const typename Epilogue<Config>::Pair c = epilogue.pair(part * eights + i);
-            const typename T::Column c0 = Epilogue<Config>::column(c, 0), c1 = Epilogue<Config>::column(c, 1);
-            packed[i / 2][2 * (i % 2)] = T::pack(T::result(value[r], row[0], c0), T::result(value[r + 1], row[0], c1));
-            packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(value[r + 2], row[1], c0), T::result(value[r + 3], row[1], c1));
-        }
-        ptx::mbarrier_wait_parity(epilogue.shared.read(epilogue.buffer), epilogue.parity);
-        UNROLL for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + epilogue.buffer * W::buffer_bytes + i * 16 * W::pitch, packed[i]);
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (leader) ptx::mbarrier_arrive(epilogue.shared.filled(epilogue.buffer));
-        if (++epilogue.buffer == W::buffers) epilogue.buffer = 0, epilogue.parity ^= 1;
+        UNROLL for (int i = 0; i < eights; i++) epilogue.pack(packed, i, value, part * eights + i, row, epilogue.pair(part * eights + i));
+        epilogue.template leave<true>(stage, packed, this->leader);
     }
     // Writes the parts that are due in this chunk.
     template <int part = 0> DEVICE void write_some(int chunk, const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
@@ -177,26 +127,26 @@ template <class Config> struct StackedConsumer {
         row[0] = row[1] = {};
 #pragma unroll 1
         for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
-            int32_t acc[S::columns / 2];
+            int32_t acc[columns / 2];
             const bool final = Config::stationary != Stationary::activations || tiles.final();
             epilogue.fetch(p, tiles.row() + 64 * warpgroup, tiles.token());
 #pragma unroll 1
             for (int chunk = 0; chunk < p.chunks; chunk++) {
                 const int left = (p.chunks - chunk) & 1 ? 1 : 31;
-                const uint64_t b = planes::descriptor(shared + S::stages + stages.at * S::stage);
+                const uint64_t b = planes::descriptor(shared + S::first_activations + activations.at * S::activation_slot);
                 UNROLL for (int order = 0; order < P; order++) {
                     const uint64_t a = planes::descriptor(shared + weights.at * S::weight_slot + warpgroup * 64 * planes::row_bytes);
                     ptx::mbarrier_wait_parity(S::weight_full(shared, weights.at), weights.parity);
-                    if (order == 0) ptx::mbarrier_wait_parity(S::stage_full(shared, stages.at), stages.parity);
+                    if (order == 0) ptx::mbarrier_wait_parity(S::activation_full(shared, activations.at), activations.parity);
                     ptx::wgmma_fence();
                     UNROLL for (int step = 0; step < planes::steps; step++)
-                        ptx::wgmma_b1<S::columns>(acc, at(a, step * planes::step_bytes), at(b, step * planes::step_bytes), order > 0 || step > 0 || chunk > 0);
+                        ptx::wgmma_b1<columns>(acc, at(a, step * planes::step_bytes), at(b, step * planes::step_bytes), order > 0 || step > 0 || chunk > 0);
                     ptx::wgmma_commit_group();
                     if (order == 0) {
                         if (chunk > 0) {
                             ptx::wgmma_wait_group<1>();
                             release_weights(weights.previous());
-                            release_stage(stages.previous(), final);
+                            release_activations(activations.previous(), final);
                         }
                         if (pending) write_some(chunk, value, row);
                     }
@@ -208,15 +158,15 @@ template <class Config> struct StackedConsumer {
                     }
                     weights.advance();
                 }
-                stages.advance();
+                activations.advance();
             }
             epilogue.stage_columns();  // overlaps the last wgmmas
             row[0] = T::row(epilogue.row_load[0]), row[1] = T::row(epilogue.row_load[1]);
             ptx::wgmma_wait_group<0>();
             ptx::wgmma_touch(acc);
             release_weights(weights.previous());
-            release_stage(stages.previous(), final);
-            if (!final) stages.parity ^= 1;  // stationary: same phase again
+            release_activations(activations.previous(), final);
+            if (!final) activations.parity ^= 1;  // stationary: same phase again
             UNROLL for (int i = 0; i < sums; i++) {
                 uint32_t v = static_cast<uint32_t>(acc[i]);
                 UNROLL for (int j = 1; j < Q; j++) v += static_cast<uint32_t>(acc[j * sums + i]) << j;
@@ -229,34 +179,13 @@ template <class Config> struct StackedConsumer {
 };
 
 template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_stacked(const __grid_constant__ Params p) {
-    using S = StackedShared<Config>;
-    static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
-    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
-    if (threadIdx.x == 256) {
-        for (int slot = 0; slot < Config::weight_stages + Config::activation_stages; slot++) {
-            ptx::mbarrier_init(S::weight_full(shared, slot), 1);
-            ptx::mbarrier_init(S::weight_empty(shared, slot), 8);
-        }
-        for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
-            const typename S::W epilogue = S::epilogue(shared, buffer % 2);
-            ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
-            ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
-        }
-        ptx::fence_mbarrier_init();
-    }
-    __syncthreads();
-    ptx::griddepcontrol_launch_dependents();
-    if (threadIdx.x >= 256) {
-        ptx::setmaxnreg_dec<40>();
-        if (threadIdx.x == 256) stacked_load<Config>(p, shared);
-        if (threadIdx.x == 288 || threadIdx.x == 320) store_results<Config, S, StackedTiles<Config>>(p, shared, (threadIdx.x - 288) / 32);
-    } else {
-        ptx::setmaxnreg_inc<232>();
+    const auto multiply = [&](uint32_t shared) {
         const int warpgroup = ptx::warp_id() / 4;
         StackedConsumer<Config> consumer(p, shared, warpgroup);
         ptx::griddepcontrol_wait();
         consumer.run();
-    }
+    };
+    run_large<Config, StackedShared<Config>, StackedTiles<Config>, true>(p, [&](uint32_t shared) { stacked_load<Config>(p, shared); }, multiply);
 }
 
 #endif  // ANYBIT_SM90_BITPLANE_STACKED_CUH
