@@ -6,7 +6,11 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from anybit import QuantLinear
 
 _SIZES = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -61,6 +65,34 @@ def tokens_of(model: Any, count: int = 12, **options: Any) -> list[int]:
             prompt.to(model.device), max_new_tokens=count, min_new_tokens=count, do_sample=False, **options
         )
     return result[0, prompt.shape[1] :].tolist()
+
+
+def logits_of(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of ids, or of the first eight tokens."""
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(8)[None] if ids is None else ids).logits
+    return found
+
+
+def layers_of(model: nn.Module) -> dict[str, QuantLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+
+
+def schemes_of(model: nn.Module) -> dict[str, str]:
+    return {name: str(layer.scheme) for name, layer in layers_of(model).items()}
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two models have the same tensors, bit for bit."""
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def imitate(plain: nn.Module, quantized: nn.Module) -> None:
+    """Give a plain model the weights that a quantized one's layers stand for."""
+    for name, layer in layers_of(quantized).items():
+        module, weight = plain.get_submodule(name), layer.dequantize()
+        module.weight.data = weight.T.contiguous() if isinstance(module, Conv1D) else weight
 
 
 def save_byte_tokenizer(folder: Path) -> int:

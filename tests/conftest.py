@@ -1,6 +1,7 @@
 """Shared by all tests: import paths of cases and helpers, settings, and the model that make fetches."""
 
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -13,8 +14,11 @@ from hypothesis import HealthCheck, settings
 # cases, the emulator (import emulate), the checks of machine code (from machine_code import check)
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "emulator", "kernels")]
 
-# Test machines are shared and small: a slow example is not a failure.
-settings.register_profile("anybit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# Test machines are shared and small: a slow example is not a failure. New examples are looked for by `make fuzz`.
+settings.register_profile(
+    "anybit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True,
+    derandomize=os.environ.get("ANYBIT_EXHAUSTIVE") != "1",
+)  # fmt: skip
 settings.load_profile("anybit")
 
 CACHE = Path(os.environ.get("ANYBIT_CACHE", Path(__file__).parent.parent / ".cache"))
@@ -37,6 +41,19 @@ def wikipedia() -> Path:
     if not file.is_file():
         pytest.skip(f"{file} is absent: make fetches it")
     return file
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders of tiny models by architecture: ``cases_folders.Sources``."""
+    from cases_folders import Sources
+
+    return Sources(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="session")
+def llama(sources: Any) -> Path:
+    return sources["llama"]
 
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
@@ -81,6 +98,36 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> A
         return int(code or 0), captured.out, " ".join(captured.err.split())
 
     return command
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Every fixture and every test draws the same random numbers in each run, whatever ran before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        import numpy
+        import torch
+
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    pytest_fixture_setup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's name says what its tests need: ``_gpu`` a GPU, ``_emulated`` the emulator."""
+    for item in items:
+        if item.path.stem.endswith("_emulated"):
+            item.add_marker("emulate")
+        if item.path.stem.endswith("_gpu"):
+            import torch
+
+            item.add_marker("gpu")
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -7,8 +7,6 @@ import emulate
 from anybit import jit
 from emulator.instructions import CASES, Case, Params
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hardware_agrees_with_the_emulation(case: Case) -> None:

@@ -14,7 +14,6 @@ import anybit
 from anybit import AnyBitConfig, QuantLinear
 from anybit.layers.experts import Experts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TOKENS = (1, 5, 300)
 
 

@@ -8,8 +8,6 @@ import transformers
 
 from anybit import AnyBitConfig, QuantLinear, use_backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

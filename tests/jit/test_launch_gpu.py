@@ -14,8 +14,6 @@ from anybit import jit
 from anybit.ops.capture import capture
 from emulator import row_sums
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 ROWS, COLUMNS = 37, 200
 
 

@@ -10,7 +10,6 @@ from anybit.scheme import Scheme
 from cases_experts import Mixture, error, on_gpu, run
 from cases_packed import TOLERANCE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 COUNT, TOP = 8, 2
 
 

@@ -13,8 +13,6 @@ from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight
 from cases_bitplane import default
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 SCHEMES = ["w4a4", "w1a2", "w3a5asym-xasym"]
 if EXHAUSTIVE:
     SCHEMES += ["w2a4", "w8a8", "w1a1", "w2a2bipolar-xbipolar", "w4a8asym"]

@@ -21,8 +21,6 @@ from anybit.scheme import Scheme
 from cases_calibration import Interrupted, interrupt, loud, names_of, tiny
 from cases_models import save_tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 def batches(count: int) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(2)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -194,24 +193,20 @@ def test_nothing_is_said_of_a_model_before_it_is_checked(tmp_path: Path, monkeyp
 
 
 def test_serve_refuses_heads_that_gpus_cannot_share(tmp_path: Path) -> None:
+    """Four GPUs can share 12 heads, but not 6 KV heads."""
     cases.save_small_llama(tmp_path)
     server = serving.Server(str(tmp_path), port=free_port(), tensor_parallel=3)
-    with pytest.raises(
-        serving.OptionError, match=r"4 attention heads .* one of 1, 2, 4, .* --pipeline-parallel-size 3"
-    ):
+    with pytest.raises(serving.OptionError, match=r"4 attention heads .* one of 1, 2, 4, .* --pipeline-parallel-siz"):
         serving.serve(server, print)
-
-
-def test_serve_refuses_kv_heads_that_gpus_cannot_share(tmp_path: Path) -> None:
-    """Four GPUs can share 12 heads, but not 6 KV heads."""
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 6}))
-    for ranks in (1, 2, 3, 6, 12):  # named as alternatives
-        serving._refuse_uneven(serving.Server("m", tensor_parallel=ranks), tmp_path)
-    with pytest.raises(serving.OptionError, match="4 cannot share the 6 KV heads of m: choose one of 1, 2, 3"):
-        serving._refuse_uneven(serving.Server("m", tensor_parallel=4), tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "vocab_size": 300}))  # 320 in vLLM
-    with pytest.raises(serving.OptionError, match="3 cannot share the 300 tokens of m: choose one of 1, 2, 4, or"):
-        serving._refuse_uneven(serving.Server("m", tensor_parallel=3), tmp_path)
+    for sizes, fine, wrong, says in (
+        ({"num_key_value_heads": 6}, (1, 2, 3, 6, 12), 4, "4 cannot share the 6 KV heads of m: choose one of 1, 2, 3"),
+        ({"vocab_size": 300}, (1, 2, 4), 3, "3 cannot share the 300 tokens of m: choose one of 1, 2, 4, or"),  # 320
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, **sizes}))
+        for ranks in fine:  # named as alternatives
+            serving._refuse_uneven(serving.Server("m", tensor_parallel=ranks), tmp_path)
+        with pytest.raises(serving.OptionError, match=says):
+            serving._refuse_uneven(serving.Server("m", tensor_parallel=wrong), tmp_path)
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -235,7 +230,7 @@ def test_a_proxy_is_not_asked_about_this_machine(monkeypatch: pytest.MonkeyPatch
         url = f"http://127.0.0.1:{listening.server_port}"
         up = threading.Event()
         threading.Thread(target=serving._when_up, args=(url, up.set), daemon=True).start()
-        assert up.wait(10), "the server's health was asked of a proxy"
+        assert up.wait(60), "the server's health was asked of a proxy"
         listening.shutdown()
 
 
@@ -281,8 +276,8 @@ def test_a_second_interruption_ends_vllm_and_all_that_it_started(tmp_path: Path)
     """Like Ctrl-C on a terminal, which signals the whole group; here with programs that ignore it."""
     psutil = pytest.importorskip("psutil")
     deaf = "import signal, sys; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
-    child = deaf + "signal.pause()"
-    parent = deaf + f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]); print(1); signal.pause()"
+    child = deaf + "print(1); signal.pause()"  # by then both ignore signals
+    parent = deaf + f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]); signal.pause()"
     # A job in the background inherits that SIGINT is ignored.
     program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     program += f"from anybit.vllm import serving; serving._run([sys.executable, '-c', {parent!r}], None)"
@@ -293,13 +288,12 @@ def test_a_second_interruption_ends_vllm_and_all_that_it_started(tmp_path: Path)
     try:
         assert process.stdout is not None and process.stdout.read(1) == b"1"
         family = psutil.Process(process.pid).children(recursive=True)
-        time.sleep(1)  # the last program started now ignores signals
         os.killpg(process.pid, signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=2)
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=10)
-        assert len(family) == 2 and not psutil.wait_procs(family, timeout=10)[1]
+        process.wait(timeout=60)
+        assert len(family) == 2 and not psutil.wait_procs(family, timeout=60)[1]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -18,7 +18,6 @@ from anybit.tune.search import Options, search
 from anybit.tune.worker import TimingBudget
 from cases import random_weight
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 N, K = 512, 1024
 
 

@@ -16,8 +16,6 @@ from anybit.ops import kv
 from cases import EXHAUSTIVE
 from cases_decode import Case, problem, relative_error
 
-pytestmark = pytest.mark.emulate
-
 LENGTHS = (260, 7, 128, 390)  # two packed blocks and a part, one short, one full, and enough to split among blocks
 
 

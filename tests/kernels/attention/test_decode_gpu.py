@@ -18,8 +18,6 @@ from anybit.kernels.attention.decode import decode
 from anybit.kernels.attention.kv_quantize import kv_quantize
 from cases_decode import CASES, Case, problem, relative_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 CHOSEN = CASES if os.environ.get("ANYBIT_EXHAUSTIVE") else CASES[::3]
 OUTLIERS = [
     Case(format, heads=heads, data="outliers", bf16=bf16, lengths=(3000, 129, 640))

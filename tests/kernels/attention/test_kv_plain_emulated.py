@@ -12,8 +12,6 @@ from anybit.kernels.attention.decode import decode as kernels
 from anybit.ops import kv, kv_plain
 from cases_plain import CASES, TOLERANCE, Case, Pool
 
-pytestmark = pytest.mark.emulate
-
 
 @pytest.fixture
 def launched(monkeypatch):

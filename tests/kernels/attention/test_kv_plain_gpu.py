@@ -10,8 +10,6 @@ from anybit.jit import Kernel
 from anybit.ops import kv, kv_plain
 from cases_plain import CASES, TOLERANCE, Case, Pool, attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 LARGE = [
     Case(heads=32, kv_heads=8, lengths=tuple(random.Random(1).randint(0, 700) for _ in range(256))),
     Case(heads=32, kv_heads=8, lengths=(40_000, 3), bf16=True),

@@ -14,7 +14,6 @@ from anybit.ops.kv_rows import PAGE
 from anybit.vllm.kv_step import run
 from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
 
-pytestmark = pytest.mark.emulate
 launching = importlib.import_module("anybit.jit.launch")  # not the function of that name
 MOVED = ("pages", "residual", "q", "k", "v", "out", "sinks")
 SMALL = [

@@ -11,8 +11,6 @@ from anybit.ops.kv_rows import PAGE
 from anybit.vllm.kv_step import run
 from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 def kernels_used() -> list[Kernel]:
     """Kernels of the tests below, for precompile.py."""

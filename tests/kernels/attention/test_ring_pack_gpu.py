@@ -5,8 +5,6 @@ import torch
 
 from anybit.cache.kvcache import KVCache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 @pytest.mark.parametrize("format", ["kv4", "kv2g32t", "kv16"])
 @pytest.mark.parametrize("tokens", [1, 3])

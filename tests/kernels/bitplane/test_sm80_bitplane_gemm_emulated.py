@@ -11,9 +11,6 @@ from anybit.scheme import ActivationFormat, WeightFormat
 from cases import SEEDS
 from cases_bitplane import check_emulated
 
-pytestmark = pytest.mark.emulate
-
-
 # m, n, k, weights, activations, output, tile_n, tile_m, warps (n, m, k), stage_k, stages
 CASES = [
     (5, 20, 700, WeightFormat(2), ActivationFormat(3, "asym"), Output.s32, 32, 8, (1, 1, 4), 1024, 2),

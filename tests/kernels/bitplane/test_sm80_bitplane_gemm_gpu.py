@@ -1,7 +1,6 @@
 """Bit-plane products through mma.sync on a GPU: exact."""
 
 import pytest
-import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
@@ -11,8 +10,6 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import EXHAUSTIVE, PAIRS
 from cases_bitplane import check_on_gpu
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 CODES = ["sym", "asym", "bipolar"]
 RAGGED = [(1, 1, 1), (1, 8, 128), (7, 5, 33), (65, 129, 1025), (4097, 24, 256), (130, 264, 4096), (2, 576, 1536)]

@@ -15,8 +15,6 @@ from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import EXHAUSTIVE, PAIRS, SEEDS
 from cases_bitplane import TOKENS_A, check_emulated, code_pairs, emulated, gemm, resident, rings, skinny
 
-pytestmark = pytest.mark.emulate
-
 EVERY = [(p, q, codes) for p, q in PAIRS for codes in code_pairs()[:3]]
 EVERY = EVERY if EXHAUSTIVE else EVERY[::37]
 RINGS = {"weight_chunks": 2, "activation_chunks": 2}

@@ -44,7 +44,7 @@ def present() -> bool:
     return torch.cuda.is_available() and Device.of(torch.empty(0, device="cuda")).arch == "sm_90a"
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not present(), reason="needs an sm_90 GPU")]
+pytestmark = pytest.mark.skipif(not present(), reason="needs an sm_90 GPU")
 
 EXACT = [(p, q, *codes) for (p, q), codes in itertools.product(PAIRS, code_pairs()[:3])]
 EXACT = EXACT if os.environ.get("ANYBIT_EXHAUSTIVE") else EXACT[::7]

@@ -8,7 +8,6 @@ from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationar
 from anybit.kernels.common.types import Output
 from cases_bitplane import check_emulated, emulated, stacked
 
-pytestmark = pytest.mark.emulate
 STATIONARY = {"stationary": Stationary.activations}
 
 

@@ -15,7 +15,6 @@ from anybit.kernels.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from cases_bitplane import H200, check_on_gpu, code_pairs, multiply, operands, stacked
 
-pytestmark = pytest.mark.gpu
 SHAPES = [(1024, 4096, 4096), (65, 8, 77), (1000, 4104, 3000), (4097, 136, 1024), (300, 30000, 1024)]
 WAYS: list[tuple[int, dict[str, Any]]] = [
     (128, {"weight_stages": 4, "activation_stages": 3, "stationary": Stationary.activations}),

@@ -11,8 +11,6 @@ from anybit.kernels.block import norm_act, rope, rope_pages
 from anybit.ops import elementwise as ops
 from anybit.ops import pages
 
-pytestmark = pytest.mark.emulate
-
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 

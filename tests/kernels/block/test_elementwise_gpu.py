@@ -13,8 +13,6 @@ from anybit.ops import elementwise, pages
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
 from anybit.scheme import Scheme
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 

@@ -8,8 +8,6 @@ from anybit.codes import hadamard
 from anybit.errors import KernelError
 from anybit.kernels.block import hadamard as kernel
 
-pytestmark = pytest.mark.emulate
-
 
 @pytest.mark.parametrize(
     ("k", "dtype"),

@@ -15,8 +15,6 @@ from anybit.ops.elementwise import add_rms_norm, silu_mul
 from anybit.scheme import ActivationFormat, Scheme
 from cases import quantized
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 SIZES = (64, 576, 1536, 4096, 8192, 14336)
 
 

@@ -14,8 +14,6 @@ from anybit.kernels.block.quantize_activations import Packed, Problem, Source, T
 from anybit.scheme import ActivationFormat
 from cases import assert_codes_equal, assert_codes_near
 
-pytestmark = pytest.mark.emulate
-
 # Every code width, code, dtype and way of loading, a few at a time: each config takes a second.
 CASES = [
     (ActivationFormat(1, "bipolar"), torch.float16, 1100, Target.planes),

@@ -10,8 +10,6 @@ from anybit.kernels.block.quantize_activations import Source, Target
 from anybit.scheme import ActivationFormat
 from cases import BITS, EXHAUSTIVE, assert_codes_equal, assert_codes_near
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 CODES = ("sym", "asym", "bipolar")
 FORMATS = [ActivationFormat(b, c) for b in BITS for i, c in enumerate(CODES) if EXHAUSTIVE or b % 3 == i or b == 2]
 BYTE_FORMATS = [

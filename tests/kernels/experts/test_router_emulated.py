@@ -9,8 +9,6 @@ from anybit.kernels.experts.router import router
 from anybit.ops.router import router as op
 from cases_experts import HOPPER
 
-pytestmark = pytest.mark.emulate
-
 
 def routed(
     x: Tensor, weight: Tensor, top: int, renormalize: bool = True, residual: Tensor | None = None,

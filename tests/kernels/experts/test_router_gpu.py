@@ -5,7 +5,6 @@ import torch
 
 from anybit.ops import router as ops
 
-pytestmark = pytest.mark.gpu
 SHAPES = [(2048, 128, 8), (4096, 8, 2), (7168, 256, 8), (2880, 128, 4), (2048, 512, 10), (520, 60, 4), (2048, 130, 6)]
 
 

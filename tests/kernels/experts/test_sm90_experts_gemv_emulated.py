@@ -15,7 +15,6 @@ from cases import EXHAUSTIVE
 from cases_experts import HOPPER, Mixture, error
 from cases_packed import FOREIGN, TOLERANCE, scheme_of
 
-pytestmark = pytest.mark.emulate
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -7,7 +7,6 @@ from anybit.scheme import Scheme, WeightFormat
 from cases_experts import Mixture, error, on_gpu, run
 from cases_packed import FOREIGN, TOLERANCE, scheme_of
 
-pytestmark = pytest.mark.gpu
 WORDS = (
     "w1a16bipolar",
     "w2a16g64",

@@ -14,8 +14,6 @@ from anybit.kernels.experts.sm90_grouped_gemm import sm90_grouped_gemm
 from anybit.kernels.experts.sm90_grouped_gemm.sm90_grouped_gemm import Config
 from cases_experts_grouped import Experts, as_matrix, experts
 
-pytestmark = pytest.mark.emulate
-
 
 def run(made: Experts, tile_m: int, row_warpgroups: int = 2, seed: int = 0) -> torch.Tensor:
     """y of the launches on the emulator, with few stages and few blocks."""

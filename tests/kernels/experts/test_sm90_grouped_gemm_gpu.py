@@ -6,7 +6,6 @@ import torch
 from anybit import jit
 from cases_experts_grouped import Experts, experts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 _SCHEMES = (
     "w4a16g128", "w2a16g64asym", "w3a16g128", "w8a16", "w4a16g32e2m1", "w4a8g128", "w4a8", "w8a8", "w4a8fpg128",
 )  # fmt: skip

@@ -10,8 +10,6 @@ from anybit.quantization.methods.gptq import _sparse_sweep
 from anybit.quantization.methods.grid import Grid
 from cases_calibration import sweep_case
 
-pytestmark = pytest.mark.emulate
-
 
 @pytest.mark.parametrize("referenced", [False, True])
 def test_sweep_finds_the_references_codes(referenced: bool) -> None:

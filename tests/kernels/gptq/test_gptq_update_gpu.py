@@ -10,8 +10,6 @@ from anybit.quantization.methods.grid import Grid
 from anybit.scheme import WeightFormat
 from cases_calibration import layer_error, sweep_case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 def kernels_used():
     masks = [(False, False), (True, False), (False, True)]

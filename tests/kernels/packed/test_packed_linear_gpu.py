@@ -14,8 +14,6 @@ from cases import random_weight
 from cases_launches import multiplied
 from cases_packed import FOREIGN, scheme_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 SCHEMES = ["w4a16g128", "w2a16g64asym", "w3a16bipolar", "w8a16", "w4a8", "w4a8g128", "w8a8", "w4a8fp", "w2a8fpg128",
            *map(scheme_of, FOREIGN)]  # fmt: skip
 SPARSE = ["w4a16g128s24", "w2a16g64asyms24", "w3a16asyms24", "w8a16g32s24", "w4a8s24", "w7a8g128asyms24"]

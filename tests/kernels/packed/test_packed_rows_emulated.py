@@ -10,8 +10,6 @@ from anybit.scheme import Scheme, WeightFormat
 from cases import random_weight
 from cases_packed import act_order, scheme_of
 
-pytestmark = pytest.mark.emulate
-
 FORMATS = [
     Scheme.parse(word).weights
     for word in (

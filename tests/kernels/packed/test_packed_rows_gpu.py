@@ -7,8 +7,6 @@ from anybit.layers.embedding import QuantEmbedding, TiedHead
 from anybit.scheme import Scheme
 from cases import random_weight
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16g128", "w3a16g64asym", "w6a16asym", "w4a16g32min", "w4a16g32e2m1"])

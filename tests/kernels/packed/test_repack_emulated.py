@@ -12,8 +12,6 @@ from anybit.kernels.packed.repack import repack
 from anybit.scheme import WeightFormat
 from cases import random_weight
 
-pytestmark = pytest.mark.emulate
-
 
 def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
     """Tiles and row scales written by the kernel over poisoned memory."""

@@ -10,8 +10,6 @@ from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import act_order
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256, None])
 @pytest.mark.parametrize("bits", [3, 4])

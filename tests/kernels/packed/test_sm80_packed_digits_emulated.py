@@ -16,7 +16,6 @@ from anybit.scheme import WeightFormat
 from cases import EXHAUSTIVE, SEEDS, random_weight
 from cases_packed import PackedCase, operands, product
 
-pytestmark = pytest.mark.emulate
 HOPPER, AMPERE = (replace(Device.named(arch), sms=2) for arch in ("sm_90a", "sm_80"))
 
 

@@ -10,8 +10,6 @@ from anybit.kernels.packed.sm80_digits import sm80_packed_digits
 from anybit.scheme import WeightFormat
 from cases_packed import problem, product
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 Case = tuple[int, int, int, WeightFormat, torch.dtype, bool, bool]
 """m, n, k, format, dtype, activation order, bias."""
 

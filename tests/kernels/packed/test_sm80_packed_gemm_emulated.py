@@ -20,8 +20,6 @@ from anybit.scheme import WeightFormat
 from cases import EXHAUSTIVE, SEEDS, in_turn
 from cases_packed import FOREIGN, TOLERANCE, operands, problem, product, scheme_of
 
-pytestmark = pytest.mark.emulate
-
 
 def run(
     format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, sms: int = 3,

@@ -7,8 +7,6 @@ from anybit.kernels.packed.sm80_gemm import sm80_packed_gemm
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, check_on_gpu, product, scheme_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 def check(format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype) -> None:
     check_on_gpu(sm80_packed_gemm, product(format, m, n, k, dtype, seed=m, device="cuda"))

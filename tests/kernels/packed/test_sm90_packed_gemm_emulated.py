@@ -18,7 +18,6 @@ from cases import SEEDS, random_weight
 from cases_packed import operands
 from cases_packed_gemm import A16, INT8, Case, silu_cases, tiny_cases
 
-pytestmark = pytest.mark.emulate
 _SPARSE = WeightFormat(4, "asym", 64, True)
 
 

@@ -24,9 +24,6 @@ from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed_gemm import FP8, INT8, Case, gpu_cases, silu_cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
 CASES = gpu_cases(1 if os.environ.get("ANYBIT_EXHAUSTIVE") else 7)
 SILU = [
     *silu_cases(),

@@ -25,7 +25,6 @@ from anybit.scheme import ActivationFormat, WeightFormat
 from cases import in_turn, random_weight
 from cases_packed import FOREIGN, TOLERANCE, check_emulated, operands, product, scheme_of, unpack
 
-pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
 BOTH = pytest.mark.parametrize("module", [sm90_packed_gemv, sm90_packed_skinny_f16], ids=["digits", "mid"])
 HALVES = (torch.float16, torch.bfloat16)

@@ -19,8 +19,6 @@ from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, check_on_gpu, kernels_of, product, unpack
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 HALVES = (torch.float16, torch.bfloat16)
 Case = tuple[GemmKernel[Any], int, int, int, WeightFormat, torch.dtype, bool, bool]
 """Kernel, m, n, k, format, activations, activation order, bias."""

@@ -18,7 +18,6 @@ from anybit.scheme import ActivationFormat, WeightFormat
 from cases import SEEDS, in_turn, random_weight
 from cases_packed import FOREIGN, check_emulated, operands, product, scheme_of
 
-pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
 
 

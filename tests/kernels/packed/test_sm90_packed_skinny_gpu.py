@@ -10,8 +10,6 @@ from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
 from cases_packed import FOREIGN, PackedCase, check_on_gpu, kernels_of, product
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 
