@@ -15,6 +15,7 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError, OptionError, TextError
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.quantization.pipeline.allocate import Choice, choose, few_kinds, loss_of, sample
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.scheme import Scheme
 
 TEXT: dict[str, Any] = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)]}
@@ -67,7 +68,7 @@ def test_the_loss_is_the_divergence_that_is_measured() -> None:
     model = tiny_model("llama")
     sequences = [torch.tensor(row) for row in TEXT["sequences"]]
     names = ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
-    samples = sample(model, sequences, names)
+    samples = sample(LazyModel(model), [row[None] for row in sequences], names)
     ids = torch.stack(sequences)
     with torch.inference_mode():
         plain = model(ids).logits.log_softmax(-1)
@@ -86,7 +87,7 @@ def test_the_loss_is_the_divergence_that_is_measured() -> None:
 
 def test_layers_of_one_input_get_one_width() -> None:
     names = [f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"]
-    samples = sample(tiny_model("llama"), [torch.tensor(row) for row in TEXT["sequences"]], names)
+    samples = sample(LazyModel(tiny_model("llama")), [torch.tensor(TEXT["sequences"])], names)
     assert samples.units == [tuple(names[:3]), (names[3],)]
 
 

@@ -11,6 +11,7 @@ from anybit.quantization.methods import gptq
 from anybit.quantization.pipeline import resume
 from anybit.quantization.pipeline.blocks import Store
 from anybit.quantization.pipeline.calibrate import Calibration, batched, calibrate
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.quantization.pipeline.text import read_sequences, read_text
 from anybit.scheme import Scheme
 from cases_calibration import Interrupted, divergence, names_of, sequences, tiny
@@ -42,7 +43,7 @@ def test_statistics_are_those_of_the_quantized_model():
     model = tiny(layers=2)
     seen = {}
     tokens = sequences()
-    weights = calibrate(model, tokens, SCHEME, names_of(model), watching(seen))
+    weights = calibrate(LazyModel(model), tokens, SCHEME, names_of(model), watching(seen))
     last = "model.layers.1.mlp.down_proj"
     for n, w in weights.items():
         if n != last:
@@ -67,16 +68,16 @@ def test_resumed_equals_uninterrupted(tmp_path, stop_after):
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings, progress=interrupt)
+        calibrate(LazyModel(model), tokens, SCHEME, names_of(model), quantizer, settings, progress=interrupt)
     calls = []
 
     def counting(weight, statistics, name):
         calls.append(name)
         return quantizer(weight, statistics, name)
 
-    resumed = calibrate(model, tokens, SCHEME, names_of(model), counting, settings)
+    resumed = calibrate(LazyModel(model), tokens, SCHEME, names_of(model), counting, settings)
     assert len(calls) == 4 * (3 - stop_after)
-    assert same(resumed, calibrate(model, tokens, SCHEME, names_of(model), quantizer))
+    assert same(resumed, calibrate(LazyModel(model), tokens, SCHEME, names_of(model), quantizer))
 
 
 def test_blocks_that_cannot_be_kept_are_named_and_leave_nothing(tmp_path, monkeypatch):
@@ -145,7 +146,7 @@ def test_drift_correction_helps():
             target = statistics.corrected(weight, strength)
             return gptq.quantize(target, statistics.hessian, scheme.weights, name=name)
 
-        return divergence(model, calibrate(model, tokens, scheme, names_of(model), run), check)
+        return divergence(model, calibrate(LazyModel(model), tokens, scheme, names_of(model), run), check)
 
     assert with_strength(1.0) < with_strength(0.0)
 
@@ -153,10 +154,10 @@ def test_drift_correction_helps():
 def test_activations_are_rounded_during_calibration():
     model = tiny(layers=1)
     seen = {}
-    calibrate(model, sequences(), Scheme.parse("w3a2g32asym"), names_of(model), watching(seen))
+    calibrate(LazyModel(model), sequences(), Scheme.parse("w3a2g32asym"), names_of(model), watching(seen))
     first = ", ".join(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
     coarse = seen[first].hessian
-    calibrate(model, sequences(), SCHEME, names_of(model), watching(seen))
+    calibrate(LazyModel(model), sequences(), SCHEME, names_of(model), watching(seen))
     assert not torch.allclose(coarse, seen[first].hessian, rtol=1e-2)
 
 
@@ -212,10 +213,10 @@ def test_spilled_activations_change_nothing_and_go(tmp_path, fails):
     spilling = Calibration(spill=tmp_path, budget=0)
     if fails:
         with pytest.raises(KeyboardInterrupt):
-            calibrate(model, sequences(), SCHEME, names_of(model), watched, spilling)
+            calibrate(LazyModel(model), sequences(), SCHEME, names_of(model), watched, spilling)
     else:
-        spilled = calibrate(model, sequences(), SCHEME, names_of(model), watched, spilling)
-        whole = calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
+        spilled = calibrate(LazyModel(model), sequences(), SCHEME, names_of(model), watched, spilling)
+        whole = calibrate(LazyModel(model), sequences(), SCHEME, names_of(model), quantizer)
         assert all(torch.equal(spilled[name].words, whole[name].words) for name in whole)
     assert min(held) > 0
     assert not list(tmp_path.iterdir())

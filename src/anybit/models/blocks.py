@@ -9,18 +9,24 @@ from anybit.errors import CalibrationError
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """(name, list) of a model's transformer blocks: the ModuleList of its decoder with the most parameters.
 
-    A vision tower, which is not quantized, may be larger than the decoder. Raises CalibrationError if there is no list.
+    A vision tower, which is not quantized, may be larger than the decoder. Lists inside of others are parts of blocks.
+    Raises CalibrationError if there is no list.
     """
     find = getattr(model, "get_decoder", None)
     decoder = find() if callable(find) else None
     inside = set((decoder if isinstance(decoder, nn.Module) else model).modules())
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    lists = [(name, module) for name, module in lists if module in inside]
-    lists = [(name, module) for name, module in lists if len({type(block) for block in module}) == 1]
-    if not lists:
-        raise CalibrationError(f"{type(model).__name__} has no list of transformer blocks to calibrate one by one")
-    # Among equals (a list that holds a single list) max takes the outermost.
-    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and module in inside
+            and not name.startswith(tuple(f"{x}." for x in lists))
+        ):
+            lists[name] = module
+    alike = [item for item in lists.items() if len({type(block) for block in item[1]}) == 1]
+    if not alike:
+        raise CalibrationError(f"{type(model).__name__} has no list of blocks to calibrate one by one: use method rtn")
+    return max(alike, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
 def linear_modules(block: nn.Module, prefix: str, names: set[str]) -> dict[str, nn.Module]:

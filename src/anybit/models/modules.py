@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
@@ -35,16 +37,17 @@ class LinearLayer:
     transposed: bool
 
 
-def skeleton(folder: Path, trust_remote_code: bool = False) -> "PreTrainedModel":
+def skeleton(folder: Path, trust_remote_code: bool = False, buffers: bool = False) -> "PreTrainedModel":
     """Build the model of a folder's config.json on the meta device, its experts as linear layers.
 
-    Raises CheckpointError if that fails.
+    buffers: compute them, on the CPU; parameters are float32 then.  Raises CheckpointError if that fails.
     """
     file = folder / "config.json"
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        kind: dict[str, Any] = {"dtype": torch.float32} if buffers else {}
+        with _parameters_on_meta() if buffers else torch.device("meta"):
+            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **kind)
         unfuse(model)
         return model
     except MemoryError:
@@ -54,6 +57,20 @@ def skeleton(folder: Path, trust_remote_code: bool = False) -> "PreTrainedModel"
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
         why = f"{_architecture(file)} as a causal language model: {one_line(cause or error, first=True)}"
         raise CheckpointError(f"{file}: transformers cannot build {why}") from error
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A context in which modules take their parameters to the meta device."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        return None if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # torch uses what it returns
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def described_model(folder: Path, trust_remote_code: bool = False) -> "PreTrainedModel":

@@ -28,17 +28,18 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.layers.experts import Experts
-from anybit.models.blocks import weight_of
 from anybit.models.experts import weights_left
 from anybit.models.modules import LinearLayer
 from anybit.quantization.learn.generated import written
-from anybit.quantization.pipeline.calibrated import first_of, load_whole, sequences_of
+from anybit.quantization.pipeline.calibrate import batched
+from anybit.quantization.pipeline.calibrated import first_of, sequences_of
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.quantization.pipeline.options import Options
 from anybit.quantization.pipeline.stream import Job
 from anybit.scheme import KVFormat, WeightFormat
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """The candidate widths, in bits."""
@@ -49,6 +50,7 @@ OPTIONS = ("text", "tokens", "sequences", "length", "device", "seed")
 
 _TOKENS = 2048
 _TOKENS_ON_A_GPU = 16384
+_BATCH_ON_A_GPU = 4096  # tokens per forward pass, each of which reads all blocks twice; on a CPU one sequence
 _SAMPLES = 512  # tokens whose inputs and gradients are kept
 _ROWS = 256  # outputs of a layer that are sampled
 
@@ -106,13 +108,15 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
         job.progress(
             f"choosing widths by what they cost on {tokens} tokens", 0, sum(layer.n * layer.k for layer in free)
         )
-    model = load_whole(job).to(options.where)
+    device = torch.device(options.where)
+    model = LazyModel.of(job, device)
     if not given:
-        own = written(model, [], max(tokens, options.length), options.length, model.device, options.seed)
+        own = written(model.whole(), [], max(tokens, options.length), options.length, device, options.seed)
         text = [row for rows in own for row in rows]
-    samples = sample(model, text, [layer.name for layer in free], options.seed)
+    batches = batched(text, _BATCH_ON_A_GPU) if options.on_gpu else [sequence[None] for sequence in text]
+    samples = sample(model, batches, [layer.name for layer in free], options.seed)
     units = _measure(job, model, {layer.name: layer for layer in free}, samples, formats)
-    experts = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+    experts = [name for name, module in job.model.named_modules() if isinstance(module, Experts)]
     widths = _sum(choose(few_kinds(units, budget, experts), budget)[0]).widths
     weights: Counter[int] = Counter()
     for layer in free:
@@ -210,20 +214,22 @@ class Samples:
     shares: list[float]
 
 
-def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequence[str], seed: int = 0) -> Samples:
-    """Run a floating-point model forward and backward over sequences int64 [T]; the model is not changed.
+def sample(lazy: LazyModel, batches: Sequence[Tensor], names: Sequence[str], seed: int = 0) -> Samples:
+    """Run a floating-point model forward and backward over token ids int64 [B, T] each; the model is not changed.
 
     Raises CalibrationError, naming the layer, if no token reaches it; but an expert that none reaches costs nothing.
     """
-    sequences, device = list(sequences), next(model.parameters()).device
+    model, total = lazy.model, sum(tokens.numel() for tokens in batches)
+    embedding = model.get_input_embeddings()
+    device = embedding.weight.device
     random = torch.Generator().manual_seed(seed)
     modules = {name: model.get_submodule(name) for name in names}
     units: list[list[str]] = []
     unit_of: dict[str, int] = {}
     inputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
-    held: dict[tuple[object, ...], tuple[int, Tensor]] = {}  # a sequence's inputs, alive so that no address is reused
-    length, picked = 0, torch.empty(0, dtype=torch.int64)
+    held: dict[tuple[object, ...], tuple[int, Tensor]] = {}  # a block's inputs, alive so that no address is reused
+    length, picked, forward = 0, torch.empty(0, dtype=torch.int64), True
 
     seen: Counter[str] = Counter()  # tokens by unit's first layer
 
@@ -235,6 +241,8 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
 
     def hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if not forward:  # again, for gradients
+                return
             x = args[0]
             if name not in unit_of:
                 unit_of[name], _ = held.setdefault((x.data_ptr(), x.shape), (len(units), x))
@@ -253,14 +261,18 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
         return output.requires_grad_(True)
 
     handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-    handles.append(model.get_input_embeddings().register_forward_hook(begin))
+    handles += [block.register_forward_pre_hook(lambda *_: held.clear()) for block in lazy.blocks]
+    handles.append(embedding.register_forward_hook(begin))
     try:
-        with torch.enable_grad():
-            for tokens in sequences:
-                count = math.ceil(_SAMPLES * len(tokens) / sum(map(len, sequences)))
-                length, picked = len(tokens), torch.randperm(len(tokens), generator=random)[:count]
-                logits = model(tokens[None].to(device), use_cache=False).logits[0].float().log_softmax(-1)
+        with lazy.running(device), torch.enable_grad():
+            for tokens in batches:
+                rows, length, forward = len(tokens), tokens.numel(), True
+                count = math.ceil(_SAMPLES * tokens.shape[1] / total)
+                picks = [torch.randperm(tokens.shape[1], generator=random)[:count] for _ in range(rows)]
+                picked = torch.cat([row * tokens.shape[1] + own for row, own in enumerate(picks)])
+                logits = model(tokens.to(device), use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
                 drawn = torch.multinomial(logits.detach().exp().cpu(), 1, generator=random).to(device)
+                forward = False
                 logits.gather(1, drawn).sum().backward()
                 held.clear()
     finally:
@@ -271,7 +283,6 @@ def sample(model: "PreTrainedModel", sequences: Iterable[Tensor], names: Sequenc
     missing = [name for name in unseen if name.rsplit(".", 2)[0] not in experts]
     if missing:
         raise CalibrationError(f"the calibration text never reaches {', '.join(missing)}: keep it, or override it")
-    total = sum(map(len, sequences))
     return Samples(
         [*map(tuple, units), *((name,) for name in unseen)],
         [
@@ -295,7 +306,7 @@ def loss_of(weight: Tensor, format: WeightFormat, x: Tensor, squares: Tensor) ->
 
 def _measure(
     job: Job,
-    model: "PreTrainedModel",
+    model: LazyModel,
     layers: Mapping[str, LinearLayer],
     samples: Samples,
     formats: Mapping[int, WeightFormat],
@@ -306,7 +317,7 @@ def _measure(
     for names, x, share in zip(samples.units, samples.inputs, samples.shares, strict=True):
         sums = {width: [0.0, 0.0] for width in formats}
         for name in names:
-            weight = weight_of(model.get_submodule(name)).detach().to(_kind(job, name))
+            weight = model.weight(name).to(x.device, _kind(job, name))
             for width, format in formats.items():
                 sums[width][0] += _stored(job, layers[name], format)
                 sums[width][1] += share and share * loss_of(weight, format, x, samples.gradients[name])

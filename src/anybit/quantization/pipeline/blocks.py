@@ -1,7 +1,6 @@
 """Run a transformer's blocks one at a time: their inputs, and which linear layers share an input."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,18 +95,26 @@ class Store:
 
 @torch.no_grad()
 def first_inputs(
-    model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], keep: Callable[[int, Tensor], None]
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    first: nn.Module,
+    batches: Sequence[Tensor],
+    keep: Callable[[int, Tensor], None],
 ) -> list[list[Call]]:
     """How each block is called, as calls[block][batch]; ``keep`` gets the first block's input for each batch.
 
-    Blocks themselves do not run, except the first, once on a few tokens, to see what it returns. Raises
-    CalibrationError for a model that does not run through stand-ins of its blocks.
+    Blocks themselves do not run, except ``first``, a copy of the first, once on a few tokens, to see what it returns.
+    Raises CalibrationError for a model that does not run through stand-ins of its blocks.
     """
-    beside = _returned_beside(model, blocks[0], batches[0][:1, :8])
+    beside: list[int | None] = []  # values that a block returns in a tuple beside hidden states, or no tuple
     calls: list[list[Call]] = [[] for _ in blocks]
 
     def stub(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if not beside:
+                found = first(*args, **kwargs)
+                beside.append(len(found) - 1 if isinstance(found, tuple) else None)
+                raise _Stop
             rest = dict(kwargs)
             x = args[0] if args else rest.pop("hidden_states")
             if index == 0:
@@ -115,35 +122,19 @@ def first_inputs(
             calls[index].append(Call(args[1:], rest))
             if index == len(blocks) - 1:
                 raise _Stop
-            return x if beside is None else (x, *[None] * beside)
+            return x if beside[0] is None else (x, *[None] * beside[0])
 
         return forward
 
     try:
         for index, block in enumerate(blocks):
             block.forward = stub(index)
-        for tokens in batches:
+        for tokens in (batches[0][:1, :8], *batches):
             _run_until_stopped(model, tokens)
     finally:
         for block in blocks:
             del block.forward
     return calls
-
-
-def _returned_beside(model: nn.Module, block: nn.Module, tokens: Tensor) -> int | None:
-    """How many values a block returns in a tuple beside hidden states; None if it returns no tuple."""
-    found: list[int | None] = []
-
-    def look(module: nn.Module, args: object, output: object) -> None:
-        found.append(len(output) - 1 if isinstance(output, tuple) else None)
-        raise _Stop
-
-    handle = block.register_forward_hook(look)
-    try:
-        _run_until_stopped(model, tokens)
-    finally:
-        handle.remove()
-    return found[0]
 
 
 def _run_until_stopped(model: nn.Module, tokens: Tensor) -> None:
@@ -264,17 +255,6 @@ def run_and_look(
         for handle in handles:
             handle.remove()
     return found, out
-
-
-@contextmanager
-def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context in which a block is on a device; afterwards it moves back."""
-    home = next(block.parameters()).device
-    block.to(device)
-    try:
-        yield
-    finally:
-        block.to(home)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

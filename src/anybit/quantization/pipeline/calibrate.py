@@ -6,7 +6,6 @@ folder, if there is one; a later run with the same model, text and options conti
 results.
 """
 
-import copy
 import hashlib
 import json
 import time
@@ -27,6 +26,7 @@ from anybit.errors import CalibrationError, TextError
 from anybit.models.blocks import find_blocks, linear_modules, set_weight, weight_of
 from anybit.quantization.pipeline import blocks as walk
 from anybit.quantization.pipeline import resume as resuming
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.scheme import ActivationFormat, Scheme
 
 # Fewer tokens cannot characterize a layer of any real model.
@@ -115,7 +115,7 @@ def batched(sequences: Iterable[Tensor | Sequence[int]], batch_tokens: int) -> l
 
 
 def calibrate(
-    model: nn.Module,
+    model: LazyModel,
     sequences: Iterable[Tensor | Sequence[int]],
     scheme: Scheme,
     names: set[str],
@@ -126,7 +126,7 @@ def calibrate(
 ) -> dict[str, QuantizedWeight]:
     """Quantize the named linear layers inside a model's blocks; the model itself is not changed.
 
-    model: a causal language model of transformers, in any float dtype.  sequences: token ids, any lengths.
+    model: a causal language model of transformers.  sequences: token ids, any lengths.
     names: full names of the layers to quantize; those outside the blocks are ignored.
     overrides: per-layer schemes, by name or pattern; the quantizer gets layers of one scheme at a time.
     progress: called after each block with blocks done, blocks in all, and the seconds left.
@@ -138,11 +138,11 @@ def calibrate(
     started = time.monotonic()
     fresh = 0
     try:
-        for index in range(len(run.blocks)):
+        for index in range(len(run.calls)):
             fresh += run.block(index)
             if progress is not None:
-                left = (time.monotonic() - started) / max(fresh, 1) * (len(run.blocks) - index - 1)
-                progress(index + 1, len(run.blocks), left)
+                left = (time.monotonic() - started) / max(fresh, 1) * (len(run.calls) - index - 1)
+                progress(index + 1, len(run.calls), left)
     finally:
         run.finish()
     if run.rare:
@@ -159,17 +159,16 @@ class _Run:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: LazyModel,
         batches: list[Tensor],
         schemes: Quantization,
         names: set[str],
         quantizer: LayerQuantizer,
         settings: Calibration,
     ) -> None:
-        self.schemes, self.names, self.quantizer, self.settings = schemes, names, quantizer, settings
+        self.model, self.schemes, self.names, self.quantizer, self.settings = model, schemes, names, quantizer, settings
         self.device = torch.device(settings.device)
-        self.prefix, self.blocks = find_blocks(model)
-        home = next(model.parameters()).device
+        self.prefix, blocks = find_blocks(model.model)
         self.count = len(batches)
         self.stores: list[walk.Store] = []
         self.quantized = self._store()
@@ -177,8 +176,8 @@ class _Run:
         hidden: dict[int, Tensor] = {}
         # With a spill folder, inputs go straight to the stores; otherwise they are all in memory anyway.
         keep = hidden.__setitem__ if settings.spill is None else self._enter
-        self.calls = walk.first_inputs(model, self.blocks, [tokens.to(home) for tokens in batches], keep)
-        place = self.device if _fits(list(hidden.values()), self.device, settings) else home
+        self.calls = walk.first_inputs(model.model, blocks, model.block(0, "cpu"), batches, keep)
+        place = self.device if _fits(list(hidden.values()), self.device, settings) else "cpu"
         for i, x in hidden.items():
             self._enter(i, x.to(place))
         self.done: dict[str, QuantizedWeight] = {}
@@ -207,23 +206,20 @@ class _Run:
     def block(self, index: int) -> bool:
         """Quantize a block and advance both streams past it; False if it came from the resume folder."""
         name = f"{self.prefix}.{index}"
-        original = self.blocks[index]
-        work = copy.deepcopy(original).requires_grad_(False).to(self.device)
-        linears = linear_modules(work, name, self.names)
+        block = self.model.block(index, self.device)
+        linears = linear_modules(block, name, self.names)
         calls = [call.to(self.device) for call in self.calls[index]]
-        for layer, module in linears.items():
-            _round_inputs({layer: module}, self.schemes.scheme_of(layer).activations)
         formats = {layer: self.schemes.scheme_of(layer).weights for layer in linears}
         saved = None if self.resume is None else self.resume.read(index, formats)
-        with walk.on_device(original, self.device):
-            if saved is None:
-                weights = self._quantize(name, original, work, linears, calls)
-            else:
-                weights = saved
-                self._advance(self.reference, original, calls)
+        if saved is None:
+            weights = self._quantize(name, block, linears, calls)
+        else:
+            weights = saved
+            self._advance(self.reference, block, calls)
+            self._round_inputs(linears)
         for layer, module in linears.items():
             set_weight(module, weights[layer].to(self.device).dequantize())
-        self._advance(self.quantized, work, calls, name)
+        self._advance(self.quantized, block, calls, name)
         weights = {layer: weight.to("cpu") for layer, weight in weights.items()}
         if saved is None and self.resume is not None:
             self.resume.write(index, weights)
@@ -232,19 +228,19 @@ class _Run:
 
     @torch.no_grad()
     def _quantize(
-        self, name: str, original: nn.Module, work: nn.Module, linears: dict[str, nn.Module], calls: list[walk.Call]
+        self, name: str, block: nn.Module, linears: dict[str, nn.Module], calls: list[walk.Call]
     ) -> dict[str, QuantizedWeight]:
-        """Quantize a block's layers in execution order, and advance the reference stream past it."""
+        """Quantize a block's layers in place, in execution order, once the reference stream is past it."""
         weights: dict[str, QuantizedWeight] = {}
-        plain = linear_modules(original, name, self.names)
-        runs = walk.expert_stages(original, name, linears)
+        runs = walk.expert_stages(block, name, linears)
         routed = {layer for run in runs for stage in run for layer in stage}
         x = self.quantized[0].to(self.device)
-        stages = walk.stages(original, plain, x, calls[0], routed) if linears else []
+        stages = walk.stages(block, linears, x, calls[0], routed) if linears else []
         # Experts' layers stand where the first of them runs.
         place = next((i for i, stage in enumerate(stages) if stage[0] in routed), len(stages))
         stages = [stage for stage in stages if stage[0] not in routed]
-        seen = self._advance_reference(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
+        seen = self._advance_reference(block, {stage[0]: linears[stage[0]] for stage in stages}, calls)
+        self._round_inputs(linears)
 
         def put(stage: list[str], statistics: Statistics | None) -> None:
             by_scheme: dict[Scheme, list[str]] = {}
@@ -259,18 +255,22 @@ class _Run:
 
         def put_all(stages: list[list[str]]) -> None:
             for stage in stages:
-                put(stage, self._statistics(work, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls))
+                put(stage, self._statistics(block, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls))
 
         put_all(stages[:place])
         for run in runs:
-            found = self._routed_statistics(work, {stage[0]: linears[stage[0]] for stage in run}, calls)
+            found = self._routed_statistics(block, {stage[0]: linears[stage[0]] for stage in run}, calls)
             for stage in run:
                 put(stage, found.pop(stage[0], None))
         put_all(stages[place:])
         return weights
 
+    def _round_inputs(self, linears: dict[str, nn.Module]) -> None:
+        for layer, module in linears.items():
+            _round_inputs({layer: module}, self.schemes.scheme_of(layer).activations)
+
     def _routed_statistics(
-        self, work: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
+        self, block: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
     ) -> dict[str, Statistics]:
         """Statistics of experts' inputs, each of the tokens that the quantized model routes to it.
 
@@ -279,7 +279,7 @@ class _Run:
         hessians: dict[str, Tensor] = {}
         tokens: Counter[str] = Counter()
         for i in range(self.count):
-            found, _ = walk.run_and_look(work, layers, self.quantized[i].to(self.device), calls[i])
+            found, _ = walk.run_and_look(block, layers, self.quantized[i].to(self.device), calls[i])
             for name, x in found.items():
                 product = x.float().T @ x.float()
                 hessians[name] = hessians[name].add_(product) if name in hessians else product
@@ -294,28 +294,28 @@ class _Run:
         return enough
 
     def _advance_reference(
-        self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
+        self, block: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
     ) -> dict[str, walk.Store]:
         """Advance the reference stream past a block; returns the inputs of some of its layers if drift is followed."""
         if self.reference is None:
             return {}
         seen = {name: self._store(4) for name in layers}
         for i in range(self.count):
-            found, out = walk.run_and_look(original, layers, self.reference[i].to(self.device), calls[i])
+            found, out = walk.run_and_look(block, layers, self.reference[i].to(self.device), calls[i])
             for name, x in found.items():
                 seen[name][i] = x
             self.reference[i] = out.to(self.reference[i].device)
         return seen
 
     def _statistics(
-        self, work: nn.Module, module: nn.Module, layer: str, original: walk.Store | None, calls: list[walk.Call]
+        self, block: nn.Module, module: nn.Module, layer: str, original: walk.Store | None, calls: list[walk.Call]
     ) -> Statistics:
         """Statistics of a layer's input in the quantized block; original: its inputs in the original model."""
         hessian: Tensor | None = None
         drift: Tensor | None = None
         tokens = 0
         for i in range(self.count):
-            x = walk.input_of(work, module, self.quantized[i].to(self.device), calls[i]).float()
+            x = walk.input_of(block, module, self.quantized[i].to(self.device), calls[i]).float()
             tokens += len(x)
             product = x.T @ x
             hessian = product if hessian is None else hessian.add_(product)
@@ -375,7 +375,7 @@ def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> No
 
 
 def fingerprint(
-    model: nn.Module, batches: list[Tensor], schemes: Quantization, names: set[str], settings: Calibration
+    model: LazyModel, batches: list[Tensor], schemes: Quantization, names: set[str], settings: Calibration
 ) -> str:
     """A hash of what a resumed run must share with the interrupted one: weights, text, scheme and options."""
     digest = hashlib.sha256()
@@ -385,9 +385,9 @@ def fingerprint(
     digest.update(json.dumps(head, default=str, sort_keys=True).encode())
     for tokens in batches:
         digest.update(str(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.parameters():
         # Sums of halves distinguish any two real checkpoints, at a thousandth of the cost of hashing every byte.
-        flat = parameter.detach().flatten()
+        flat = parameter.flatten()
         sums = [float(part.double().sum()) for part in flat.tensor_split(2)]
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {sums}".encode())
     return digest.hexdigest()

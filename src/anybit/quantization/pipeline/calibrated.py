@@ -25,10 +25,9 @@ from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.folder import without_tokenizer
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
-from anybit.errors import CheckpointError, LayerError, OptionError, TextError, one_line
-from anybit.models.blocks import find_blocks, weight_of
-from anybit.models.experts import unfuse
-from anybit.models.modules import LinearLayer, auto_class, check_tokens, last_position, tied_heads, without_rescaling
+from anybit.errors import LayerError, OptionError, TextError
+from anybit.models.blocks import find_blocks
+from anybit.models.modules import LinearLayer, check_tokens, last_position, tied_heads
 from anybit.quantization.learn.generated import written
 from anybit.quantization.learn.scales import learn_scales, put_scales
 from anybit.quantization.methods import gptq
@@ -43,6 +42,7 @@ from anybit.quantization.pipeline.calibrate import (
     calibrate,
     fingerprint,
 )
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.quantization.pipeline.options import Learning, Options
 from anybit.quantization.pipeline.resume import SavedState, make_folder, remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
@@ -75,7 +75,7 @@ def run(job: Job) -> Saved:
         make_folder(options.resume)
     if options.spill is not None:
         make_folder(options.spill, "spill", "activations")
-    model = load_whole(job)
+    model = LazyModel.of(job)
     if writes:
         text = _generated(job, model, [], options, "start", options.calibration_tokens)
     used = first_of(text, options.calibration_tokens)
@@ -105,20 +105,20 @@ def run(job: Job) -> Saved:
 
 
 def _nearest(
-    job: Job, model: "PreTrainedModel", weights: dict[str, QuantizedWeight], options: Options
+    job: Job, model: LazyModel, weights: dict[str, QuantizedWeight], options: Options
 ) -> dict[str, QuantizedWeight]:
     """Weights, and all layers and embeddings that have none yet rounded to nearest."""
     kind, found = _scale_dtype(job), dict(weights)
     for layer in (*job.layers, *job.embeddings):
         if layer.name not in weights:
-            own = weight_of(model.get_submodule(layer.name)).to(options.where)
+            own = model.weight(layer.name).to(options.where)
             format = job.scheme_of(layer.name).weights
             nested = job.nested if format == job.scheme.weights else ()
             found[layer.name] = gptq.nearest(own, format, kind, layer.name, nested).to("cpu")
     return found
 
 
-def _calibrated(job: Job, model: "PreTrainedModel", text: list[Tensor], options: Options) -> dict[str, QuantizedWeight]:
+def _calibrated(job: Job, model: LazyModel, text: list[Tensor], options: Options) -> dict[str, QuantizedWeight]:
     """The layers inside the blocks, by GPTQ."""
     kind = _scale_dtype(job)
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def _calibrated(job: Job, model: "PreTrainedModel", text: list[Tensor], options:
 
 def _learned(
     job: Job,
-    model: "PreTrainedModel",
+    model: LazyModel,
     weights: dict[str, QuantizedWeight],
     text: list[Tensor],
     starts: list[Tensor],
@@ -193,7 +193,7 @@ def _learned(
     def scheme_of(name: str) -> Scheme:
         return job.scheme_of(name) if name else job.scheme
 
-    found = distill(model, weights, [*generated, *text * repeats], scheme_of, settings, tell, saved)
+    found = distill(model.whole(), weights, [*generated, *text * repeats], scheme_of, settings, tell, saved)
     course, count = found.course, sum(map(len, generated))
     return found, {
         "tokens": course.tokens,
@@ -206,7 +206,7 @@ def _learned(
 
 def _generated(
     job: Job,
-    model: "PreTrainedModel",
+    model: LazyModel,
     text: list[Tensor],
     options: Options,
     name: str,
@@ -226,7 +226,7 @@ def _generated(
         began, rows = time.monotonic(), []
         tell(0)
         most = 1 << 40 if tokens is None else max(tokens, options.length)
-        for part in written(model, text, most, options.length, torch.device(options.where), options.seed):
+        for part in written(model.whole(), text, most, options.length, torch.device(options.where), options.seed):
             rows.append(part)
             tell(sum(part.numel() for part in rows))
             spent = time.monotonic() - began
@@ -243,16 +243,17 @@ def _generated(
     return list(remembered(saved, write)[0])
 
 
-def _fingerprint(job: Job, model: "PreTrainedModel", text: list[Tensor], told: dict[str, object]) -> str:
+def _fingerprint(job: Job, model: LazyModel, text: list[Tensor], told: dict[str, object]) -> str:
     return fingerprint(model, text, Quantization(job.scheme, overrides=job.overrides), set(), Calibration(options=told))
 
 
-def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Tensor], options: Options) -> Changes:
-    """Smooth or rotate the model, or both; returns what that changes about the checkpoint."""
+def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], options: Options) -> Changes:
+    """Smooth or rotate the model, or both, in memory; returns what that changes about the checkpoint."""
     if method == "distill" and job.scheme.activations.bits <= _ROTATED:
-        method = _first_changed(job, model)
+        method = _first_changed(job, lazy.model)
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
+    model = lazy.whole()
     layers = {layer.name for layer in job.layers}
     home = model.device
     model.to(_device_with_room(options.where, model))
@@ -268,7 +269,7 @@ def _prepare(job: Job, model: "PreTrainedModel", method: str, sequences: list[Te
         told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
         saved = None
         if options.resume is not None:
-            saved = SavedState(options.resume, "before", _fingerprint(job, model, batches, told))
+            saved = SavedState(options.resume, "before", _fingerprint(job, lazy, batches, told))
         rotated = method == "smooth_rotate"
 
         def learn() -> list[Tensor]:
@@ -394,19 +395,6 @@ def first_of(sequences: list[Tensor], tokens: int) -> list[Tensor]:
         chosen.append(sequence[:tokens])
         tokens -= len(chosen[-1])
     return chosen
-
-
-def load_whole(job: Job) -> "PreTrainedModel":
-    """The model of a job in float32, on the CPU. Raises CheckpointError."""
-    try:
-        model = auto_class(job.model.config).from_pretrained(
-            job.source.path, dtype=torch.float32, trust_remote_code=job.source.trust_remote_code
-        )
-    except (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"transformers cannot load {job.source.path}: {one_line(error)}") from error
-    without_rescaling(model)
-    unfuse(model)
-    return model.eval().requires_grad_(False)
 
 
 def _scale_dtype(job: Job) -> torch.dtype:
