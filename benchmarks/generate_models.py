@@ -104,7 +104,7 @@ def packed_cache(model: PreTrainedModel, kv: str, batch: int, context: int) -> A
     for layer in range(model.config.num_hidden_layers):
         k, v = (x.transpose(1, 2) for x in history(layer, batch, context, *heads))
         if layer == 0:
-            cache._allocate(k.transpose(1, 2), context)
+            cache._allocate(k.transpose(1, 2).shape, k, context)
             cache.store.extend(cache.rows, context)
         cache.store.write(layer, cache.rows, k, v)
     cache.seen = context

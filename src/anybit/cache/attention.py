@@ -88,23 +88,36 @@ def prefill(
     cache's dtype and on its device, else LayerError. Returns the output in q's shape and dtype.
     """
     tokens = q.shape[0]
+    whole = cache.length(sequence) == tokens
+    if whole and is_plain(masks, tokens):
+        cache.write(layer, [sequence], k[None], v[None])
+        return attend_prompts(q[None], k[None], v[None], masks)[0]
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    if cache.length(sequence) > tokens:
+    if not whole:
         old = cache.read_before(layer, sequence, tokens)  # float32, as decode reads them
         keys, values = (torch.cat((before, new.float()), 1) for before, new in zip(old, (keys, values), strict=True))
     cache.write(layer, [sequence], k[None], v[None])
-    plain = masks.softcap is None and masks.sinks is None and masks.alibi is None
-    if plain and keys.shape[1] == tokens and (masks.window is None or masks.window >= tokens):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=masks.scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
     parts = []
     for begin in range(0, tokens, 256):  # bounds the memory of the logits
         end = min(begin + 256, tokens)
         seen = keys.shape[1] - tokens + end
         parts.append(attend(q[begin:end].float(), keys[:, :seen].float(), values[:, :seen].float(), masks)[0])
     return torch.cat(parts).to(q.dtype)
+
+
+def is_plain(masks: Masks, tokens: int) -> bool:
+    """Whether attention among so many tokens is that of ``attend_prompts``."""
+    plain = masks.softcap is None and masks.sinks is None and masks.alibi is None
+    return plain and (masks.window is None or masks.window >= tokens)
+
+
+def attend_prompts(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
+    """Causal attention of whole prompts of one length: q [batch, tokens, heads, dim]; k, v alike -> q's shape."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=masks.scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
 
 
 def check(q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS) -> None:

@@ -165,7 +165,7 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
                 self._take_back()
             raise
         if self.store is None and k is not None:
-            self._allocate(k, total)
+            self._allocate(shape, k, total)
         store = self._store()
         if layer >= store.layers or total > store.ledger.capacity:
             store.grow(max(layer + 1, store.layers), total + (_GROWTH if layer == 0 else 0))
@@ -200,9 +200,9 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         """``tokens`` rounded up to whole pages."""
         return -(-tokens // self.page) * self.page
 
-    def _allocate(self, k: Tensor, total: int) -> None:
-        """Create the KVCache for a batch of keys [batch, kv_heads, tokens, dim]."""
-        batch, heads, _, dim = k.shape
+    def _allocate(self, shape: tuple[int, ...], k: Tensor, total: int) -> None:
+        """Create the KVCache for a batch of keys like k, [batch, kv_heads, tokens, dim]."""
+        batch, heads, _, dim = shape
         capacity = self.capacity if self.static else max(self.capacity, total + _GROWTH)
         self.store = KVCache(
             self.format,
@@ -343,7 +343,7 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         """Count a layer's step and return where a kernel can store its keys and values directly after RoPE.
 
         cosine, sine: [batch * tokens, head_dim].  heads: (query heads, KV heads).  dtype: of keys and values.
-        None, and nothing counted, if the format rotates its keys or the dtypes differ: then ``attend_step``.
+        None, and nothing counted, if the format rotates its keys or the dtypes differ: then ``attend_new``.
         """
         store, tokens = self._store(), len(cosine) // batch
         if store.rotation is not None or dtype != store.dtype:
@@ -355,13 +355,14 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         where = store.residual[layer], store.lengths, store.row_pointer(self.rows)
         return RopeStoreArgs(cosine, sine, *where, *heads, tokens)
 
-    def attend_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
-        """Store and attend in a decode step (``takes_step``): q, k, v [batch, heads, tokens, dim] after RoPE.
+    def attend_new(self, layer: int, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, masks: Masks) -> Tensor:
+        """Store a layer's new keys and values, and attend to all: q, k, v [batch, tokens, heads, dim] after RoPE.
 
-        Returns [batch, tokens, heads, dim].
+        padding: [batch, keys]; None for none.  Returns q's shape and dtype.
         """
-        self._begin(tuple(k.shape), layer)
-        return self.attend(q, (k.transpose(1, 2), v.transpose(1, 2), layer), None, masks).to(q.dtype)
+        batch, tokens, heads, dim = k.shape
+        self._begin((batch, heads, tokens, dim), layer, k)
+        return self._attend(layer, q, k, v, padding, masks)
 
     def attend_turned(self, layer: int, q: Tensor, masks: Masks) -> Tensor:
         """Attention of queries after RoPE [batch, tokens, heads, head_dim]; keys and values are stored (``step``)."""
@@ -383,24 +384,34 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
                 "Create the AnyBitCache without config"
             )
         k, v, layer = new
-        store, tokens = self._store(), q.shape[2]
-        q = q.transpose(1, 2).to(store.dtype)
-        k, v = (x.to(store.dtype) for x in (k, v))
-        counts = [tokens] * len(self.rows) if padding is None else (padding[:, -tokens:] != 0).sum(1).tolist()
-        if layer == 0 and padding is not None:
-            check_padding(padding)
-        self._count(layer, tokens, counts)
-        if set(counts) == {tokens} and self._in_one_launch(tokens) and self.seen > tokens:
+        return self._attend(layer, q.transpose(1, 2), k, v, padding, masks)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, masks: Masks) -> Tensor:
+        store, tokens, dtype = self._store(), q.shape[1], q.dtype
+        if layer == 0:
+            counts = [tokens] * len(self.rows) if padding is None else (padding[:, -tokens:] != 0).sum(1).tolist()
+            if padding is not None:
+                check_padding(padding)
+            self._count(layer, tokens, counts)
+        if dtype != store.dtype:
+            q, k, v = (x.to(store.dtype) for x in (q, k, v))
+        counts = self._pass[1]
+        even = counts.count(tokens) == len(counts)
+        if even and self.seen == tokens and attention.is_plain(masks, tokens):
+            store.write(layer, self.rows, k, v)
+            out = attention.attend_prompts(q, k, v, masks)
+        elif even and self.seen > tokens and self._in_one_launch(tokens):
             kv.write(store, layer, self.rows, k, v)
-            return kv.attend(q, store, layer, self.rows, masks)
-        if counts == [tokens]:
-            return attention.prefill(q[0], k[0], v[0], store, layer, self.rows[0], masks)[None]
-        out = torch.zeros_like(q)
-        for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
-            if count:
-                own = slice(tokens - count, tokens)
-                out[i, own] = attention.prefill(q[i, own], k[i, own], v[i, own], store, layer, row, masks)
-        return out
+            out = kv.attend(q, store, layer, self.rows, masks)
+        elif even and len(counts) == 1:
+            out = attention.prefill(q[0], k[0], v[0], store, layer, self.rows[0], masks)[None]
+        else:
+            out = torch.zeros_like(q)
+            for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
+                if count:
+                    own = slice(tokens - count, tokens)
+                    out[i, own] = attention.prefill(q[i, own], k[i, own], v[i, own], store, layer, row, masks)
+        return out.to(dtype)
 
 
 def _format(scheme: str | Scheme | KVFormat) -> KVFormat:

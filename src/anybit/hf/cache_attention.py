@@ -49,7 +49,7 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() != 2:
         raise LayerError(f"attention 'anybit' takes padding masks [batch, keys], not {tuple(attention_mask.shape)}")
     masks = Masks(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
-    return cache.attend(query, new, attention_mask, masks).to(query.dtype), None
+    return cache.attend(query, new, attention_mask, masks), None
 
 
 def mask(

@@ -5,7 +5,8 @@ RoPE and SiLU are one launch each, or the epilogue of the GEMM at one or two tok
 """
 
 import contextlib
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from anybit.errors import LayerError
 from anybit.hf import graph
 from anybit.hf.bypass import bypass, hooked, refuse_gradients, refuse_records, restore
 from anybit.hf.cache import AnyBitCache
+from anybit.hf.cache_attention import NAME
 from anybit.hf.cache_name import CACHE
 from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
@@ -32,8 +34,28 @@ _TABLE_BYTES = 128 << 20
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
 
-Hidden = Tensor | tuple[Tensor, Tensor]
-"""Passed between layers: hidden states, or a pair (last layer's output, residual) whose sum they are."""
+
+class Pass(NamedTuple):
+    """What holds for all layers of a forward pass of so many tokens of each row; the first layer finds it out.
+
+    cosine, sine: [rows * tokens, head_dim].  steps: it is a decode step over packed pages.  attend: transformers'
+    attention; None if the cache's packed pages are attended to, which it does itself.
+    """
+
+    rows: int
+    tokens: int
+    cosine: Tensor
+    sine: Tensor
+    steps: bool
+    attend: Callable[..., tuple[Tensor, object]] | None
+
+
+class Hidden(NamedTuple):
+    """Passed between fused layers: the last one's output and the residual, [rows * tokens, hidden], and the pass."""
+
+    output: Tensor
+    residual: Tensor
+    now: Pass
 
 
 class FusedLayer(nn.Module):
@@ -93,70 +115,81 @@ class FusedLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: Hidden,
+        hidden_states: Tensor | Hidden,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Hidden:
-        """One decoder layer: hidden states [batch, tokens, hidden], or a ``Hidden`` pair of them -> a pair."""
-        assert position_embeddings is not None
+        """One decoder layer. hidden_states: [rows, tokens, hidden] for the first, then what the one before returned."""
         cache = kwargs.pop(CACHE, None)  # kwargs then hold continuous batching's, for attention or ``update``
-        x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
-        batch, tokens, _ = x.shape
-        cosine, sine = (e.expand(batch, tokens, -1).reshape(-1, self.head_dim) for e in position_embeddings)
-        steps = attention_mask is None and isinstance(cache, AnyBitCache) and cache.takes_step(tokens)
-        step = cache.step(self.layer_idx, cosine, sine, self.heads, batch, x.dtype) if steps else None
+        if isinstance(hidden_states, Tensor):
+            assert position_embeddings is not None
+            now = self._begin(hidden_states, attention_mask, position_embeddings, cache)
+            x, residual = hidden_states.flatten(0, 1), None
+        else:
+            x, residual, now = hidden_states
         norm, paired = self.input_layernorm, self.channels is not None
+        step = cache.step(self.layer_idx, now.cosine, now.sine, self.heads, now.rows, x.dtype) if now.steps else None
         if step is not None and paired:
             q, residual = self.qkv.norm_linear_rope(x, residual, norm.weight, _epsilon(norm), step)
         else:
             qkv, residual = self.qkv.norm_linear(x, residual, norm.weight, _epsilon(norm))
-            qkv = qkv.view(batch * tokens, -1)
             if step is not None:
                 q = rotate_store(qkv, step, self._head_norms(), paired)
+        shape = now.rows, now.tokens, -1, self.head_dim
         if step is not None:
-            out = cache.attend_turned(self.layer_idx, q.view(batch, tokens, -1, self.head_dim), self.masks)
+            out = cache.attend_turned(self.layer_idx, q.view(shape), self.masks)
         else:
-            q, k = rotate(qkv, cosine, sine, *self.heads, self._head_norms(), paired)
-            v = qkv[:, -self.heads[1] * self.head_dim :]
-            q, k, v = (part.view(batch, tokens, -1, self.head_dim).transpose(1, 2) for part in (q, k, v))
-            if steps:
-                out = cache.attend_step(self.layer_idx, q, k, v, self.masks)
+            q, k = rotate(qkv, now.cosine, now.sine, *self.heads, self._head_norms(), paired)
+            q, k, v = q.view(shape), k.view(shape), qkv.view(shape)[:, :, -self.heads[1] :]
+            if now.attend is None:
+                out = cache.attend_new(self.layer_idx, q, k, v, attention_mask, self.masks)
             else:
-                out = self._attend(q, k, v, attention_mask, cache, kwargs)
-        attended = self.output(out.reshape(batch, tokens, -1))
+                out = self._attend(now.attend, q, k, v, attention_mask, cache, kwargs)
+        attended = self.output(out.reshape(len(x), -1))
         if self.gate_up is None:
-            return self._mixed(attended, residual)
+            return self._mixed(attended, residual, now)
         norm, silu = self.post_attention_layernorm, self.pairs is not None
         gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
-        return self.down(gated) if silu else self.down.silu_linear(gated), residual
+        return Hidden(self.down(gated) if silu else self.down.silu_linear(gated), residual, now)
 
-    def _mixed(self, x: Tensor, residual: Tensor) -> Hidden:
+    def _begin(
+        self, x: Tensor, mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor], cache: Cache | None
+    ) -> Pass:
+        rows, tokens, _ = x.shape
+        cosine, sine = (e.expand(rows, tokens, -1).reshape(-1, self.head_dim) for e in position_embeddings)
+        name = self.config._attn_implementation
+        pads = mask is None or mask.dim() == 2
+        if pads and name == NAME and isinstance(cache, AnyBitCache) and cache.packed_attention:
+            return Pass(rows, tokens, cosine, sine, mask is None and cache.takes_step(tokens), None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        return Pass(rows, tokens, cosine, sine, False, attend)
+
+    def _mixed(self, x: Tensor, residual: Tensor, now: Pass) -> Hidden:
         """The experts' output of x + residual, and that sum."""
         norm, gate, experts = self.post_attention_layernorm, self.mlp.gate, self.mlp.experts
         y, total, ids, shares = norm_router(
-            x.flatten(0, 1), residual.flatten(0, 1), norm.weight, _epsilon(norm), gate.weight, gate.top_k,
-            getattr(gate, "norm_topk_prob", True),
-        )  # fmt: skip
-        return experts(y, ids, shares).view(x.shape), total.view(x.shape)
+            x, residual, norm.weight, _epsilon(norm), gate.weight, gate.top_k, getattr(gate, "norm_topk_prob", True)
+        )
+        return Hidden(experts(y, ids, shares), total, now)
 
     def _head_norms(self) -> Norms:
         norm = getattr(self.self_attn, "q_norm", None)
         return (None, None, 0.0) if norm is None else (norm.weight, self.self_attn.k_norm.weight, _epsilon(norm))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cache: Cache | None, kwargs: dict[str, object]
-    ) -> Tensor:
-        """Attention as the model computes it: q, k, v [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""
+        self, attend: Callable[..., tuple[Tensor, object]], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+        cache: Cache | None, kwargs: dict[str, object],
+    ) -> Tensor:  # fmt: skip
+        """Attention as the model computes it: q, k, v [rows, tokens, heads, dim] -> q's shape."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         if self.masks.window is not None:
             kwargs["sliding_window"] = self.masks.window
-        out: Tensor = attend(self.self_attn, q, k, v, mask, dropout=0.0, scaling=self.masks.scale, **kwargs)[0]
-        return out
+        return attend(self.self_attn, q, k, v, mask, dropout=0.0, scaling=self.masks.scale, **kwargs)[0]
 
 
 class FusedNorm(nn.Module):
@@ -166,9 +199,11 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, hidden_states: tuple[Tensor, Tensor]) -> Tensor:
-        """The norm of the sum of the last layer's pair."""
-        return add_rms_norm(*hidden_states, self.norm.weight, _epsilon(self.norm))[0]
+    def forward(self, hidden_states: Hidden) -> Tensor:
+        """The norm of the last layer's sum: [rows, tokens, hidden]."""
+        output, residual, now = hidden_states
+        y = add_rms_norm(output, residual, self.norm.weight, _epsilon(self.norm))[0]
+        return y.view(now.rows, now.tokens, -1)
 
 
 class FusedRotary(nn.Module):
