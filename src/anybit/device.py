@@ -51,12 +51,22 @@ class Device:
         """The GPU that a tensor lives on. Raises KernelError for a CPU tensor or an unknown architecture."""
         if not tensor.is_cuda:
             raise KernelError(f"the tensor is on {tensor.device}, and kernels need a CUDA device")
-        return _present(tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
+        return Device.at(tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
 
     @staticmethod
+    @cache
     def at(index: int) -> "Device":
         """A GPU of this machine. Raises KernelError for an unknown architecture."""
-        return _present(index)
+        found = torch.cuda.get_device_properties(index)
+        arch = f"sm_{found.major}{found.minor}"
+        typical = next((device for device in _TYPICAL.values() if device.arch.rstrip("a") == arch), None)
+        if typical is None:
+            raise KernelError(f"{found.name} is {arch}, and anybit has kernels for {', '.join(_TYPICAL)}")
+        shared = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+        transfers = 2e3 * found.memory_clock_rate  # a second: two a clock, which is in kHz
+        bandwidth = _REACHED * transfers * found.memory_bus_width / 8
+        sms = found.multi_processor_count
+        return replace(typical, name=found.name, sms=sms, shared_bytes=shared, bandwidth=bandwidth)
 
 
 _REACHED = 0.97
@@ -73,19 +83,6 @@ _TYPICAL = {
         Device("sm_120a", "NVIDIA GeForce RTX 5090", 170, 101376, 1.6e12),
     )
 }
-
-
-@cache
-def _present(index: int) -> Device:
-    found = torch.cuda.get_device_properties(index)
-    arch = f"sm_{found.major}{found.minor}"
-    typical = next((device for device in _TYPICAL.values() if device.arch.rstrip("a") == arch), None)
-    if typical is None:
-        raise KernelError(f"{found.name} is {arch}, and anybit has kernels for {', '.join(_TYPICAL)}")
-    shared = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
-    transfers = 2e3 * found.memory_clock_rate  # a second: two a clock, which is in kHz
-    bandwidth = _REACHED * transfers * found.memory_bus_width / 8
-    return replace(typical, name=found.name, sms=found.multi_processor_count, shared_bytes=shared, bandwidth=bandwidth)
 
 
 def memory_of(device: torch.device) -> int:

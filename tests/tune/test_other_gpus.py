@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from anybit import device as devices
 from anybit.choose.builtin import builtin
 from anybit.choose.dispatch import Dispatcher
 from anybit.choose.families import FAMILIES
@@ -47,7 +46,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Devi
         shared_memory_per_block_optin=shared, memory_clock_rate=clock, memory_bus_width=bus,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    return devices._present.__wrapped__(0)
+    return Device.at.__wrapped__(0)
 
 
 def problems(gpu: Device, scheme: str) -> list[LinearProblem]:

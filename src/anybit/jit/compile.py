@@ -63,9 +63,8 @@ def compile(kernel: Kernel, arch: str) -> Compiled:
     except ImportError as error:
         raise KernelError(f"compiling a kernel needs NVRTC: pip install 'anybit[cuda]' ({error})") from error
     log, start = io.StringIO(), time.perf_counter()
-    options = ProgramOptions(
-        arch=arch, name=f"{kernel.entry}.cu", include_path=[str(p) for p in include_folders(kernel)], **FLAGS
-    )
+    folders = dict.fromkeys([kernel.path.parent, KERNELS, *cuda_headers()])
+    options = ProgramOptions(arch=arch, name=f"{kernel.entry}.cu", include_path=[*map(str, folders)], **FLAGS)
     try:
         program = Program(kernel.source, "c++", options)
         code = program.compile("cubin", name_expressions=[kernel.expression], logs=log)
@@ -99,11 +98,6 @@ def assembler_figures(log: str, entry: str) -> dict[str, int]:
         "stack_bytes": figure(r"(\d+) bytes stack frame"),
         "static_shared_bytes": figure(r"(\d+) bytes smem"),
     }
-
-
-def include_folders(kernel: Kernel) -> list[Path]:
-    """Include folders: the kernel header's own, the package's, and CUDA's (if installed)."""
-    return list(dict.fromkeys([kernel.path.parent, KERNELS, *cuda_headers()]))
 
 
 @cache

@@ -81,7 +81,10 @@ def prepare(
     """
     name = choose(weight, activations, backend)
     n, k = weight.shape
-    _check_groups(weight)
+    if weight.group_index is not None and not weight.group_index.is_meta:  # else kernels would read out of bounds
+        groups, (least, most) = weight.scale.shape[1], map(int, weight.group_index.aminmax())
+        if least < 0 or most >= groups:
+            raise LayerError(f"group_index holds groups {least} to {most}, and the layer has 0 to {groups - 1}")
     spec = LinearSpec(name, n, k, weight.format, activations, fused)
     return Prepared(backends[name].prepare(weight, activations), spec)
 
@@ -100,16 +103,6 @@ def prepare_rotation(k: int, device: torch.device) -> Tensor | None:
     Returns them (they are cached and used by all such rotations); None if there are none.
     """
     return hadamard_kernel.signs(factor(k)[0], device) if device.type == "cuda" else None
-
-
-def _check_groups(weight: QuantizedWeight) -> None:
-    """Raise LayerError if an activation order names a group that does not exist: kernels would read out of bounds."""
-    if weight.group_index is None or weight.group_index.is_meta:
-        return
-    groups = weight.scale.shape[1]
-    least, most = (int(end) for end in weight.group_index.aminmax())
-    if least < 0 or most >= groups:
-        raise LayerError(f"group_index holds groups {least} to {most}, and the layer has 0 to {groups - 1}")
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
@@ -131,10 +124,6 @@ def refuse_tangents(x: Tensor) -> None:
         )
 
 
-def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n)
-
-
 def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
     """Embedding lookup: dequantized weight rows ``ids``, int64 [...] -> [..., K] in a float dtype.
 
@@ -153,10 +142,6 @@ def _rows(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str) -> T
     return backends[parsed.backend].rows(ids, weight, parsed, dtype)
 
 
-def _rows_fake(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str) -> Tensor:
-    return ids.new_empty(*ids.shape, LinearSpec.parse(spec).k, dtype=dtype)
-
-
 def hadamard(x: Tensor) -> Tensor:
     """Rotate vectors [..., K] by the orthogonal Hadamard matrix of their size, in x's dtype (``codes.hadamard``)."""
     y: Tensor = calls.hadamard(x)
@@ -172,11 +157,12 @@ def _hadamard_cuda(x: Tensor) -> Tensor:
 # A Library rather than custom_op: calls cost a few microseconds less, and decoding makes hundreds of them per token.
 _library = torch.library.Library("anybit", "DEF")
 define(
-    _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", _linear_fake, product.linear,
-    tags=COMPLIANT,
+    _library, "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor",
+    lambda x, weight, bias, spec: x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n), product.linear, tags=COMPLIANT,
 )  # fmt: skip
 define(
-    _library, "rows(Tensor ids, Tensor[] weight, ScalarType dtype, str spec) -> Tensor", _rows_fake, _rows,
+    _library, "rows(Tensor ids, Tensor[] weight, ScalarType dtype, str spec) -> Tensor",
+    lambda ids, weight, dtype, spec: ids.new_empty(*ids.shape, LinearSpec.parse(spec).k, dtype=dtype), _rows,
     tags=COMPLIANT,
 )  # fmt: skip
 define(_library, "hadamard(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape), transform, _hadamard_cuda, COMPLIANT)

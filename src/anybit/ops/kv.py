@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,14 @@ class LayerView:
         """Whether 16-bit tokens are bfloat16 rather than float16."""
         return (self.pages if self.residual is None else self.residual).dtype == torch.bfloat16
 
+    def params(self) -> dict[str, Any]:
+        """The parameters that all kernels have of a layer."""
+        return {
+            "pages": self.pages, "table": self.table, "lengths": self.lengths, "kv_heads": self.kv_heads,
+            "table_width": self.table.stride(0), "ring": self.ring, "pages_count": self.pages.shape[0],
+            "page_stride": self.pages.stride(0) * self.pages.element_size(),
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -169,12 +177,10 @@ def _quantize(
     k, v = (None, None) if new is None else (_aligned(x, 8) for x in new)
     strides = [(0, 0, 0) if x is None else (x.stride(0) * (starts is None), x.stride(1), x.stride(2)) for x in (k, v)]
     params = kv_quantize.Params(
+        **view.params(),
         k=k,
         v=v,
-        pages=view.pages,
         residual=view.residual,
-        table=view.table,
-        lengths=view.lengths,
         sequences=rows,
         k_batch_stride=strides[0][0],
         v_batch_stride=strides[1][0],
@@ -183,17 +189,12 @@ def _quantize(
         v_token_stride=strides[1][1],
         v_head_stride=strides[1][2],
         tokens=tokens,
-        kv_heads=view.kv_heads,
-        table_width=view.table.shape[1],
-        ring=view.ring,
         window=view.window,
         packs=packs,
         keeps=keeps,
-        pages_count=view.pages.shape[0],
         sequences_count=view.table.shape[0],
         errors=torch.zeros(1, dtype=torch.int32, device=view.pages.device) if config.checked else None,
         stored=new is None,
-        page_stride=view.pages.stride(0),
         starts=starts,
     )
     overlaps = device.capability >= 90 and problem.step and (starts is None or (packs and keeps))
@@ -274,10 +275,8 @@ def prepare(
     of_page = [0, 0] if view.values is None else [x * view.pages.element_size() for x in view.pages.stride()[1:3]]
     space = workspace(q.device, *kernels.workspace(problem, config, device))
     params = kernels.Params(
-        pages=view.pages,
+        **view.params(),
         residual=view.residual,
-        table=view.table,
-        lengths=view.lengths,
         sequences=rows,
         q=q,
         out=out,
@@ -290,13 +289,8 @@ def prepare(
         q_token_stride=q.stride(1),
         q_head_stride=q.stride(2),
         batch=problem.batch,
-        kv_heads=problem.kv_heads,
-        table_width=view.table.stride(0),
-        ring=problem.ring,
-        window=problem.window,
-        pages_count=view.pages.shape[0],
+        window=view.window,
         sequences_count=view.table.shape[0],
-        page_stride=view.pages.stride(0) * view.pages.element_size(),
         starts=None if ragged is None else ragged.starts,
         values=view.values,
         token_stride=of_page[0],

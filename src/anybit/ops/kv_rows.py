@@ -93,27 +93,17 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
     config, device = kv_unpack.default(problem), Device.of(of.pages)
     if (reason := kv_unpack.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
-    strides: dict[str, int] = {
-        "k_token_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
-        "v_token_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
-    }
     params = kv_unpack.Params(
-        pages=of.pages,
-        table=of.table,
-        lengths=of.lengths,
+        **of.params(),
         starts=starts,
         jobs=jobs,
         k=k,
         v=v,
         out=out,
-        page_stride=of.pages.stride(0),
-        kv_heads=of.kv_heads,
-        table_width=of.table.shape[1],
-        ring=of.ring,
-        pages_count=of.pages.shape[0],
-        **strides,
+        k_token_stride=k.stride(0),
+        k_head_stride=k.stride(1),
+        v_token_stride=v.stride(0),
+        v_head_stride=v.stride(1),
     )
     return [Launch(kv_unpack.kernel(config), params, kv_unpack.grid(problem))]
 

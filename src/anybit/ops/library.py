@@ -51,16 +51,15 @@ def under_autocast(library: torch.library.Library, *names: str) -> None:
     Float32 activations are cast to autocast's dtype, as for ``nn.Linear``. Autocast is disabled inside the op: the
     reference must not have its sums rounded.
     """
+
+    def outside(op: Function, device: str) -> Function:
+        def run(x: Tensor, *rest: object) -> object:
+            wanted = torch.get_autocast_dtype(device)
+            with torch.autocast(device, enabled=False):
+                return op(x.to(wanted) if x.dtype == torch.float32 else x, *rest)
+
+        return run
+
     for name in names:
-        op = getattr(torch.ops.anybit, name)
         for device in ("cpu", "cuda"):
-            library.impl(name, _outside(op, device), f"Autocast{device.upper()}")
-
-
-def _outside(op: Callable[..., object], device: str) -> Callable[..., object]:
-    def run(x: Tensor, *rest: object) -> object:
-        wanted = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return op(x.to(wanted) if x.dtype == torch.float32 else x, *rest)
-
-    return run
+            library.impl(name, outside(getattr(torch.ops.anybit, name), device), f"Autocast{device.upper()}")
