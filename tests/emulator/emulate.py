@@ -23,8 +23,7 @@ import torch
 import kept
 from anybit import jit
 from anybit.jit.compile import reachable_headers
-from anybit.jit.params import layout_of
-from anybit.jit.source import KERNELS
+from anybit.jit.params import KERNELS, layout_of
 
 _building = threading.Lock()
 RUNTIME = Path(__file__).parent / "runtime"

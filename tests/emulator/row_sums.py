@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from anybit.jit import Float32, Int32, Kernel, Pointer
+from anybit import jit
+
+HEADER = str(Path(__file__).with_suffix(".cuh"))
 
 
 @dataclass(frozen=True)
@@ -11,18 +13,13 @@ class Config:
     columns_a_step: int = 64
 
 
-@dataclass(frozen=True)
-class Params:
-    x: Pointer
-    y: Pointer
-    rows: Int32
-    columns: Int32
-    scale: Float32
+class Params(jit.Params, header=HEADER):
+    """In the order of the header's struct."""
 
 
-def kernel(config: Config, warps: int = 4) -> Kernel:
-    return Kernel(
-        header=str(Path(__file__).with_suffix(".cuh")),
+def kernel(config: Config, warps: int = 4) -> jit.Kernel:
+    return jit.Kernel(
+        header=HEADER,
         entry="row_sums",
         config=config,
         params=Params,

@@ -9,7 +9,7 @@ import torch
 
 import emulate
 from anybit import jit
-from anybit.jit.source import KERNELS
+from anybit.jit.params import KERNELS
 from emulator import instructions, row_sums
 
 pytestmark = pytest.mark.emulate

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from anybit import jit
+from anybit.jit.params import layout_of
 from anybit.jit.source import config_struct
 from emulator import row_sums
 
@@ -106,6 +107,29 @@ def test_twins_must_agree() -> None:
     kernel = replace(row_sums.kernel(row_sums.Config()), params=Params)
     with pytest.raises(jit.CompileError, match="Params::columns is not at byte 16"):
         jit.compile(kernel, "sm_90a")
+
+
+def test_params_are_those_of_the_header(tmp_path: Path) -> None:
+    header = tmp_path / "some.cuh"
+    header.write_text(
+        "struct Params {\n    const ptx::TensorMap map;  // of x\n    const int8_t* x;\n    int rows, columns;\n\n"
+        "    DEVICE int size() const {\n        int all = rows;\n        return all;\n    }\n};\n"
+        "struct Odd : Params {\n    double y;\n};\n"
+    )
+
+    class Params(jit.Params, header=str(header)):
+        pass
+
+    assert [field.offset for field in layout_of(Params).fields] == [0, 128, 136, 140]
+    with pytest.raises(TypeError, match=r"Odd of .* has double y: use a pointer or int, int32_t"):
+
+        class Odd(Params, header=str(header)):
+            pass
+
+    with pytest.raises(TypeError, match="has no struct Other"):
+
+        class Other(jit.Params, header=str(header)):
+            pass
 
 
 def test_missing_instruction_is_a_sentence(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from anybit.jit.launch import launcher as launcher
 from anybit.jit.params import Float32 as Float32
 from anybit.jit.params import Int32 as Int32
 from anybit.jit.params import Int64 as Int64
+from anybit.jit.params import Params as Params
 from anybit.jit.params import Pointer as Pointer
 from anybit.jit.params import Slot as Slot
 from anybit.jit.plan import Plan as Plan

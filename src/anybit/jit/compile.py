@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from anybit.errors import KernelError
-from anybit.jit.source import KERNELS, Kernel
+from anybit.jit.params import KERNELS
+from anybit.jit.source import Kernel
 
 FLAGS: dict[str, Any] = {
     "std": "c++17",

@@ -1,20 +1,19 @@
-"""Kernel parameters: a frozen dataclass that mirrors a C struct field by field.
+"""Kernel parameters: a frozen dataclass that mirrors a C struct field by field, read from its header (``Params``).
 
-    @dataclass(frozen=True)
-    class Params:
-        x: Pointer
-        rows: Int32
-        scale: Float32
-
-is the host side of `struct Params { const uint16_t* x; int32_t rows; float scale; };`. The kernel's generated source
-asserts the size of the C struct and the offset and size of each field (`layout_assertions`).
+The kernel's generated source asserts the size of the C struct and the offset and size of each field
+(``layout_assertions``).
 """
 
 import dataclasses
+import re
 import struct
-from typing import Annotated, NamedTuple, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+"""The folder of the .cuh files."""
 
 
 class CType(NamedTuple):
@@ -37,6 +36,40 @@ Pointer = Annotated[torch.Tensor | int | Slot | None, CType("P", 8)]
 Int32 = Annotated[int, CType("i", 4)]
 Int64 = Annotated[int, CType("q", 8)]
 Float32 = Annotated[float, CType("f", 4)]
+TensorMap = Annotated[Any, CType("128s", 128)]
+"""A `ptx::TensorMap`: a ``Matrix``, or the map's bytes."""
+_TYPES = {
+    "int": Int32, "int32_t": Int32, "int64_t": Int64, "float": Float32,
+    "ptx::TensorMap": TensorMap,
+}  # fmt: skip
+
+
+class Params:
+    """The parameters of a launch. A subclass has the fields of the C struct of its name in ``header``, in order.
+
+        class Params(jit.Params, header="experts/combine/combine.cuh"): ...
+
+    header: below the kernels' folder, or an absolute path.  The struct's base, if it has one, is the subclass's.
+    Raises TypeError for a struct that is not there, or a field of an unknown type.
+    """
+
+    def __init_subclass__(cls, header: str) -> None:
+        found = re.search(rf"^struct {cls.__name__}\b[^{{]*{{\n(.*?)^}};", (KERNELS / header).read_text(), re.M | re.S)
+        if found is None:
+            raise TypeError(f"{header} has no struct {cls.__name__}")
+        cls.__annotations__ = {}
+        for kind, star, names in re.findall(r"^    (?:const )?([\w:]+)(\*?) (\w+(?:, \w+)*);", found[1], re.M):
+            if not star and kind not in _TYPES:
+                raise TypeError(f"{cls.__name__} of {header} has {kind} {names}: use a pointer or {', '.join(_TYPES)}")
+            cls.__annotations__ |= dict.fromkeys(names.split(", "), Pointer if star else _TYPES[kind])
+        dataclasses.dataclass(frozen=True)(cls)
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+        def __init__(self, *fields: Any, **by_name: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class Field(NamedTuple):

@@ -7,10 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from anybit.jit.params import layout_assertions
-
-KERNELS = Path(__file__).parent.parent / "kernels"
-"""The folder of the .cuh files."""
+from anybit.jit.params import KERNELS, layout_assertions
 
 
 class Config(Protocol):

@@ -2,11 +2,11 @@
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Annotated
 
 from anybit.errors import KernelError
 from anybit.jit.driver import driver
-from anybit.jit.params import CType, Pointer
+from anybit.jit.params import Pointer
+from anybit.jit.params import TensorMap as TensorMap
 
 _MOST = 1024
 """Most addresses whose tensor maps a matrix knows."""
@@ -62,7 +62,3 @@ class Matrix:
                 "bytes"
             )
         return ctypes.string_at(encoded.getPtr(), 128)
-
-
-TensorMap = Annotated[bytes | Matrix, CType("128s", 128)]
-"""A Params field for a `ptx::TensorMap`."""

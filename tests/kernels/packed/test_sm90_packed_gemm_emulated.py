@@ -8,7 +8,7 @@ import torch
 
 import emulate
 from anybit.codes.reference import quantize_activations
-from anybit.jit.source import KERNELS
+from anybit.jit.params import KERNELS
 from anybit.kernels.block import norm_act
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_tiles import prepare

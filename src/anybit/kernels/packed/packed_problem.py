@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.device import Device
 from anybit.errors import dtype_name
-from anybit.jit import Int32, Pointer
 from anybit.kernels.block.quantize_activations import Packed, rows_aligned
 from anybit.kernels.common.types import Code, Operand, Output
 from anybit.kernels.gemm_kernel import Operands
@@ -169,24 +169,8 @@ def first_that_fits(configs: Iterable[_C], fits: Callable[[_C], bool]) -> _C:
     return found
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch for few tokens; see sm90_packed_skinny.cuh."""
-
-    tiles: Pointer
-    row_scale: Pointer
-    row_zero: Pointer
-    permutation: Pointer
-    x: Pointer
-    x_scale: Pointer
-    bias: Pointer
-    y: Pointer
-    m: Int32
-    n: Int32
-    k: Int32
-    x_stride: Int32
-    k_blocks: Int32
-    row_tiles: Int32
+class Params(jit.Params, header="packed/packed_params.cuh"):
+    """Arguments of one launch for few tokens."""
 
 
 def arguments(operands: Operands, problem: LinearProblem, config: object = None) -> Params:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybit.jit import Int32, Kernel, Launch, Pointer
+from anybit import jit
 from anybit.kernels.common.types import Output
 
 
@@ -16,25 +16,17 @@ class Config:
     is_bf16: bool
 
 
-@dataclass(frozen=True)
-class Params:
-    """The arguments of one launch; see the struct of the same name."""
-
-    rows: Pointer
-    place: Pointer
-    weights: Pointer
-    y: Pointer
-    tokens: Int32
-    vectors: Int32
+class Params(jit.Params, header="experts/combine/combine.cuh"):
+    """The arguments of one launch."""
 
 
-def kernel(config: Config) -> Kernel:
+def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    return Kernel("experts/combine/combine.cuh", "combine_slots", config, Params, config.threads)
+    return jit.Kernel("experts/combine/combine.cuh", "combine_slots", config, Params, config.threads)
 
 
-def launch(params: Params, top_k: int, weight: Output, is_bf16: bool) -> Launch:
+def launch(params: Params, top_k: int, weight: Output, is_bf16: bool) -> jit.Launch:
     """The launch: a block a token and 256 of its vectors."""
     threads = min(256, -(-params.vectors // 32) * 32)
     grid = params.tokens, -(-params.vectors // threads), 1
-    return Launch(kernel(Config(threads, top_k, weight, is_bf16)), params, grid, pdl=True)
+    return jit.Launch(kernel(Config(threads, top_k, weight, is_bf16)), params, grid, pdl=True)

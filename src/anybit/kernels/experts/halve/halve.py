@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from anybit.jit import Int32, Kernel, Launch, Pointer
+from anybit import jit
+from anybit.jit import Pointer
 
 
 @dataclass(frozen=True)
@@ -12,19 +13,12 @@ class Config:
     warps: int
 
 
-@dataclass(frozen=True)
-class HalveParams:
-    """The arguments of one launch; see the struct of the same name."""
-
-    x: Pointer
-    y: Pointer
-    scale: Pointer
-    vectors: Int32
-    x_stride: Int32
+class HalveParams(jit.Params, header="experts/halve/halve.cuh"):
+    """The arguments of one launch."""
 
 
-def launch(x: Pointer, x_stride: int, y: Pointer, scale: Pointer, rows: int, columns: int) -> Launch:
+def launch(x: Pointer, x_stride: int, y: Pointer, scale: Pointer, rows: int, columns: int) -> jit.Launch:
     """The launch: x [rows, columns], rows x_stride values apart, to y, dense. Columns and stride: multiples of 8."""
     warps = min(8, -(-columns // 256))
-    kernel = Kernel("experts/halve/halve.cuh", "halve", Config(warps), HalveParams, 32 * warps, 4 * warps)
-    return Launch(kernel, HalveParams(x, y, scale, columns // 8, x_stride // 8), (rows, 1, 1), pdl=True)
+    kernel = jit.Kernel("experts/halve/halve.cuh", "halve", Config(warps), HalveParams, 32 * warps, 4 * warps)
+    return jit.Launch(kernel, HalveParams(x, y, scale, columns // 8, x_stride // 8), (rows, 1, 1), pdl=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybit.jit import Int32, Kernel, Launch, Pointer
+from anybit import jit
 
 _THREADS, _MANY_THREADS = 256, 1024
 _MANY = 4096
@@ -18,27 +18,8 @@ class Config:
     most_experts: int
 
 
-@dataclass(frozen=True)
-class Params:
-    """The arguments of one launch; see the struct of the same name."""
-
-    ids: Pointer
-    x: Pointer
-    x_scale: Pointer
-    x_sum: Pointer
-    sorted: Pointer
-    sorted_scale: Pointer
-    sorted_sum: Pointer
-    place: Pointer
-    token: Pointer
-    token_tile: Pointer
-    token_tile_count: Pointer
-    tokens: Int32
-    top_k: Int32
-    experts: Int32
-    vectors: Int32
-    x_stride: Int32
-    tile_m: Int32
+class Params(jit.Params, header="experts/route/route.cuh"):
+    """The arguments of one launch."""
 
 
 def shared_bytes(config: Config) -> int:
@@ -46,9 +27,9 @@ def shared_bytes(config: Config) -> int:
     return 4 * (2 * config.most_experts + config.threads)
 
 
-def kernel(config: Config) -> Kernel:
+def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    return Kernel("experts/route/route.cuh", "route_tokens", config, Params, config.threads, shared_bytes(config))
+    return jit.Kernel("experts/route/route.cuh", "route_tokens", config, Params, config.threads, shared_bytes(config))
 
 
 def why_not(experts: int, top_k: int) -> str | None:
@@ -66,9 +47,9 @@ def token_tiles(tokens: int, top_k: int, experts: int, tile_m: int) -> int:
     return min(experts, slots) + slots // tile_m
 
 
-def launch(params: Params, id_words: int, sms: int) -> Launch:
+def launch(params: Params, id_words: int, sms: int) -> jit.Launch:
     """The launch: one or two blocks an SM, each with its own tokens."""
     room = max(64, 1 << (params.experts - 1).bit_length())
     many = params.tokens * params.top_k >= _MANY
     config = Config(_MANY_THREADS if many else _THREADS, id_words, room)
-    return Launch(kernel(config), params, (min(params.tokens, sms if many else 2 * sms), 1, 1), pdl=True)
+    return jit.Launch(kernel(config), params, (min(params.tokens, sms if many else 2 * sms), 1, 1), pdl=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, sixteen_bits
-from anybit.jit import Float32, Int32, Int64, Kernel, Launch, Pointer
+from anybit.jit import Pointer
 
 _CLUSTER = 8
 _ROWS = 16
@@ -69,24 +70,8 @@ class LargestConfig:
     is_bf16: bool
 
 
-@dataclass(frozen=True)
-class Params:
-    """The arguments of one launch; see the struct of the same name."""
-
-    x: Pointer
-    residual: Pointer
-    gamma: Pointer
-    weight: Pointer
-    total: Pointer
-    y: Pointer
-    ids: Pointer
-    weights: Pointer
-    x_stride: Int64
-    tokens: Int32
-    hidden: Int32
-    experts: Int32
-    top: Int32
-    epsilon: Float32
+class Params(jit.Params, header="experts/router/router.cuh"):
+    """The arguments of one launch."""
 
 
 def why_not(p: Problem) -> str | None:
@@ -131,15 +116,15 @@ def shared_bytes(c: Config) -> int:
     return c.tokens * (2 * c.hidden + 64 + (c.threads // 32 + 1) * c.tiles * _ROWS * 4 + 128)
 
 
-def kernel(c: Config) -> Kernel:
+def kernel(c: Config) -> jit.Kernel:
     """The kernel of a config."""
-    return Kernel("experts/router/router.cuh", "route", c, Params, c.threads, shared_bytes(c), _CLUSTER)
+    return jit.Kernel("experts/router/router.cuh", "route", c, Params, c.threads, shared_bytes(c), _CLUSTER)
 
 
 def launch(
     p: Problem, x: Pointer, x_stride: int, weight: Pointer, ids: Pointer, weights: Pointer, residual: Pointer = None,
     gamma: Pointer = None, epsilon: float = 0.0, total: Pointer = None, y: Pointer = None,
-) -> Launch:  # fmt: skip
+) -> jit.Launch:  # fmt: skip
     """ids, weights [tokens, top] (int32, float32) of x [tokens, hidden]; with a norm, of y = RMSNorm(x + residual).
 
     total: x + residual.  weight: the router's, [experts, hidden] in x's dtype.
@@ -150,10 +135,10 @@ def launch(
     params = Params(
         x, residual, gamma, weight, total, y, ids, weights, x_stride, p.tokens, p.hidden, p.experts, p.top, epsilon
     )
-    return Launch(kernel(config), params, (_CLUSTER * max(clusters, 1), 1, 1), pdl=True)
+    return jit.Launch(kernel(config), params, (_CLUSTER * max(clusters, 1), 1, 1), pdl=True)
 
 
-def launch_largest(p: Problem, logits: Pointer, ids: Pointer, weights: Pointer) -> Launch:
+def launch_largest(p: Problem, logits: Pointer, ids: Pointer, weights: Pointer) -> jit.Launch:
     """ids, weights [tokens, top] of logits [tokens, experts]. Raises KernelError as ``launch`` does."""
     if (reason := why_not(p)) is not None:
         raise KernelError(f"no kernel for this router: {reason}")
@@ -161,5 +146,5 @@ def launch_largest(p: Problem, logits: Pointer, ids: Pointer, weights: Pointer) 
     params = Params(
         logits, None, None, None, None, None, ids, weights, p.experts, p.tokens, p.hidden, p.experts, p.top, 0.0
     )
-    made = Kernel("experts/router/router.cuh", "take_largest", config, Params, config.threads)
-    return Launch(made, params, (-(-p.tokens // (config.threads // 32)), 1, 1), pdl=True)
+    made = jit.Kernel("experts/router/router.cuh", "take_largest", config, Params, config.threads)
+    return jit.Launch(made, params, (-(-p.tokens // (config.threads // 32)), 1, 1), pdl=True)

@@ -17,7 +17,7 @@ import torch
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Int32, Launch, Pointer
+from anybit.jit import Launch, Pointer
 from anybit.kernels.common.types import Gate as Gate
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up, unit_bytes
@@ -95,28 +95,8 @@ class Config(FewFacts):
     sparse: bool = False
 
 
-@dataclass(frozen=True)
-class ExpertsParams:
-    """Arguments of one launch; see sm90_experts_gemv.cuh."""
-
-    tiles: Pointer
-    row_scale: Pointer
-    row_zero: Pointer
-    x: Pointer
-    bias: Pointer
-    ids: Pointer
-    routing: Pointer
-    y: Pointer
-    tokens: Int32
-    top: Int32
-    experts: Int32
-    n: Int32
-    k: Int32
-    x_stride: Int32
-    y_stride: Int32
-    k_blocks: Int32
-    row_tiles: Int32
-    id_words: Int32
+class ExpertsParams(jit.Params, header="experts/sm90_experts_gemv/sm90_experts_gemv.cuh"):
+    """The arguments of one launch."""
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:

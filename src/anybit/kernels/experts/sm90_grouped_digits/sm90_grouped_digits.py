@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from anybit import jit
-from anybit.jit import Int32, Launch, Pointer
+from anybit.jit import Launch
 from anybit.kernels.common.types import Gate
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.packed_problem import facts
@@ -24,22 +24,8 @@ _TILES = (4, 8, 16, 24)
 _FOLDER = "experts/sm90_grouped_digits"
 
 
-@dataclass(frozen=True)
-class GroupedParams:
-    """Arguments of a product; see sm90_grouped_digits.cuh."""
-
-    tiles: Pointer
-    row_scale: Pointer
-    row_zero: Pointer
-    bias: Pointer
-    digits: Pointer
-    token_tile: Pointer
-    token_tile_count: Pointer
-    y: Pointer
-    experts: Int32
-    n: Int32
-    k_blocks: Int32
-    row_tiles: Int32
+class GroupedParams(jit.Params, header="experts/sm90_grouped_digits/sm90_grouped_digits.cuh"):
+    """Arguments of a product."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +36,8 @@ class SlotsConfig(digitize.Config):
     at_once: int
 
 
-@dataclass(frozen=True)
-class SlotsParams:
+class SlotsParams(jit.Params, header="experts/sm90_grouped_digits/digitize_slots.cuh"):
     """Arguments of digitize_slots."""
-
-    x: Pointer
-    token: Pointer
-    token_tile: Pointer
-    token_tile_count: Pointer
-    digits: Pointer
-    k: Int32
-    k_blocks: Int32
-    x_stride: Int32
 
 
 def why_not(product: LinearProblem, config: Config | None = None) -> str | None:

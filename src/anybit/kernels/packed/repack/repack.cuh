@@ -9,7 +9,7 @@
 
 #include "packed/packed_layout.cuh"
 
-enum ScaleType : int32_t { scale_f32, scale_f16, scale_bf16 };
+enum ScaleType { scale_f32, scale_f16, scale_bf16 };
 
 struct Params {
     const uint32_t* words;       // [n, row_words]
@@ -21,7 +21,7 @@ struct Params {
     const int32_t* column_group;  // permuted columns: the group of each span of `group` columns, else null
     float* row_scale;             // [64 * row_tiles], not written for per-row scales
     int32_t n, k, row_words, row_tiles, unit_bytes, group, groups, spans;  // spans of `group` columns with scales
-    ScaleType scale_type;
+    int32_t scale_type;  // a ScaleType
 };
 
 namespace packed {

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.jit import Int32, Pointer
 from anybit.kernels.packed.packed_layout import Order
 from anybit.scheme import WeightFormat
 
@@ -30,27 +29,8 @@ def config_of(format: WeightFormat, order: Order) -> Config:
     return Config(format.bits, order == "a8", format.code == "e2m1")
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see repack.cuh."""
-
-    words: Pointer
-    permutation: Pointer
-    tiles: Pointer
-    scale: Pointer
-    zero: Pointer
-    minimum: Pointer
-    column_group: Pointer
-    row_scale: Pointer
-    n: Int32
-    k: Int32
-    row_words: Int32
-    row_tiles: Int32
-    unit_bytes: Int32
-    group: Int32
-    groups: Int32
-    spans: Int32
-    scale_type: Int32
+class Params(jit.Params, header="packed/repack/repack.cuh"):
+    """Arguments of one launch."""
 
 
 @dataclass(frozen=True)

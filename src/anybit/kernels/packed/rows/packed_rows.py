@@ -8,7 +8,6 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError, dtype_name, sixteen_bits
-from anybit.jit import Int32, Pointer
 from anybit.kernels.common.types import Code, Output
 from anybit.kernels.packed import packed_layout
 from anybit.kernels.packed.packed_layout import PackedWeight
@@ -27,20 +26,8 @@ class Config:
     output: Output
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see packed_rows.cuh."""
-
-    ids: Pointer
-    tiles: Pointer
-    row_scale: Pointer
-    row_zero: Pointer
-    permutation: Pointer
-    y: Pointer
-    n: Int32
-    k: Int32
-    row_tiles: Int32
-    k_blocks: Int32
+class Params(jit.Params, header="packed/rows/packed_rows.cuh"):
+    """Arguments of one launch."""
 
 
 def why_not(format: WeightFormat, dtype: torch.dtype) -> str | None:

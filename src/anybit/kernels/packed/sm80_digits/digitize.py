@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybit import jit
-from anybit.jit import Int32, Pointer
 from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm_kernel import Operands
 from anybit.kernels.linear_problem import LinearProblem
@@ -26,16 +25,8 @@ class Config:
     wgmma: bool
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see digitize.cuh."""
-
-    x: Pointer
-    permutation: Pointer
-    digits: Pointer
-    m: Int32
-    k: Int32
-    x_stride: Int32
+class Params(jit.Params, header="packed/sm80_digits/digitize.cuh"):
+    """Arguments of one launch."""
 
 
 def block_bytes(config: Any) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from anybit import jit
-from anybit.jit import Int32, Pointer
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm_kernel import Operands, Traits
@@ -49,25 +48,8 @@ class Config(Facts):
         return self.row_warps * self.units * 16
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see sm80_packed_gemm.cuh."""
-
-    tiles: Pointer
-    row_scale: Pointer
-    row_zero: Pointer
-    x: Pointer
-    x_scale: Pointer
-    bias: Pointer
-    y: Pointer
-    partial: Pointer
-    locks: Pointer
-    m: Int32
-    n: Int32
-    k: Int32
-    x_stride: Int32
-    k_blocks: Int32
-    row_tiles: Int32
+class Params(jit.Params, header="packed/sm80_gemm/sm80_packed_gemm.cuh"):
+    """Arguments of one launch."""
 
 
 def at_once(problem: LinearProblem) -> LinearProblem:

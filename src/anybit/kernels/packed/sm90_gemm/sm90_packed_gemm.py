@@ -7,15 +7,15 @@ docs/design/packed.md has the measurements behind the choices here.
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from anybit import jit
 from anybit.errors import KernelError
-from anybit.jit import Int32, Kernel, Pointer
-from anybit.jit.tensor_map import Matrix, TensorMap
+from anybit.jit.tensor_map import Matrix
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm_kernel import Operands, Traits
@@ -70,37 +70,12 @@ _LOOPS = ((1, False, 0), (2, False, 0), (1, True, 0), (2, True, 0), (1, False, 2
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 
-@dataclass(frozen=True)
-class Params:
-    """The arguments of one launch; see the struct of the same name."""
-
-    x: TensorMap
-    x_tail: TensorMap
-    tiles: Pointer
-    row_scale: Pointer
-    row_zero: Pointer
-    x_scale: Pointer
-    x_sum: Pointer
-    bias: Pointer
-    y: Pointer
-    tokens: Int32
-    rows: Int32
-    k_blocks: Int32
-    weight_tiles: Int32
-    row_tiles: Int32
-    token_tiles: Int32
-    raster: Int32
-    expert_tiles: Int32
-    token_tile: Pointer
-    token_tile_count: Pointer
-    expert_rows: Int32
+class Params(jit.Params, header="packed/sm90_gemm/sm90_packed_gemm_shape.cuh"):
+    """The arguments of one launch."""
 
 
-@dataclass(frozen=True)
-class StoreParams(Params):
+class StoreParams(Params, header="packed/sm90_gemm/sm90_packed_gemm_shape.cuh"):
     """The arguments of a launch that stores y by TMA."""
-
-    y_map: TensorMap
 
 
 def facts(problem: LinearProblem) -> dict[str, Any]:
@@ -243,13 +218,13 @@ def estimate(problem: LinearProblem, config: Config) -> float:
     return waves * step * (problem.k_blocks / config.cluster_k + 12) / (1 if config.span == 1 else 1.05)
 
 
-def kernel(config: Config, silu: bool = False) -> Kernel:
+def kernel(config: Config, silu: bool = False) -> jit.Kernel:
     """The kernel of a config, for jit.
 
     silu: with a SiLU epilogue (``Traits``), bitwise equal to ``ops.elementwise.silu_mul``; n must be a multiple of 16,
     tensor_store False.
     """
-    return Kernel(
+    return jit.Kernel(
         header="packed/sm90_gemm/sm90_packed_gemm.cuh",
         entry="packed::sm90_packed_gemm" + "_store" * config.tensor_store + "_silu" * silu,
         config=config,
@@ -260,7 +235,7 @@ def kernel(config: Config, silu: bool = False) -> Kernel:
     )
 
 
-def _silu(config: Config) -> Kernel | None:
+def _silu(config: Config) -> jit.Kernel | None:
     return None if config.tensor_store else kernel(config, silu=True)
 
 

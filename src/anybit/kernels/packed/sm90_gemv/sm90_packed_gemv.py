@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.jit import Pointer
 from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.kernels.block.rope_pages import RopePagesArgs
@@ -65,51 +65,16 @@ class Config(FewFacts):
     sparse: bool = False
 
 
-@dataclass(frozen=True)
-class NormParams(Params):
-    """Arguments of a launch with a fused norm; see sm90_packed_gemv.cuh."""
-
-    residual: Pointer
-    residual_sum: Pointer
-    gamma: Pointer
-    residual_stride: Int32
-    epsilon: Float32
-    part: Float32
+class NormParams(Params, header="packed/sm90_gemv/sm90_packed_gemv_parts.cuh"):
+    """Arguments of a launch with a fused norm."""
 
 
-@dataclass(frozen=True)
-class RotaryParams(NormParams):
-    """Arguments of a launch with fused norm and RoPE, K and V stored to a ring; see sm90_packed_gemv.cuh."""
-
-    cosine: Pointer
-    sine: Pointer
-    ring: Pointer
-    lengths: Pointer
-    sequences: Pointer
-    query_heads: Int32
-    key_heads: Int32
-    head_dim: Int32
-    new_tokens: Int32
-    ring_tokens: Int32
+class RotaryParams(NormParams, header="packed/sm90_gemv/sm90_packed_gemv_parts.cuh"):
+    """Arguments of a launch with fused norm and RoPE, K and V stored to a ring."""
 
 
-@dataclass(frozen=True)
-class RotaryPagesParams(NormParams):
-    """``RotaryParams`` for a paged cache; see sm90_packed_gemv_parts.cuh."""
-
-    table: Pointer
-    positions: Pointer
-    slots: Pointer
-    keys: Pointer
-    values: Pointer
-    page_stride: Int64
-    token_stride: Int64
-    head_stride: Int64
-    query_heads: Int32
-    key_heads: Int32
-    head_dim: Int32
-    page_tokens: Int32
-    stored: Int32
+class RotaryPagesParams(NormParams, header="packed/sm90_gemv/sm90_packed_gemv_parts.cuh"):
+    """``RotaryParams`` for a paged cache."""
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
