@@ -22,6 +22,7 @@ MODELS = {
     "opt": lambda: hf.OPTForCausalLM(
         hf.OPTConfig(**COMMON, ffn_dim=160, max_position_embeddings=512, word_embed_proj_dim=128)
     ),
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=128, n_layer=2, n_head=2)),
 }
 
 

@@ -166,25 +166,25 @@ def index_entry(rng: random.Random, folder: Path) -> Damage | None:
     if not file.exists():
         return None
     index = json.loads(file.read_text())
-    names = list(index["weight_map"])
-    name = rng.choice(names)
-    files = sorted(set(index["weight_map"].values()))
+    places = index["weight_map"]
+    name, files = rng.choice(list(places)), sorted(set(places.values()))
     what = rng.choice(["gone", "new", "moved", "outside", "absent", "number", "all outside", "map"])
     if what == "gone":
-        del index["weight_map"][name]
-    elif what == "new":
-        index["weight_map"][f"{name}x"] = files[0]
-    elif what == "moved":
-        index["weight_map"][name] = next(item for item in files if item != index["weight_map"][name])
-    elif what == "outside":
-        index["weight_map"][name] = f"../{folder.name}/{index['weight_map'][name]}"
+        del places[name]
     elif what == "all outside":
         shutil.copytree(folder, folder.parent / "elsewhere", dirs_exist_ok=True)
-        index["weight_map"] = {key: f"../elsewhere/{item}" for key, item in index["weight_map"].items()}
+        index["weight_map"] = {key: f"../elsewhere/{item}" for key, item in places.items()}
     elif what == "map":
         index["weight_map"] = rng.choice(NASTY)
     else:
-        index["weight_map"][name] = 3 if what == "number" else "model-00009-of-00009.safetensors"
+        new = {
+            "new": (f"{name}x", files[0]),
+            "moved": (name, next((item for item in files if item != places[name]), files[0])),
+            "outside": (name, f"../{folder.name}/{places[name]}"),
+            "absent": (name, "model-00009-of-00009.safetensors"),
+            "number": (name, 3),
+        }
+        places |= [new[what]]
     # A tensor missing from the index is still in its file, and files decide.
     return _written(file, index, f"index: {what}", name)
 
@@ -222,25 +222,23 @@ def header_entry(rng: random.Random, folder: Path) -> Damage:
     name = rng.choice(_names(header))
     entry = header[name]
     what = rng.choice(["renamed", "swapped", "dtype", "shape", "offsets", "field", "name"])
+    begin, end = entry["data_offsets"]
     if what == "renamed":
         header[rng.choice([f"{name}x", name.replace("0", "1"), name.replace("0", "7"), "\x1b[31mx"])] = header.pop(name)
     elif what == "swapped":
         other = rng.choice(_names(header))
         header[name], header[other] = header[other], header[name]
         alike = (entry["dtype"], entry["shape"]) == (header[name]["dtype"], header[name]["shape"])
-        return _save(file, header, data, "tensor: another value" if alike else "header: swapped", f"{name} {other}")
+        what = "value" if alike else what
     elif what == "dtype":
         widths = (("F32", "I32", "U32"), ("F64", "I64", "U64"), ("F16", "BF16", "I16"), ("U8", "I8", "BOOL", "F8_E4M3"))
         before = entry["dtype"]
         entry["dtype"] = rng.choice([*next(group for group in widths if entry["dtype"] in group), "Q4", 3, None])
-        if {before, entry["dtype"]} <= {"F16", "BF16"}:
-            what = "value"
+        what = "value" if {before, entry["dtype"]} <= {"F16", "BF16"} else what
     elif what == "shape":
-        entry["shape"] = rng.choice(
-            [entry["shape"][::-1], [*entry["shape"], 1], [1, *entry["shape"]], [-1], "x", None, []]
-        )
+        shape = entry["shape"]
+        entry["shape"] = rng.choice([shape[::-1], [*shape, 1], [1, *shape], [-1], "x", None, []])
     elif what == "offsets":
-        begin, end = entry["data_offsets"]
         entry["data_offsets"] = rng.choice([[begin + 4, end + 4], [end, begin], [0, 2**63], [begin], None, [1.5, 2.5]])
     elif what == "field":
         entry.pop(rng.choice(list(entry)))
@@ -268,20 +266,19 @@ def header_tensors(rng: random.Random, folder: Path) -> Damage:
                 entry["data_offsets"] = [offset - (end - begin) for offset in offsets]
         kind = "header: an empty tensor is gone" if begin == end else "header: gone"
         return _save(file, header, data[:begin] + data[end:], kind, name)
+    text: dict[str, Any] | str = header
     if what == "surplus":
-        new = rng.choice(["extra", f"{name}_extra", "model.layers.7.mlp.up_proj.weight_packed", "lm_head.bias"])
-        header[new] = {"dtype": "F32", "shape": [2], "data_offsets": [len(data), len(data) + 8]}
-        return _save(file, header, data + b"\0" * 8, "header: surplus", new)
-    if what == "twice":
-        text = json.dumps(header)
-        return _save(
-            file, text[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}", data, "header: twice", name
-        )
-    if what == "many":
+        name = rng.choice(["extra", f"{name}_extra", "model.layers.7.mlp.up_proj.weight_packed", "lm_head.bias"])
+        header[name] = {"dtype": "F32", "shape": [2], "data_offsets": [len(data), len(data) + 8]}
+        data += b"\0" * 8
+    elif what == "twice":
+        text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+    elif what == "many":
         entry = {"dtype": "U8", "shape": [0], "data_offsets": [len(data), len(data)]}
-        return _save(file, {**header, **{f"x{i}": entry for i in range(20_000)}}, data, "header: many", "")
-    del header[name]
-    return _save(file, header, data, "header: hole", name)
+        header |= {f"x{i}": entry for i in range(20_000)}
+    else:
+        del header[name]
+    return _save(file, text, data, f"header: {what}", name)
 
 
 def header_spoilt(rng: random.Random, folder: Path) -> Damage:
@@ -304,10 +301,8 @@ def header_spoilt(rng: random.Random, folder: Path) -> Damage:
 def tensor_values(rng: random.Random, folder: Path) -> Damage:
     file = _weights(rng, folder)
     header, data = _read(file)
-    name = rng.choice(
-        [name for name in _names(header) if header[name]["data_offsets"][1] > header[name]["data_offsets"][0]]
-    )
-    begin, end = header[name]["data_offsets"]
+    whole = {name: header[name]["data_offsets"] for name in _names(header)}
+    name, (begin, end) = rng.choice([(name, (first, last)) for name, (first, last) in whole.items() if last > first])
     raw = bytearray(data)
     place = rng.randrange(begin, end)
     if header[name]["dtype"] in ("F32", "F16", "BF16") and rng.random() < 0.6:
@@ -466,10 +461,8 @@ def damage_gguf(rng: random.Random, file: Path) -> Damage:
         place = data.index(name, 600)
         data[place : place + 2] = b"zz"
     elif what == "entry":
-        name = rng.choice(
-            [b"llama.block_count", b"llama.embedding_length", b"general.architecture", b"llama.feed_forward"]
-        )
-        place = data.index(name)
+        names = b"llama.block_count", b"llama.embedding_length", b"general.architecture", b"llama.feed_forward"
+        place = data.index(rng.choice(names))
         data[place + 8 : place + 10] = b"zz"
         kind = "gguf: an entry is renamed"
     elif what == "blocks":

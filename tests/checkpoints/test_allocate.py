@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases_models import save_tiny, tiny_model
+from tests.cases_folders import Sources
+from tests.cases_models import layers_of, tiny_model
 from transformers import AutoModelForCausalLM
 
 import anybit
@@ -19,11 +20,6 @@ from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.scheme import Scheme
 
 TEXT: dict[str, Any] = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)]}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def test_the_choice_is_near_the_best_there_is() -> None:
@@ -92,25 +88,26 @@ def test_layers_of_one_input_get_one_width() -> None:
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "distill"])
-def test_an_average_is_met_and_the_result_loads(method: str, source: Path, tmp_path: Path) -> None:
+def test_an_average_is_met_and_the_result_loads(method: str, llama: Path, tmp_path: Path) -> None:
     options = {**TEXT, "passes": 0} if method == "gptq" else TEXT
     if method == "distill":  # on what the model writes
         options = {"learn_tokens": 1024, "length": 32, "tokens": 512}
-    saved = quantize_folder(source, tmp_path / "out", "w4a16g64", method, bits=5.0, options=options)
+    saved = quantize_folder(llama, tmp_path / "out", "w4a16g64", method, bits=5.0, options=options)
     assert 4.0 < saved.bits_per_weight <= 5.0 and saved.overrides
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    schemes = {n: m.scheme for n, m in model.named_modules() if isinstance(m, anybit.QuantLinear)}
-    assert len({scheme.weights.bits for scheme in schemes.values()}) > 1
+    widths = {name: layer.scheme.weights.bits for name, layer in layers_of(model).items()}
+    assert len({*widths.values()}) > 1
     for i in range(2):
-        assert len({schemes[f"model.layers.{i}.self_attn.{kind}_proj"] for kind in "qkv"}) == 1
+        assert len({widths[f"model.layers.{i}.self_attn.{kind}_proj"] for kind in "qkv"}) == 1
     anybit.fuse(model)
 
 
 @pytest.mark.parametrize(("scheme", "context", "bits"), [("w4a16g64", 140, 16), ("w4a16g64-kv4", 500, 4.5625)])
-def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: float, tmp_path: Path) -> None:
-    """Of 2 layers with 2 heads of 64 channels."""
-    source, cache = save_tiny("llama-wide", tmp_path / "source"), context * 2 * 2 * 2 * 64 * bits / 8
-    saved = quantize_folder(source, tmp_path / "out", scheme, memory=300_000, context=context, options=TEXT)
+def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: float, sources: Sources, tmp_path) -> None:
+    cache = context * 2 * 2 * 2 * 64 * bits / 8  # 2 layers with 2 heads of 64 channels
+    saved = quantize_folder(
+        sources["llama-wide"], tmp_path / "out", scheme, memory=300_000, context=context, options=TEXT
+    )
     assert 280_000 < saved.bytes_after + cache <= 300_000
 
 
@@ -132,7 +129,7 @@ def test_a_size_in_memory_holds_a_cache_too(scheme: str, context: int, bits: flo
         ({"bits": 9.0, "options": TEXT, "overrides": {"*": "w4a16"}}, OptionError, "every layer has an override"),
     ],
 )
-def test_what_cannot_be_met_is_refused(more, error, message, source, tmp_path) -> None:
+def test_what_cannot_be_met_is_refused(more, error, message, llama, tmp_path) -> None:
     with pytest.raises(error, match=message):
-        quantize_folder(source, tmp_path / "out", **{"scheme": "w4a16g64", **more})
+        quantize_folder(llama, tmp_path / "out", **{"scheme": "w4a16g64", **more})
     assert not (tmp_path / "out").exists()

@@ -1,33 +1,25 @@
 """compressed-tensors loads what anybit saved, and anybit takes it back."""
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.cases_models import save_tiny, tokens_of
+from safetensors.torch import load_file
+from tests.cases_calibration import sequences
+from tests.cases_folders import Sources, configure, quantization_of, retensor
+from tests.cases_models import layers_of, tokens_of
 from tests.checkpoints.test_format_layouts import padded
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.write import convert, convert_into
 from anybit.checkpoints.shared import shared_ignore
-from anybit.codes.packing import QuantizedWeight, unpack_words
-from anybit.codes.rtn import quantize_weight
+from anybit.codes.packing import unpack_words
 from anybit.errors import CheckpointError, ConversionError
-from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.quantization.pipeline.stream import Job, write_quantized
 from anybit.scheme import Scheme
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("sources")
-    return {name: save_tiny(name, folder / name) for name in ("llama", "llama-wide", "qwen2", "bloom", "gpt2")}
 
 
 @pytest.mark.parametrize(
@@ -55,14 +47,13 @@ def test_compressed_tensors_gives_the_same_tokens(sources, tmp_path, architectur
     asymmetric = scheme.endswith("asym")
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if asymmetric else {}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
-    assert not any(isinstance(module, QuantLinear) for module in theirs.modules())
+    assert not layers_of(theirs)
     assert tokens_of(theirs) == tokens_of(ours)
     ids = torch.arange(20)[None]
     with torch.inference_mode():
         torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
     convert(tmp_path / "out", "anybit")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert config["anybit"]["scheme"] == scheme
+    assert quantization_of(tmp_path / "out")["anybit"]["scheme"] == scheme
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert tokens_of(again) == tokens_of(ours)
 
@@ -86,40 +77,24 @@ def test_what_it_cannot_express_is_refused_by_name(sources, tmp_path, architectu
     assert (tmp_path / "out" / "config.json").read_text() == before
 
 
-def test_activation_order_is_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
-    job = Job.of(sources["llama"], tmp_path / "out", "w4a16g32", "rtn")
-
-    def ordered(layer: object, weight: torch.Tensor) -> QuantizedWeight:
-        plain = quantize_weight(weight, Scheme.parse("w4a16g32").weights)
-        index = torch.arange(plain.shape[1], dtype=torch.int32) // 32
-        return QuantizedWeight(plain.words, plain.scale, plain.zero, plain.shape, plain.format, index.flip(0))
-
-    write_quantized(job, ordered)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert config["group_index"] is True
+def test_activation_order_is_saved_and_refused_by_name(sources: Sources, tmp_path: Path) -> None:
+    options = {"sequences": [s % 96 for s in sequences(30)], "tokens": 900, "order": "sorted"}
+    quantize_folder(sources["llama"], tmp_path / "out", "w4a16g32", "gptq", options=options)
+    assert any(name.endswith("weight_g_idx") for name in Folder(tmp_path / "out").entries)
+    assert quantization_of(tmp_path / "out")["group_index"] is True
     assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
     with pytest.raises(ConversionError, match=r"layer model\.layers\.0\.\S+ has an activation order"):
         convert(tmp_path / "out", "compressed-tensors")
 
 
-def _changed(folder: Path, entry: dict[str, Any], **tensors: torch.Tensor) -> None:
-    """Change a folder's quantization_config, and tensors of its only file."""
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= entry
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: Sources, tmp_path: Path) -> None:
     quantize_folder(sources["llama"], tmp_path / "out", "w4a16g32")
     convert(tmp_path / "out", "compressed-tensors")
     apply = [{"targets": ["re:.*down_proj"], "location": "input"}]
     rotated = {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}}
     scales = {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
     shape = {"model.layers.0.mlp.up_proj.weight_shape": torch.tensor([1, 96, 64])}
-    group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
-        "group_0"
-    ]
+    group = quantization_of(tmp_path / "out")["config_groups"]["group_0"]
     odd = {"config_groups": {"g": {**group, "weights": {**group["weights"], "num_bits": "four"}}}}
     for i, (entry, tensors, message) in enumerate(
         [
@@ -130,37 +105,35 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: dict
             ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may backtrack forever"),
         ]
     ):
-        shutil.copytree(tmp_path / "out", tmp_path / str(i))
-        _changed(tmp_path / str(i), entry, **tensors)
-        before = (tmp_path / str(i) / "config.json").read_text()
+        folder = retensor(configure(shutil.copytree(tmp_path / "out", tmp_path / str(i)), entry), **tensors)
+        before = (folder / "config.json").read_text()
         with pytest.raises((ConversionError, CheckpointError), match=message):
-            convert(tmp_path / str(i), "anybit")
-        assert (tmp_path / str(i) / "config.json").read_text() == before
+            convert(folder, "anybit")
+        assert (folder / "config.json").read_text() == before
 
 
-def test_convert_writes_settings_that_others_leave_out(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_convert_writes_settings_that_others_leave_out(sources: Sources, tmp_path: Path) -> None:
     """Defaults, group size -1 for whole rows, and a format only in the config group."""
     quantize_folder(sources["llama"], tmp_path / "out", "w4a16")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     convert(tmp_path / "out", "compressed-tensors")
     weights = {"num_bits": 4, "strategy": "channel", "group_size": -1}
     groups = {"config_groups": {"a": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}}
-    _changed(tmp_path / "out", {"format": "mixed-precision", **groups})
+    configure(tmp_path / "out", {"format": "mixed-precision", **groups})
     convert(tmp_path / "out", "anybit")
     assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()) == tokens_of(ours)
 
 
-def test_words_that_compressed_tensors_padded_are_written_anew(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_words_that_compressed_tensors_padded_are_written_anew(sources: Sources, tmp_path: Path) -> None:
     """As versions before 0.18 packed 3 bits; changing config.json alone cannot make them anybit's."""
     quantize_folder(sources["llama"], tmp_path / "old", "w3a16g32")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "old").eval()
     convert(tmp_path / "old", "compressed-tensors")
-    file = tmp_path / "old" / "model.safetensors"
-    tensors = load_file(file)
+    tensors = load_file(tmp_path / "old" / "model.safetensors")
     for name in [name for name in tensors if name.endswith(".weight_packed")]:
         k = int(tensors[name.replace("packed", "shape")][1])
         tensors[name] = padded(unpack_words(tensors[name], 3, k), 3)
-    save_file(tensors, file, {"format": "pt"})
+    retensor(tmp_path / "old", **tensors)
     with pytest.raises(ConversionError, match=r"holds 10 codes of 3 bits a word, .* rewrite the model with --output"):
         convert(tmp_path / "old", "anybit")
     convert_into(tmp_path / "old", "anybit", tmp_path / "new")
@@ -174,33 +147,31 @@ def test_layers_whose_words_older_versions_would_take_for_their_own_stay_anybits
         assert (shared_ignore(model, Scheme.parse("w3a16"), ["layer"]) == []) == held
 
 
-def test_convert_refuses_what_it_cannot_express(sources: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(
-        ConversionError, match="cannot convert to 'gguf' in place; there are compressed-tensors, anybit, and"
+def test_convert_refuses_what_it_cannot_express(sources: Sources, tmp_path: Path) -> None:
+    for to, says in (
+        ("gguf", "cannot convert to 'gguf' in place; there are compressed-tensors, anybit, and"),
+        ("compressed-tensors", "not a model that anybit quantized"),
+        ("anybit", "not a compressed-tensors model"),
     ):
-        convert(sources["llama"], "gguf")
-    with pytest.raises(ConversionError, match="not a model that anybit quantized"):
-        convert(sources["llama"], "compressed-tensors")
-    with pytest.raises(ConversionError, match="not a compressed-tensors model"):
-        convert(sources["llama"], "anybit")
+        with pytest.raises(ConversionError, match=says):
+            convert(sources["llama"], to)
     quantize_folder(sources["llama"], tmp_path / "out", "w4a16g32")
     good = convert(tmp_path / "out", "compressed-tensors")
 
-    def refusal(**changes: object) -> str:
-        config = json.loads((tmp_path / "out" / "config.json").read_text())
-        group = {**good["config_groups"]["group_0"], **changes.pop("group", {})}  # type: ignore[dict-item]
-        config["quantization_config"] = {**good, "config_groups": {"group_0": group}, **changes}
-        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-        with pytest.raises((ConversionError, CheckpointError)) as error:
-            convert(tmp_path / "out", "anybit")
-        return str(error.value)
+    def group(**changes: object) -> dict[str, object]:
+        return {"group_0": {**good["config_groups"]["group_0"], **changes}}
 
     weights = good["config_groups"]["group_0"]["weights"]
-    assert "has 2 config_groups" in refusal(config_groups={"a": {}, "b": {}})
-    assert "in the format 'int-quantized'" in refusal(group={"format": "int-quantized"})
-    assert "quantizes ['re:.*']" in refusal(group={"targets": ["re:.*"]})
-    assert "quantizes input_activations" in refusal(group={"input_activations": {"num_bits": 8}})
-    assert "type of its weights is 'float'" in refusal(group={"weights": {**weights, "type": "float"}})
-    assert "actorder is group" in refusal(group={"weights": {**weights, "actorder": "group"}})
-    assert "group_size of its weights is 8" in refusal(group={"weights": {**weights, "group_size": 8}})
-    assert "num_bits of its weights is 8" in refusal(group={"weights": {**weights, "num_bits": 8}})
+    for groups, says in (
+        ({"a": {}, "b": {}}, "has 2 config_groups"),
+        (group(format="int-quantized"), "in the format 'int-quantized'"),
+        (group(targets=["re:.*"]), r"quantizes \['re:\.\*'\]"),
+        (group(input_activations={"num_bits": 8}), "quantizes input_activations"),
+        (group(weights={**weights, "type": "float"}), "type of its weights is 'float'"),
+        (group(weights={**weights, "actorder": "group"}), "actorder is group"),
+        (group(weights={**weights, "group_size": 8}), "group_size of its weights is 8"),
+        (group(weights={**weights, "num_bits": 8}), "num_bits of its weights is 8"),
+    ):
+        configure(tmp_path / "out", {"config_groups": groups})
+        with pytest.raises((ConversionError, CheckpointError), match=says):
+            convert(tmp_path / "out", "anybit")

@@ -9,17 +9,19 @@ import collections
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.cases_damage import MUTATIONS, UNREADABLE, VALID, Damage, copy, damage_gguf, damaged, save_gguf
-from tests.cases_models import save_byte_tokenizer
+from tests.cases_models import logits_of, save_byte_tokenizer
 from tests.checkpoints.test_formats import whole_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
@@ -30,7 +32,6 @@ from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 ROUNDS = int(os.environ.get("DAMAGE_ROUNDS", "1"))
-COUNTS = {"load_model": 60, "from_pretrained": 50, "gguf": 20, "others": 18}
 OTHERS = ("gptq-4-asym", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32-asym", "hqq-3", "bnb-nf4-nested", "fp8-blocks")
 SECONDS = 4.0
 BYTES = 1 << 30
@@ -61,22 +62,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SCHEMES}
 
 
-def logits(model: Any) -> torch.Tensor:
-    """A model's logits of a fixed prompt."""
-    with torch.inference_mode():
-        return model.eval()(torch.arange(3, 15)[None]).logits[0]
-
-
 def by_load_model(folder: Path) -> Any:
     """Logits, and token ids of a text."""
     loaded = load_model(folder, device="cpu", scheme="w4a16g32" if is_plain(folder) else None)
-    return logits(loaded.model), loaded.tokenizer("It is so.").input_ids
+    return logits_of(loaded.model), loaded.tokenizer("It is so.").input_ids
 
 
 def by_from_pretrained(folder: Path) -> Any:
     """Load as a program that uses transformers does."""
     options = {"quantization_config": AnyBitConfig("w4a16g32")} if is_plain(folder) else {}
-    return logits(AutoModelForCausalLM.from_pretrained(folder, **options)), None
+    return logits_of(AutoModelForCausalLM.from_pretrained(folder, **options)), None
 
 
 def is_plain(folder: Path) -> bool:
@@ -156,45 +151,44 @@ def judged(
     assert not wrong, f"{len(wrong)} of {len(results)}, seed {SEED}\n" + "\n".join(wrong[:60])
 
 
-@pytest.mark.parametrize("door", ["load_model", "from_pretrained"])
-def test_loaders_of_damaged_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, door: str) -> None:
-    load = {"load_model": by_load_model, "from_pretrained": by_from_pretrained}[door]
-    good = {name: load(folder) for name, folder in folders.items()}
+def spoilt(rng: random.Random, source: Path, place: Path, groups: tuple[str, ...], number: int) -> tuple[Path, Damage]:
+    """A damaged copy of a folder or GGUF file, and the mutation."""
+    if source.is_file():
+        shutil.copy(source, place := place.with_suffix(".gguf"))
+        return place, damage_gguf(rng, place)
+    return place, damaged(rng, copy(source, place), groups, number)
+
+
+def fuzzed(
+    load: Callable[[Path], Any], sources: dict[str, Path], tmp_path: Path, groups: Collection[str], count: int,
+    theirs: Collection[str] | None = (), result: Callable[..., tuple[str, str]] = outcome,
+) -> list[str]:  # fmt: skip
+    """Load damaged copies of models, and judge the results, which it returns."""
+    good = {name: load(source) for name, source in sources.items()}
     rng, results = random.Random(SEED), []
-    groups = tuple(group for group in MUTATIONS if door == "load_model" or group != "tokenizer")
-    for number in range(ROUNDS * COUNTS[door]):
-        name = rng.choice(list(folders))
-        folder = copy(folders[name], tmp_path / f"{name}-{door}")
-        damage = damaged(rng, folder, groups, number)
-        results.append((damage, name, *outcome(lambda folder=folder: load(folder), good[name])))
-    judged(results, theirs=UNREADABLE if door == "from_pretrained" else ())
+    for number in range(count):
+        name = rng.choice(list(sources))
+        place, damage = spoilt(rng, sources[name], tmp_path / f"{name}-damaged", tuple(groups), number)
+        results.append((damage, name, *result(partial(load, place), good[name])))
+    judged(results, theirs=theirs)
+    return [found for _, _, found, _ in results]
+
+
+def test_load_model_of_damaged_folders(folders: dict[str, Path], tmp_path: Path, bounded: None) -> None:
+    fuzzed(by_load_model, folders, tmp_path, MUTATIONS, ROUNDS * 60)
+
+
+def test_from_pretrained_of_damaged_folders(folders: dict[str, Path], tmp_path: Path, bounded: None) -> None:
+    fuzzed(by_from_pretrained, folders, tmp_path, [*MUTATIONS][:-1], ROUNDS * 50, UNREADABLE)
 
 
 def test_loading_damaged_folders_of_other_tools(tmp_path: Path, bounded: None) -> None:
-    good = {name: by_load_model(whole_model(name, tmp_path / name)) for name in OTHERS}
-    rng, results = random.Random(SEED), []
-    for number in range(ROUNDS * COUNTS["others"]):
-        name = rng.choice(OTHERS)
-        folder = copy(tmp_path / name, tmp_path / "damaged")
-        damage = damaged(rng, folder, ("config", "header", "tensors"), number)
-        results.append((damage, name, *outcome(lambda folder=folder: by_load_model(folder), good[name])))
-    judged(results)
+    others = {name: whole_model(name, tmp_path / name) for name in OTHERS}
+    fuzzed(by_load_model, others, tmp_path, ("config", "header", "tensors"), ROUNDS * 18)
 
 
 @pytest.mark.parametrize("kinds", [{}, {"blk.0.ffn_up": "Q4_K", "blk.0.attn_q": "Q6_K", "output": "Q8_0"}])
 def test_loading_damaged_gguf_files(tmp_path: Path, bounded: None, kinds: dict[str, str]) -> None:
     pytest.importorskip("gguf")
-    good_file = save_gguf(tmp_path / "good.gguf", hidden=256 if kinds else 32, kinds=kinds)
-
-    def load(file: Path) -> Any:
-        loaded = load_model(file, device="cpu")
-        return logits(loaded.model), loaded.tokenizer("It is so.").input_ids
-
-    good = load(good_file)
-    rng, results = random.Random(SEED), []
-    for _ in range(ROUNDS * COUNTS["gguf"] // 2):
-        file = tmp_path / "bad.gguf"
-        file.write_bytes(good_file.read_bytes())
-        damage = damage_gguf(rng, file)
-        results.append((damage, "gguf", *outcome(lambda file=file: load(file), good)))
-    judged(results)
+    file = save_gguf(tmp_path / "good.gguf", hidden=256 if kinds else 32, kinds=kinds)
+    fuzzed(by_load_model, {"gguf": file}, tmp_path, (), ROUNDS * 10)

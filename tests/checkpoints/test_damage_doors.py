@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cases_calibration import sequences
-from tests.cases_damage import MUTATIONS, VALID, Damage, copy, damage_gguf, damaged, save_gguf
+from tests.cases_damage import MUTATIONS, VALID, Damage, copy, save_gguf
 from tests.cases_models import save_tiny
-from tests.checkpoints.test_damage import ROUNDS, SEED, Run, bounded, folders, judged, outcome
+from tests.checkpoints.test_damage import ROUNDS, SEED, Run, bounded, folders, judged, outcome, spoilt
 from tests.checkpoints.test_formats import whole_model
 
 from anybit.errors import AnyBitError
@@ -55,15 +55,6 @@ def sources(folders: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     found |= {name: whole_model(name, tmp_path / name) for name in OTHERS}
     kinds = {"blk.0.ffn_up": "Q4_0", "blk.0.attn_q": "Q4_1", "output": "Q8_0"}
     return {**found, "gguf": save_gguf(tmp_path / "good.gguf", kinds=kinds)}
-
-
-def spoilt(rng: random.Random, source: Path, place: Path, groups: tuple[str, ...], number: int) -> tuple[Path, Damage]:
-    """A damaged copy of a model, and the mutation."""
-    if source.is_file():
-        shutil.copy(source, place.with_suffix(".gguf"))
-        return place.with_suffix(".gguf"), damage_gguf(rng, place.with_suffix(".gguf"))
-    folder = copy(source, place)
-    return folder, damaged(rng, folder, groups, number)
 
 
 def written(place: Path) -> Any:

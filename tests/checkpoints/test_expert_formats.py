@@ -1,6 +1,5 @@
 """Experts that other tools quantized: each runs from its own codes, and weighs what its tool makes of them."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.cases import generator
+from tests.cases_folders import configure, quantization_of
 from tests.cases_mixtures import COMMON, MODELS
-from tests.cases_models import save_byte_tokenizer, tokens_of
+from tests.cases_models import layers_of, save_byte_tokenizer, tokens_of
 from tests.checkpoints.test_without_anybit import without_anybit
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import anybit
@@ -24,7 +24,6 @@ from anybit.codes.packing import pack_words, unpack_words
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import CheckpointError, ConversionError
 from anybit.layers.experts import Experts
-from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import Scheme
 
@@ -56,13 +55,7 @@ def rewritten(source: Path, place: Path, config: dict[str, Any], tensors: dict[s
     shutil.copytree(source, place)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, place / "model.safetensors", {"format": "pt"})
-    entries = json.loads((source / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps({**entries, **config}))
-    return place
-
-
-def quantized(model: PreTrainedModel) -> dict[str, QuantLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    return configure(place, **config)
 
 
 def mxfp4(source: Path, place: Path) -> tuple[Path, Path]:
@@ -85,7 +78,7 @@ def mxfp4(source: Path, place: Path) -> tuple[Path, Path]:
 def test_gpt_oss_runs_from_its_own_codes(plain: Any, tmp_path: Path) -> None:
     folder, expected = mxfp4(plain("gpt_oss"), tmp_path)
     model = anybit.load(folder)
-    layers = quantized(model)
+    layers = layers_of(model)
     assert len(layers) == 2 * 8 * 3 and {str(layer.scheme) for layer in layers.values()} == {"w4a16g32e2m1"}
     tensors = load_file(expected / "model.safetensors")
     for number in (0, 7):
@@ -219,7 +212,7 @@ def stored(name: str, source: Path, place: Path) -> tuple[Path, dict[str, Tensor
 def test_experts_run_from_their_own_codes(kind: str, name: str, plain: Any, tmp_path: Path) -> None:
     folder, weights = stored(name, plain(kind), tmp_path / "theirs")
     model = anybit.load(folder, dtype=torch.float32)
-    layers = quantized(model)
+    layers = layers_of(model)
     assert len(layers) == len(weights) and {str(layer.scheme) for layer in layers.values()} == {STORED[name][0]}
     for (key, layer), weight in zip(sorted(layers.items()), (weights[key] for key in sorted(weights)), strict=True):
         assert torch.equal(layer.dequantize().to(weight.dtype), weight), key
@@ -248,7 +241,7 @@ def test_fp8_experts_of_a_layer_may_be_one_tensor(block: int | None, plain: Any,
             weights[f"{own}.{name}"] = codes.float() * spread
     config = {"quant_method": "fp8", "weight_block_size": block and [block, block]}
     folder = rewritten(source, tmp_path / "theirs", {"quantization_config": config}, theirs)
-    layers = quantized(anybit.load(folder, dtype=torch.float32))
+    layers = layers_of(anybit.load(folder, dtype=torch.float32))
     assert len(layers) == 2 * 8 * 3
     for name, layer in layers.items():
         place, number, projection = name.rsplit(".", 2)
@@ -279,7 +272,6 @@ def test_experts_that_compressed_tensors_does_not_load_stay_anybits(plain: Any, 
         ("one", "granitemoe", "w4a16g32", None, r"experts as layers \(.*\), where .* expect one tensor"),
     ):
         quantize_folder(plain(kind), tmp_path / name, scheme, modules_to_not_convert=kept)
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config["quantization_config"]["quant_method"] == "anybit"
+        assert quantization_of(tmp_path / name)["quant_method"] == "anybit"
         with pytest.raises(ConversionError, match=why):
             convert(tmp_path / name, "compressed-tensors")

@@ -1,21 +1,20 @@
 """Folders have the hub's names of experts, which transformers renames: Mixtral's and PhiMoE's block_sparse_moe."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anybit import AnyBitConfig
 from anybit.checkpoints.formats.write import convert, convert_into
 from anybit.cli.checkpoints import _model
 from anybit.errors import LayerError
-from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
+from cases_folders import quantization_of as words
 from cases_mixtures import COMMON, MODELS
+from cases_models import logits_of, schemes_of
 
 ONE = "model.layers.1.block_sparse_moe.experts.3"
 
@@ -25,17 +24,8 @@ def stored(folder: Path) -> set[str]:
         return set(file.keys())
 
 
-def words(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return found
-
-
 def schemes(folder: Path) -> dict[str, str]:
     return schemes_of(AutoModelForCausalLM.from_pretrained(folder))
-
-
-def schemes_of(model: nn.Module) -> dict[str, str]:
-    return {name: str(one.scheme) for name, one in model.named_modules() if isinstance(one, QuantLinear)}
 
 
 @pytest.fixture(params=["mixtral", "phimoe"])
@@ -55,17 +45,16 @@ def test_one_scheme(source: Path, tmp_path: Path) -> None:
     found = words(tmp_path / "q")
     assert found["quant_method"] == "compressed-tensors"
     routers = {f"model.layers.{place}.block_sparse_moe.gate" for place in range(2)}
-    assert routers | {"lm_head"} <= set(found["ignore"])  # type: ignore[call-overload]
+    assert routers | {"lm_head"} <= set(found["ignore"])
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
     again.save_pretrained(tmp_path / "again")
     assert stored(tmp_path / "again") == stored(tmp_path / "q") and words(tmp_path / "again") == found
     convert_into(tmp_path / "q", "anybit", tmp_path / "anybit")
     convert(tmp_path / "anybit", "compressed-tensors")
     assert words(tmp_path / "anybit")["ignore"] == found["ignore"]
-    ids = torch.arange(9)[None]
-    expected = again(ids).logits
     for folder in ("again", "anybit"):
-        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / folder)(ids).logits, expected)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        torch.testing.assert_close(logits_of(model), logits_of(again))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float16)
     assert {each.dtype for each in other.parameters() if each.is_floating_point()} == {torch.float16}
 
@@ -83,7 +72,7 @@ def test_schemes_of_single_layers(source: Path, tmp_path: Path, block: str) -> N
     assert {scheme for name, scheme in found.items() if name.endswith("w2")} == {"w8a16"}
     assert [name for name, scheme in found.items() if scheme == "w2a16g32"] == ["model.layers.1.mlp.experts.3.w1"]
     assert not [name for name in found if ".experts.5." in name]
-    assert f"{ONE}.w2" in words(tmp_path / "q")["overrides"]  # type: ignore[operator]
+    assert f"{ONE}.w2" in words(tmp_path / "q")["overrides"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "q").save_pretrained(tmp_path / "again")
     assert words(tmp_path / "again") == words(tmp_path / "q") and schemes(tmp_path / "again") == found
     told = _model(str(tmp_path / "q"), False)
@@ -95,9 +84,10 @@ def test_schemes_of_single_layers(source: Path, tmp_path: Path, block: str) -> N
 
 @pytest.mark.parametrize("pattern", ["*.block_sparse_moe.experts.*.w4", "*sparse_moe.experts.*.w1"])
 def test_overrides_of_no_expert_are_refused(source: Path, tmp_path: Path, pattern: str) -> None:
-    with pytest.raises(LayerError, match="matches no layer"):
-        quantize_folder(source, tmp_path / "q", "w4a16", overrides={pattern: "w8a16"})
-    with pytest.raises(LayerError, match="matches no layer"):
-        AutoModelForCausalLM.from_pretrained(
-            source, quantization_config=AnyBitConfig("w4a16", overrides={pattern: "w8a16"})
-        )
+    config = AnyBitConfig("w4a16", overrides={pattern: "w8a16"})
+    for load in (
+        lambda: quantize_folder(source, tmp_path / "q", "w4a16", overrides={pattern: "w8a16"}),
+        lambda: AutoModelForCausalLM.from_pretrained(source, quantization_config=config),
+    ):
+        with pytest.raises(LayerError, match="matches no layer"):
+            load()

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.cases_models import save_byte_tokenizer
+from tests.cases_folders import quantization_of
+from tests.cases_models import logits_of, save_byte_tokenizer
 from tests.checkpoints.test_formats import whole_model
 from typer.testing import CliRunner
 
@@ -33,9 +34,7 @@ def quantized(place: Path, scheme: str) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = load_model(folder).model(torch.arange(8)[None]).logits
-    return found
+    return logits_of(load_model(folder).model)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16g32", "w3a16g64asym", "w8a16", "w2a16g32asym"])
@@ -53,22 +52,19 @@ def test_gptq_and_back(scheme: str, tmp_path: Path) -> None:
         assert torch.equal(first.read(name).dequantize(), last.read(name).dequantize())
 
 
-@pytest.mark.parametrize("name", ["awq-gemm-asym", "hqq-4", "ct-nvfp4", "auto-round-gptq"])
-def test_theirs_become_ours(name: str, tmp_path: Path) -> None:
-    theirs = whole_model(name, tmp_path / "theirs")
-    words = convert_into(theirs, "anybit", tmp_path / "ours")
-    assert words["quant_method"] == "anybit"
-    assert torch.equal(logits(theirs), logits(tmp_path / "ours"))
-
-
-def test_awq_becomes_compressed_tensors(tmp_path: Path) -> None:
-    theirs = whole_model("awq-gemm-asym", tmp_path / "theirs")
-    words = convert_into(theirs, "compressed-tensors", tmp_path / "ours")
-    assert words["quant_method"] == "compressed-tensors"
-    config = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert config["quantization_config"] == words
-    assert not any(key.endswith("q_proj.weight") for key in load_file(tmp_path / "ours" / "model.safetensors"))
-    assert torch.equal(logits(theirs), logits(tmp_path / "ours"))
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        *((name, "anybit") for name in ("awq-gemm-asym", "hqq-4", "ct-nvfp4", "auto-round-gptq")),
+        ("awq-gemm-asym", "compressed-tensors"),
+    ],
+)
+def test_theirs_become_ours(name: str, to: str, tmp_path: Path) -> None:
+    theirs, ours = whole_model(name, tmp_path / "theirs"), tmp_path / "ours"
+    assert convert_into(theirs, to, ours) == quantization_of(ours) and quantization_of(ours)["quant_method"] == to
+    traps = [key for key in load_file(ours / "model.safetensors") if key.endswith("q_proj.weight")]
+    assert bool(traps) == (to == "anybit"), "programs without anybit would take the layer for a new one"
+    assert torch.equal(logits(theirs), logits(ours))
 
 
 @pytest.mark.parametrize(
@@ -90,17 +86,19 @@ def test_what_does_not_fit_is_refused_by_name(name: str, to: str, why: str, tmp_
 
 def test_the_commands_take_them(tmp_path: Path) -> None:
     theirs = whole_model("awq-gemm-asym", tmp_path / "theirs")
-    told = json.loads(CliRunner().invoke(app, ["info", str(theirs), "--json"]).stdout)
+
+    def run(*words: object) -> str:
+        return CliRunner().invoke(app, [*map(str, words)], catch_exceptions=False).stdout
+
+    told = json.loads(run("info", theirs, "--json"))
     assert (told["quantization"], told["scheme"], told["linear_layers"]) == ("awq", "w4a16g32asym", 2)
     assert told["bits_per_weight"] == 4 + (16 + 4) / 32
-    done = CliRunner().invoke(app, ["convert", str(theirs), "--to", "gptq", "-o", str(tmp_path / "ours")])
-    assert done.exit_code == 0 and "no code was changed" in done.stdout
-    again = json.loads(CliRunner().invoke(app, ["info", str(tmp_path / "ours"), "--json"]).stdout)
+    assert "no code was changed" in run("convert", theirs, "--to", "gptq", "-o", tmp_path / "ours")
+    again = json.loads(run("info", tmp_path / "ours", "--json"))
     assert (again["quantization"], again["scheme"]) == ("gptq", "w4a16g32asym")
-    explained = CliRunner().invoke(app, ["explain", str(theirs), "--m", "1"])
-    assert explained.exit_code == 0 and "w4a16g32asym" in explained.stdout
+    assert "w4a16g32asym" in run("explain", theirs, "--m", "1")
     with pytest.raises(ConversionError, match="writes new tensors: name a folder for them with --output"):
-        CliRunner().invoke(app, ["convert", str(theirs), "--to", "gptq"], catch_exceptions=False)
+        run("convert", theirs, "--to", "gptq")
 
 
 def test_codes_that_only_others_make_are_not_quantized_to(tmp_path: Path) -> None:

@@ -67,17 +67,20 @@ def gptq(zero: torch.Tensor, g_idx: torch.Tensor, **config: Any) -> tuple[Stored
     return made, (scales.float()[groups] * (codes - (zero[groups] + 1))).t()
 
 
+def check(name: str, made: StoredLayer, expected: torch.Tensor, scheme: str | None = None) -> None:
+    """A reader makes the expected weight of a layer, bit for bit, in the expected scheme."""
+    assert scheme is None or str(scheme_of(name, made)) == scheme
+    assert torch.equal(read(name, made).dequantize(), expected)
+
+
 def test_gptq_zeros_of_v1_run_to_sixteen() -> None:
-    made, expected = gptq(random(2, N) | 15, torch.arange(K) // 32)
-    assert str(scheme_of("gptq", made)) == "w4a16g32min"
-    assert torch.equal(read("gptq", made).dequantize(), expected)
+    check("gptq", *gptq(random(2, N) | 15, torch.arange(K) // 32), "w4a16g32min")
 
 
 def test_gptq_groups_of_uneven_sizes_are_an_activation_order() -> None:
     made, expected = gptq(random(2, N, top=15), (torch.arange(K) >= 24).int())
-    assert ordered(made) and torch.equal(read("gptq", made).dequantize(), expected)
-    made, _ = gptq(random(2, N, top=15), torch.arange(K) // 32)
-    assert not ordered(made)
+    check("gptq", made, expected)
+    assert ordered(made) and not ordered(gptq(random(2, N, top=15), torch.arange(K) // 32)[0])
 
 
 @pytest.mark.parametrize("group", [-1, 2])
@@ -105,8 +108,7 @@ def test_activation_orders_of_compressed_tensors(size: int, kind: str, fine: boo
     )  # fmt: skip
     assert ordered(made) == (kind == "shuffled")
     if fine:
-        expected = scale[:, index] * (codes - 8)
-        assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
+        check("compressed-tensors", made, scale[:, index] * (codes - 8))
     else:
         with pytest.raises(CheckpointError, match="activation order over groups of 512 inputs"):
             read("compressed-tensors", made)
@@ -115,12 +117,9 @@ def test_activation_orders_of_compressed_tensors(size: int, kind: str, fine: boo
 def test_compressed_tensors_with_one_scale_for_a_layer() -> None:
     """int-quantized with strategy tensor; its zero point is a single number, too."""
     codes = random(N, K, top=256).sub(128).to(torch.int8)
-    one = {"weight_scale": torch.tensor([0.5]), "weight_zero_point": torch.tensor([3], dtype=torch.int8)}
-    made = layer({"format": "int-quantized"}, weight=codes, **one)
-    assert torch.equal(read("compressed-tensors", made).dequantize(), 0.5 * (codes.float() - 3))
-    del one["weight_zero_point"]
-    made = layer({"format": "int-quantized"}, weight=codes, **one)
-    assert torch.equal(read("compressed-tensors", made).dequantize(), 0.5 * codes.float())
+    for zero, more in ((3, {"weight_zero_point": torch.tensor([3], dtype=torch.int8)}), (0, {})):
+        made = layer({"format": "int-quantized"}, weight=codes, weight_scale=torch.tensor([0.5]), **more)
+        check("compressed-tensors", made, 0.5 * (codes.float() - zero))
 
 
 def padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -154,7 +153,7 @@ def test_words_that_compressed_tensors_padded(bits: int, k: int) -> None:
     for pack, version in ((padded, "0.17.1"), (pack_words, "0.18.0")):
         made, expected = packed(bits, k, pack, config_groups=saying(bits), version=version)
         assert scheme_of("compressed-tensors", made).weights.bits == bits
-        assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
+        check("compressed-tensors", made, expected)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +168,7 @@ def test_words_of_two_packings_or_widths_are_refused(bits: int, k: int, config: 
 
 def test_few_codes_have_the_bits_that_are_said() -> None:
     """16 inputs of 3 bits are two words, as are those of 4."""
-    made, expected = packed(4, 16, pack_words, config_groups=saying(4))
-    assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
+    check("compressed-tensors", *packed(4, 16, pack_words, config_groups=saying(4)))
 
 
 @pytest.mark.parametrize("stored", [7, 8])
@@ -191,8 +189,7 @@ def test_modelopt_nvfp4() -> None:
     )  # fmt: skip
     signed = values[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
     expected = signed * (scale.float() * torch.tensor(0.01)).repeat_interleave(16, 1)
-    assert str(scheme_of("modelopt NVFP4", made)) == "w4a16g16e2m1"
-    assert torch.equal(read("modelopt NVFP4", made).dequantize(), expected)
+    check("modelopt NVFP4", made, expected, "w4a16g16e2m1")
 
 
 @pytest.mark.parametrize(("method", "shape"), [("fbgemm_fp8", (N, 1)), ("modelopt", ())])
@@ -202,8 +199,8 @@ def test_fp8_of_fbgemm_and_modelopt(method: str, shape: tuple[int, ...]) -> None
     scale = torch.rand(shape, generator=generator(6)) / 64
     more = {"input_scale": torch.tensor(0.5)} if method == "modelopt" else {}
     made = layer({"quant_method": method, "quant_algo": "FP8"}, weight=weight, weight_scale=scale, **more)
-    assert READERS["fp8"].matches(made.config) and str(scheme_of("fp8", made)) == "w8a16e4m3"
-    assert torch.equal(read("fp8", made).dequantize(), weight.float() * scale)
+    assert READERS["fp8"].matches(made.config)
+    check("fp8", made, weight.float() * scale, "w8a16e4m3")
 
 
 def test_mxfp8() -> None:
@@ -211,9 +208,8 @@ def test_mxfp8() -> None:
     weight = torch.randn(N, K, generator=generator(7)).to(torch.float8_e4m3fn)
     exponents = random(N, K // 32, top=20).add(110).to(torch.uint8)
     made = layer({"quant_method": "mxfp8"}, weight=weight, weight_scale=exponents)
-    assert str(scheme_of("fp8", made)) == "w8a16g32e4m3"
     spread = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
-    assert torch.equal(read("fp8", made).dequantize(), weight.float() * spread)
+    check("fp8", made, weight.float() * spread, "w8a16g32e4m3")
 
 
 @pytest.mark.parametrize("block", [[128, 128], "128x128"])
@@ -224,7 +220,7 @@ def test_fp8_blocks_of_compressed_tensors_end_where_the_layer_does(block: object
     settings = {"targets": ["Linear"], "weights": {"strategy": "block", "block_structure": block}}
     made = layer({"config_groups": {"group_0": settings}}, weight=weight, weight_scale=scale)
     expected = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:192, :192]
-    assert torch.equal(read("compressed-tensors", made).dequantize(), expected)
+    check("compressed-tensors", made, expected)
 
 
 def test_fp8_scales_that_are_not_those_of_the_stated_blocks_are_refused() -> None:
@@ -249,8 +245,7 @@ def test_the_last_group_may_be_shorter(name: str) -> None:
         made = layer(config, qweight=nines, qzeros=eights, scales=scale.t().contiguous())
     else:
         made = layer(config, qweight=along(codes).t().contiguous(), qzeros=eights, scales=scale.t().contiguous())
-    expected = scale.float()[:, torch.arange(k) // 64]
-    assert torch.equal(read(name, made).dequantize(), expected)
+    check(name, made, scale.float()[:, torch.arange(k) // 64])
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(48, "w4a16g16asym"), (1024, "w4a16g256asym"), (4096, "w4a16asym")])
@@ -262,9 +257,8 @@ def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> 
         {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "sym": False, "group_size": size},
         qweight=along(codes.t()).t().contiguous(), qzeros=along(zero), scales=scales,
     )  # fmt: skip
-    assert str(scheme_of("gptq", made)) == scheme
     index = torch.arange(k) // size
-    assert torch.equal(read("gptq", made).dequantize(), (scales.float()[index] * (codes - zero[index])).t())
+    check("gptq", made, (scales.float()[index] * (codes - zero[index])).t(), scheme)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +298,8 @@ def test_2_4_bitmasks_of_compressed_tensors() -> None:
         "compressed": codes[mask.view(N, K)].view(N, K // 2), "bitmask": bits, "shape": torch.tensor([[N], [K]]),
         "weight_scale": torch.rand(N, 2, generator=generator(1)),
     }  # fmt: skip
-    stored = layer({}, **tensors)
-    assert str(scheme_of("compressed-tensors", stored)) == "w8a16g32s24"
-    expected = codes.float() * tensors["weight_scale"].repeat_interleave(32, dim=1)
-    assert torch.equal(read("compressed-tensors", stored).dequantize(torch.float32), expected)
+    expected = codes.float() * tensors["weight_scale"].repeat_interleave(32, 1)
+    check("compressed-tensors", layer({}, **tensors), expected, "w8a16g32s24")
     bits[0, 0] = 0x07
     with pytest.raises(CheckpointError, match="two of four"):
         read("compressed-tensors", layer({}, **tensors))

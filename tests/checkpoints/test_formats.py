@@ -1,6 +1,5 @@
 """Other tools' files (tests/fixtures/make_formats.py) against those tools' own dequantized weights."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.cases_models import save_byte_tokenizer
+from tests.cases_folders import config_of, configure, retensor
+from tests.cases_models import layers_of, logits_of, save_byte_tokenizer, schemes_of
 
 import anybit
 from anybit.checkpoints.folder import Folder
@@ -112,7 +112,7 @@ def test_the_default_type_of_floats_changes_nothing(name: str) -> None:
 def test_every_fixture_is_looked_at() -> None:
     assert {*CASES, MASKED} == {path.name for path in FIXTURES.iterdir()}
     for path in FIXTURES.iterdir():
-        assert " " in json.loads((path / "config.json").read_text())["made_by"], "the tool and its version"
+        assert " " in config_of(path)["made_by"], "the tool and its version"
 
 
 def whole_model(name: str, place: Path) -> Path:
@@ -136,18 +136,18 @@ def test_weights_behind_bitmasks_are_a_model_like_any_other(tmp_path: Path) -> N
     weights = load_model(place).model.state_dict()
     assert len(expected) == 2
     for name, weight in expected.items():
-        assert (
-            torch.equal(weights[f"{name}.weight"][::STRIDE], weight) and int((weight == 0).sum()) >= weight.numel() / 2
-        )
+        assert torch.equal(weights[f"{name}.weight"][::STRIDE], weight)
+        assert int((weight == 0).sum()) >= weight.numel() / 2
     with local_folder(place) as whole:
         quantize_folder(whole, tmp_path / "ours", "w4a16g32s24")
-    for name, layer in load_model(tmp_path / "ours").model.named_modules():
-        if name in expected:
-            kept = layer.dequantize()[::STRIDE] != 0
-            assert not bool((kept & (expected[name] == 0)).any()), "other weights are kept than the file's"
-    tensors = load_file(place / "model.safetensors")
-    tensors[f"{next(iter(expected))}.bitmask"][0, 0] = 0x07
-    save_file(tensors, place / "model.safetensors")
+    layers = layers_of(load_model(tmp_path / "ours").model)
+    for name, weight in expected.items():
+        kept = layers[name].dequantize()[::STRIDE] != 0
+        assert not bool((kept & (weight == 0)).any()), "other weights are kept than the file's"
+    mask = f"{next(iter(expected))}.bitmask"
+    wrong = load_file(place / "model.safetensors")[mask]
+    wrong[0, 0] = 0x07
+    retensor(place, **{mask: wrong})
     with pytest.raises(CheckpointError, match=r"_proj cannot be read: .*two of four"), local_folder(place):
         pass
 
@@ -158,13 +158,12 @@ def test_a_folder_loads_and_runs(name: str, tmp_path: Path) -> None:
     assert found is not None and case.format == found.name
     model = anybit.load(whole_model(name, tmp_path))
     expected = load_file(FIXTURES / name / "expected.safetensors")
-    modules = {key: module for key, module in model.named_modules() if isinstance(module, QuantLinear)}
+    modules = layers_of(model)
     assert set(modules) == set(expected)
     for key, module in modules.items():
         assert str(module.scheme) == getattr(case, key.rpartition(".")[2])
         assert near(module.dequantize()[::STRIDE], expected[key], case.steps)
-    with torch.no_grad():
-        assert bool(model(torch.arange(8)[None]).logits.isfinite().all())
+    assert bool(logits_of(model).isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["gptq-4-sym", "ct-w4g32", "fp8-blocks"])
@@ -180,24 +179,15 @@ def test_it_saves_as_anybit_own_and_loads_again(name: str, tmp_path: Path) -> No
     first.model.save_pretrained(tmp_path / "ours")
     save_byte_tokenizer(tmp_path / "ours")
     again = load_model(tmp_path / "ours")
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        assert torch.equal(first.model(tokens).logits, again.model(tokens).logits)
-    schemes = {n: m.scheme for n, m in again.model.named_modules() if isinstance(m, QuantLinear)}
-    assert schemes == {n: m.scheme for n, m in first.model.named_modules() if isinstance(m, QuantLinear)}
+    assert torch.equal(logits_of(first.model), logits_of(again.model))
+    assert schemes_of(first.model) == schemes_of(again.model)
 
 
 def test_layers_become_floats_where_that_is_allowed(tmp_path: Path) -> None:
     folder = whole_model("hqq-3", tmp_path)
     loaded, plain = load_model(folder), load_model(folder, dequantize=True)
-    assert plain.scheme is None and not any(isinstance(module, QuantLinear) for module in plain.model.modules())
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(plain.model(tokens).logits, loaded.model(tokens).logits)
-
-
-def test_kernels_refuse_by_name_and_say_what_there_is(tmp_path: Path) -> None:
-    folder = whole_model("hqq-3", tmp_path)
+    assert plain.scheme is None and not layers_of(plain.model)
+    torch.testing.assert_close(logits_of(plain.model), logits_of(loaded.model))
     with pytest.raises(KernelError, match=r"w3a16g32min .*; --dequantize \(dequantize=True\) runs this model's layers"):
         load_model(folder, backend="packed")
 
@@ -205,8 +195,7 @@ def test_kernels_refuse_by_name_and_say_what_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float, tmp_path: Path) -> None:
     folder = whole_model("gptq-4-sym", tmp_path)
-    bias = {"model.layers.0.self_attn.q_proj.bias": torch.full((64,), value, dtype=torch.float16)}
-    save_file({**load_file(folder / "model.safetensors"), **bias}, folder / "model.safetensors")
+    retensor(folder, **{"model.layers.0.self_attn.q_proj.bias": torch.full((64,), value, dtype=torch.float16)})
     if value:
         with pytest.raises(
             CheckpointError, match=r"has tensor .*q_proj\.bias, which LlamaForCausalLM has no place for"
@@ -219,30 +208,24 @@ def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float
 def test_a_tied_head_with_codes_of_its_own_is_tied_no_longer(tmp_path: Path) -> None:
     """As GPTQ's tools write it with ``lm_head`` on, leaving ``tie_word_embeddings`` as it was."""
     folder = whole_model("gptq-4-sym", tmp_path / "theirs")
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    assert config["tie_word_embeddings"]
-    q_proj = {part: tensors[f"model.layers.0.self_attn.q_proj.{part}"] for part in ("qweight", "qzeros", "scales")}
+    tensors = load_file(folder / "model.safetensors")
+    assert config_of(folder)["tie_word_embeddings"]
     count = len(tensors["model.embed_tokens.weight"])  # q_proj has more outputs than the vocabulary
-    tensors["lm_head.qweight"], tensors["lm_head.scales"] = (q_proj[p][:, :count] for p in ("qweight", "scales"))
-    tensors["lm_head.qzeros"] = q_proj["qzeros"][:, : count // 8]
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    sizes = {"qweight": count, "scales": count, "qzeros": count // 8}
+    retensor(
+        folder, **{f"lm_head.{p}": tensors[f"model.layers.0.self_attn.q_proj.{p}"][:, :n] for p, n in sizes.items()}
+    )
     first = load_model(folder).model
     assert isinstance(first.lm_head, QuantLinear) and not first.config.tie_word_embeddings
     convert_into(folder, "anybit", tmp_path / "ours")
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        assert torch.equal(load_model(tmp_path / "ours").model(tokens).logits, first(tokens).logits)
+    assert torch.equal(logits_of(load_model(tmp_path / "ours").model), logits_of(first))
 
 
 def test_groups_of_different_sizes_are_not_taken_for_equal_ones(tmp_path: Path) -> None:
     """The first 40 inputs of 64 in one group, the rest in another: in order, but not groups of 32."""
     folder, name = whole_model("gptq-4-sym", tmp_path), "model.layers.0.self_attn.q_proj.g_idx"
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name] = (torch.arange(len(tensors[name])) >= 40).int()
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"q_proj cannot be read: its groups of inputs \(g_idx\) are of different"
-    ):
+    retensor(folder, **{name: (torch.arange(64) >= 40).int()})
+    with pytest.raises(CheckpointError, match=r"q_proj cannot be read: its groups of inputs \(g_idx\) are of differ"):
         load_model(folder)
 
 
@@ -274,26 +257,18 @@ def test_a_tensor_that_is_gone_is_noticed(name: str) -> None:
     ],
 )
 def test_words_that_are_not_known_are_refused(name: str, entries: dict[str, object], why: str, tmp_path: Path) -> None:
-    folder = whole_model(name, tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"].update(entries)
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = configure(whole_model(name, tmp_path), entries)
     with pytest.raises(CheckpointError, match=why):
         load_model(folder)
 
 
 @pytest.mark.parametrize("damage", ["dtype", "shape", "gone", "not finite"])
 def test_what_is_not_quantized_is_checked_too(damage: str, tmp_path: Path) -> None:
-    folder = whole_model("gptq-4-sym", tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.weight"
-    tensor = tensors.pop(name)
-    if damage != "gone":
-        spoilt = {"dtype": tensor.to(torch.int16), "shape": tensor[1:], "not finite": tensor.clone().fill_(torch.nan)}
-        tensors[name] = spoilt[damage].contiguous()
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"k_proj\.weight"):
-        load_model(folder)
-    with pytest.raises(CheckpointError, match=r"k_proj\.weight"):
-        convert_into(folder, "anybit", tmp_path / "out")
+    folder, name = whole_model("gptq-4-sym", tmp_path / "model"), "model.layers.0.self_attn.k_proj.weight"
+    tensor = load_file(folder / "model.safetensors")[name]
+    spoilt = {"dtype": tensor.to(torch.int16), "shape": tensor[1:], "not finite": tensor.clone().fill_(torch.nan)}
+    retensor(folder, **{name: spoilt.get(damage)})
+    for door in (load_model, lambda folder: convert_into(folder, "anybit", tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"k_proj\.weight"):
+            door(folder)
     assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.cases_damage import random_blocks, save_gguf
+from tests.cases_models import layers_of, logits_of
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
 from anybit.checkpoints.formats.gguf_file import open_gguf
@@ -19,23 +20,22 @@ from anybit.checkpoints.source import local_folder
 from anybit.cli.checkpoints import _gguf
 from anybit.errors import CheckpointError
 from anybit.hf.loading import load_model
-from anybit.layers.linear import QuantLinear
 
 gguf = pytest.importorskip("gguf")
 N, K = 3, 512
 
 
-def test_read_blocks_refuses_other_sizes() -> None:
-    data = torch.from_numpy(random_blocks("Q4_0", N, K))
-    with pytest.raises(CheckpointError, match=r"864 bytes are no 3 x 480 matrix in Q4_0"):
-        read_blocks(data, "Q4_0", (3, 480))
-    data[0, :2] = 0xFF
-    with pytest.raises(CheckpointError, match="not finite"):
-        read_blocks(data, "Q4_0", (N, K))
-    data = torch.from_numpy(random_blocks("TQ2_0", N, K))
-    data[0, 0] |= 3
-    with pytest.raises(CheckpointError, match="a pair of bits is 3"):
-        read_blocks(data, "TQ2_0", (N, K))
+def test_read_blocks_refuses_other_sizes_and_values() -> None:
+    halves, ternary = (torch.from_numpy(random_blocks(kind, N, K)) for kind in ("Q4_0", "TQ2_0"))
+    infinite = halves.clone()
+    infinite[0, :2], ternary[0, 0] = 0xFF, ternary[0, 0] | 3
+    for data, kind, k, says in (
+        (halves, "Q4_0", 480, r"864 bytes are no 3 x 480 matrix in Q4_0"),
+        (infinite, "Q4_0", K, "not finite"),
+        (ternary, "TQ2_0", K, "a pair of bits is 3"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            read_blocks(data, kind, (N, k))
 
 
 def test_a_big_endian_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -57,17 +57,14 @@ MIXED = {
 def test_a_file_runs_as_it_does_dequantized(tmp_path: Path) -> None:
     file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
     ours = load_model(file)
-    layers = {n: m for n, m in ours.model.named_modules() if isinstance(m, QuantLinear)}
+    layers = layers_of(ours.model)
     assert str(layers["model.layers.0.self_attn.v_proj"].scheme) == "w6a16g16" and len(layers) == 8
     with local_folder(file) as folder:
         plain = load_model(folder)
     for name, layer in layers.items():  # the file permutes rows of queries and keys
-        torch.testing.assert_close(
-            layer.dequantize(), plain.model.get_submodule(name).weight.data, rtol=2**-10, atol=2**-24
-        )
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(ours.model(tokens).logits, plain.model(tokens).logits, rtol=1e-2, atol=1e-2)
+        weight = plain.model.get_submodule(name).weight.data
+        torch.testing.assert_close(layer.dequantize(), weight, rtol=2**-10, atol=2**-24)
+    torch.testing.assert_close(logits_of(ours.model), logits_of(plain.model), rtol=1e-2, atol=1e-2)
 
 
 def test_what_has_no_codes_becomes_floats_and_is_said(tmp_path: Path) -> None:

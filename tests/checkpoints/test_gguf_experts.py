@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cases_damage import describe_gguf, finish_gguf, random_blocks
-from tests.cases_models import tokens_of
+from tests.cases_models import layers_of, logits_of, schemes_of, tokens_of
 from tests.checkpoints.test_gguf_write import model as written
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +19,6 @@ from anybit.checkpoints.formats.write import convert_into
 from anybit.cli.checkpoints import _gguf
 from anybit.errors import CheckpointError, ConversionError
 from anybit.hf.loading import load_model
-from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
 
 gguf = pytest.importorskip("gguf")
@@ -95,20 +94,14 @@ def save(file: Path, kind: str, change: Callable[[str, Any], Any] = lambda name,
     return model
 
 
-def layers_of(model: PreTrainedModel) -> dict[str, QuantLinear]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_experts_of_a_file_run_from_their_own_blocks(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     expected = save(file, kind)
     found = anybit.load(file)
-    schemes = [str(layer.scheme) for name, layer in layers_of(found).items() if ".experts.3." in name]
+    schemes = [scheme for name, scheme in schemes_of(found).items() if ".experts.3." in name]
     assert sorted(schemes) == sorted(BLOCKS[kind].scheme for kind in MODELS[kind][2])
-    ids = torch.arange(1, 20)[None]
-    with torch.no_grad():
-        assert torch.equal(found(ids).logits, expected(ids).logits)
+    assert torch.equal(logits_of(found), logits_of(expected))
     told = _gguf(file)
     assert told["experts"] == f"{EXPERTS}, of which a token uses 2" and told["linear_weights"] > 0
     assert told["expert_weights"] == 3 * EXPERTS * WIDTH**2
@@ -145,10 +138,7 @@ def _mixture(place: Path) -> Path:
     ("change", "why"),
     [
         (lambda name, data: None if "down_exps" in name else data, r"has no tensor \S+experts\.0\.down_proj\.weight"),
-        (
-            lambda name, data: data[:3] if "down_exps" in name else data,
-            r"down_exps.* does not hold the 4 experts",
-        ),
+        (lambda name, data: data[:3] if "down_exps" in name else data, r"down_exps.* does not hold the 4 experts"),
         (lambda name, data: data[:, 1:] if "gate_exps" in name else data, r"down_proj has shape .* takes \(256, 255\)"),
     ],
 )

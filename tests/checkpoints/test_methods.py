@@ -10,15 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.cases_calibration import Interrupted, interrupt, sequences
-from tests.cases_models import save_byte_tokenizer, save_tiny
+from tests.cases_folders import Sources, config_of, configure, quantization_of
+from tests.cases_models import alike, imitate, layers_of, logits_of, save_byte_tokenizer, save_tiny
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-    RwkvConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, RwkvConfig
 from transformers.models.llama import modeling_llama
 
 from anybit.checkpoints.folder import Folder
@@ -32,7 +27,6 @@ from anybit.errors import (
     OptionError,
     TextError,
 )
-from anybit.layers.linear import QuantLinear
 from anybit.quantization.methods import registry
 from anybit.quantization.methods.registry import METHODS, default_method, quantize_folder
 from anybit.quantization.pipeline.options import Learning, Options
@@ -43,26 +37,28 @@ CHECK = torch.tensor([(s % 96).tolist() for s in sequences(60, seed=9)[::3]])
 FAST = {"sequences": TOKENS, "tokens": 900, "learn_tokens": 0}
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama-tied", tmp_path_factory.mktemp("llama"))
+@pytest.fixture
+def llama(sources: Sources) -> Path:
+    return sources["llama-tied"]
 
 
-@torch.no_grad()
 def divergence(source: Path, quantized: Path) -> float:
     """KL divergence of a quantized folder from its source."""
-    p, q = (AutoModelForCausalLM.from_pretrained(f).eval()(CHECK).logits.log_softmax(-1) for f in (source, quantized))
+    loaded = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (source, quantized))
+    p, q = (logits_of(model, CHECK).log_softmax(-1) for model in loaded)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@torch.no_grad()
 def check_saved_again(model: Any, folder: Path) -> None:
-    """Saved and reloaded, a model gives the same logits; dequantized, nearly the same."""
-    before = model(CHECK).logits
+    """Saved and reloaded, a model is the same; dequantized, nearly the same."""
     model.save_pretrained(folder)
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert torch.equal(again(CHECK).logits, before)
-    torch.testing.assert_close(again.dequantize()(CHECK).logits, before, rtol=1e-3, atol=1e-3)
+    assert alike(again, model)
+    torch.testing.assert_close(logits_of(again.dequantize(), CHECK), logits_of(model, CHECK), rtol=1e-3, atol=1e-3)
+
+
+def rotated_of(model: Any) -> list[str]:
+    return sorted(name for name, layer in layers_of(model).items() if layer.hadamard)
 
 
 @pytest.mark.parametrize("method", sorted(m for m in METHODS if METHODS[m].calibrated))
@@ -79,13 +75,11 @@ def test_calibrated_methods_lose_less(method: str, scheme: str, llama: Path, tmp
 @pytest.mark.parametrize("method", ["rotate", "smooth_rotate"])
 def test_rotated_models_save_reload_and_dequantize(method: str, llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w8a16g32", method, options=FAST)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    turned = config["quantization_config"]["hadamard"]
+    turned = quantization_of(tmp_path / "out")["hadamard"]
     downs = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
     assert turned == downs if method == "rotate" else (len(turned) == 14 and set(downs) < set(turned))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    rotated = [n for n, m in model.named_modules() if isinstance(m, QuantLinear) and m.hadamard]
-    assert sorted(rotated) == sorted(turned)
+    assert rotated_of(model) == sorted(turned)
     check_saved_again(model, tmp_path / "again")
     assert divergence(llama, tmp_path / "out") < 1e-3
     with pytest.raises(ConversionError, match="hadamard"):
@@ -101,8 +95,7 @@ def test_only_quantized_layers_are_rotated(method: str, scheme: str, count: int,
     learn = {"learn_tokens": 2000, "step_tokens": 256} if method == "distill" else {}
     quantize_folder(llama, tmp_path / "out", scheme, method, ["down_proj"], options=FAST | learn)
     quantize_folder(llama, tmp_path / "rtn", scheme, "rtn", ["down_proj"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    rotated = [n for n, m in model.named_modules() if isinstance(m, QuantLinear) and m.hadamard]
+    rotated = rotated_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert len(rotated) == count and not any("down_proj" in name for name in rotated)
     assert divergence(llama, tmp_path / "out") < max(divergence(llama, tmp_path / "rtn"), 1e-3)
 
@@ -118,17 +111,10 @@ def test_everything_that_can_be_changed_reloads(llama: Path, tmp_path: Path) -> 
     learn = {"learn_tokens": 1500, "step_tokens": 256, "gain_rate": "0.01", "device": "cpu"}
     quantize_folder(llama, tmp_path / "rtn", "w3a6g32")
     quantize_folder(llama, tmp_path / "out", "w3a6g32", "rotate", options=FAST | learn)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert len(config["quantization_config"]["hadamard"]) == 2
+    assert len(quantization_of(tmp_path / "out")["hadamard"]) == 2
     gain = Folder(tmp_path / "out").read("model.norm.weight")
     assert bool((gain != 1).any())  # rotation leaves ones
     assert divergence(llama, tmp_path / "out") < 0.8 * divergence(llama, tmp_path / "rtn")
-
-
-def test_activation_order_is_saved(llama: Path, tmp_path: Path) -> None:
-    quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=FAST | {"order": "sorted"})
-    assert any(name.endswith("weight_g_idx") for name in Folder(tmp_path / "out").entries)
-    assert divergence(llama, tmp_path / "out") < 1
 
 
 def test_without_a_text_distill_writes_its_own(llama: Path, tmp_path: Path) -> None:
@@ -193,8 +179,8 @@ def test_weights_that_masks_keep_learn(llama: Path, tmp_path: Path) -> None:
     rtn, gptq, distilled = (divergence(llama, tmp_path / name) for name in ("rtn", "gptq", "distill"))
     assert distilled < gptq < rtn
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "distill").eval()
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    for layer in layers:
+    layers = layers_of(model)
+    for layer in layers.values():
         weight = layer.quantized_weight()
         kept = weight.mask()
         assert kept is not None and bool((kept.view(len(kept), -1, 4).sum(-1) == 2).all())
@@ -282,18 +268,14 @@ def test_no_sequence_is_longer_than_a_table_of_positions(method: str, tmp_path: 
     """gpt2's has 64 positions; without length, text is cut into sequences that fit."""
     source, text = save_tiny("gpt2", tmp_path / "source"), tmp_path / "text.txt"
     text.write_text(" ".join(map(chr, range(97, 123))) * 40)
-    config = json.loads((source / "config.json").read_text()) | {"vocab_size": save_byte_tokenizer(source)}
+    config = config_of(source) | {"vocab_size": save_byte_tokenizer(source)}
     GPT2LMHeadModel(GPT2Config(**config)).save_pretrained(source)
     more: dict[str, Any] = {"bits": 5.0} if method == "rtn" else {}
     long = tmp_path / "long.json"
     long.write_text(json.dumps([[1] * 300, []]))
     options = {"text": text, "tokens": 300}
     for wrong, error, match in (
-        (
-            options | {"length": 65},
-            OptionError,
-            "option length must be at most 64, the positions of this model, not 65",
-        ),
+        (options | {"length": 65}, OptionError, "option length must be at most 64, the positions of this model, not"),
         ({"text": long}, TextError, "sequence 0 has 300 tokens, but this model has only 64 positions"),
         ({"sequences": [[], [2] * 65]}, TextError, "sequence 1 has 65 tokens"),
     ):
@@ -414,13 +396,9 @@ def test_rwkv_computes_with_its_codes(method: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(source := tmp_path / "source")
     options = {} if method == "rtn" else {"sequences": TOKENS, "tokens": 900}
     quantize_folder(source, tmp_path / "out", "w4a16g32", method, options=options)
-    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    plain = AutoModelForCausalLM.from_pretrained(source).eval()
-    for name, layer in quantized.named_modules():
-        if isinstance(layer, QuantLinear):
-            plain.get_submodule(name).weight.data = layer.dequantize()
-    with torch.no_grad():
-        torch.testing.assert_close(quantized(CHECK).logits, plain(CHECK).logits, rtol=1e-3, atol=1e-4)
+    quantized, plain = (AutoModelForCausalLM.from_pretrained(place).eval() for place in (tmp_path / "out", source))
+    imitate(plain, quantized)
+    torch.testing.assert_close(logits_of(quantized, CHECK), logits_of(plain, CHECK), rtol=1e-3, atol=1e-4)
 
 
 def test_what_to_keep_of_mamba_is_said(tmp_path: Path) -> None:
@@ -445,9 +423,7 @@ def test_a_model_that_cannot_be_walked_is_refused(llama: Path, tmp_path: Path, m
 
 def test_a_folder_of_method_onebit_is_refused(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, out := tmp_path / "out", "w1a16")
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["input_scale"] = True
-    (out / "config.json").write_text(json.dumps(config))
+    configure(out, {"input_scale": True})
     for door in (Folder, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(CheckpointError, match="written by method onebit, which is gone: quantize the original mod"):
             door(out)

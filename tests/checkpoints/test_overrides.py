@@ -3,10 +3,12 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.cases_models import save_byte_tokenizer, save_tiny, tokens_of
+from tests.cases_folders import Sources
+from tests.cases_models import alike, layers_of, logits_of, save_byte_tokenizer, save_tiny, schemes_of, tokens_of
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -23,6 +25,15 @@ from anybit.quantization.methods.registry import quantize_folder
 MIXED = {"lm_head": "w8a16", "*.down_proj": "w6a16g32", "model.layers.0.self_attn.v_proj": "w5a8"}
 
 
+TEXT = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)]}
+
+
+def stored_bytes(folder: Path, model: Any) -> int:
+    """The bytes of a model's quantized layers in its folder."""
+    layers = layers_of(model)
+    return sum(e.bytes for name, e in Folder(folder).entries.items() if name.rpartition(".")[0] in layers)
+
+
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
@@ -32,22 +43,20 @@ MIXED = {"lm_head": "w8a16", "*.down_proj": "w6a16g32", "model.layers.0.self_att
         ("gpt2", {"lm_head": "w8a16", "*.c_proj": "w6a16g32"}),
     ],
 )
-def test_streamed_is_quantized_while_loading_is_reloaded(architecture, overrides, tmp_path) -> None:
-    source = save_tiny(architecture, tmp_path / "source")
+def test_streamed_is_quantized_while_loading_is_reloaded(architecture, overrides, sources, tmp_path) -> None:
+    source = sources[architecture]
     saved = quantize_folder(source, tmp_path / "out", "w4a16g64asym", overrides=overrides)
     streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     config = anybit.AnyBitConfig("w4a16g64asym", overrides=overrides)
     loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=config).eval()
-    ours, theirs = streamed.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    schemes = {name: str(m.scheme) for name, m in streamed.named_modules() if isinstance(m, anybit.QuantLinear)}
+    schemes = schemes_of(streamed)
+    assert alike(streamed, loaded)
     assert len(schemes) == saved.layers and schemes["lm_head"] == "w8a16"
     assert set(schemes.values()) == {"w4a16g64asym", *overrides.values()}
     loaded.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
-    tokens = tokens_of(streamed)
-    assert tokens == tokens_of(loaded) == tokens_of(again)
-    assert tokens_of(again.dequantize(dtype=torch.float32)) == tokens
+    assert alike(streamed, again)
+    assert tokens_of(again.dequantize(dtype=torch.float32)) == tokens_of(streamed)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +68,14 @@ def test_streamed_is_quantized_while_loading_is_reloaded(architecture, overrides
         ("llama-tied", {"model.embed_tokens": "w4a16g32", "lm_head": "w8a16"}, False),
     ],
 )
-def test_an_embedding_by_name(architecture: str, overrides: dict[str, str], shared: bool, tmp_path: Path) -> None:
+def test_an_embedding_by_name(architecture, overrides, shared, sources: Sources, tmp_path: Path) -> None:
     """Streamed, quantized while loading, saved and dequantized; a tied head has the embedding's codes or its own."""
-    source = save_tiny(architecture, tmp_path / "source")
+    source = sources[architecture]
     saved = quantize_folder(source, tmp_path / "out", "w4a16g64", overrides=overrides)
     config = anybit.AnyBitConfig("w4a16g64", overrides=overrides)
     loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=config).eval()
     streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    ours, theirs = streamed.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert alike(streamed, loaded)
     weight = Folder(source).read("model.embed_tokens.weight")
     wanted = anybit.quantize_weight(weight, anybit.Scheme.parse(overrides["model.embed_tokens"]).weights)
     ids = torch.tensor([[3, 0, 94], [7, 7, 1]])
@@ -78,13 +86,11 @@ def test_an_embedding_by_name(architecture: str, overrides: dict[str, str], shar
         x = torch.randn(2, weight.shape[1])
         assert torch.allclose(streamed.lm_head(x), x @ wanted.dequantize().T, atol=1e-4)
         assert torch.equal(streamed.lm_head.weight, wanted.dequantize(weight.dtype))
-    kinds = [name for name, module in streamed.named_modules() if isinstance(module, anybit.QuantLinear)]
-    stored = sum(e.bytes for name, e in Folder(tmp_path / "out").entries.items() if name.rpartition(".")[0] in kinds)
-    assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
+    assert saved.bits_per_weight == pytest.approx(8 * stored_bytes(tmp_path / "out", streamed) / saved.weights)
     loaded.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     tokens = tokens_of(streamed)
-    assert tokens == tokens_of(loaded) == tokens_of(again) == tokens_of(copy.deepcopy(again))
+    assert alike(loaded, again) and tokens == tokens_of(again) == tokens_of(copy.deepcopy(again))
     anybit.fuse(streamed)
     assert tokens_of(streamed, cache_implementation="static") == tokens
     plain = again.dequantize(dtype=torch.float32)
@@ -96,10 +102,9 @@ def test_an_embedding_by_name(architecture: str, overrides: dict[str, str], shar
     assert facts["bits_per_weight"] == pytest.approx(saved.bits_per_weight, abs=1e-4)
 
 
-def test_gptq_rounds_the_embedding_and_a_budget_counts_it(tmp_path: Path) -> None:
-    source, overrides = save_tiny("llama-tied", tmp_path / "source"), {"model.embed_tokens": "w8a16g32"}
-    text = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)]}
-    ordered = {**text, "order": "sorted"}
+def test_gptq_rounds_the_embedding_and_a_budget_counts_it(sources: Sources, tmp_path: Path) -> None:
+    source, overrides = sources["llama-tied"], {"model.embed_tokens": "w8a16g32"}
+    ordered = {**TEXT, "order": "sorted"}
     quantize_folder(source, tmp_path / "gptq", "w3a16g32", "gptq", overrides=overrides, options=ordered)
     weight = Folder(source).read("model.embed_tokens.weight")
     codes = anybit.quantize_weight(weight, anybit.Scheme.parse("w8a16g32").weights)
@@ -107,34 +112,30 @@ def test_gptq_rounds_the_embedding_and_a_budget_counts_it(tmp_path: Path) -> Non
     assert torch.equal(model.model.embed_tokens.dequantize(), codes.dequantize())
     with pytest.raises(ConversionError, match=r"model\.embed_tokens is a quantized embedding"):
         convert_into(tmp_path / "gptq", "gguf", tmp_path / "m.gguf")
-    found = quantize_folder(source, tmp_path / "bits", "w4a16g32", overrides=overrides, bits=6.0, options=text)
+    found = quantize_folder(source, tmp_path / "bits", "w4a16g32", overrides=overrides, bits=6.0, options=TEXT)
     assert 5.5 < found.bits_per_weight <= 6.0
 
 
-def test_gptq_takes_overrides_and_says_true_bits(tmp_path: Path) -> None:
-    source = save_tiny("llama-tied", tmp_path / "source")
-    text = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)], "passes": 1}
-    saved = quantize_folder(source, tmp_path / "out", "w3a16g32", "gptq", overrides=MIXED, options=text)
-    kinds = {name: str(m.scheme) for name, m in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_modules()
-             if isinstance(m, anybit.QuantLinear)}  # fmt: skip
-    assert kinds["model.layers.0.self_attn.v_proj"] == "w5a8"
-    assert kinds["model.layers.1.self_attn.v_proj"] == "w3a16g32"
-    stored = sum(e.bytes for name, e in Folder(tmp_path / "out").entries.items() if name.rpartition(".")[0] in kinds)
-    assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
+def test_gptq_takes_overrides_and_says_true_bits(sources: Sources, tmp_path: Path) -> None:
+    more = {"overrides": MIXED, "options": {**TEXT, "passes": 1}}
+    saved = quantize_folder(sources["llama-tied"], tmp_path / "out", "w3a16g32", "gptq", **more)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    values = [schemes_of(model)[f"model.layers.{i}.self_attn.v_proj"] for i in (0, 1)]
+    assert values == ["w5a8", "w3a16g32"]
+    assert saved.bits_per_weight == pytest.approx(8 * stored_bytes(tmp_path / "out", model) / saved.weights)
     with pytest.raises(OptionError, match=r"smooth has one scheme for all layers; overrides work with rtn, gptq, dis"):
-        quantize_folder(source, tmp_path / "no", "w3a16g32", "smooth", overrides=MIXED, options=text)
+        quantize_folder(sources["llama-tied"], tmp_path / "no", "w3a16g32", "smooth", **more)
 
 
-def test_widths_embeddings_and_heads_learn_together(tmp_path: Path) -> None:
-    source = save_tiny("llama-tied", tmp_path / "source")
-    text = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)], "passes": 1}
-    overrides = {"*.down_proj": "w4a8g32", "model.embed_tokens": "w4a16g32", "lm_head": "w6a16g32"}
-    options = text | {"learn_tokens": 2048, "step_tokens": 256, "weight_rate": 0.03, "device": "cpu"}
+def test_widths_embeddings_and_heads_learn_together(sources: Sources, tmp_path: Path) -> None:
+    source, schemes = sources["llama-tied"], {"model.embed_tokens": "w4a16g32", "lm_head": "w6a16g32"}
+    options = {**TEXT, "passes": 1, "learn_tokens": 2048, "step_tokens": 256, "weight_rate": 0.03, "device": "cpu"}
+    overrides = {"*.down_proj": "w4a8g32", **schemes}
     saved = quantize_folder(source, tmp_path / "out", "w3a16g32", "distill", overrides=overrides, options=options)
     assert saved.schemes == {"w3a16g32": 12, "w4a8g32": 2, "w4a16g32": 1, "w6a16g32": 1}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     weight = Folder(source).read("model.embed_tokens.weight")
-    for name, scheme in (("model.embed_tokens", "w4a16g32"), ("lm_head", "w6a16g32")):
+    for name, scheme in schemes.items():
         nearest = anybit.quantize_weight(weight, anybit.Scheme.parse(scheme).weights).dequantize()
         learned = model.get_submodule(name).dequantize()
         assert 0 < float((learned - nearest).norm() / nearest.norm()) < 0.2
@@ -154,27 +155,24 @@ def test_widths_embeddings_and_heads_learn_together(tmp_path: Path) -> None:
         ({"*.down_proj": "w4a16-kv4"}, None, SchemeError, "a layer has no KV cache"),
     ],
 )
-def test_overrides_without_effect_are_refused(overrides, kept, error, message, tmp_path) -> None:
-    source = save_tiny("llama", tmp_path / "source")
+def test_overrides_without_effect_are_refused(overrides, kept, error, message, llama, tmp_path) -> None:
     with pytest.raises(error, match=message):
-        quantize_folder(source, tmp_path / "out", "w4a16", "rtn", kept, overrides=overrides)
+        quantize_folder(llama, tmp_path / "out", "w4a16", "rtn", kept, overrides=overrides)
     with pytest.raises(error, match=message):
         config = anybit.AnyBitConfig("w4a16", modules_to_not_convert=kept, overrides=overrides)
-        AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
     assert not (tmp_path / "out").exists()
 
 
-def test_projections_of_one_input_in_different_schemes_are_fused(tmp_path: Path) -> None:
-    source = save_tiny("llama-wide", tmp_path / "source")
+def test_projections_of_one_input_in_different_schemes_are_fused(sources: Sources, tmp_path: Path) -> None:
     overrides = {"*.layers.0.*.v_proj": "w6a16g32", "*.layers.1.*.up_proj": "w8a16", "lm_head": "w8a16"}
-    quantize_folder(source, tmp_path / "out", "w4a16g32", overrides=overrides)
+    quantize_folder(sources["llama-wide"], tmp_path / "out", "w4a16g32", overrides=overrides)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    state, ids = model.state_dict(), torch.arange(1, 12)[None]
-    logits, tokens = model(ids).logits, tokens_of(model)
+    state, logits, tokens = model.state_dict(), logits_of(model), tokens_of(model)
     anybit.fuse(model)
     apart = [(isinstance(layer.qkv, SideBySide), isinstance(layer.gate_up, SideBySide)) for layer in model.model.layers]
     assert apart == [(True, False), (False, True)]
-    assert torch.allclose(model(ids).logits, logits, atol=1e-4)
+    assert torch.allclose(logits_of(model), logits, atol=1e-4)
     assert tokens_of(model) == tokens_of(model, cache_implementation="static") == tokens
     anybit.unfuse(model)
     again = model.state_dict()

@@ -1,17 +1,16 @@
 """Parts of a quantized model, as transformers loads them: no head, fewer layers, or a classifier on top."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.cases_calibration import sequences
-from tests.cases_models import save_tiny
+from tests.cases_folders import Sources, configure, retensor
+from tests.cases_models import layers_of
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from anybit import AnyBitConfig, QuantLinear
+from anybit import AnyBitConfig
 from anybit.errors import CheckpointError
 from anybit.quantization.methods.registry import quantize_folder
 
@@ -35,9 +34,9 @@ def states(model: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "quantized while loading"])
-def test_a_part_computes_what_the_whole_does(name: str, tmp_path: Path) -> None:
+def test_a_part_computes_what_the_whole_does(name: str, sources: Sources, tmp_path: Path) -> None:
     architecture, scheme, how = FOLDERS.get(name, ("llama", "w4a8g32", {}))
-    folder = save_tiny(architecture, tmp_path / "source")
+    folder = sources[architecture]
     if name in FOLDERS:
         quantize_folder(folder, folder := tmp_path / "out", scheme, **how)
 
@@ -56,19 +55,19 @@ def test_a_part_computes_what_the_whole_does(name: str, tmp_path: Path) -> None:
         part = load(kind, num_hidden_layers=1)
         assert torch.equal(states(part)[0], whole[0])
         block = next(module for name, module in part.named_modules() if name.endswith(("layers.0", "h.0")))
-        assert any(isinstance(module, QuantLinear) for module in block.modules())
+        assert layers_of(block)
         with torch.no_grad():
             assert torch.isfinite(part(TOKENS)[0]).all()
 
 
-def test_what_no_folder_holds_is_refused_by_name(tmp_path: Path) -> None:
-    quantize_folder(save_tiny("llama", tmp_path / "source"), tmp_path / "out", "w4a16g32")
-    with pytest.raises(
-        CheckpointError, match=r"no tensor model\.layers\.2\.\S+ and 22 more, which LlamaForCausalLM needs"
+def test_what_no_folder_holds_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w4a16g32")
+    for more, message in (
+        ({"num_hidden_layers": 3}, r"no tensor model\.layers\.2\.\S+ and 22 more, which LlamaForCausalLM needs"),
+        ({"intermediate_size": 128}, r"tensor model\.layers\.0\.mlp\.down_proj\.weight_packed has shape"),
     ):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out", num_hidden_layers=3)
-    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.0\.mlp\.down_proj\.weight_packed has shape"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out", intermediate_size=128)
+        with pytest.raises(CheckpointError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out", **more)
     AutoModel.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "base")
     says = "no tensor lm_head.weight, which LlamaForCausalLM needs: its config.json says LlamaModel, so load it as that"
     with pytest.raises(CheckpointError, match=says):
@@ -76,24 +75,18 @@ def test_what_no_folder_holds_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
-def test_damage_is_refused_whatever_part_is_asked_for(kind: Any, tmp_path: Path) -> None:
+def test_damage_is_refused_whatever_part_is_asked_for(kind: Any, llama: Path, tmp_path: Path) -> None:
     """Tensors that the part leaves out must fit the model that config.json names, too."""
-    quantize_folder(save_tiny("llama", tmp_path / "source"), out := tmp_path / "out", "w4a16g32")
-    tensors = load_file(out / "model.safetensors")
-    lost = {name: value for name, value in tensors.items() if name != "model.layers.1.input_layernorm.weight"}
-    for changed, message in (
-        (lost, r"no tensor model\.layers\.1\.input_layernorm\.weight"),
+    norm = "model.layers.1.input_layernorm.weight"
+    for number, (changed, entries, message) in enumerate(
         (
-            {**tensors, "model.stranger": torch.ones(1)},
-            r"has tensor model\.stranger.*its config\.json is another model's",
-        ),
+            ({norm: None}, {}, rf"no tensor {norm}"),
+            ({"model.stranger": torch.ones(1)}, {}, r"has tensor model\.stranger.*its config\.json is another model's"),
+            ({}, {"num_hidden_layers": 1}, r"has tensor model\.layers\.1\..*its config\.json is another model's"),
+        )
     ):
-        save_file(changed, out / "model.safetensors", {"format": "pt"})
+        quantize_folder(llama, out := tmp_path / str(number), "w4a16g32")
+        configure(retensor(out, **changed), **entries)
         for more in ({}, {"num_hidden_layers": 1}):
             with pytest.raises(CheckpointError, match=message):
                 kind.from_pretrained(out, **more)
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(CheckpointError, match=r"has tensor model\.layers\.1\..*its config\.json is another model's"):
-        kind.from_pretrained(out)

@@ -8,17 +8,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from tests.cases_models import save_tiny
 
 from anybit.checkpoints import writing
 from anybit.checkpoints.writing import new_folder
 from anybit.errors import CheckpointError
 from anybit.quantization.methods.registry import quantize_folder
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def model_at(path: Path, *more: str) -> Path:

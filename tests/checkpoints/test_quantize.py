@@ -1,14 +1,14 @@
 """From folder to folder: every architecture, every refusal, and the reported figures."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from tests.cases_models import ARCHITECTURES, save_tiny, tiny_model, tokens_of
-from transformers import AutoModelForCausalLM
+from tests.cases_folders import Sources, configure, copied, quantization_of
+from tests.cases_models import ARCHITECTURES, alike, layers_of, tiny_model, tokens_of
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import anybit
 from anybit.cache import kvcache
@@ -21,67 +21,42 @@ from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import KVFormat, Scheme
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
-
-
-def edited(source: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
-    """A copy of a model with some tensors replaced, added, or removed (None)."""
-    shutil.copytree(source, target)
-    old = safetensors.torch.load_file(source / "model.safetensors")
-    new = {k: v for k, v in {**old, **tensors}.items() if v is not None}
-    safetensors.torch.save_file(new, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_streamed_is_quantized_while_loading(architecture: str, tmp_path: Path) -> None:
-    source = save_tiny(architecture, tmp_path / "source")
+def test_streamed_is_quantized_while_loading(architecture: str, sources: Sources, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    saved = quantize_folder(source, tmp_path / "out", "w4a16g64asym", progress=lambda *step: seen.append(step))
+    saved = quantize_folder(sources[architecture], tmp_path / "out", "w4a16g64asym", progress=lambda *s: seen.append(s))
     streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     config = anybit.AnyBitConfig("w4a16g64asym")
-    loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=config).eval()
-    assert saved.layers == sum(isinstance(m, anybit.QuantLinear) for m in loaded.modules()) == len(seen)
+    loaded = AutoModelForCausalLM.from_pretrained(sources[architecture], quantization_config=config).eval()
+    assert saved.layers == len(layers_of(loaded)) == len(seen)
     assert seen[-1][1:] == (saved.weights, saved.weights)
-    ours, theirs = streamed.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert tokens_of(streamed) == tokens_of(loaded)
+    assert alike(streamed, loaded) and tokens_of(streamed) == tokens_of(loaded)
 
 
 def test_saved_figures_are_true(llama: Path, tmp_path: Path) -> None:
     saved = quantize_folder(llama, tmp_path / "out", "w3a16g32")
     folder = Folder(tmp_path / "out")
-    assert saved.bytes_before == Folder(llama).bytes
-    assert saved.bytes_after == folder.bytes
+    assert (saved.bytes_before, saved.bytes_after) == (Folder(llama).bytes, folder.bytes)
     parts = ("weight_packed", "weight_scale", "weight_shape")
     stored = sum(e.bytes for n, e in folder.entries.items() if n.endswith(parts))
     assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["anybit"]["scheme"] == "w3a16g32"
-    assert config["quantization_config"]["anybit"]["modules_to_not_convert"] == ["lm_head"]
+    own = quantization_of(tmp_path / "out")["anybit"]
+    assert (own["scheme"], own["modules_to_not_convert"]) == ("w3a16g32", ["lm_head"])
 
 
 def test_the_search_can_be_left_out(llama: Path, tmp_path: Path) -> None:
-    from anybit.codes.rtn import quantize_weight
-    from anybit.scheme import WeightFormat
-
     quantize_folder(llama, tmp_path / "out", "w3a16g32", options={"search": False})
     name = "model.layers.0.mlp.up_proj"
-    plain = quantize_weight(Folder(llama).read(f"{name}.weight"), WeightFormat(3, "sym", 32), search=False)
+    plain = quantize_weight(Folder(llama).read(f"{name}.weight"), Scheme.parse("w3a16g32").weights, search=False)
     assert torch.equal(Folder(tmp_path / "out").read(f"{name}.weight_packed"), plain.words)
 
 
-def test_a_tied_head_is_kept_whatever_is_named(tmp_path: Path) -> None:
-    source = save_tiny("llama-tied", tmp_path / "source")
-    saved = quantize_folder(source, tmp_path / "out", "w4a16g32", modules_to_not_convert=["down_proj"])
-    assert saved.layers == 2 * 6
-    loaded = AutoModelForCausalLM.from_pretrained(
-        source, quantization_config=anybit.AnyBitConfig("w4a16g32", modules_to_not_convert=["down_proj"])
-    )
-    assert tokens_of(loaded.eval()) == tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
+def test_a_tied_head_is_kept_whatever_is_named(sources: Sources, tmp_path: Path) -> None:
+    kept = {"modules_to_not_convert": ["down_proj"]}
+    assert quantize_folder(sources["llama-tied"], tmp_path / "out", "w4a16g32", **kept).layers == 2 * 6
+    config = anybit.AnyBitConfig("w4a16g32", **kept)
+    loaded = AutoModelForCausalLM.from_pretrained(sources["llama-tied"], quantization_config=config)
+    assert alike(loaded, AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -104,27 +79,18 @@ def test_a_name_to_keep_that_no_layer_has(llama: Path, tmp_path: Path, pattern: 
         AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
 
 
-def test_shards_and_companions(llama: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(llama, source)
-    (source / "tokenizer.json").write_text("{}")
-    (source / "training.pt").write_bytes(b"pickle")
-    quantize_folder(source, tmp_path / "out", "w4a16g32", shard_bytes=20_000)
+def test_shards_are_a_whole(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w4a16g32", shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert not (tmp_path / "out" / "training.pt").exists()
-    quantize_folder(source, tmp_path / "whole", "w4a16g32")
-    sharded, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "whole"))
-    assert tokens_of(sharded) == tokens_of(whole)
+    quantize_folder(llama, tmp_path / "whole", "w4a16g32")
+    assert alike(*(AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "whole")))
 
 
 def test_a_base_model_without_its_prefix(llama: Path, tmp_path: Path) -> None:
     old = safetensors.torch.load_file(llama / "model.safetensors")
-    shutil.copytree(llama, tmp_path / "bare")
     bare = {name.removeprefix("model."): tensor for name, tensor in old.items()}
-    safetensors.torch.save_file(bare, tmp_path / "bare" / "model.safetensors", {"format": "pt"})
     quantize_folder(llama, tmp_path / "a", "w4a16g32")
-    quantize_folder(tmp_path / "bare", tmp_path / "b", "w4a16g32")
+    quantize_folder(copied(llama, tmp_path / "bare", **(dict.fromkeys(old) | bare)), tmp_path / "b", "w4a16g32")
     assert Folder(tmp_path / "a").entries.keys() == Folder(tmp_path / "b").entries.keys()
 
 
@@ -151,19 +117,28 @@ def test_a_base_model_without_its_prefix(llama: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_checkpoints_are_named(llama, tmp_path, change, message) -> None:
-    source = edited(llama, tmp_path / "bad", **change)
+    source = copied(llama, tmp_path / "bad", **change)
     with pytest.raises(CheckpointError, match=message):
         quantize_folder(source, tmp_path / "out", "w4a16g32")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["bad"]
 
 
-def test_unknown_architectures_are_named(llama: Path, tmp_path: Path) -> None:
-    shutil.copytree(llama, tmp_path / "odd")
-    config = json.loads((llama / "config.json").read_text())
-    config |= {"model_type": "hal9000", "architectures": ["HAL9000ForCausalLM"]}
-    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"config\.json: transformers cannot build HAL9000ForCausalLM"):
-        quantize_folder(tmp_path / "odd", tmp_path / "out", "w4a16g32")
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"model_type": "hal9000", "architectures": ["HAL9000ForCausalLM"]},
+            r"config\.json: transformers cannot build HAL9000ForCausalLM",
+        ),
+        ({"num_attention_heads": 7}, "cannot build LlamaForCausalLM .*: The hidden size .* is not a multiple of the"),
+    ],
+)
+def test_models_that_transformers_cannot_build_are_named(llama: Path, tmp_path: Path, entries, message) -> None:
+    source = configure(shutil.copytree(llama, tmp_path / "source"), **entries)
+    with pytest.raises(CheckpointError, match=message):
+        quantize_folder(source, tmp_path / "out", "w4a16g32")
+    with pytest.raises(CheckpointError, match=message):
+        load_model(source)
 
 
 def test_quantize_folder_refusals(llama: Path, tmp_path: Path) -> None:
@@ -173,49 +148,25 @@ def test_quantize_folder_refusals(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already and is not empty"):
         quantize_folder(llama, tmp_path / "out", "w2a16g32")
     quantize_folder(llama, tmp_path / "out", "w2a16g32", overwrite=True)
-    with pytest.raises(SchemeError, match="method 'magic' is unknown; there are rtn"):
-        quantize_folder(llama, tmp_path / "x", "w2a16g32", "magic")
-    with pytest.raises(OptionError, match=r"method rtn has no setting 'speed' \(3\); its settings: search$"):
-        quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"speed": 3})
-    with pytest.raises(OptionError, match="method rtn needs no text: leave out text, or choose one of gptq"):
-        quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"text": tmp_path / "text.txt"})
-    with pytest.raises(SchemeError, match="method blockwise is gone: distill learns"):
-        quantize_folder(llama, tmp_path / "x", "w2a16g32", "blockwise")
-    with pytest.raises(SchemeError, match="method 'learned' is unknown; there are rtn, gptq, distill, smooth"):
-        quantize_folder(llama, tmp_path / "x", "w2a16g32", "learned")
-    with pytest.raises(SchemeError, match="a scheme is wBaB"):
-        quantize_folder(llama, tmp_path / "x", "w2")
-    with pytest.raises(LayerError, match="no linear layer to quantize"):
-        quantize_folder(llama, tmp_path / "x", "w2a16g32", modules_to_not_convert=["model", "lm_head"])
+    for words, error, message in (
+        ({"method": "magic"}, SchemeError, "method 'magic' is unknown; there are rtn, gptq, distill, smooth"),
+        ({"method": "blockwise"}, SchemeError, "method blockwise is gone: distill learns"),
+        ({"options": {"speed": 3}}, OptionError, r"method rtn has no setting 'speed' \(3\); its settings: search$"),
+        ({"options": {"text": "text.txt"}}, OptionError, "method rtn needs no text: leave out text, or choose one of "),
+        ({"scheme": "w2"}, SchemeError, "a scheme is wBaB"),
+        ({"modules_to_not_convert": ["model", "lm_head"]}, LayerError, "no linear layer to quantize"),
+    ):
+        with pytest.raises(error, match=message):
+            quantize_folder(llama, tmp_path / "x", **{"scheme": "w2a16g32", **words})
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out"]
 
 
-def test_a_configuration_that_contradicts_itself_is_one_sentence(llama: Path, tmp_path: Path) -> None:
-    shutil.copytree(llama, tmp_path / "source")
-    config = json.loads((llama / "config.json").read_text())
-    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "num_attention_heads": 7}))
-    message = "cannot build LlamaForCausalLM .*: The hidden size .* is not a multiple of the number of attention heads"
-    with pytest.raises(CheckpointError, match=message):
-        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32")
-    with pytest.raises(CheckpointError, match=message):
-        load_model(tmp_path / "source")
-
-
 def test_a_scheme_that_does_not_fit_a_layer(tmp_path: Path) -> None:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=98, num_hidden_layers=1, num_attention_heads=4
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    AutoModelForCausalLM.from_config(LlamaConfig(intermediate_size=98, **sizes)).save_pretrained(tmp_path / "source")
     with pytest.raises(LayerError, match=r"w4a16s24 does not fit layer model\.layers\.0\.mlp\.down_proj: .* not 98"):
         quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16s24")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_format_in_words_is_told_apart():
-    with pytest.raises(TypeError, match=r"format must be a WeightFormat.*not 'w4a16g128'"):
-        quantize_weight(torch.randn(8, 64), "w4a16g128")
 
 
 @pytest.mark.parametrize(
@@ -233,25 +184,25 @@ def test_a_weight_without_values_is_refused(weight: torch.Tensor, message: str) 
 
 
 def test_arguments_of_another_type_are_named(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the folder of a model must be a path, a str or .* not None"):
-        quantize_folder(None, tmp_path / "out", "w4a16g32")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"the output must be a path, a str or .* not None"):
-        quantize_folder(llama, None, "w4a16g32")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"a model's source must be a path, a str or .* not None"):
-        load_model(None)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"options must be a dict of names and values, not \[1\]"):
-        quantize_folder(llama, tmp_path / "out", "w4a16g32", options=[1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"quantize_folder\(\) got an unexpected keyword argument 'speed'"):
-        quantize_folder(llama, tmp_path / "out", "w4a16g32", speed=3)  # type: ignore[call-arg]
+    for call, error, message in (
+        (lambda: quantize_folder(None, tmp_path / "out", "w4a16g32"), CheckpointError, "the folder of a model .* None"),
+        (lambda: quantize_folder(llama, None, "w4a16g32"), CheckpointError, "the output must be a path, a str .* None"),
+        (lambda: load_model(None), CheckpointError, r"a model's source must be a path, a str or .* not None"),
+        (lambda: quantize_folder(llama, tmp_path, "w4a16", options=[1]), OptionError, r"a dict of .* not \[1\]"),
+        (lambda: quantize_folder(llama, tmp_path, "w4a16", speed=3), TypeError, "keyword argument 'speed'"),
+        (lambda: quantize_weight(torch.randn(8, 64), "w4a16g128"), TypeError, "must be a WeightFormat.*'w4a16g128'"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_kv_format_that_cannot_run_is_not_saved(llama: Path, tmp_path: Path) -> None:
+def test_a_kv_format_that_cannot_run_is_not_saved(llama: Path, sources: Sources, tmp_path: Path) -> None:
     message = r"the KV format kv4 cannot serve this model: head_dim must be .* not 16; leave out -kv4 to keep"
     with pytest.raises(LayerError, match=message):
         quantize_folder(llama, tmp_path / "out", "w4a16g32-kv4")
     assert not list(tmp_path.iterdir())
-    saved = quantize_folder(save_tiny("llama-wide", tmp_path / "wide"), tmp_path / "out", "w4a16g32-kv4")
+    saved = quantize_folder(sources["llama-wide"], tmp_path / "out", "w4a16g32-kv4")
     assert tokens_of(AutoModelForCausalLM.from_pretrained(saved.folder).eval())
 
 

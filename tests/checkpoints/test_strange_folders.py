@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.cases_damage import finish_gguf
+from tests.cases_folders import config_of, quantization_of
+from tests.cases_models import layers_of, logits_of
 from tests.checkpoints.test_formats import FIXTURES, STRIDE, whole_model
 
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.errors import CheckpointError
 from anybit.hf.loading import load_model, stored_scheme
-from anybit.layers.linear import QuantLinear
 
 BLOKE = {
     "bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": True, "static_groups": False, "sym": False,
@@ -43,7 +44,7 @@ class Strange:
 
     def at(self, place: Path) -> Path:
         folder = whole_model(self.fixture, place)
-        config = json.loads((folder / "config.json").read_text())
+        config = config_of(folder)
         own = config.pop("quantization_config")
         entry = self.entry(own) if isinstance(self.entry, Callable) else self.entry
         config |= ({} if entry is None else {"quantization_config": entry}) | self.more
@@ -60,8 +61,7 @@ def own(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda entry: {**entry, **changes}
 
 
-CT = json.loads((FIXTURES / "llmc-fp8" / "config.json").read_text())["quantization_config"]
-CT_OLD = {name: value for name, value in CT.items() if name != "quant_method"}
+CT_OLD = {name: value for name, value in quantization_of(FIXTURES / "llmc-fp8").items() if name != "quant_method"}
 
 READ = {
     "AutoGPTQ, quantize_config.json alone": Strange("gptq-4-asym", files={"quantize_config.json": BLOKE}),
@@ -114,7 +114,7 @@ def test_a_folder_is_read_whatever_describes_it(name: str, tmp_path: Path) -> No
         model = load_model(folder, device="cpu").model
     assert any("scales for an 8-bit KV cache" in str(w.message) for w in said) == bool(strange.tensors)
     expected = load_file(FIXTURES / strange.fixture / "expected.safetensors")
-    layers = {key: module for key, module in model.named_modules() if isinstance(module, QuantLinear)}
+    layers = layers_of(model)
     assert set(layers) == set(expected)
     for key, module in layers.items():
         assert torch.equal(module.dequantize()[::STRIDE].to(expected[key].dtype), expected[key])
@@ -126,10 +126,8 @@ def test_a_copy_has_one_description(name: str, tmp_path: Path) -> None:
     folder = READ[name].at(tmp_path / "in")
     convert_into(folder, "anybit", tmp_path / "out")
     assert not (tmp_path / "out" / "quantize_config.json").exists()
-    assert "compression_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    with torch.no_grad():
-        first, copy = (load_model(place).model(torch.arange(8)[None]).logits for place in (folder, tmp_path / "out"))
-    assert torch.equal(first, copy)
+    assert "compression_config" not in config_of(tmp_path / "out")
+    assert torch.equal(*(logits_of(load_model(place).model) for place in (folder, tmp_path / "out")))
 
 
 REFUSED = {

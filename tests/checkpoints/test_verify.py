@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 from tests.cases_damage import save_gguf
+from tests.cases_folders import configure
 from tests.cases_models import save_byte_tokenizer, save_tiny
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
@@ -50,12 +51,6 @@ def linked(source: Path, target: Path) -> Path:
     return target
 
 
-def changed(folder: Path, **entries: Any) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **entries}))
-    return folder
-
-
 @pytest.mark.parametrize("door", ["load_model", "from_pretrained", "quantize"])
 def test_nothing_in_a_folder_is_executed(llama, tmp_path, monkeypatch, door) -> None:
     """Neither by the configuration nor by the tokenizer, even where a terminal could be asked."""
@@ -65,7 +60,7 @@ def test_nothing_in_a_folder_is_executed(llama, tmp_path, monkeypatch, door) -> 
     for name in ("evil.py", "__init__.py"):
         (folder / name).write_text(code)
     names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
-    changed(folder, auto_map=names)
+    configure(folder, auto_map=names)
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**tokenizer, "auto_map": names, "tokenizer_class": "Evil"})
@@ -185,7 +180,7 @@ def test_ordinary_patterns_are_allowed_and_fast(pattern: str) -> None:
 def test_configurations_are_bounded_before_anything_is_built(llama, tmp_path, entries, message) -> None:
     began = time.process_time()
     with pytest.raises(CheckpointError, match=message):
-        Folder(changed(linked(llama, tmp_path / "model"), **entries))
+        Folder(configure(linked(llama, tmp_path / "model"), **entries))
     assert time.process_time() - began < 1
 
 
@@ -197,7 +192,7 @@ def test_from_pretrained_is_bounded_too(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w4a16g32")
     began = time.process_time()
     with pytest.raises(CheckpointError, match="num_hidden_layers"):
-        AutoModelForCausalLM.from_pretrained(changed(tmp_path / "out", num_hidden_layers=10_000))
+        AutoModelForCausalLM.from_pretrained(configure(tmp_path / "out", num_hidden_layers=10_000))
     assert time.process_time() - began < 2
 
 
@@ -234,7 +229,7 @@ def test_quantization_config_is_checked(words: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "hqq", "unheard-of", None])
 def test_other_quant_methods_are_refused_by_name(llama: Path, tmp_path: Path, method: str | None) -> None:
     entry = {"quant_method": method, "bits": 4, "group_size": 128} if method else {"bits": 4}
-    folder = changed(linked(llama, tmp_path / "model"), quantization_config=entry)
+    folder = configure(linked(llama, tmp_path / "model"), quantization_config=entry)
     named = method or "an unknown method"
     read = method in {format.name for format in FORMATS}
     why = r"and has no tensor \*\.\w+" if read else "which anybit does not read"
@@ -272,13 +267,11 @@ def test_a_folder_of_gguf_files_and_a_missing_tokenizer_say_what_to_do(llama, tm
 def test_a_damaged_method_is_refused_and_not_made_up(llama: Path, tmp_path: Path, scheme: str, method: object) -> None:
     """transformers only warns about an unknown method, and initializes the model randomly."""
     quantize_folder(llama, tmp_path / "q", scheme)
-    config = json.loads((tmp_path / "q" / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = method
-    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    configure(tmp_path / "q", {"quant_method": method})
     with pytest.raises(CheckpointError, match="an unknown quant_method"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "q")
     with pytest.raises(AnyBitError):
         load_model(tmp_path / "q", device="cpu")
-    changed(tmp_path / "q", quantization_config={"bits": 4})
+    configure(tmp_path / "q", quantization_config={"bits": 4})
     with pytest.raises(CheckpointError, match="quantization_config cannot be used"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "q")

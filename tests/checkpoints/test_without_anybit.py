@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import safetensors.torch
-from tests.cases_models import save_tiny, tokens_of
+from tests.cases_folders import Sources, config_of
+from tests.cases_models import layers_of, tokens_of
 from tests.checkpoints.test_formats import whole_model
 from transformers import AutoModel, AutoModelForCausalLM
 
-from anybit import AnyBitConfig, QuantLinear
+from anybit import AnyBitConfig
 from anybit.checkpoints.verify import TRAP
 from anybit.errors import CheckpointError
 from anybit.hf.loading import load_model
@@ -54,27 +55,24 @@ def without_anybit(*folders: Path) -> dict[str, Any]:
 def without_method(folder: Path, target: Path) -> Path:
     """A copy whose config.json no longer says that the model is quantized."""
     shutil.copytree(folder, target)
-    config = json.loads((target / "config.json").read_text())
-    del config["quantization_config"]
+    config = {name: value for name, value in config_of(folder).items() if name != "quantization_config"}
     (target / "config.json").write_text(json.dumps(config))
     return target
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(sources: Sources, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders written by both ways of saving, named by way and scheme."""
     root = tmp_path_factory.mktemp("saved")
-    for architecture in ("llama", "llama-wide", "gpt2"):
-        save_tiny(architecture, root / architecture)
     for name in (*HELD, *OTHERS):
         way, scheme = name.split()
-        source = root / ("llama-wide" if "kv" in scheme else "llama")
+        source = sources["llama-wide" if "kv" in scheme else "llama"]
         if way == "quantize":
             quantize_folder(source, root / name, scheme)
         else:
             how = AnyBitConfig(scheme)
             AutoModelForCausalLM.from_pretrained(source, quantization_config=how).save_pretrained(root / name)
-    quantize_folder(root / "gpt2", root / "quantize gpt2", "w4a16")
+    quantize_folder(sources["gpt2"], root / "quantize gpt2", "w4a16")
     return root
 
 
@@ -91,7 +89,7 @@ def test_saved_folders_without_anybit(folders: Path, found: dict[str, Any]) -> N
     for folder in (folders / name for name in HELD):
         # Here anybit is present, and takes over the folder.
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert any(isinstance(module, QuantLinear) for module in model.modules())
+        assert layers_of(model)
         assert found[folder.name] == tokens_of(model), folder.name
     for folder in (folders / name for name in (*OTHERS, "quantize gpt2")):
         assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
@@ -130,13 +128,7 @@ def test_folders_of_earlier_versions_load(folders: Path, tmp_path: Path) -> None
         tensors = safetensors.torch.load_file(source / "model.safetensors")
         kept = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
         safetensors.torch.save_file(kept, old / "model.safetensors", {"format": "pt"})
-        config = json.loads((source / "config.json").read_text())
-        config["quantization_config"] = {
-            "quant_method": "anybit",
-            "version": "0.1.0",
-            "scheme": scheme,
-            "modules_to_not_convert": ["lm_head"],
-        }
-        (old / "config.json").write_text(json.dumps(config))
+        words = {"quant_method": "anybit", "version": "0.1.0", "scheme": scheme, "modules_to_not_convert": ["lm_head"]}
+        (old / "config.json").write_text(json.dumps({**config_of(source), "quantization_config": words}))
         ours = AutoModelForCausalLM.from_pretrained(old).eval()
         assert tokens_of(ours) == tokens_of(AutoModelForCausalLM.from_pretrained(source).eval())

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ from anybit import cli
 from anybit.errors import TextError
 from anybit.hf import evaluate, loading
 from anybit.hf.loading import load_model
-from anybit.layers.linear import QuantLinear
+from cases_folders import configure
+from cases_models import layers_of
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
 
@@ -77,9 +79,9 @@ def test_a_saved_model_runs_on_the_backend_that_is_named(run: Any, model: Path, 
     run("quantize", model, "-s", "w4a16g32", "-o", tmp_path / "w4")
     for name in ("reference-packed", "reference-decoded"):
         loaded = load_model(tmp_path / "w4", backend=name, device="cpu").model
-        layers = [module for module in loaded.modules() if isinstance(module, QuantLinear)]
+        layers = layers_of(loaded)
         assert len(layers) == 14
-        assert {layer._prepared.spec.backend for layer in layers if layer._prepared} == {name}
+        assert {layer._prepared.spec.backend for layer in layers.values() if layer._prepared} == {name}
     code, out, err = run("generate", tmp_path / "w4", "-p", "x", "--backend", "packed", "--device", "cpu")
     assert (code, out) == (1, "")
     assert "packed: its kernels need a CUDA device" in err
@@ -90,11 +92,9 @@ def test_info_of_schemes_and_models(run: Any, model: Path, tmp_path: Path) -> No
     assert code == 0
     assert json.loads(out)["bits_per_weight"] == 2 + 18 / 64
     assert json.loads(out)["kv_cache"] is None
-    assert "kv4g128: 4.28 bits per element" in run("info", "w4a16-kv4g128")[1]
-    assert (
-        "3.52 times the tokens of 16 bits in requests of 8,192; less than 16 bits from "
-        in run("info", "w4a16-kv4g128")[1]
-    )
+    said = run("info", "w4a16-kv4g128")[1]
+    assert "kv4g128: 4.28 bits per element" in said
+    assert "3.52 times the tokens of 16 bits in requests of 8,192; less than 16 bits from " in said
     code, out, _ = run("info", model, "--json")
     assert code == 0
     result = json.loads(out)
@@ -119,16 +119,13 @@ def test_info_of_schemes_and_models(run: Any, model: Path, tmp_path: Path) -> No
         (["quantize", "", "-o", "OUT"], "error: the model's name is empty: write a folder, a GGUF file or a hub name"),
         (
             ["quantize", "MODEL", "-o", "OUT", "--set", "search=null"],
-            "error: method rtn: search must be true or false, not None",
+            "method rtn: search must be true or false, not None",
         ),
         (["quantize", "MODEL", "-o", "/proc/anybit"], "/proc/anybit cannot be written"),
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
         (["quantize", "MODEL", "-o", "OUT", "--bits", "9"], "error: --bits 9 is out of reach: layers of 2 to 8 bits"),
         (["quantize", "MODEL", "-o", "OUT", "-t", "TEXT", "--bits", "5", "--set", "foo=1"], "has no setting 'foo' (1)"),
-        (
-            ["quantize", "MODEL", "-o", "OUT", "-t", "TEXT", "--method", "rotate", "--set", "foo=1"],
-            "gain_rate",
-        ),
+        (["quantize", "MODEL", "-o", "OUT", "-t", "TEXT", "--method", "rotate", "--set", "foo=1"], "gain_rate"),
         (["quantize", "MODEL", "-o", "OUT", "--set", "speed"], "--set 'speed' is not understood: write NAME=VALUE"),
         (["generate", "MODEL", "-p", "x", "--backend", "magic"], "backend 'magic' is unknown"),
         (["generate", "MODEL", "-p", "x", "--backend", "reference-packed"], "runs quantized layers, and"),
@@ -143,10 +140,7 @@ def test_info_of_schemes_and_models(run: Any, model: Path, tmp_path: Path) -> No
         (["eval", "MODEL", "-t", "TEXT", "-s", "w4a16-kv4"], "error: the KV format kv4 cannot serve"),
         (["quantize", "MODEL", "-s", "w4a16-kv4", "-o", "OUT"], "error: the KV format kv4 cannot serve this model"),
         (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),
-        (
-            ["convert", "MODEL", "--to", "foo"],
-            "error: --to 'foo' is unknown: write anybit, compressed-tensors, gptq or gguf",
-        ),
+        (["convert", "MODEL", "--to", "foo"], "--to 'foo' is unknown: write anybit, compressed-tensors, gptq or gguf"),
         (["convert", "", "--to", "anybit"], "error: the model's name is empty"),
         (["info", "w2"], "error: scheme 'w2' is not understood"),
         (["info", "w9a16"], "weight bits must be 1 to 8, not 9; and there is no file or folder 'w9a16'"),
@@ -158,10 +152,7 @@ def test_info_of_schemes_and_models(run: Any, model: Path, tmp_path: Path) -> No
         (["explain", "4096,many", "-s", "w4a8"], "4096,many is not the shape of a layer: write N,K"),
         (["explain", "4096,0", "-s", "w4a8"], "4096,0 is not the shape of a layer: write N,K"),
         (["explain", "99999999999,64", "-s", "w4a8"], "(outputs, inputs), each at most 16777216"),
-        (
-            ["quantize", "MODEL", "-o", "OUT", "--keep", "dwon"],
-            "error: nothing to keep: 'dwon' matches no layer of Llama",
-        ),
+        (["quantize", "MODEL", "-o", "OUT", "--keep", "dwon"], "nothing to keep: 'dwon' matches no layer of Llama"),
     ],
 )
 def test_errors_are_one_sentence(run, model, text, tmp_path, arguments, message) -> None:
@@ -269,7 +260,7 @@ def test_the_time_of_a_job_is_that_of_all_of_it(run: Any, model: Path, tmp_path:
     took = time.perf_counter() - began
     assert code == 0, err
     # Writing a few layers takes a fiftieth of it.
-    assert took / 4 < json.loads(out)["seconds"] <= took
+    assert took / 10 < json.loads(out)["seconds"] <= took
 
 
 @pytest.mark.parametrize(
@@ -277,10 +268,7 @@ def test_the_time_of_a_job_is_that_of_all_of_it(run: Any, model: Path, tmp_path:
     [
         (PermissionError(13, "Permission denied", "/there/file"), "error: /there/file: Permission denied"),
         (OSError(5, "Input/output error"), "error: Input/output error"),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB. GPU 0"),
-            "error: CUDA out of memory",
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB. GPU 0"), "error: CUDA out of memory"),
     ],
 )
 def test_system_errors_are_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
@@ -446,16 +434,9 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(mo
         with pytest.raises(anybit.AnyBitError, match="far enough"):
             load_model(*words, **more)
 
-    with pytest.warns(
-        UserWarning, match="is stored in float32; kernels take float16 or bfloat16, so it is loaded as bfloat16"
-    ):
+    with pytest.warns(UserWarning, match="is stored in float32; kernels take .*, so it is loaded as bfloat16"):
         load(model, "w4a16g32")
-    config = json.loads((model / "config.json").read_text())
-    half = tmp_path / "half"
-    half.mkdir()
-    for file in model.iterdir():
-        (half / file.name).write_bytes(file.read_bytes())
-    (half / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    half = configure(shutil.copytree(model, tmp_path / "half"), dtype="float16")
     with warnings.catch_warnings(action="error"):
         load(half, "w4a16g32")
         load(model)  # nothing of it runs on kernels

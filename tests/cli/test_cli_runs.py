@@ -40,10 +40,7 @@ def test_a_log_shows_what_is_left(run: Any, model: Path, tmp_path: Path, monkeyp
             ("--method", "gptq", "-t", "x.json"),
             "goes on if it is run again: anybit quantize m -o out --method gptq -t ",
         ),
-        (
-            ("--method", "gptq", "-t", "x.json", "--set", "resume=kept"),
-            "the same command goes on after the blocks in kept",
-        ),
+        (("--method", "gptq", "-t", "x.json", "--set", "resume=kept"), "the same command goes on after the blocks in "),
     ],
 )
 def test_an_interrupted_run_says_how_to_go_on(run, model, monkeypatch, words, says) -> None:

@@ -8,14 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from anybit import cli
 from anybit.cli import answer, common
@@ -23,6 +22,7 @@ from anybit.cli import generate as generating
 from anybit.errors import TextError
 from anybit.hf import template
 from anybit.hf.loading import load_model
+from cases_folders import configure, retensor
 
 RED = "\x1b]0;red\x07\x9b2J\u202e"
 
@@ -32,28 +32,16 @@ def steering(text: str) -> list[str]:
 
 
 def copied(model: Path, to: Path, **config: Any) -> Path:
-    """A model with changed configuration entries."""
-    shutil.copytree(model, to)
-    own = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(own | config))
-    return to
+    return configure(shutil.copytree(model, to), **config)
 
 
 def test_names_from_files_do_not_steer_the_terminal(run: Any, model: Path, tmp_path: Path) -> None:
-    tensors = load_file(model / "model.safetensors")
-    renamed = copied(model, tmp_path / "renamed")
-    save_file({f"{name}{RED}": tensor for name, tensor in tensors.items()}, renamed / "model.safetensors")
-    more = copied(model, tmp_path / "more")
-    save_file({**tensors, RED: next(iter(tensors.values())).clone()}, more / "model.safetensors")
-    kept = tmp_path / "kept"
+    norm, kept = load_file(model / "model.safetensors")["model.norm.weight"], tmp_path / "kept"
     assert run("quantize", model, "-o", kept, "-s", "w4a16g32")[0] == 0
-    config = json.loads((kept / "config.json").read_text())
-    config["quantization_config"] |= {"modules_to_not_convert": ["lm_head", RED], "ignore": ["lm_head", RED]}
-    (kept / "config.json").write_text(json.dumps(config))
     folders = [
-        renamed,
-        more,
-        kept,
+        retensor(copied(model, tmp_path / "renamed"), **{"model.norm.weight": None, f"model.norm.weight{RED}": norm}),
+        retensor(copied(model, tmp_path / "more"), **{RED: norm}),
+        configure(kept, {"modules_to_not_convert": ["lm_head", RED], "ignore": ["lm_head", RED]}),
         copied(model, tmp_path / "type", model_type=RED),
         copied(model, tmp_path / "architecture", architectures=[RED], model_type=RED),
         copied(model, tmp_path / "method", quantization_config={"quant_method": RED}),
@@ -140,12 +128,10 @@ def rendered(source: str) -> str:
     ],
 )
 def test_a_bad_chat_template_is_one_sentence(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "SECONDS", 1.0)
-    began = time.monotonic()
+    monkeypatch.setattr(template, "SECONDS", 1.0 if "than 1 s" in message else 60.0)
     with pytest.raises(TextError, match=message) as refused:
         rendered(source)
     assert "\n" not in str(refused.value)
-    assert time.monotonic() - began < 5
 
 
 def test_a_template_is_rendered_beside_more_open_files_than_select_knows() -> None:

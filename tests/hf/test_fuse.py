@@ -25,6 +25,7 @@ from anybit.hf import fuse as fusing
 from anybit.kernels.block.rope import RopeStoreArgs, paired_channels
 from anybit.ops.elementwise import rotate_store
 from anybit.scheme import Scheme
+from cases_models import layers_of
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -39,6 +40,10 @@ def quantized(config, scheme, folder, spread=0.05):
         parameter.data.normal_(0, spread)
     model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=anybit.AnyBitConfig(scheme))
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +73,7 @@ def test_fused_model_says_the_same(config_class, scheme, tmp_path):
             model(ids, **{records: True})
     anybit.unfuse(model)
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
-    again = model.state_dict()
-    assert again.keys() == state.keys()
-    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert same(model.state_dict(), state)
     assert torch.equal(model(ids).logits, logits)
 
 
@@ -93,50 +96,57 @@ def test_fused_layers_look_as_far_back_as_the_model_does(config_class, tmp_path)
         torch.testing.assert_close(logits(), wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_layers_that_do_not_join_leave_the_model_as_it_was(tmp_path):
-    model = quantized(LlamaConfig(**SIZES, head_dim=64), "w4a16g32", tmp_path)
+def other_order(model):
     k_proj = model.model.layers[1].self_attn.k_proj
     weight = k_proj.quantized_weight()
     order = torch.arange(weight.shape[1]).flip(0) // 32
     k_proj.load_weight(replace(weight, group_index=order.to(torch.int32)))
-    ids = torch.randint(0, 128, (1, 9))
-    before, state = model(ids).logits, model.state_dict()
-    with pytest.raises(LayerError, match="layer 1 cannot be fused: layers with different activation orders"):
-        anybit.fuse(model)
-    assert torch.equal(model(ids).logits, before)
-    after = model.state_dict()
-    assert after.keys() == state.keys() and all(torch.equal(after[name], state[name]) for name in state)
-    anybit.accelerate(model)  # serves it as it is
-    assert torch.equal(model(ids).logits, before)
 
 
-def test_a_layer_left_as_it_was_is_named(tmp_path):
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    with pytest.raises(LayerError, match=r"layer 0 cannot be fused.*q_proj is a Linear"):
-        anybit.fuse(model)
-
-
-def test_layers_with_inputs_of_their_own_are_not_joined(tmp_path):
-    model = quantized(LlamaConfig(**SIZES, head_dim=64), "w1a16", tmp_path)
+def other_inputs(model):
     model.model.layers[1].self_attn.k_proj.hadamard = True
+
+
+def other_code(model):
+    """Custom model code copies transformers' class names, with different behaviour."""
+    kind = type(model.model.layers[0])
+    model.model.layers[1].__class__ = type(kind.__name__, (kind,), {"__module__": "transformers_modules.m.modeling"})
+
+
+def other_layer(model):
+    model.model.layers[0].self_attn.q_proj = torch.nn.Linear(128, 128, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "says"),
+    [
+        ("w4a16g32", other_order, "layer 1 cannot be fused: layers with different activation orders"),
+        ("w1a16", other_inputs, r"only one of self_attn.q_proj and self_attn.k_proj rotates its inputs"),
+        ("w4a16g32", other_code, r"layer 1 cannot be fused: its LlamaDecoderLayer is not transformers' own"),
+        ("w4a16g32", other_layer, r"layer 0 cannot be fused.*q_proj is a Linear"),
+    ],
+)
+def test_what_cannot_be_fused_stays_as_it_was(scheme, change, says, tmp_path):
+    model = quantized(LlamaConfig(**SIZES, head_dim=64), scheme, tmp_path)
+    change(model)
     ids = torch.randint(0, 128, (2, 9))
-    logits = model(ids).logits
-    with pytest.raises(LayerError, match=r"only one of self_attn.q_proj and self_attn.k_proj rotates its inputs"):
+    logits, state = model(ids).logits, model.state_dict()
+    with pytest.raises(LayerError, match=says):
         anybit.fuse(model)
-    anybit.accelerate(model)  # what is possible without fusing
+    assert torch.equal(model(ids).logits, logits) and same(model.state_dict(), state)
+    anybit.accelerate(model)  # serves it as it is
     assert torch.equal(model(ids).logits, logits)
 
 
 def test_layers_whose_inputs_are_rotated_alike_are_joined(tmp_path):
     model = quantized(LlamaConfig(**{**SIZES, "intermediate_size": 128}, head_dim=64), "w4a8", tmp_path)
-    for layer in model.modules():
-        if isinstance(layer, anybit.QuantLinear):
-            layer.hadamard = True
+    for layer in layers_of(model).values():
+        layer.hadamard = True
     ids = torch.randint(0, 128, (2, 9))
     logits = model(ids).logits
     assert torch.allclose(anybit.fuse(model)(ids).logits, logits, atol=1e-6)
     anybit.unfuse(model)
-    assert all(layer.hadamard for layer in model.modules() if isinstance(layer, anybit.QuantLinear))
+    assert all(layer.hadamard for layer in layers_of(model).values())
     assert torch.equal(model(ids).logits, logits)
 
 
@@ -145,7 +155,7 @@ def test_a_fused_model_is_dequantized_as_if_it_were_not(tmp_path):
     ids = torch.randint(0, 128, (1, 9))
     logits = model(ids).logits
     plain = anybit.fuse(model).dequantize()
-    assert not any(isinstance(module, QuantLinear) for module in plain.modules())
+    assert not layers_of(plain)
     assert torch.allclose(plain(ids).logits, logits, atol=1e-6)
 
 
@@ -221,15 +231,6 @@ def test_fusing_that_runs_out_of_memory_leaves_the_model_as_it_was(at, tmp_path,
     monkeypatch.setattr(fusing, "_joined", joined)
     anybit.fuse(model)
     assert torch.allclose(model(ids).logits, expected, atol=1e-6)
-
-
-def test_layers_that_only_share_a_name_stay_as_they_are(tmp_path):
-    """Custom model code copies transformers' class names, with different behaviour."""
-    model = quantized(LlamaConfig(**SIZES), "w4a16g32", tmp_path)
-    kind = type(model.model.layers[0])
-    model.model.layers[1].__class__ = type(kind.__name__, (kind,), {"__module__": "transformers_modules.m.modeling"})
-    with pytest.raises(LayerError, match=r"layer 1 cannot be fused: its LlamaDecoderLayer is not transformers' own"):
-        anybit.fuse(model)
 
 
 HOOKS = (
@@ -319,17 +320,12 @@ def test_fuse_refuses_global_hooks(kind, tmp_path):
     assert torch.equal(fused(ids).logits, logits)
 
 
-def of_embeds(model, ids):
-    embeds = torch.randn(1, 5, 128, requires_grad=True)
-    return model(inputs_embeds=embeds).logits
-
-
 GRADIENTS = {
     "input_layernorm": lambda model, ids: model(ids).logits,
     "model.norm": lambda model, ids: model.model(ids).last_hidden_state,
     "embed_tokens": lambda model, ids: model(ids, return_dict=False)[0],
     "bias": lambda model, ids: model(ids).logits,
-    "inputs": of_embeds,
+    "inputs": lambda model, ids: model(inputs_embeds=torch.randn(1, 5, 128, requires_grad=True)).logits,
 }
 
 

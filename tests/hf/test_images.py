@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cases_folders import configure
 from tests.cases_matrix import MATRIX
-from tests.cases_models import save_byte_tokenizer, tokens_of
+from tests.cases_models import imitate, layers_of, save_byte_tokenizer, tokens_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import anybit
@@ -17,7 +18,6 @@ from anybit.checkpoints.formats.write import convert_into
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError
 from anybit.hf.loading import load_model
-from anybit.layers.linear import QuantLinear
 from anybit.models.blocks import find_blocks
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import Scheme
@@ -48,10 +48,8 @@ def as_gptq(folder: Path) -> dict[str, torch.Tensor]:
         else:
             tensors[name] = weight
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-    config["quantization_config"] = {**entry, "checkpoint_format": "gptq_v2"}
-    (folder / "config.json").write_text(json.dumps(config))
+    configure(folder, quantization_config={**entry, "checkpoint_format": "gptq_v2"})
     return expected
 
 
@@ -101,9 +99,7 @@ def test_images_say_the_same_as_with_dequantized_weights(name: str, tmp_path: Pa
     plain.save_pretrained(tmp_path / "in")
     quantize_folder(tmp_path / "in", tmp_path / "out", SCHEME)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    for part, layer in model.named_modules():
-        if isinstance(layer, QuantLinear):
-            plain.get_submodule(part).weight.data = layer.dequantize()
+    imitate(plain, model)
     ids = torch.tensor([[5, 17, 90, 90, 90, 90, 3, 88]])
     more = {"image_sizes": torch.tensor([[32, 32]])} if mistral else {"token_type_ids": (ids == 90).long()}
     seen = [{"pixel_values": picture, **more} for picture in 4 * torch.randn(2, 1, 3, size, size)]
@@ -130,7 +126,7 @@ def test_files_of_other_tools_are_read_by_their_old_names(name: str, run: Any, t
     folder = saved(name, tmp_path / "theirs")
     expected = as_gptq(folder)
     model = load_model(folder, device="cpu").model
-    layers = {key: module for key, module in model.named_modules() if isinstance(module, QuantLinear)}
+    layers = layers_of(model)
     assert len(layers) == len(expected) == 14
     for old, weight in expected.items():
         (new,) = (key for key in layers if key.split(".layers.")[1] == old.split(".layers.")[1])
@@ -155,8 +151,7 @@ def test_info_counts_the_experts_of_gpt_oss(run: Any, tmp_path: Path) -> None:
         else:
             tensors[name] = weight
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    configure(tmp_path, quantization_config={"quant_method": "mxfp4"})
     told = json.loads(run("info", tmp_path, "--json")[1])
     assert told["quantization"] == "mxfp4" and told["expert_weights"] == experts
     assert told["bits_per_weight"] == 4.25 and told["linear_weights"] == 0, "only quantized layers count"

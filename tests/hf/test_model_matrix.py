@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from tests.cases_matrix import MATRIX
-from tests.cases_models import tokens_of
+from tests.cases_models import imitate, layers_of, tokens_of
 from transformers.pytorch_utils import Conv1D
 
 import anybit
@@ -56,14 +56,11 @@ def tried(name: str, folder: Path) -> Found:
     model.save_pretrained(folder / "source")
     saved = quantize_folder(folder / "source", folder / "out", "w4a16g32")
     streamed = kind.from_pretrained(folder / "out").eval()
-    layers = {part: m for part, m in streamed.named_modules() if isinstance(m, anybit.QuantLinear)}
+    layers = layers_of(streamed)
     assert len(layers) == saved.layers
     # The original with dequantized weights must generate the same.
     unfuse(model)
-    for part, layer in layers.items():
-        module = model.get_submodule(part)
-        weight = layer.dequantize()
-        module.weight.data = weight.T.contiguous() if isinstance(module, Conv1D) else weight
+    imitate(model, streamed)
     streamed.save_pretrained(folder / "again")
     tokens, expected = tokens_of(streamed), tokens_of(model)
     reloaded = tokens_of(kind.from_pretrained(folder / "again").eval())

@@ -1,6 +1,5 @@
 """anybit in transformers: quantize while loading, save, reload, generate, for every architecture."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases_models import ARCHITECTURES, save_tiny, tokens_of
+from tests.cases_folders import Sources, configure, quantization_of, retensor
+from tests.cases_models import ARCHITECTURES, alike, layers_of, tokens_of
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from anybit import AnyBitConfig, QuantLinear
 from anybit.errors import CheckpointError, KernelError, LayerError, OptionError
 from anybit.hf.loading import load_model
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("sources")
-    return {name: save_tiny(name, folder / name) for name in ARCHITECTURES}
 
 
 def load(source: Path, scheme: str | None = None, **options: Any) -> Any:
@@ -33,44 +27,33 @@ SCHEMES = ("w4a16g64", "w1a16", "w3a16g32asym", "w4a8", "w2a2-xasym", "w4a16g32s
 
 
 @pytest.mark.parametrize(
-    ("architecture", "scheme"),
-    [(name, scheme) for i, name in enumerate(ARCHITECTURES) for scheme in (SCHEMES[i % 3 :: 3] if i else SCHEMES)],
+    ("architecture", "scheme", "dtype"),
+    [
+        *((kind, one, None) for i, kind in enumerate(ARCHITECTURES) for one in SCHEMES[i % 3 :: 3 if i else 1]),
+        *(("qwen2", "w4a16g32asym", dtype) for dtype in (torch.float16, torch.bfloat16)),
+    ],
 )
-def test_saved_and_reloaded_gives_the_same_tokens(sources, tmp_path, architecture, scheme) -> None:
-    model = load(sources[architecture], scheme)
-    expected = tokens_of(model)
+def test_saved_and_reloaded_gives_the_same_tokens(sources, tmp_path, architecture, scheme, dtype) -> None:
+    model = load(sources[architecture], scheme, dtype=dtype)
+    assert {layer.quantized_weight().scale.dtype for layer in layers_of(model).values()} == {dtype or torch.float32}
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
     assert again.config.quantization_config.scheme == scheme
-    assert tokens_of(again) == expected
-    ours, theirs = model.state_dict(), again.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert alike(again, model) and tokens_of(again) == tokens_of(model)
 
 
-def test_modules_to_not_convert_stay_linear(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_modules_to_not_convert_stay_linear(sources: Sources, tmp_path: Path) -> None:
     model = load(sources["llama"], "w4a16g32", config={"modules_to_not_convert": ["lm_head", "o_proj"]})
     assert isinstance(model.model.layers[0].self_attn.o_proj, nn.Linear)
     assert isinstance(model.model.layers[0].self_attn.q_proj, QuantLinear)
-    expected = tokens_of(model)
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
-    assert isinstance(again.model.layers[1].self_attn.o_proj, nn.Linear)
-    assert tokens_of(again) == expected
+    assert isinstance(again.model.layers[1].self_attn.o_proj, nn.Linear) and alike(again, model)
     with pytest.raises(LayerError, match="no linear layer to quantize"):
         load(sources["llama"], "w4a16g32", config={"modules_to_not_convert": ["model", "lm_head"]})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_model_saves_and_reloads(sources: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
-    model = load(sources["qwen2"], "w4a16g32asym", dtype=dtype)
-    layer = model.model.layers[0].mlp.up_proj
-    assert layer.quantized_weight().scale.dtype == dtype
-    model.save_pretrained(tmp_path)
-    assert tokens_of(load(tmp_path)) == tokens_of(model)
-
-
-def test_compiled_models_have_one_node_a_layer(sources: dict[str, Path]) -> None:
+def test_compiled_models_have_one_node_a_layer(sources: Sources) -> None:
     model = load(sources["llama"], "w4a16g64")
     graphs: list[torch.fx.GraphModule] = []
 
@@ -89,7 +72,7 @@ def test_compiled_models_have_one_node_a_layer(sources: dict[str, Path]) -> None
     assert len(calls) == 14
 
 
-def test_trainer_trains_what_stands_around_quantized_layers(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_trainer_trains_what_stands_around_quantized_layers(sources: Sources, tmp_path: Path) -> None:
     """As PEFT's prompts and LoRA of a head do; a quantized model alone, which has nothing to train, is refused."""
     pytest.importorskip("accelerate")
     model = load(sources["llama"], "w4a16g32")
@@ -111,7 +94,7 @@ def test_trainer_trains_what_stands_around_quantized_layers(sources: dict[str, P
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in codes.items())
 
 
-def test_not_finite_weights_name_the_layer(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_not_finite_weights_name_the_layer(sources: Sources, tmp_path: Path) -> None:
     model = load(sources["llama"])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
@@ -121,18 +104,15 @@ def test_not_finite_weights_name_the_layer(sources: dict[str, Path], tmp_path: P
             load_model(tmp_path, scheme, device="cpu")
 
 
-def test_groups_that_are_not_there_name_the_layer(sources: dict[str, Path], tmp_path: Path) -> None:
-    import safetensors.torch
-
-    load(sources["llama"], "w4a16g32").save_pretrained(tmp_path)
-    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    for name in [name.removesuffix(".weight_shape") for name in tensors if name.endswith(".weight_shape")]:
-        inputs = int(tensors[f"{name}.weight_shape"][1])
-        tensors[f"{name}.weight_g_idx"] = (torch.arange(inputs) // 32 + 9 * ("1.mlp.up" in name)).int()
-    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["anybit"]["group_index"] = True
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_groups_that_are_not_there_name_the_layer(sources: Sources, tmp_path: Path) -> None:
+    model = load(sources["llama"], "w4a16g32")
+    model.save_pretrained(tmp_path)
+    groups = {
+        f"{name}.weight_g_idx": (torch.arange(layer.in_features) // 32 + 9 * ("1.mlp.up" in name)).int()
+        for name, layer in layers_of(model).items()
+    }
+    own = quantization_of(tmp_path)["anybit"]
+    configure(retensor(tmp_path, **groups), {"anybit": own | {"group_index": True}})
     with pytest.raises(LayerError, match=r"layer model\.layers\.1\.mlp\.up_proj: group_index holds groups 9 to"):
         load_model(tmp_path, device="cpu")
 
@@ -182,16 +162,8 @@ except AttributeError as error:
 
 OFFLOADED = (
     ({"": "disk"}, None, "puts the model on disk, which would offload layer model.layers.0"),
-    (
-        {"": "cpu", "model.layers.1": "disk"},
-        None,
-        "puts model.layers.1 on disk, which would offload layer model.layers.1",
-    ),
-    (
-        {"": 0, "model.layers.1.mlp": "cpu"},
-        None,
-        "puts model.layers.1.mlp on cpu, which would offload layer model.layers.1.mlp",
-    ),
+    ({"": "cpu", "model.layers.1": "disk"}, None, "puts model.layers.1 on disk, which would offload layer model.l"),
+    ({"": 0, "model.layers.1.mlp": "cpu"}, None, "puts model.layers.1.mlp on cpu, which would offload layer model.la"),
     ("auto", {"cpu": 20_000}, "puts the model on disk"),
 )
 
@@ -210,7 +182,7 @@ def test_offloaded_layers_are_refused_before_anything_is_loaded(sources, tmp_pat
         )  # fmt: skip
 
 
-def test_auto_places_layers_by_the_size_of_their_codes(sources: dict[str, Path]) -> None:
+def test_auto_places_layers_by_the_size_of_their_codes(sources: Sources) -> None:
     """Not by the size of unquantized weights, which may not fit."""
     whole, quantized = load(sources["llama"]), load(sources["llama"], "w4a16g32")
     before, after = (sum(p.nbytes for p in m.parameters()) for m in (whole, quantized))

@@ -54,17 +54,18 @@ def inputs(m: int, dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-def prepared(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[list[Tensor], LinearSpec] | None:
-    """A weight prepared for a backend, if one of its kernels runs it on the device."""
-    n, k = weight.shape
+def prepared(
+    text: str, n: int = N, k: int = K, name: str = "packed", weight: QuantizedWeight | None = None
+) -> tuple[list[Tensor], LinearSpec] | None:
+    """A layer prepared for a backend, if one of its kernels runs it on the device."""
+    scheme = Scheme.parse(text)
+    weight = random_weight(n, k, scheme.weights) if weight is None else weight
     device = Device.of(weight.words)
-    reasons = {
-        "packed": lambda: packed.why_not(weight, scheme.activations, device),
-        "bitwise": lambda: bitwise.why_not(n, k, weight, scheme.activations, device),
-    }
-    if "bitwise" in name and not scheme.activations.quantized:
-        return None
-    if any(reasons[part]() is not None for part in name.split("+")):
+    if name == "packed":
+        reason = packed.why_not(weight, scheme.activations, device)
+    else:
+        reason = bitwise.why_not(n, k, weight, scheme.activations, device)
+    if reason is not None or (name == "bitwise" and not scheme.activations.quantized):
         return None
     spec = LinearSpec.parse(str(LinearSpec(name, n, k, scheme.weights, scheme.activations)))
     with pytest.MonkeyPatch.context() as patch:  # weights are laid out on the CPU
@@ -74,9 +75,9 @@ def prepared(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[list[T
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_linear_layers(scheme: str, driver: Driver) -> None:
-    parsed, ran = Scheme.parse(scheme), 0
+    ran = 0
     for name in ("packed", "bitwise"):
-        found = prepared(name, random_weight(N, K, parsed.weights), parsed)
+        found = prepared(scheme, name=name)
         for i, m in enumerate(TOKENS if found else ()):
             tensors, spec = found
             for dtype, bias in ((torch.float16, None), (torch.bfloat16, torch.randn(2 * N).bfloat16()[::2])):
@@ -92,10 +93,8 @@ def test_linear_layers(scheme: str, driver: Driver) -> None:
 
 @pytest.mark.parametrize("scheme", ["w4a16g64", "w3a16g64asym", "w4a8g64"])
 def test_layers_with_an_activation_order(scheme: str, driver: Driver) -> None:
-    parsed = Scheme.parse(scheme)
-    weight = random_weight(N, K, parsed.weights)
-    weight = replace(weight, group_index=torch.randperm(K).to(torch.int32) // 64)
-    found = prepared("packed", weight, parsed)
+    weight = random_weight(N, K, Scheme.parse(scheme).weights)
+    found = prepared(scheme, weight=replace(weight, group_index=torch.randperm(K).to(torch.int32) // 64))
     for i, m in enumerate(TOKENS if found else ()):
         for x in inputs(m, torch.float16)[i % 2 :: 2]:
             before = len(driver.launches)
@@ -108,11 +107,10 @@ def test_layers_with_an_activation_order(scheme: str, driver: Driver) -> None:
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "w2a2", "w4a16s24", "w4a8s24"])
 def test_layers_of_ragged_inputs(scheme: str, k: int, driver: Driver) -> None:
     """Tensor maps need rows aligned to 16 bytes: ``cases_launches.encode_at`` refuses others, as the driver does."""
-    parsed = Scheme.parse(scheme)
-    if parsed.weights.sparse and k % 4:
+    if Scheme.parse(scheme).weights.sparse and k % 4:
         return
     for name in ("packed", "bitwise"):
-        found = prepared(name, random_weight(N, k, parsed.weights), parsed)
+        found = prepared(scheme, k=k, name=name)
         for m in TOKENS if found else ():
             x = torch.randn(m, k).half()
             assert product.linear(x, found[0], None, str(found[1])).shape == (m, N)
@@ -122,8 +120,7 @@ def test_layers_of_ragged_inputs(scheme: str, k: int, driver: Driver) -> None:
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("scheme", ["w4a16g64", "w2a16g64", "w4a16g32"])
 def test_products_that_norm_their_inputs(scheme: str, silu: bool, driver: Driver) -> None:
-    parsed = Scheme.parse(scheme)
-    found = prepared("packed", random_weight(N, K, parsed.weights), parsed)
+    found = prepared(scheme)
     if found is None:
         return
     tensors, spec = found
@@ -141,8 +138,7 @@ def test_products_that_norm_their_inputs(scheme: str, silu: bool, driver: Driver
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("scheme", ["w4a16g64", "w4a8"])
 def test_gate_and_up_of_no_whole_eights_are_refused(scheme: str, m: int, driver: Driver) -> None:
-    parsed = Scheme.parse(scheme)
-    found = prepared("packed", random_weight(N - 8, K, parsed.weights), parsed)
+    found = prepared(scheme, N - 8)
     assert found is not None
     x = torch.randn(m, K).half()
     with pytest.raises(KernelError, match="gate and up have 92 outputs each, and paired ones need a multiple of 8"):
@@ -153,8 +149,8 @@ def test_gate_and_up_of_no_whole_eights_are_refused(scheme: str, m: int, driver:
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_products_that_turn_and_store(batch: int, driver: Driver) -> None:
-    parsed, heads, dim = Scheme.parse("w4a16g64"), (2, 1), 64
-    found = prepared("packed", random_weight(sum(heads) * dim + heads[1] * dim, K, parsed.weights), parsed)
+    heads, dim = (2, 1), 64
+    found = prepared("w4a16g64", sum(heads) * dim + heads[1] * dim)
     if found is None:
         return
     x, gamma = torch.randn(batch, K).half(), torch.ones(K).half()
@@ -205,8 +201,7 @@ def test_rotations_of_wide_rows(k: int, driver: Driver) -> None:
 @pytest.mark.parametrize("which", ["x", "gamma", "residual"])
 def test_norms_of_operands_anywhere(which: str, driver: Driver) -> None:
     """Kernels use 16-byte vectors only if all three operands are aligned to them."""
-    scheme = Scheme.parse("w4a8")
-    found = prepared("packed", random_weight(N, K, scheme.weights), scheme)
+    found = prepared("w4a8")
     assert found is not None
     operands = {"x": torch.empty(3 * K + 1).half(), "gamma": torch.empty(K + 1).half()}
     operands["residual"] = torch.empty(3 * K + 1).half()
@@ -224,9 +219,9 @@ def test_norms_of_operands_anywhere(which: str, driver: Driver) -> None:
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("scheme", ["w4a8", "w2a4", "w2a2", "w4a8fp"])
 def test_products_whose_inputs_are_made_while_they_are_coded(scheme: str, rotated: bool, driver: Driver) -> None:
-    parsed, ran = Scheme.parse(scheme), 0
+    ran = 0
     for name in (name for name, backend in ops.backends.items() if backend.codes):
-        found = prepared(name, random_weight(N, K, parsed.weights), parsed)
+        found = prepared(scheme, name=name)
         for m in (TOKENS if EXHAUSTIVE else TOKENS[::3]) if found else ():
             tensors, spec = found
             for x in inputs(m, torch.float16)[len(scheme) % 2 :: 2]:

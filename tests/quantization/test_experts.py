@@ -1,6 +1,5 @@
 """Mixtures of experts, from folder to folder: each expert is three linear layers, token for token."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from anybit.cli import app
 from anybit.models.experts import unfuse
 from anybit.quantization.methods.registry import quantize_folder
 from cases import EXHAUSTIVE
+from cases_folders import quantization_of
 from cases_mixtures import COMMON, MODELS
-from cases_models import tokens_of
+from cases_models import imitate, layers_of, schemes_of, tokens_of
 
 METHODS = ("rtn", "gptq", "loading")
 """Each family meets one of them; all three with ANYBIT_EXHAUSTIVE=1 in the environment."""
@@ -51,22 +51,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def layers_of(model: PreTrainedModel) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, anybit.QuantLinear)}
-
-
 def check(source: Path, found: PreTrainedModel, again: Path) -> dict[str, str]:
     """A model writes what the original with dequantized weights does, also saved again; schemes by layer."""
-    layers = layers_of(found)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     unfuse(model)
-    for name, layer in layers.items():
-        model.get_submodule(name).weight.data = layer.dequantize()
+    imitate(model, found)
     expected = tokens_of(model)
     assert tokens_of(found.eval()) == expected
     found.save_pretrained(again)
     assert tokens_of(AutoModelForCausalLM.from_pretrained(again).eval()) == expected
-    return {name: str(layer.scheme) for name, layer in layers.items()}
+    return schemes_of(found)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +172,7 @@ def test_unknown_experts_are_named(kind: str, tmp_path: Path) -> None:
             if how == "folder":
                 saved = quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16")
                 assert saved.experts == weights
-                config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-                assert config["quant_method"] == "anybit", "others would look for quantized experts"
+                assert quantization_of(tmp_path / "out")["quant_method"] == "anybit", "others would look for experts"
             else:
                 loading = anybit.AnyBitConfig("w4a16")
                 AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=loading)

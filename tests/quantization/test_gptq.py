@@ -127,12 +127,6 @@ def test_small_weights_of_float16_lose_no_more_than_large_ones(size, bits):
     assert ours < nearest
 
 
-def test_same_result_twice():
-    weight, hessian = layer()
-    a, b = (gptq.quantize(weight, hessian, WeightFormat(2, "asym", 32)) for _ in range(2))
-    assert torch.equal(a.words, b.words) and torch.equal(a.scale, b.scale)
-
-
 @pytest.mark.parametrize("broken", ["nan weight", "nan hessian", "never reached", "not positive", "shape"])
 def test_bad_input_is_named(broken):
     weight, hessian = layer()
