@@ -107,7 +107,8 @@ template <class C> DEVICE void choose_of_cluster(const Params& p, uint32_t share
 
 }  // namespace router
 
-template <class C> __global__ void __launch_bounds__(C::threads) route(const __grid_constant__ Params p) {
+// Without a norm ptxas would rather spill than take the registers that many experts' weights need.
+template <class C> __global__ void __launch_bounds__(C::threads, C::norm ? 0 : 1) route(const __grid_constant__ Params p) {
     using namespace values;
     using S = router::Shape<C>;
     static_assert(C::shared_bytes == S::bytes, "rows, partial sums, logits, squares");
@@ -122,8 +123,8 @@ template <class C> __global__ void __launch_bounds__(C::threads) route(const __g
         UNROLL for (int tile = 0; tile < C::tiles; tile++)
             UNROLL for (int half = 0; half < 2; half++) {
                 const int expert = first_expert + tile * 16 + half * 8 + lane / 4;
-                const bool there = expert < p.experts && k < C::hidden;
-                w[tile][half] = there ? ptx::ld_global_nc_v4(p.weight + static_cast<size_t>(expert) * C::hidden + k) : uint4{0, 0, 0, 0};
+                // Not ld.global.nc, which may sink below the wait.
+                w[tile][half] = load8<true>(p.weight + static_cast<size_t>(expert) * C::hidden, k, expert < p.experts ? C::hidden : 0);
             }
     };
     ptx::griddepcontrol_launch_dependents();
