@@ -1,6 +1,7 @@
-"""Concurrent first calls of a layer: one object per spec, one thread that prepares, none without a weight."""
+"""Threads: concurrent first calls of a layer, and what waits while one records a CUDA graph."""
 
 import copy
+import gc
 import pickle
 import sys
 import threading
@@ -11,6 +12,7 @@ import torch
 
 from anybit.layers.linear import QuantLinear
 from anybit.ops.backend import LinearSpec
+from anybit.ops.capture import without_collector
 from anybit.scheme import WeightFormat
 from cases import random_weight
 
@@ -66,3 +68,33 @@ def test_a_copy_of_a_prepared_layer_is_another_one(copied: Callable[[QuantLinear
         assert prepared.spec == LinearSpec.parse(prepared.spec_text)
     x = torch.randn(2, 64)
     assert torch.equal(other(x), layer(x))
+
+
+def test_the_collector_waits_until_the_last_thread_has_left() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with without_collector():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    assert gc.isenabled()
+    with without_collector():
+        assert not gc.isenabled()
+        thread.start()
+        assert entered.wait(10)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with without_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

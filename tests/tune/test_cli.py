@@ -70,12 +70,7 @@ def test_explains_a_shape(measured: Path, run: Any) -> None:
 
 
 def test_explains_every_layer_of_a_model(tmp_path, run) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    code, out, _ = run("explain", str(tmp_path), "-s", "w4a16g128", "-m", "3")
+    code, out, _ = run("explain", str(save_tiny("llama", tmp_path)), "-s", "w4a16g128", "-m", "3")
     assert code == 0
     shapes = {"128 x 64", "64 x 64", "192 x 64", "64 x 96", "32 x 64", "96 x 64"}  # joined, and one by one
     assert {

@@ -15,7 +15,7 @@ from anybit.choose.builtin import bucket, builtin, step
 from anybit.choose.choose import Map
 from anybit.choose.dispatch import Dispatcher
 from anybit.choose.families import FAMILIES, KernelFamily
-from anybit.choose.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
+from anybit.choose.policy import SHIPPED, Measured, Point, PolicyError, file_name, read, save, usable
 from anybit.choose.space import GRID, STEPS, promising, space, why_not_split
 from anybit.device import Device
 from anybit.errors import KernelError
@@ -256,3 +256,21 @@ def test_a_foreign_map_only_offers_neighbours(monkeypatch: pytest.MonkeyPatch, t
     save(foreign, tmp_path / "map.json")
     save(policy((product(m=2), Point(1.0, {}))), tmp_path / "map.json")
     assert read(tmp_path / "map.json").points == 1
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.name)
+def test_every_shipped_config_is_legal_where_it_was_measured(path: Path) -> None:
+    found = read(path)
+    assert path.name == file_name(found.origin.gpu)
+    device = Device.named(found.origin.arch)
+    assert device.name == found.origin.gpu
+    seen = 0
+    for (scheme, dtype, n, k), points in found.layers.items():
+        for m, at in points.items():
+            assert m in GRID
+            one = product(scheme, m, n, k, dtype=getattr(torch, dtype), device=device)
+            seen += 1
+            for name, measured in at.strategies.items():
+                assert name == measured.candidate(one).strategy  # raises if illegal
+            assert at.strategies
+    assert seen == found.points > 0
