@@ -26,14 +26,16 @@ def define(
     op = getattr(torch.ops.anybit, name)
 
     def call(x: Tensor, *rest: Any) -> Any:
-        return on_gpu(x, *rest) if x.is_cuda and alone(x) else op(x, *rest)
+        return on_gpu(x, *rest) if x.is_cuda and alone(x, *rest) else op(x, *rest)
 
     setattr(calls, name, call)
 
 
-def alone(x: Tensor) -> bool:
+def alone(x: Tensor, *rest: Any) -> bool:
     """Whether torch's dispatcher can be bypassed: no compiler, mode, transform, autocast, profiler or gradient."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    if torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in (x, *rest)):
         return False
     return not (
         torch._C._len_torch_dispatch_stack()
