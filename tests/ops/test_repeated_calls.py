@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybit
 from anybit import ops
+from anybit.cache.kvcache import KVCache
 from anybit.choose import dispatch as dispatching
 from anybit.errors import KernelError
 from anybit.kernels.block import rope
-from anybit.ops import elementwise, fused, plans, product
+from anybit.ops import elementwise, fused, kv, plans, product
 from anybit.ops import pages as pages_ops
 from anybit.ops.backend import LinearSpec
 from anybit.ops.pages import RopePagesArgs
@@ -112,6 +113,19 @@ def test_plans_launch_what_kernels_do(driver: Driver, made: list[object], text: 
                 got = torch.ops.anybit.linear(x, layer.tensors, bias, layer.spec_text)
                 assert without_bias(taken(driver, x=x, y=got, **weights_of(layer))) == expected
         assert len(made) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+def test_tokens_are_stored_by_the_launches_of_their_kernel(driver: Driver, tokens: int) -> None:
+    cache = KVCache("kv4g128", layers=3, kv_heads=2, head_dim=128, sequences=2, capacity=512)
+    for rows in (None, torch.tensor([1, 0], dtype=torch.int32)):
+        for layer in range(3):
+            k, v = torch.randn(2, 2, tokens, 2, 128).half()
+            kv.run(kv.storing(cache.view(layer), rows, k, v), -1)
+            expected = driver.take()
+            kv.store(cache.view(layer), rows, k, v)
+            assert driver.take() == expected and len(expected) == 1 + (tokens == 300)
+    assert len(plans.PLANS) == 2
 
 
 def test_what_looks_different_is_planned_anew(driver: Driver, made: list[object]) -> None:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
+from anybit.jit import Slot
 from anybit.jit.driver import capture_of
 from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.decode import decode as kernels
@@ -31,6 +32,7 @@ from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kernels.attention.kv_quantize import kv_quantize
 from anybit.ops.checks import copy_of
 from anybit.ops.library import calls, define
+from anybit.ops.plans import PLANS, key_of, new_plan
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,9 @@ class Ragged:
 # -------- storing tokens
 
 
+_STORED = ("v", "pages", "residual", "table", "lengths", "sequences")
+
+
 def store(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor, layer: int = 0) -> None:
     """Store the newest tokens (already counted in ``lengths``) in the residual, and pack full windows into pages.
 
@@ -123,12 +128,31 @@ def store(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor, layer: int
     0, 1, 2 ...  layer: for errors.  One launch (two for a prompt), at fixed addresses and without synchronization.
     Raises KernelError if no kernel supports the layout.
     """
+    k, v = _aligned(k, 8), _aligned(v, 8)
+    if kv_page.debugging():
+        run(storing(view, rows, k, v), view.pages.get_device(), layer)
+        return
+    tensors = v, view.pages, view.residual, view.table, view.lengths, rows
+    key = key_of(("kv_store", view.layout, view.ring, view.window), (k, *tensors))
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS[key] = new_plan((), k.device, *_STORED)
+        slots: dict[str, Any] = {
+            name: Slot(name) for name, one in zip(_STORED, tensors, strict=True) if one is not None
+        }
+        for one in storing(view, rows, k, v):
+            assert isinstance(one.params, kv_quantize.Params)
+            plan.launches.append(replace(one, params=replace(one.params, k=Slot("x"), **slots)))
+    plan.run([0, 0, k.data_ptr(), 0, *[0 if one is None else one.data_ptr() for one in tensors]])
+
+
+def storing(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor) -> list[jit.Launch]:
+    """The launches of ``store``."""
     step = k.shape[1] <= view.ring - view.window + 1
-    launches = [
+    return [
         _quantize(view, rows, k.shape[0], k.shape[1], (k, v), packs=packs, keeps=keeps)
         for packs, keeps in (((True, True),) if step else ((True, False), (False, True)))
     ]
-    run(launches, view.pages.get_device(), layer)
 
 
 def stored(

@@ -269,7 +269,7 @@ def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
     monkeypatch.setattr(
         KVCache,
         "_write_torch",
-        lambda self, layer, rows, k, v: kv.store(self.view(layer), self.row_pointer(rows), k, v, layer),
+        lambda self, layer, rows, k, v: kv.run(kv.storing(self.view(layer), self.row_pointer(rows), k, v), -1),
     )
     there, *_ = case.build("cpu")
     assert torch.equal(here.residual[1].view(torch.int16), there.residual[1].view(torch.int16))
@@ -324,6 +324,6 @@ def test_one_token_completes_a_window(format: str, stored: bool, known: bool, mo
         kv.pack(cache.view(0), cache.row_pointer(sequences), len(sequences), 1)
     else:
         cache.residual.copy_(before[0])
-        kv.store(cache.view(0), cache.row_pointer(sequences), *tokens[:, :, 255:])
+        kv.run(kv.storing(cache.view(0), cache.row_pointer(sequences), *tokens[:, :, 255:]), -1)
     assert torch.equal(cache.pages, want[1])
     assert torch.equal(cache.residual.view(torch.int16), want[0].view(torch.int16))
