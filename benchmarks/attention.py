@@ -231,11 +231,11 @@ def pack_steps(kv: str, batch: int = 32) -> Iterator[Callable[[], dict[str, obje
         def make(length: int = length, case: str = case) -> dict[str, object]:
             cache.extend(every, length - cache.length(0))
             cache.write(0, every, k, v)
-            newest = [cache.read_ring(0, every[-1], part, length - 1, length)[:, 0] for part in (0, 1)]
-            if not all(torch.equal(x, y[-1, 0]) for x, y in zip(newest, (k, v), strict=True)):
+            newest = cache.read_ring(0, every[-1], length - 1, length)
+            if not all(torch.equal(x[:, 0], y[-1, 0]) for x, y in zip(newest, (k, v), strict=True)):
                 raise AssertionError(f"{kv}, {case}: the newest token is not in the residual")
             if length % 128 == 0:
-                window = [cache.read_ring(0, every[-1], part, length - 128, length) for part in (0, 1)]
+                window = cache.read_ring(0, every[-1], length - 128, length)
                 page = cache.ledger.entry(every[-1]).pages[length // 128 - 1]
                 if not torch.equal(cache.pages[0, page], kv_page.encode(cache.layout, *window).flatten(1)):
                     raise AssertionError(f"{kv}, {case}: the page is not what the reference packs")

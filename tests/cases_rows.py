@@ -176,7 +176,7 @@ def unpacked(step: Step, pool: Pool, jobs):
         row, page = rows[int(step.starts[i])], asked // 2
         if asked % 2:
             old = (
-                pool.read_ring(row, max(page * PAGE, row.own), max(row.before, page * PAGE))
+                pool.read_ring(row.table, max(page * PAGE, row.own), max(row.before, page * PAGE))
                 if page * PAGE < row.before
                 else None
             )
@@ -189,7 +189,7 @@ def unpacked(step: Step, pool: Pool, jobs):
                 got = new[row.begin + begin - row.before : row.begin + end - row.before].transpose(0, 1)
                 out[place, part, :, begin - first : end - first] = got
         else:
-            for part, x in enumerate(pool.read_pages(row, page + 1)):
+            for part, x in enumerate(pool.read_pages(pool.pages_of(row, page + 1), (page + 1) * PAGE)):
                 out[place, part] = x[:, page * PAGE :].to(step.case.dtype)
     return out
 

@@ -6,7 +6,7 @@ windows and pages than kernels support.
 
 import random
 
-from anybit.cache.ledger import CacheError, CopyPages, CopyRings, Ledger, Unpack
+from anybit.cache.ledger import CacheError, Copy, Ledger
 
 
 class Memory:
@@ -19,11 +19,11 @@ class Memory:
 
     def commit(self, change):
         for a in change.actions:
-            if isinstance(a, CopyPages | CopyRings):
-                memory = self.pages if isinstance(a, CopyPages) else self.rings
+            if isinstance(a, Copy):
+                memory = self.pages if a.of == "pages" else self.rings
                 for target, held in zip(a.targets, [list(memory[source]) for source in a.sources], strict=True):
                     memory[target] = held
-            elif isinstance(a, Unpack):
+            else:
                 first = a.begin - a.begin % self.ledger.page
                 held = [token for page in a.pages for token in self.pages[page]]
                 for i in range(a.begin, a.end):

@@ -19,19 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anybit.cache.ledger import (
-    MOST,
-    CacheError,
-    Change,
-    CopyPages,
-    CopyRings,
-    Independent,
-    Ledger,
-    Unpack,
-    check_page,
-    check_size,
-    whole,
-)
+from anybit.cache.ledger import MOST, CacheError, Change, Independent, Ledger, Unpack, check_page, check_size, whole
 from anybit.codes.hadamard import matrix
 from anybit.device import memory_of
 from anybit.errors import LayerError
@@ -205,12 +193,11 @@ class KVCache(Independent):
         ]
         places = self._int32(cells).T if cells else None
         for action in change.actions:
-            if isinstance(action, CopyPages):
-                self.pages[:, list(action.targets)] = self.pages[:, list(action.sources)]
-            elif isinstance(action, CopyRings):
-                self.residual[:, self.row_index(action.targets)] = self.residual[:, self.row_index(action.sources)]
-            else:
+            if isinstance(action, Unpack):
                 self._unpack(action)
+            else:
+                held = self.pages if action.of == "pages" else self.residual
+                held[:, list(action.targets)] = held[:, list(action.sources)]
         self.ledger.commit(change)
         if places is not None:
             self.table[places[0], places[1]] = places[2]
@@ -222,13 +209,11 @@ class KVCache(Independent):
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def _unpack(self, action: Unpack) -> None:
-        page, size = self.layout.page, self.layout.page_bytes
-        pages = self.pages[:, list(action.pages)].transpose(1, 2)  # [layers, heads, pages, page_bytes]
-        blocks = pages.reshape(*pages.shape[:3], self.layout.blocks, size // self.layout.blocks).flatten(2, 3)
-        first = action.begin - action.begin % page
-        for part, tokens in enumerate(kv_page.decode(self.layout, blocks, self.dtype)):
-            tokens = tokens[..., action.begin - first : action.end - first, :]
-            self._into_ring(slice(None), action.sequence, part, action.begin, tokens)
+        row, first = self.row_index((action.sequence,)), action.begin - action.begin % self.layout.page
+        layers = [self.tokens(layer) for layer in range(self.layers)]
+        decoded = [kv_page.decode(self.layout, one.blocks(action.pages), self.dtype) for one in layers]
+        for one, both in zip(layers, decoded, strict=True):
+            one.write_ring(row, action.begin, *(x[:, action.begin - first : action.end - first] for x in both))
 
     # -------- tokens
 
@@ -303,20 +288,16 @@ class KVCache(Independent):
             return
         for sequence in sequences:
             length = self.length(sequence)
-            newest = [self.read_ring(layer, sequence, part, length - tokens, length) for part in (0, 1)]
-            self._write_one(layer, sequence, *newest)
+            self._write_one(layer, sequence, *self.read_ring(layer, sequence, length - tokens, length))
 
     def _write_one(self, layer: int, sequence: int, k: Tensor, v: Tensor) -> None:
         """Store K and V [heads, tokens, dim] of one sequence's newest tokens, in plain torch."""
         length, tokens = self.length(sequence), k.shape[1]
-        old = length - tokens
+        old, row, held = length - tokens, self.row_index((sequence,)), self.tokens(layer)
         begin, end = self.ledger.packed(old), self.ledger.packed(length)
         if end > begin:
-            full = [
-                torch.cat((self.read_ring(layer, sequence, part, begin, old), new), 1)[:, : end - begin]
-                for part, new in enumerate((k, v))
-            ]
-            blocks = kv_page.encode(self.layout, *full)  # [heads, blocks, block_bytes]
+            both = zip(held.read_ring(row, begin, old), (k, v), strict=True)
+            blocks = kv_page.encode(self.layout, *(torch.cat(parts, 1)[:, : end - begin] for parts in both))
             owned = self.ledger.entry(sequence).pages
             per_page, block = self.layout.blocks, self.layout.block
             for i in range(blocks.shape[1]):
@@ -324,19 +305,16 @@ class KVCache(Independent):
                 target = self.pages[layer, owned[index]].reshape(self.kv_heads, per_page, -1)
                 target[:, place] = blocks[:, i]
         keep = min(tokens, self.ledger.ring)
-        for part, new in enumerate((k, v)):
-            self._into_ring(layer, sequence, part, length - keep, new[:, tokens - keep :])
+        held.write_ring(row, length - keep, *(new[:, tokens - keep :] for new in (k, v)))
 
-    def _into_ring(self, layer: int | slice, sequence: int, part: int, begin: int, tokens: Tensor) -> None:
-        """Write tokens [..., n, dim] from position ``begin`` on into their ring slots."""
-        slots = torch.arange(begin, begin + tokens.shape[-2], device=self.device) % self.ledger.ring
-        self.residual[layer, sequence, :, part][..., self._places[part, slots].flatten()] = tokens.flatten(-2)
+    def tokens(self, layer: int) -> "Tokens":
+        """One layer's tokens in plain torch; a sequence's row is its own number."""
+        halves, ring = self.residual[layer].unbind(2), self.ledger.ring
+        return Tokens(self.layout, halves, self.pages[layer], self._places, ring)
 
-    def read_ring(self, layer: int, sequence: int, part: int, begin: int, end: int) -> Tensor:
-        """Tokens begin .. end - 1 of K (part 0) or V (part 1) from the residual: [kv_heads, n, head_dim]."""
-        slots = torch.arange(begin, end, device=self.device) % self.ledger.ring
-        residual: Tensor = self.residual[layer, sequence, :, part]
-        return residual[:, self._places[part, slots]]
+    def read_ring(self, layer: int, sequence: int, begin: int, end: int) -> list[Tensor]:
+        """K and V [kv_heads, end - begin, head_dim] of tokens in the residual."""
+        return self.tokens(layer).read_ring(self.row_index((sequence,)), begin, end)
 
     def read(self, layer: int, sequence: int, newest: int = 0) -> tuple[Tensor, Tensor]:
         """K and V float32 [kv_heads, length, head_dim] as attention sees them: dequantized pages, then the residual.
@@ -352,12 +330,10 @@ class KVCache(Independent):
 
     def _read(self, layer: int, sequence: int, length: int, packed: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` tokens, of which ``packed`` come from pages."""
-        owned = self.ledger.entry(sequence).pages[: -(-packed // self.layout.page)]
-        pages = self.pages[layer, owned].transpose(0, 1)  # [heads, pages, page_bytes]
-        blocks = pages.reshape(self.kv_heads, len(owned) * self.layout.blocks, self.layout.block_bytes)
-        stored = dequantize(self.layout, blocks[:, : packed // self.layout.block], self.dtype)
-        newest = (self.read_ring(layer, sequence, part, packed, length).float() for part in (0, 1))
-        k, v = (torch.cat(both, 1) for both in zip(stored, newest, strict=True))
+        held, pages = self.tokens(layer), self.ledger.entry(sequence).pages
+        newest = held.read_ring(self.row_index((sequence,)), packed, length)
+        both = zip(held.read_pages(pages[: -(-packed // self.layout.page)], packed), newest, strict=True)
+        k, v = (torch.cat((old, new.float()), 1) for old, new in both)
         return k, v
 
     def read_before(self, layer: int, sequence: int, newest: int) -> tuple[Tensor, Tensor]:
@@ -392,13 +368,46 @@ class KVCache(Independent):
         return x if self.rotation is None else turn(x, self.rotation, self.dtype)
 
 
-def dequantize(layout: PageLayout, blocks: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """K and V float32 [..., tokens, head_dim] of blocks uint8 [..., blocks, bytes]; 16-bit parts hold ``dtype``."""
-    both, bits = kv_page.decode(layout, blocks, torch.float32), (layout.format.key_bits, layout.format.value_bits)
-    if 16 not in bits or dtype == torch.float16:
-        return list(both)
-    exact = kv_page.decode(layout, blocks, dtype)
-    return [e.float() if b == 16 else x for b, e, x in zip(bits, exact, both, strict=True)]
+class Tokens:
+    """A layer's tokens in plain torch: the newest of each sequence in a 16-bit ring, older ones in pages.
+
+    halves: K and V of all rings, [blocks, kv_heads, slots * head_dim].  pages: uint8 [pages, kv_heads, page_bytes].
+    places: of ``ring_places``, for the slots of a block.  A row lists the blocks of a sequence's ring: token i is in
+    slot i % ring, and slot s in block s // slots.
+    """
+
+    def __init__(self, layout: PageLayout, halves: Sequence[Tensor], pages: Tensor, places: Tensor, ring: int) -> None:
+        self.layout, self.halves, self.pages, self.places, self.ring = layout, halves, pages, places, ring
+        self.dtype = halves[0].dtype
+
+    def _at(self, row: Tensor, begin: int, end: int) -> list[tuple[Tensor, ...]]:
+        """Where K and V of the tokens begin .. end - 1 are in ``halves``: block, head, places."""
+        at, slots = torch.arange(begin, end, device=row.device) % self.ring, self.places.shape[1]
+        blocks, heads = row[at // slots].long(), torch.arange(self.pages.shape[1], device=row.device)
+        return [(blocks[None, :, None], heads[:, None, None], places[at % slots][None]) for places in self.places]
+
+    def read_ring(self, row: Tensor, begin: int, end: int) -> list[Tensor]:
+        """K and V [kv_heads, end - begin, head_dim] of tokens in the ring."""
+        return [half[at] for half, at in zip(self.halves, self._at(row, begin, end), strict=True)]
+
+    def write_ring(self, row: Tensor, begin: int, k: Tensor, v: Tensor) -> None:
+        """Write K and V [kv_heads, n, head_dim] of the tokens from ``begin`` on into their slots."""
+        for half, at, new in zip(self.halves, self._at(row, begin, begin + k.shape[1]), (k, v), strict=True):
+            half[at] = new
+
+    def blocks(self, pages: Sequence[int]) -> Tensor:
+        """The blocks of pages, one after the other: uint8 [kv_heads, blocks, block_bytes]."""
+        heads, layout = self.pages.shape[1], self.layout
+        return self.pages[list(pages)].transpose(0, 1).reshape(heads, len(pages) * layout.blocks, layout.block_bytes)
+
+    def read_pages(self, pages: Sequence[int], tokens: int) -> list[Tensor]:
+        """K and V float32 [kv_heads, tokens, head_dim] of the first tokens in pages."""
+        layout, blocks = self.layout, self.blocks(pages)[:, : tokens // self.layout.block]
+        both, bits = kv_page.decode(layout, blocks, torch.float32), (layout.format.key_bits, layout.format.value_bits)
+        if 16 not in bits or self.dtype == torch.float16:
+            return list(both)
+        exact = kv_page.decode(layout, blocks, self.dtype)
+        return [e.float() if b == 16 else x for b, e, x in zip(bits, exact, both, strict=True)]
 
 
 def turn(x: Tensor, rotation: Tensor, dtype: torch.dtype) -> Tensor:

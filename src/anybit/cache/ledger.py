@@ -22,7 +22,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from anybit.errors import AnyBitError, LayerError
 from anybit.kernels.attention.kv_page import PAGES
@@ -37,17 +37,13 @@ class CacheError(AnyBitError, ValueError):
 
 
 @dataclass(frozen=True)
-class CopyPages:
-    """Copy pages ``sources[i]`` to ``targets[i]``, all layers and heads, before an owner writes to the copy."""
+class Copy:
+    """Copy pages, or rings of sequences: in all layers and heads, ``sources[i]`` to ``targets[i]``.
 
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    Every source must be read before any target is written.
+    """
 
-
-@dataclass(frozen=True)
-class CopyRings:
-    """Copy residuals between sequences; every source must be read before any target is written."""
-
+    of: Literal["pages", "rings"]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
@@ -62,7 +58,7 @@ class Unpack:
     pages: tuple[int, ...]
 
 
-Action = CopyPages | CopyRings | Unpack
+Action = Copy | Unpack
 
 
 class Entry(NamedTuple):
@@ -214,7 +210,7 @@ class Ledger(Independent):
             if extra := self.holding(total) - len(pages):
                 pages = (*pages, *itertools.islice(fresh, extra))
             entries[sequence] = Entry(total, pages, max(oldest, total - self.ring))
-        actions = (CopyPages(*map(tuple, zip(*copies, strict=True))),) if copies else ()
+        actions = (Copy("pages", *map(tuple, zip(*copies, strict=True))),) if copies else ()
         return Change(entries, actions, needed)
 
     def plan_crop(self, sequence: int, length: int) -> Change:
@@ -243,7 +239,7 @@ class Ledger(Independent):
                 raise CacheError(f"origin {_short(place)} is not one of the {len(held)} sequences: count them from 0")
         moved = [(held[o], s) for s, o in zip(held, places, strict=True) if held[o] != s]
         entries = {target: self.entry(source) for source, target in moved}
-        rings = CopyRings(tuple(s for s, _ in moved), tuple(t for _, t in moved))
+        rings = Copy("rings", tuple(s for s, _ in moved), tuple(t for _, t in moved))
         return Change(entries, (rings,) if moved else ())
 
     def commit(self, change: Change) -> None:

@@ -237,7 +237,7 @@ def _aligned(x: Tensor, unit: int) -> Tensor:
 def problem_of(
     q: Tensor, view: LayerView, masks: Masks = NO_MASKS, split: int = 0, ragged: Ragged | None = None
 ) -> Problem:
-    """The kernel's problem for a call of ``decode``."""
+    """The kernel's problem for a call of ``prepare``."""
     return Problem(
         layout=view.layout,
         batch=q.shape[0] if ragged is None else ragged.starts.shape[0] - 1,

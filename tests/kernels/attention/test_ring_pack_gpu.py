@@ -24,8 +24,8 @@ def test_pages_are_the_same(format: str, tokens: int) -> None:
         whole.write(0, rows, k, v)
         apart.extend(rows, tokens)
         for row in rows:
-            for part, new in enumerate((k, v)):
-                apart._into_ring(0, row, part, apart.length(row) - tokens, new[row].transpose(0, 1))
+            newest = (new[row].transpose(0, 1) for new in (k, v))
+            apart.tokens(0).write_ring(apart.row_index((row,)), apart.length(row) - tokens, *newest)
         if apart.completes(rows, tokens):
             apart.pack(0, rows, tokens)
             packed += 1
