@@ -26,6 +26,7 @@ from anybit.quantization.learn.student import gains_of, placed, student_of, with
 from anybit.quantization.methods import distill as module
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.smooth_rotate import smooth_rotate
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.quantization.pipeline.resume import SavedState
 from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
 from cases_calibration import Interrupted, divergence, names_of, sequences, tiny
@@ -141,7 +142,7 @@ def test_compiled_steps_and_gradients_are_the_same(text, monkeypatch):
     model, found = tiny(layers=2), []
     tokens = torch.stack(sequences(20)[::3])
     if "a4" in text:
-        smooth_rotate(model, [tokens])
+        smooth_rotate(LazyModel(model), [tokens])
     weights, scheme_of = rounded(model, text)
     for fuse in (unfused, fused):
         own = banks(weights, lambda name: model.get_submodule(name).weight.data, torch.float32, torch.bfloat16, fuse)

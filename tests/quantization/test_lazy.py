@@ -58,7 +58,7 @@ def test_it_computes_what_a_model_in_memory_does(kind: str, tmp_path: Path) -> N
         assert torch.equal(lazy.whole()(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("how", ["gptq", "bits"])
+@pytest.mark.parametrize("how", ["gptq", "bits", "smooth", "rotate", "smooth_rotate"])
 def test_one_block_is_in_memory_at_a_time(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny(layers=6).to(torch.bfloat16).save_pretrained(tmp_path / "source")
     alive: dict[int, weakref.WeakSet[nn.Parameter]] = {}
@@ -74,8 +74,8 @@ def test_one_block_is_in_memory_at_a_time(how: str, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(LazyModel, "block", block)
     options = {"sequences": [row.tolist() for row in sequences(8)], "device": "cpu"}
-    more: dict[str, Any] = {"method": "gptq"} if how == "gptq" else {"method": "rtn", "bits": 5.0}
-    quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32", options=options, **more)
+    more: dict[str, Any] = {"method": "rtn", "bits": 5.0} if how == "bits" else {"method": how}
+    quantize_folder(tmp_path / "source", tmp_path / "out", "w4a8g32", options=options, **more)
     gc.collect()
     assert len(alive) == 6 and max(most) <= 2 and not any(alive.values())
 

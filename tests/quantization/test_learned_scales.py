@@ -8,10 +8,11 @@ import torch
 from anybit.codes import hadamard
 from anybit.errors import CalibrationError
 from anybit.models.llama_block import llama_blocks
-from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
+from anybit.quantization.learn.scales import ScaleLearning, learn_scales
 from anybit.quantization.methods.rotate import rotate_input
-from anybit.quantization.methods.scaling_pairs import scaling_pairs
+from anybit.quantization.methods.scaling_pairs import put_scales, scaling_pairs
 from anybit.quantization.pipeline.calibrate import _round_inputs
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.scheme import Scheme
 from cases_calibration import loud, models, sequences, tiny
 
@@ -42,7 +43,7 @@ def test_learned_scales_lower_what_activations_cost(rotated):
         if steps:
             settings = ScaleLearning(steps, step_tokens=256, rate=0.05, half=False)
             with torch.no_grad():  # as in code that edits models
-                put_scales(changed, learn_scales(changed, sequences(), FORMAT, rotated, settings))
+                put_scales(LazyModel(changed), learn_scales(changed, sequences(), FORMAT, rotated, settings))
             found = changed(tokens).logits.log_softmax(-1)
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
         linears = {n: m for n, m in changed.named_modules() if n.endswith("_proj")}

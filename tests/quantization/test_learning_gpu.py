@@ -10,13 +10,15 @@ from anybit.codes.rtn import quantize_weight
 from anybit.quantization.learn.generated import written
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.latent import Rates
-from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
+from anybit.quantization.learn.scales import ScaleLearning, learn_scales
 from anybit.quantization.methods import distill as distill_module
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.registry import quantize_folder
+from anybit.quantization.methods.scaling_pairs import put_scales
 from anybit.quantization.methods.smooth_rotate import smooth_rotate
 from anybit.quantization.pipeline.calibrate import LayerQuantizer
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.scheme import Scheme
 from cases_calibration import Interrupted, interrupt, loud, names_of, tiny
 from cases_models import save_tiny
@@ -79,7 +81,7 @@ def test_minutes_compile_and_capture(
     monkeypatch.setattr(distill_module, "_LONG_SECONDS", 0)
     model, scheme = tiny(layers=3), Scheme.parse(text)
     if scheme.activations.quantized:
-        smooth_rotate(model, batches(4))
+        smooth_rotate(LazyModel(model), batches(4))
     weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in sorted(names_of(model))}
     losses: list[float] = []
     settings = Distillation(0, 70.0, step_tokens=128, rates=Rates(0.02, 0.005, 0.002), device="cuda")
@@ -110,7 +112,7 @@ def test_scales_learn_on_a_gpu(rotated):
         scales = learn_scales(
             model, rows, Scheme.parse("w4a4").activations, rotated, settings, lambda *told: losses.append(told[2])
         )
-        put_scales(model, scales)
+        put_scales(LazyModel(model), scales)
         torch.testing.assert_close(model(tokens).logits, before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 

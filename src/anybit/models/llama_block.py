@@ -48,10 +48,10 @@ class LlamaBlock:
 
 
 def llama_blocks(model: nn.Module) -> Iterator[LlamaBlock]:
-    """The parts of every block. Raises LayerError, naming the block and what it lacks, if it is not Llama-like."""
+    """The parts of every block. Raises LayerError as ``llama_block`` does."""
     prefix, blocks = find_blocks(model)
     for index, block in enumerate(blocks):
-        yield _llama_block(f"{prefix}.{index}", block)
+        yield llama_block(f"{prefix}.{index}", block)
 
 
 def gain_of(norm: nn.Module) -> Tensor:
@@ -63,7 +63,8 @@ def gain_of(norm: nn.Module) -> Tensor:
     return norm.weight.data
 
 
-def _llama_block(name: str, block: nn.Module) -> LlamaBlock:
+def llama_block(name: str, block: nn.Module) -> LlamaBlock:
+    """The parts of a block of that name. Raises LayerError, naming what it lacks, if it is not Llama-like."""
     obstacle = next((part for part in _OBSTACLES if hasattr(block, part)), None)
     if obstacle is not None:
         raise LayerError(

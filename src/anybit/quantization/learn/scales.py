@@ -2,8 +2,8 @@
 against the model's predictions instead of a block's output.
 
 Every layer's input goes through ``x -> s * R^T Q(R (x / s))`` with rounding Q, rotation R (or none) and learnable
-scales s; without Q this is the identity. Gradients pass Q as in ``learn.rounding``. ``put_scales`` then folds the
-scales into the model's scaling pairs (``methods.scaling_pairs``), which leaves its function unchanged.
+scales s; without Q this is the identity. Gradients pass Q as in ``learn.rounding``. ``scaling_pairs.put_scales`` then
+folds the scales into the model's scaling pairs, which leaves its function unchanged.
 """
 
 from collections.abc import Sequence
@@ -102,11 +102,3 @@ def learn_scales(
     # Remove the common factor, which per-token activation scales absorb.
     found = [log_scale.detach().cpu() for log_scale in log_scales]
     return [(log_scale - log_scale.mean()).exp() for log_scale in found]
-
-
-@torch.no_grad()
-def put_scales(model: nn.Module, scales: Sequence[Tensor]) -> None:
-    """Apply scales in the order of ``learn_scales``; the model computes the same function, up to rounding."""
-    found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
-    for pair, scale in zip(found, scales, strict=True):
-        pair.apply(scale.to(pair.writer.weight.device))

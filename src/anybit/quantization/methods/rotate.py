@@ -7,29 +7,27 @@ as ``anybit::hadamard``, and its inverse is in the weights.
 """
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from anybit.codes import hadamard
 from anybit.errors import LayerError
-from anybit.models.llama_block import LlamaBlock, gain_of, llama_blocks
+from anybit.models.llama_block import LlamaBlock, gain_of, llama_block, llama_blocks
 from anybit.models.modules import beside_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from anybit.quantization.pipeline.lazy import LazyModel
 
 
 @torch.no_grad()
-def rotate(model: "PreTrainedModel", seed: int = 0, quantized: Collection[str] | None = None) -> list[str]:
-    """Rotate a Llama-like model in place; it computes the same function, up to rounding.
+def rotate(lazy: LazyModel, seed: int = 0, quantized: Collection[str] | None = None) -> list[str]:
+    """Rotate a Llama-like model; it computes the same function, up to rounding.
 
     A tied output head is untied, because the final norm's gain is folded into it. quantized: the layers that may have
     online rotations; None is all. Returns the names of those that have, down projections, whose inputs are rotated at
     run time; forward hooks do it until the layers are replaced. Raises LayerError, before anything is changed, for an
     architecture or a width that cannot be rotated.
     """
+    model = lazy.model
     parts = list(llama_blocks(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     final = getattr(model.base_model, "norm", None)
@@ -55,10 +53,15 @@ def rotate(model: "PreTrainedModel", seed: int = 0, quantized: Collection[str] |
     head.weight.data = _rotate_stream(head.weight.data, signs)
     names = [f"{part.name}.mlp.down_proj" for part in parts]
     names = [name for name in names if quantized is None or name in quantized]
-    for part in parts:
-        _rotate_block(part, signs, f"{part.name}.mlp.down_proj" in names)
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(rotate_input)
+
+    def turn(name: str, block: nn.Module) -> None:
+        part = llama_block(name, block)
+        online = f"{name}.mlp.down_proj" in names
+        _rotate_block(part, signs.to(part.down.weight.device), online)
+        if online:
+            part.down.register_forward_pre_hook(rotate_input)
+
+    lazy.change(turn)
     return names
 
 

@@ -4,13 +4,14 @@ The writer, a norm's gain or a linear layer, is divided by the scales, and the r
 the model computes the same function, but the readers' inputs quantize differently.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from anybit.models.llama_block import LlamaBlock, gain_of
+from anybit.models.llama_block import LlamaBlock, gain_of, llama_block, llama_blocks
+from anybit.quantization.pipeline.lazy import LazyModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +32,9 @@ class ScalingPair:
         return int(self.writer.weight.shape[0])
 
     @property
-    def reader(self) -> nn.Linear:
-        """One of the readers; all have the same input."""
-        return next(iter(self.readers.values()))
+    def reader(self) -> str:
+        """The name of one of the readers; all have the same input."""
+        return next(iter(self.readers))
 
     def read(self, scale: Tensor) -> Tensor:
         """Expand scales per writer channel to scales per reader channel."""
@@ -65,3 +66,22 @@ def scaling_pairs(part: LlamaBlock) -> Iterator[ScalingPair]:
     yield ScalingPair(part.up, named("down"))
     heads = part.output.in_features // part.value.out_features
     yield ScalingPair(part.value, named("o"), heads, part.head_dim if heads > 1 else 1)
+
+
+def all_pairs(model: LazyModel) -> Iterator[ScalingPair]:
+    """The scaling pairs of all blocks, with their weights, which last until the pairs of the next block."""
+    for index in range(len(model.blocks)):
+        yield from scaling_pairs(llama_block(f"{model.prefix}.{index}", model.block(index, model.device)))
+
+
+def put_scales(model: LazyModel, scales: Sequence[Tensor]) -> None:
+    """Apply scales in the order of ``all_pairs``; the model computes the same function, up to rounding."""
+    given = dict(
+        zip((pair.reader for part in llama_blocks(model.model) for pair in scaling_pairs(part)), scales, strict=True)
+    )
+
+    def apply(name: str, block: nn.Module) -> None:
+        for pair in scaling_pairs(llama_block(name, block)):
+            pair.apply(given[pair.reader].to(pair.writer.weight.device))
+
+    model.change(apply)

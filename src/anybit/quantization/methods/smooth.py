@@ -6,21 +6,17 @@ The migration strength a is one number for the whole model, or is chosen per sca
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybit.codes.reference import quantize_activations
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import OptionError
 from anybit.models.llama_block import llama_blocks
-from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
-from anybit.quantization.pipeline.blocks import reduce_inputs
+from anybit.quantization.methods.scaling_pairs import ScalingPair, all_pairs, put_scales, scaling_pairs
+from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.scheme import Scheme
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Strengths to try for each pair if none is given.
 _STRENGTHS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -30,9 +26,9 @@ _SAMPLE = 512
 
 @torch.no_grad()
 def smooth(
-    model: "PreTrainedModel", batches: Sequence[Tensor], strength: float | None = 0.5, scheme: Scheme | None = None
+    model: LazyModel, batches: Sequence[Tensor], strength: float | None = 0.5, scheme: Scheme | None = None
 ) -> None:
-    """Smooth a Llama-like model in place; it computes the same function, up to rounding.
+    """Smooth a Llama-like model; it computes the same function, up to rounding.
 
     batches: token ids, int64 [B, L] each.  strength: the exponent a; 0 leaves the model unchanged, 1 flattens
     activations; None chooses it per pair by trials that quantize weights and activations to ``scheme`` (0.5 if it
@@ -43,9 +39,9 @@ def smooth(
     if strength is not None and not 0 <= strength <= 1:
         raise OptionError(f"strength must be from 0 to 1, not {strength}")
     search = strength is None and scheme is not None and scheme.activations.quantized
-    found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
-    samples: dict[nn.Module, Tensor] | None = {} if search else None
-    peaks = channel_peaks(model, [pair.reader for pair in found], batches, samples)
+    found = [pair.reader for part in llama_blocks(model.model) for pair in scaling_pairs(part)]
+    samples: dict[str, Tensor] | None = {} if search else None
+    peaks = channel_peaks(model, found, batches, samples)
 
     def choose(pair: ScalingPair) -> Tensor:
         peak, weight = _by_channel(pair, peaks[pair.reader]), _by_channel(pair, _weight_peaks(pair))
@@ -56,8 +52,7 @@ def smooth(
         losses = [_loss(x, whole, pair.read(scale), scheme) for scale in tried]
         return tried[losses.index(min(losses))]
 
-    for pair in found:
-        pair.apply(choose(pair))
+    put_scales(model, [choose(pair) for pair in all_pairs(model)])
 
 
 def _loss(x: Tensor, weight: Tensor, scale: Tensor, scheme: Scheme) -> float:
@@ -75,25 +70,22 @@ def _loss(x: Tensor, weight: Tensor, scale: Tensor, scheme: Scheme) -> float:
 
 @torch.no_grad()
 def channel_peaks(
-    model: "PreTrainedModel",
-    modules: list[nn.Linear],
-    batches: Sequence[Tensor],
-    samples: dict[nn.Module, Tensor] | None = None,
-) -> dict[nn.Module, Tensor]:
+    model: LazyModel, layers: Sequence[str], batches: Sequence[Tensor], samples: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The largest magnitude of every input channel of some layers over a text, float32 [K] each.
 
     samples: if given, filled with inputs sampled across the text, float32 [tokens, K] each.
     """
     share = -(-_SAMPLE // max(len(batches), 1))
 
-    def peak(module: nn.Module, rows: Tensor, before: Tensor | None) -> Tensor:
+    def peak(layer: str, rows: Tensor, before: Tensor | None) -> Tensor:
         if samples is not None:
             some = rows[:: max(len(rows) // share, 1)].float()
-            samples[module] = torch.cat([samples[module], some]) if module in samples else some
+            samples[layer] = torch.cat([samples[layer], some]) if layer in samples else some
         largest = rows.abs().amax(0).float()
         return largest if before is None else torch.maximum(before, largest)
 
-    return reduce_inputs(model, modules, batches, peak)
+    return model.reduce_inputs(layers, batches, peak)
 
 
 def _by_channel(pair: ScalingPair, peak: Tensor) -> Tensor:

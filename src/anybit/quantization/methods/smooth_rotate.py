@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from anybit.codes import hadamard
-from anybit.models.llama_block import llama_blocks
+from anybit.models.llama_block import llama_block, llama_blocks
 from anybit.quantization.methods.rotate import rotate_input
-from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
-from anybit.quantization.pipeline.blocks import reduce_inputs
+from anybit.quantization.methods.scaling_pairs import ScalingPair, all_pairs, put_scales, scaling_pairs
+from anybit.quantization.pipeline.lazy import LazyModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def smooth_rotate(
-    model: "PreTrainedModel",
+    model: LazyModel,
     batches: Sequence[Tensor],
     strength: float = 0.5,
     seed: int = 0,
     improve: Callable[[], None] | None = None,
     quantized: Collection[str] | None = None,
 ) -> list[str]:
-    """Smooth and rotate a Llama-like model in place; it computes the same function, up to rounding.
+    """Smooth and rotate a Llama-like model; it computes the same function, up to rounding.
 
     batches: token ids, int64 [B, L] each.  strength: a in ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the random
     signs of channels before the rotation.  improve: called between scaling and rotation.  quantized: the layers to
@@ -40,39 +40,46 @@ def smooth_rotate(
     Returns the names of the layers with rotated inputs; forward hooks rotate until the layers are replaced.
     Raises CalibrationError for activations that are not finite, LayerError for an unsupported architecture or width.
     """
-    found = pairs_of(model)
-    power = _power(model, [pair.reader for pair in found], batches)
+    power = _power(model, readers_of(model.model), batches)
     generator = torch.Generator().manual_seed(seed)
-    for pair in found:
+
+    def choose(pair: ScalingPair) -> Tensor:
         scale = _scale(pair, power[pair.reader], strength)
-        pair.apply(scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale))
+        return scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale)
+
+    put_scales(model, [choose(pair) for pair in all_pairs(model)])
     if improve is not None:
         improve()
-    every = {name: layer for part in llama_blocks(model) for name, layer in part.names.items()}
-    layers = {name: layer for name, layer in every.items() if quantized is None or name in quantized}
-    for layer in layers.values():
-        layer.weight.data = hadamard.transform(layer.weight.data.double()).to(layer.weight.dtype)
-        layer.register_forward_pre_hook(rotate_input)
-    return list(layers)
+    names = [name for part in llama_blocks(model.model) for name in part.names]
+    names = [name for name in names if quantized is None or name in quantized]
+
+    def turn(block_name: str, block: nn.Module) -> None:
+        for name, layer in llama_block(block_name, block).names.items():
+            if name in names:
+                layer.weight.data = hadamard.transform(layer.weight.data.double()).to(layer.weight.dtype)
+                layer.register_forward_pre_hook(rotate_input)
+
+    model.change(turn)
+    return names
 
 
-def pairs_of(model: "PreTrainedModel") -> list[ScalingPair]:
-    """All scaling pairs of a model. Raises LayerError for an unsupported architecture or width."""
+def readers_of(model: "PreTrainedModel") -> list[str]:
+    """A reader of each scaling pair of a model. Raises LayerError for an unsupported architecture or width."""
     found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
     for pair in found:
-        hadamard.factor(pair.reader.in_features)
-    return found
+        hadamard.factor(pair.readers[pair.reader].in_features)
+    return [pair.reader for pair in found]
 
 
-def _power(model: "PreTrainedModel", modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
+def _power(model: LazyModel, layers: Sequence[str], batches: Sequence[Tensor]) -> dict[str, Tensor]:
     """The mean square of every input channel of some layers over a text, float64 [K] each."""
 
-    def add(module: nn.Module, rows: Tensor, before: Tensor | None) -> Tensor:
+    def add(layer: str, rows: Tensor, before: Tensor | None) -> Tensor:
         total = rows.double().square().sum(0)
         return total if before is None else before + total
 
     count = sum(tokens.numel() for tokens in batches)
-    return {module: total / count for module, total in reduce_inputs(model, modules, batches, add).items()}
+    return {layer: total / count for layer, total in model.reduce_inputs(layers, batches, add).items()}
 
 
 def _scale(pair: ScalingPair, seen: Tensor, strength: float) -> Tensor:

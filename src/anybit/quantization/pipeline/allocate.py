@@ -220,8 +220,6 @@ def sample(lazy: LazyModel, batches: Sequence[Tensor], names: Sequence[str], see
     Raises CalibrationError, naming the layer, if no token reaches it; but an expert that none reaches costs nothing.
     """
     model, total = lazy.model, sum(tokens.numel() for tokens in batches)
-    embedding = model.get_input_embeddings()
-    device = embedding.weight.device
     random = torch.Generator().manual_seed(seed)
     modules = {name: model.get_submodule(name) for name in names}
     units: list[list[str]] = []
@@ -262,16 +260,16 @@ def sample(lazy: LazyModel, batches: Sequence[Tensor], names: Sequence[str], see
 
     handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
     handles += [block.register_forward_pre_hook(lambda *_: held.clear()) for block in lazy.blocks]
-    handles.append(embedding.register_forward_hook(begin))
+    handles.append(model.get_input_embeddings().register_forward_hook(begin))
     try:
-        with lazy.running(device), torch.enable_grad():
+        with lazy.running(), torch.enable_grad():
             for tokens in batches:
                 rows, length, forward = len(tokens), tokens.numel(), True
                 count = math.ceil(_SAMPLES * tokens.shape[1] / total)
                 picks = [torch.randperm(tokens.shape[1], generator=random)[:count] for _ in range(rows)]
                 picked = torch.cat([row * tokens.shape[1] + own for row, own in enumerate(picks)])
-                logits = model(tokens.to(device), use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
-                drawn = torch.multinomial(logits.detach().exp().cpu(), 1, generator=random).to(device)
+                logits = model(tokens.to(lazy.device), use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
+                drawn = torch.multinomial(logits.detach().exp().cpu(), 1, generator=random).to(lazy.device)
                 forward = False
                 logits.gather(1, drawn).sum().backward()
                 held.clear()

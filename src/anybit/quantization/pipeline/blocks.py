@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from anybit.layers.experts import Experts
 
 HESSIANS = 4 << 30
 """Bytes of the float32 Hessians of experts that are in memory at a time."""
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class _Stop(Exception):  # noqa: N818  control flow, not an error
@@ -266,32 +263,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _moved(item, device) for key, item in value.items()}
     return value
-
-
-def reduce_inputs(
-    model: "PreTrainedModel",
-    modules: Sequence[nn.Module],
-    batches: Sequence[Tensor],
-    merge: Callable[[nn.Module, Tensor, Tensor | None], Tensor],
-) -> dict[nn.Module, Tensor]:
-    """Reduce the inputs of some layers of a model over a text to one tensor each.
-
-    batches: token ids, int64 [B, L] each.  merge: (layer, a batch of its inputs [tokens, K], the result so far or None)
-    -> the new result.  Raises CalibrationError, naming the layer, if a result is not finite.
-    """
-    found: dict[nn.Module, Tensor] = {}
-
-    def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found[module] = merge(module, args[0].detach().flatten(0, -2), found.get(module))
-
-    handles = [module.register_forward_pre_hook(look) for module in modules]
-    try:
-        for tokens in batches:
-            model.base_model(input_ids=tokens.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, module in model.named_modules():
-        if module in found and not bool(found[module].isfinite().all()):
-            raise CalibrationError(f"the inputs of {name} hold NaN or infinity during calibration")
-    return found

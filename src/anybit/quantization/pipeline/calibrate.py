@@ -176,8 +176,8 @@ class _Run:
         hidden: dict[int, Tensor] = {}
         # With a spill folder, inputs go straight to the stores; otherwise they are all in memory anyway.
         keep = hidden.__setitem__ if settings.spill is None else self._enter
-        self.calls = walk.first_inputs(model.model, blocks, model.block(0, "cpu"), batches, keep)
-        place = self.device if _fits(list(hidden.values()), self.device, settings) else "cpu"
+        self.calls = walk.first_inputs(model.model, blocks, model.block(0, model.device), batches, keep)
+        place = self.device if _fits(list(hidden.values()), self.device, settings) else model.device
         for i, x in hidden.items():
             self._enter(i, x.to(place))
         self.done: dict[str, QuantizedWeight] = {}

@@ -1,4 +1,4 @@
-"""The calibrated methods behind ``anybit quantize``: load the model, calibrate on a text, quantize, learn, save.
+"""The calibrated methods behind ``anybit quantize``: calibrate on a text, block by block, quantize, learn, save.
 
     gptq           error feedback, block by block
     distill        rounding (2:4: gptq), then weights, scales, zeros and norms learned end to end; to activations of 4
@@ -8,7 +8,7 @@
     smooth_rotate  smoothing and an online rotation of every layer's input, then gptq
 
 ``minutes`` or ``learn_tokens`` add learning to any of them; the last three learn by default on a GPU, if activations
-are quantized.
+are quantized. Only learning, and text that the model writes, take the whole model into memory.
 """
 
 import math
@@ -26,15 +26,15 @@ from anybit.checkpoints.folder import without_tokenizer
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
 from anybit.errors import LayerError, OptionError, TextError
-from anybit.models.blocks import find_blocks
 from anybit.models.modules import LinearLayer, check_tokens, last_position, tied_heads
 from anybit.quantization.learn.generated import written
-from anybit.quantization.learn.scales import learn_scales, put_scales
+from anybit.quantization.learn.scales import learn_scales
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.distill import Learned, distill
 from anybit.quantization.methods.rotate import rotate
+from anybit.quantization.methods.scaling_pairs import put_scales
 from anybit.quantization.methods.smooth import smooth
-from anybit.quantization.methods.smooth_rotate import pairs_of, smooth_rotate
+from anybit.quantization.methods.smooth_rotate import readers_of, smooth_rotate
 from anybit.quantization.pipeline.calibrate import (
     Calibration,
     Statistics,
@@ -248,22 +248,23 @@ def _fingerprint(job: Job, model: LazyModel, text: list[Tensor], told: dict[str,
 
 
 def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], options: Options) -> Changes:
-    """Smooth or rotate the model, or both, in memory; returns what that changes about the checkpoint."""
+    """Smooth or rotate the model, or both; returns what that changes about the checkpoint."""
     if method == "distill" and job.scheme.activations.bits <= _ROTATED:
         method = _first_changed(job, lazy.model)
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
-    model = lazy.whole()
+    settings = options.scale_learning(job.scheme)
+    if settings.steps or options.learning(job.method, job.scheme) is not None:
+        lazy.whole()  # now rather than later
     layers = {layer.name for layer in job.layers}
-    home = model.device
-    model.to(_device_with_room(options.where, model))
+    home = lazy.device
+    lazy.to(_device_with_room(options.where, lazy.model))
     hadamard: list[str] = []
     config: dict[str, object] = {}
     batches = batched(first_of(sequences, options.calibration_tokens), 4096)
-    before = _logits(model, batches[0])
+    before = _logits(lazy, batches[0])
 
     def improve() -> None:
-        settings = options.scale_learning(job.scheme)
         if not settings.steps:
             return
         told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
@@ -273,51 +274,49 @@ def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], op
         rotated = method == "smooth_rotate"
 
         def learn() -> list[Tensor]:
-            return learn_scales(model, sequences, job.scheme.activations, rotated, settings, tell)
+            return learn_scales(lazy.whole(), sequences, job.scheme.activations, rotated, settings, tell)
 
         # A resumed run takes learned scales from the resume folder.
-        put_scales(model, remembered(saved, learn))
+        put_scales(lazy, remembered(saved, learn))
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:
             job.progress(f"learning scales, KL divergence {loss:.3f} nats", done, total)
 
     if method == "smooth":
-        smooth(model, batches, options.strength, job.scheme)
+        smooth(lazy, batches, options.strength, job.scheme)
         improve()
     elif method == "smooth_rotate":
         strength = 0.5 if options.strength is None else options.strength
-        hadamard = smooth_rotate(model, batches, strength, options.seed, improve, layers)
+        hadamard = smooth_rotate(lazy, batches, strength, options.seed, improve, layers)
     else:
-        hadamard = rotate(model, options.seed, quantized=layers)
+        hadamard = rotate(lazy, options.seed, quantized=layers)
         config = {"tie_word_embeddings": False}
     # A block with Llama's parts may still compute something else: other gains, gates, norms in between.
     size = float(before.norm())
-    apart = float((_logits(model, batches[0]) - before).norm()) / (size or 1.0)
+    apart = float((_logits(lazy, batches[0]) - before).norm()) / (size or 1.0)
     if 0 < size < math.inf and not apart < _SAME:
         raise LayerError(
-            f"{type(model).__name__} does not support method {method}: its logits changed by {apart:.0%}, and must not "
-            "change; use gptq"
+            f"{type(lazy.model).__name__} does not support method {method}: its logits changed by {apart:.0%}, and "
+            "must not change; use gptq"
         )
-    model.to(home)
-    quantized = {f"{name}.weight" for name in layers}
-    state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    # Of the quantized layers only those outside the blocks are still needed.
-    prefix, _ = find_blocks(model)
-    outside = {name for name in quantized if not name.startswith(f"{prefix}.")}
-    kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
-    tied = {name for name in kept if name not in job.names and method != "rotate"}
-    # In the source's dtype; an untied head in its embedding's.
+    lazy.to(home)
     heads = {f"{head}.weight": weight for head, weight in tied_heads(job.model).items()}
-    stored = {name: job.names.get(heads.get(name, name)) for name in kept}
-    kinds = {name: job.source.entries[own].dtype if own else job.source.dtype for name, own in stored.items()}
-    return Changes({n: tensor.to(kinds[n]) for n, tensor in kept.items() if n not in tied}, config, hadamard)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in lazy.parameters():
+        # Of the quantized layers only those outside the blocks are still needed.
+        inside = name.startswith(f"{lazy.prefix}.") and name.removesuffix(".weight") in layers
+        if not inside and (name in job.names or method == "rotate"):
+            # In the source's dtype; an untied head in its embedding's.
+            own = job.names.get(heads.get(name, name))
+            tensors[name] = tensor.to(job.source.entries[own].dtype if own else job.source.dtype)
+    return Changes(tensors, config, hadamard)
 
 
 def _first_changed(job: Job, model: "PreTrainedModel") -> str:
     """``smooth_rotate``, or ``distill`` for a model that this cannot change."""
     try:
-        pairs_of(model)
+        readers_of(model)
     except LayerError as error:
         bits = job.scheme.activations.bits
         warnings.warn(f"distill rotates nothing, and loses more to {bits}-bit activations: {error}", stacklevel=2)
@@ -326,18 +325,19 @@ def _first_changed(job: Job, model: "PreTrainedModel") -> str:
 
 
 @torch.no_grad()
-def _logits(model: "PreTrainedModel", batch: Tensor) -> Tensor:
+def _logits(lazy: LazyModel, batch: Tensor) -> Tensor:
     """The logits of the first tokens of a batch."""
-    found: Tensor = model(input_ids=batch[:1, :64].to(model.device), use_cache=False).logits.float()
+    with lazy.running() as model:
+        found: Tensor = model(input_ids=batch[:1, :64].to(lazy.device), use_cache=False).logits.float()
     return found
 
 
 def _device_with_room(device: str, model: "PreTrainedModel") -> torch.device:
-    """The device if the whole model fits there with room to run, else the model's own."""
+    """The device if what is in memory of a model fits there with room to run, else the model's own."""
     if torch.device(device).type != "cuda":
         return torch.device(device)
     free, _ = torch.cuda.mem_get_info(device)
-    needed = sum(parameter.nbytes for parameter in model.parameters())
+    needed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     return torch.device(device) if 2 * needed < free else torch.device(model.device)
 
 
