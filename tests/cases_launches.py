@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Packed
 from anybit.kernels.multiply import multiply
 from anybit.ops import packed, product
+from anybit.ops.backend import LinearSpec
 from anybit.ops.plans import PLANS, Rows
+from anybit.scheme import Scheme
+from cases import random_weight
 
 launching = importlib.import_module("anybit.jit.launch")  # not the function of that name
 
@@ -116,6 +120,16 @@ def install(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> Driver:
     monkeypatch.setattr(tensor_map.Matrix, "_encoded", encoded)
     PLANS.clear()  # those for other devices; the maps, which take longer to read than most tests, stay
     return found
+
+
+def prepared(text: str, n: int, k: int, seed: int = 0, ordered: bool = False) -> ops.Prepared:
+    """A random weight for the backend that usually runs its scheme. ordered: in an activation order."""
+    scheme = Scheme.parse(text)
+    name, weight = "packed" if scheme.activations.bits > 4 else "bitwise", random_weight(n, k, scheme.weights, seed)
+    if ordered:
+        weight = replace(weight, group_index=torch.arange(k, dtype=torch.int32) % scheme.weights.groups(k))
+    tensors = ops.backends[name].prepare(weight, scheme.activations)
+    return ops.Prepared(tensors, LinearSpec(name, n, k, scheme.weights, scheme.activations))
 
 
 def multiplied(x: Tensor, layer: ops.Prepared, bias: Tensor | None) -> Tensor:

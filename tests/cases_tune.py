@@ -14,17 +14,12 @@ def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **m
     return LinearProblem(m, n, k, parsed.weights, parsed.activations, **more)
 
 
-def other_than_default(one: LinearProblem, kernel: str) -> Candidate:
-    own = builtin(one)
-    first = (Candidate(kernel, config, one.activations) for config in FAMILIES[kernel].promising(one, 8))
-    return next(c for c in first if c != own)
-
-
 def point(one: LinearProblem, us: dict[str, float], default_us: float = 20.0) -> Point:
     """A point with these kernel times in microseconds, none of a built-in config."""
     found = {}
     for kernel, time in us.items():
-        candidate = other_than_default(one, kernel)
+        first = (Candidate(kernel, config, one.activations) for config in FAMILIES[kernel].promising(one, 8))
+        candidate = next(c for c in first if c != builtin(one))
         found[candidate.strategy] = Measured.of(candidate, time)
     return Point(default_us, found)
 

@@ -4,7 +4,6 @@ import sys
 import time
 import timeit
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybit
+import cases_launches
 from anybit import ops
 from anybit.cache.kvcache import KVCache
 from anybit.choose import dispatch as dispatching
@@ -21,10 +21,7 @@ from anybit.errors import KernelError
 from anybit.kernels.block import rope
 from anybit.ops import elementwise, fused, kv, plans, product
 from anybit.ops import pages as pages_ops
-from anybit.ops.backend import LinearSpec
 from anybit.ops.pages import RopePagesArgs
-from anybit.scheme import Scheme
-from cases import random_weight
 from cases_launches import Driver, install, launching, multiplied
 
 N, K = 192, 256
@@ -52,12 +49,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-def prepared(text: str, seed: int = 0) -> ops.Prepared:
-    scheme = Scheme.parse(text)
-    name = "bitwise" if scheme.activations.bits <= 4 else "packed"
-    tensors = ops.backends[name].prepare(random_weight(N, K, scheme.weights, seed=seed), scheme.activations)
-    spec = LinearSpec(name, N, K, scheme.weights, scheme.activations)
-    return ops.Prepared(tensors, spec)
+def prepared(text: str, seed: int = 0, ordered: bool = False) -> ops.Prepared:
+    return cases_launches.prepared(text, N, K, seed, ordered)
 
 
 def taken(driver: Driver, **known: Tensor) -> Launches:
@@ -220,13 +213,9 @@ def test_fused_and_small_calls_launch_the_same_again(driver, made, monkeypatch, 
 
 @pytest.mark.parametrize("m", [4, 300])
 def test_layers_with_activation_order_end_with_silu_too(driver: Driver, made: list[object], m: int) -> None:
-    scheme = Scheme.parse("w4a16g32")
-    fmt, activations = scheme.weights, scheme.activations
-    weight = replace(random_weight(N, K, fmt), group_index=torch.arange(K, dtype=torch.int32) % fmt.groups(K))
-    spec = LinearSpec("packed", N, K, fmt, activations)
-    tensors, x = ops.backends["packed"].prepare(weight, activations), torch.randn(m, K).half()
+    layer, x = prepared("w4a16g32", ordered=True), torch.randn(m, K).half()
     for _ in range(3):
-        assert product.linear(x, tensors, None, str(spec), silu=True).shape == (m, N // 2)
+        assert product.linear(x, layer.tensors, None, layer.spec_text, silu=True).shape == (m, N // 2)
         entries = [launch.kernel.entry.removesuffix("_f16") for launch in driver.take()]
         assert entries == (["packed::sm90_packed_gemm_silu"] if m == 300 else ["sm90_packed_skinny", "silu_mul"])
     assert len(made) == 1

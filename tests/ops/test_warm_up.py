@@ -17,10 +17,9 @@ from anybit.ops.compile_ahead import LayerKind
 from anybit.ops.pages import RopePagesArgs
 from anybit.ops.plans import PLANS
 from anybit.ops.prepared_experts import PreparedExperts
-from anybit.scheme import ActivationFormat, Scheme, WeightFormat
-from cases import random_weight
+from anybit.scheme import ActivationFormat, WeightFormat
 from cases_experts import Mixture
-from cases_launches import Driver, install
+from cases_launches import Driver, install, prepared
 
 HEADS, DIM, K = (4, 2), 64, 256
 N = (HEADS[0] + 2 * HEADS[1]) * DIM
@@ -58,13 +57,11 @@ def launched(driver: Driver, kind: LayerKind, tensors: list[Tensor], m: int) -> 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("text", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a8fp", "w2a2", "w2a4"])
 def test_what_calls_launch_is_compiled_ahead(driver, monkeypatch, text, rotated, bias) -> None:
-    scheme = Scheme.parse(text)
-    if rotated and not scheme.activations.quantized:
+    layer = prepared(text, N, K)
+    if rotated and not layer.spec.activations.quantized:
         return  # the rotation is a kernel of its own, which a CPU does not launch
-    name = "bitwise" if text in ("w2a2", "w2a4") else "packed"
-    tensors = ops.backends[name].prepare(random_weight(N, K, scheme.weights), scheme.activations)
-    spec = str(LinearSpec(name, N, K, scheme.weights, scheme.activations))
-    kind = LayerKind(spec, torch.float16, bias, rotated, (*HEADS, DIM, True), paired=True)
+    tensors = layer.tensors
+    kind = LayerKind(layer.spec_text, torch.float16, bias, rotated, (*HEADS, DIM, True), paired=True)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
     for m in (1, 2, 3, 16, 200):
         assert launched(driver, kind, tensors, m) == set(ahead.kernels_of(kind, tensors, m))
@@ -73,22 +70,19 @@ def test_what_calls_launch_is_compiled_ahead(driver, monkeypatch, text, rotated,
 
 
 def test_layers_with_an_activation_order_are_compiled_ahead(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme = Scheme.parse("w4a16g32")
-    weight = replace(random_weight(N, K, scheme.weights), group_index=torch.arange(K, dtype=torch.int32) % 8)
-    tensors = ops.backends["packed"].prepare(weight, scheme.activations)
-    kind = LayerKind(str(LinearSpec("packed", N, K, scheme.weights, scheme.activations)), torch.float16, False)
+    layer = prepared("w4a16g32", N, K, ordered=True)
+    kind = LayerKind(layer.spec_text, torch.float16, False)
     for m in (1, 16, 200):
-        product.linear(torch.randn(m, K).half(), tensors, None, kind.spec)
-        assert {launch.kernel for launch in driver.take()} < set(ahead.kernels_of(kind, tensors, m))
+        product.linear(torch.randn(m, K).half(), layer.tensors, None, kind.spec)
+        assert {launch.kernel for launch in driver.take()} < set(ahead.kernels_of(kind, layer.tensors, m))
 
 
 def test_every_count_is_planned_and_nothing_of_its_size_is_made(driver, monkeypatch) -> None:
-    scheme, asked, of = Scheme.parse("w4a8"), list[int](), ahead.kernels_of
-    tensors = ops.backends["packed"].prepare(random_weight(N, K, scheme.weights), scheme.activations)
-    kind = LayerKind(str(LinearSpec("packed", N, K, scheme.weights, scheme.activations)), torch.float16, False)
+    layer, asked, of = prepared("w4a8", N, K), list[int](), ahead.kernels_of
+    kind = LayerKind(layer.spec_text, torch.float16, False)
     monkeypatch.setattr(ahead, "kernels_of", lambda kind, tensors, m: asked.append(m) or of(kind, tensors, m))
     monkeypatch.setattr(ahead, "make_ready", lambda kernels, *_: kernels)
-    found = ahead.compile_ahead({kind: tensors, replace(kind, most=6): tensors}, 20000)
+    found = ahead.compile_ahead({kind: layer.tensors, replace(kind, most=6): layer.tensors}, 20000)
     assert len(found) == len(set(found)) > 10  # type: ignore[arg-type]
     assert {1, 2, 64, 8192, 16384, 20000} <= set(asked) and asked.count(6) == 3, "6 and 8 of a head are 6"
     assert not driver.launches
@@ -96,10 +90,9 @@ def test_every_count_is_planned_and_nothing_of_its_size_is_made(driver, monkeypa
 
 def test_one_of_several_products_before_turned_heads(driver: Driver) -> None:
     """Queries, keys and values of different formats are several products; the rotary kernel takes all their outputs."""
-    scheme = Scheme.parse("w4a16g128")
-    tensors = ops.backends["packed"].prepare(random_weight(128, K, scheme.weights), scheme.activations)
-    spec = str(LinearSpec("packed", 128, K, scheme.weights, scheme.activations))
-    kernels = ahead.kernels_of(LayerKind(spec, torch.float16, False, heads=(*HEADS, DIM, False)), tensors, 3)
+    layer = prepared("w4a16g128", 128, K)
+    kind = LayerKind(layer.spec_text, torch.float16, False, heads=(*HEADS, DIM, False))
+    kernels = ahead.kernels_of(kind, layer.tensors, 3)
     assert "rotate_pages" in {kernel.entry for kernel in kernels}
 
 
