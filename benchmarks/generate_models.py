@@ -16,7 +16,7 @@ from anybit.checkpoints.configuration import Overrides
 from anybit.codes import reference
 from anybit.codes.packing import QuantizedWeight
 from anybit.hf import fuse
-from anybit.hf.replace import replace_linears
+from anybit.hf.transformers import quantized_layers
 from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
@@ -58,7 +58,9 @@ def random_model(
     if scheme is not None:
         unfuse(model)
         heads = Overrides({} if head is None else {"lm_head": Scheme.parse(head)})
-        replace_linears(model, Scheme.parse(scheme), [] if heads else ["lm_head"], overrides=heads)
+        found = quantized_layers(model, Scheme.parse(scheme), [] if heads else ["lm_head"], overrides=heads)
+        for each, layer in found.items():
+            model.set_submodule(each, layer)
     for module in list(model.modules()):
         if isinstance(module, QuantLinear):
             fill(module)

@@ -7,7 +7,7 @@ import transformers as hf
 from anybit.cache.ledger import CacheError
 from anybit.errors import LayerError
 from anybit.hf import graph
-from anybit.hf.cache import _CROP_COUNTS_REMOVED, AnyBitCache
+from anybit.hf.cache import AnyBitCache
 from anybit.scheme import KVFormat
 from cases_cache import COMMON, GATED, MODELS, model_of
 from cases_matrix import MATRIX
@@ -207,7 +207,7 @@ def test_cache_holds_values_and_refuses_layers() -> None:
     model(ids, past_key_values=cache)
     assert repr(cache) == "AnyBitCache(kv4: 3 layers, 1 rows of 40 tokens)"
     assert not cache.store.residual.requires_grad
-    cache.crop(-1000 if not _CROP_COUNTS_REMOVED else 1000)
+    cache.crop(1000)
     assert cache.get_seq_length() == 0 and cache.store.length(cache.rows[0]) == 0
     with pytest.raises(LayerError, match="cannot repeat its rows"):
         cache.batch_repeat_interleave(2)

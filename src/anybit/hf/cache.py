@@ -9,7 +9,6 @@ attention interface (BLOOM), the cache returns dequantized keys and values: the 
 """
 
 import copy
-import inspect
 from typing import NoReturn, Self
 
 import torch
@@ -292,10 +291,8 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
             self.store.reorder(self.rows, beam_idx.tolist())
 
     def crop(self, tokens: int) -> None:
-        """Remove n newest tokens, exactly up to ``slack``; tokens: n or -n, in older transformers how many to keep."""
-        tokens = whole(tokens, "the tokens to crop")
-        removed = abs(tokens) if tokens < 0 or _CROP_COUNTS_REMOVED else self.seen - tokens
-        removed = min(max(removed, 0), self.seen)
+        """Remove n newest tokens, exactly up to ``slack``; tokens: n or -n."""
+        removed = min(abs(whole(tokens, "the tokens to crop")), self.seen)
         for row in self.rows:
             self._store().crop(row, max(self._store().length(row) - removed, 0))
         self.seen -= removed
@@ -423,6 +420,3 @@ def _format(scheme: str | Scheme | KVFormat) -> KVFormat:
     if found is None:
         raise LayerError(f"scheme {scheme!s} names no KV format: add -kv4, or pass a KV format such as 'kv4'")
     return found
-
-
-_CROP_COUNTS_REMOVED = "tokens_to_remove" in inspect.signature(Cache.crop).parameters

@@ -12,8 +12,7 @@ from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf_summary import gguf_scheme
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
-from anybit.hf.replace import replace_linears
-from anybit.hf.transformers import AnyBitConfig
+from anybit.hf.transformers import AnyBitConfig, quantized_layers
 from anybit.models.modules import tied_heads, untie
 from anybit.scheme import Scheme
 
@@ -44,7 +43,9 @@ def load_translated(
         untie(empty, name, config)
     known = AnyBitConfig.from_dict(words)
     own = known.quantization
-    replace_linears(empty, own.scheme, own.kept or [], group_index=own.group_index, overrides=own.overrides)
+    layers = quantized_layers(empty, own.scheme, own.kept or [], group_index=own.group_index, overrides=own.overrides)
+    for name, layer in layers.items():
+        empty.set_submodule(name, layer)
     tensors = source.state_dict(empty, dtype)
     model, found = type(empty).from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map, output_loading_info=True

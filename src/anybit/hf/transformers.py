@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightTransform
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.checkpoints.configuration import (
     COMPRESSED_TENSORS,
     METHOD,
+    Overrides,
     Quantization,
     configuration,
     in_any_order,
@@ -39,7 +40,6 @@ from anybit.codes.rtn import quantize_weight
 from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
 from anybit.hf import graph
 from anybit.hf.model_methods import give_back, take_over
-from anybit.hf.replace import Loading, replace_linears
 from anybit.layers.embedding import QuantEmbedding, put_embedding
 from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
@@ -156,6 +156,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     quantized: Collection[str] = ()
     shared: Sequence[str] = ()
     experts: Collection[str] = ()
+    waiting: Mapping[str, QuantLinear] = MappingProxyType({})
     entries: Mapping[str, Entry] | None = None
     loading: PreTrainedModel | None = None
     renamed: Mapping[str, torch.dtype] = MappingProxyType({})
@@ -191,8 +192,11 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
                 )
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Bytes per element, by which device_map="auto" places layers; 0 for a weight quantized while loading."""
-        return 0 if self.param_needs_quantization(model, param_name) else param.element_size()
+        """Bytes per element, by which device_map="auto" places layers: of codes, for a weight to be quantized."""
+        layer = self.waiting.get(param_name.removesuffix(".weight"))
+        if layer is None or not param_name.endswith(".weight"):
+            return param.element_size()
+        return sum(own.nbytes for name, own in layer.named_parameters() if name != "bias") / param.numel()
 
     def _process_model_before_weight_loading(
         self,
@@ -240,19 +244,16 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         keep = [*keep, *self.tied]
         if not config.group_index and not config.overrides:
             config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard))
-        replace_linears(
-            model,
-            scheme,
-            keep,
-            config.backend,
-            config.group_index,
-            not self.pre_quantized,
-            config.hadamard,
-            overrides=overrides,
+        layers = quantized_layers(
+            model, scheme, keep, config.backend, config.group_index, config.hadamard, overrides=overrides
         )
-        loading = (name for name, module in model.named_modules() if isinstance(module, Loading))
+        if self.pre_quantized:
+            for name, layer in layers.items():
+                model.set_submodule(name, layer)
+        else:
+            self.waiting = layers
         experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}
-        self.experts = experts & {name.rsplit(".", 2)[0] for name in loading}
+        self.experts = experts & {name.rsplit(".", 2)[0] for name in self.waiting}
         for name in self.embeddings if self.pre_quantized else ():
             old = model.get_submodule(name)
             n, k = old.weight.shape
@@ -293,10 +294,10 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             check_model(whole, self.entries or {}, folder)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
-        self.loading = None
+        self.loading, self.waiting = None, {}
         if self.fault is not None:
             raise self.fault
-        for name, dtype in self.renamed.items():  # which transformers 5.17 leaves in the folder's dtype
+        for name, dtype in self.renamed.items():  # which transformers 5.18 leaves in the folder's dtype
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.to(dtype)
         if any(isinstance(module, Experts) for module in model.modules()):
@@ -358,11 +359,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
         Of experts all weights count if some are quantized: a checkpoint may store them as one tensor.
         """
-        if self.pre_quantized:
-            return False
-        module, tensor_name = get_module_from_name(model, param_name)
-        among = param_name.rsplit(".", 3)[0] in self.experts
-        return tensor_name == "weight" and (isinstance(module, QuantLinear) or among)
+        layer, _, tensor_name = param_name.rpartition(".")
+        return tensor_name == "weight" and (layer in self.waiting or layer.rsplit(".", 2)[0] in self.experts)
 
     def get_quantize_ops(self) -> ConversionOps:
         """The op that turns a weight into the tensors of its QuantLinear."""
@@ -396,6 +394,28 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
+def quantized_layers(
+    model: PreTrainedModel, scheme: Scheme, keep: list[str], backend: str | None = None, group_index: bool = False,
+    hadamard: Collection[str] = (), *, overrides: Overrides,
+) -> dict[str, QuantLinear]:  # fmt: skip
+    """Empty layers for the Linear and Conv1D ones of a model on the meta device, except those in ``keep``, by name.
+
+    Raises LayerError if a layer does not fit the scheme, or if no layer is left to quantize.
+    """
+    made = {}
+    for found in modules.linear_layers(model, keep):
+        plain, name = model.get_submodule(found.name), found.name
+        try:
+            made[name] = QuantLinear(
+                found.k, found.n, overrides.of(name) or scheme, plain.bias is not None, group_index=group_index,
+                hadamard=name in hadamard, dtype=plain.weight.dtype, device="meta", backend=backend,
+            )  # fmt: skip
+        except LayerError as error:
+            advice = "name it in modules_to_not_convert to keep it in 16 bits"
+            raise LayerError(f"layer {name}: {error}; {advice}") from None
+    return made
+
+
 def check_finite(model: nn.Module) -> None:
     """Raise CheckpointError, naming the tensor, if an unquantized parameter holds NaN or infinity."""
     for name, parameter in model.named_parameters():
@@ -425,22 +445,27 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         found: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            layer, _ = get_module_from_name(model, name)
             if missing_keys is not None:
                 missing_keys.discard(name)
-            found |= self._tensors(layer, name, weight) if isinstance(layer, Loading) else {name: weight}
+            layer = self.quantizer.waiting.get(name.removesuffix(".weight"))
+            found |= {name: weight} if layer is None else self._tensors(model, layer, name, weight)
         return found
 
-    def _tensors(self, layer: Loading, full_name: str, weight: Tensor) -> dict[str, Tensor]:
+    def _tensors(
+        self, model: PreTrainedModel | None, layer: QuantLinear, full_name: str, weight: Tensor
+    ) -> dict[str, Tensor]:
+        assert model is not None
         name = full_name.removesuffix(".weight")
-        weight = weight.T if layer.transposed_source else weight
+        plain = model.get_submodule(name)
+        weight = weight.T if isinstance(plain, Conv1D) else weight
         try:
             quantized = quantize_weight(weight, layer.scheme.weights)
         except LayerError as error:
             # transformers would replace an exception raised here by its own report, so it is raised after loading.
             self.quantizer.fault = self.quantizer.fault or self._fault(name, error)
             quantized = quantize_weight(torch.zeros_like(weight), layer.scheme.weights, search=False)
-        layer.drop_placeholder()
+        layer.bias = plain.bias
+        model.set_submodule(name, layer)
         return {f"{name}.{suffix}": tensor for suffix, tensor in QuantLinear.tensors_of(quantized).items()}
 
     def _fault(self, name: str, error: LayerError) -> AnyBitError:
