@@ -26,7 +26,7 @@ def test_every_layout_is_made_of_whole_vectors():
     for layout in layouts():
         assert layout.key_bytes % 16 == 0 and layout.value_bytes % 16 == 0, layout
         assert layout.page % layout.block == 0 and layout.block % layout.chunk == 0, layout
-        assert (layout.key_codes // 4) % 128 == 0 and (layout.value_codes // 4) % 128 == 0, layout
+        assert (layout.codes(True) // 4) % 128 == 0 and (layout.codes(False) // 4) % 128 == 0, layout
 
 
 @pytest.mark.parametrize("layout", layouts()[::9], ids=lambda x: f"{x.format}-d{x.head_dim}-p{x.page}")

@@ -99,50 +99,38 @@ class PageLayout:
     @property
     def chunk(self) -> int:
         """Tokens whose keys share parameters: a group of tokens, or the block."""
-        grouped = self.format.key_bits != 16 and self.by_channel
-        return min(self.format.group, self.block) if grouped else self.block
+        return min(self.format.group, self.block) if self.format.key_bits != 16 and self.by_channel else self.block
 
-    @property
-    def key_codes(self) -> int:
-        """Bytes of a block's key codes."""
-        return self.block * self.head_dim * self.format.key_bits // 8
+    def bits(self, keys: bool) -> int:
+        """Bits of a key or value."""
+        return self.format.key_bits if keys else self.format.value_bits
 
-    @property
-    def value_codes(self) -> int:
-        """Bytes of a block's value codes."""
-        return self.block * self.head_dim * self.format.value_bits // 8
+    def codes(self, keys: bool) -> int:
+        """Bytes of a block's key or value codes."""
+        return self.block * self.head_dim * self.bits(keys) // 8
 
-    @property
-    def key_parameters(self) -> int:
-        """Bytes of a block's key scales and zeros."""
-        if self.format.key_bits == 16:
+    def parameters(self, keys: bool) -> int:
+        """Bytes of a block's key or value scales and zeros, without the limit."""
+        if self.bits(keys) == 16:
             return 0
         if self.format.float4:
             return self.block * self.head_dim // 16
-        count = self.head_dim * (self.block // self.chunk) if self.by_channel else self._token_pairs
-        return 4 * count
+        return 4 * self.block * self.head_dim // self.runs(keys)[1]
 
-    @property
-    def value_parameters(self) -> int:
-        """Bytes of a block's value scales and zeros, without the limit."""
-        if self.format.float4:
-            return self.block * self.head_dim // 16
-        return 0 if self.format.value_bits == 16 else 4 * self._token_pairs
-
-    @property
-    def _token_pairs(self) -> int:
-        return self.block * (self.head_dim // self.channel_group)
+    def runs(self, keys: bool) -> tuple[int, int]:
+        """The dimension of [tokens, channels] along which keys or values share a scale, and how many do."""
+        return (-2, self.chunk) if keys and self.by_channel else (-1, self.channel_group)
 
     @property
     def key_bytes(self) -> int:
         """Bytes of a block's key half."""
-        return self.key_codes + self.key_parameters
+        return self.codes(True) + self.parameters(True)
 
     @property
     def value_bytes(self) -> int:
         """Bytes of a block's value half."""
         tail = 0 if self.format.value_bits == 16 or self.format.float4 else _TAIL
-        return self.value_codes + self.value_parameters + tail
+        return self.codes(False) + self.parameters(False) + tail
 
     @property
     def block_bytes(self) -> int:
@@ -183,18 +171,9 @@ class BlockConfig:
 
 def constants(layout: PageLayout, bf16: bool) -> dict[str, Any]:
     """The fields of ``BlockConfig`` for these pages; bf16 is the type of the residual and of 16-bit pages."""
-    return {
-        "key_bits": layout.format.key_bits,
-        "value_bits": layout.format.value_bits,
-        "by_channel": layout.by_channel,
-        "chunk": layout.chunk,
-        "channel_group": layout.channel_group,
-        "block": layout.block,
-        "page": layout.page,
-        "head_dim": layout.head_dim,
-        "bf16": bf16,
-        "fp4": layout.format.float4,
-    }
+    names = ("by_channel", "chunk", "channel_group", "block", "page", "head_dim")
+    known = {"key_bits": layout.bits(True), "value_bits": layout.bits(False), "bf16": bf16, "fp4": layout.format.float4}
+    return known | {name: getattr(layout, name) for name in names}
 
 
 WRONG = {
@@ -319,18 +298,13 @@ def encode(layout: PageLayout, keys: Tensor, values: Tensor) -> Tensor:
     return torch.nn.functional.pad(used, (0, layout.block_bytes - used.shape[-1]))
 
 
-def _runs(layout: PageLayout, keys: bool) -> tuple[int, int]:
-    """The dimension along which values share a scale, and how many do."""
-    return (-2, layout.chunk) if keys and layout.by_channel else (-1, layout.channel_group)
-
-
 def _encode_half(layout: PageLayout, x: Tensor, keys: bool) -> Iterator[Tensor]:
     """Codes, parameters and limit of blocks of keys or values [..., tokens, channels]."""
-    bits = layout.format.key_bits if keys else layout.format.value_bits
+    bits = layout.bits(keys)
     if bits == 16:
         yield pack_tiles(x.contiguous().view(torch.int16), 16, keys, layout.chunk)
         return
-    dim, run = _runs(layout, keys)
+    dim, run = layout.runs(keys)
     codes, scale, zero = quantize(x.unflatten(dim, (-1, run)), bits, dim)
     scale, zero = scale.squeeze(dim), zero.squeeze(dim)
     yield pack_tiles(codes.reshape(x.shape), bits, keys, layout.chunk)
@@ -359,20 +333,15 @@ def decode(layout: PageLayout, blocks: Tensor, dtype: torch.dtype = torch.float3
 
 def _decode_half(layout: PageLayout, stored: torch.dtype, half: Tensor, keys: bool) -> Tensor:
     """Keys or values [..., tokens, channels] of blocks, in float32, or ``stored`` if they have 16 bits."""
-    f = layout.format
-    bits, codes_end, parameters = (
-        (f.key_bits, layout.key_codes, layout.key_parameters)
-        if keys
-        else (f.value_bits, layout.value_codes, layout.value_parameters)
-    )
-    words = half[..., :codes_end].contiguous().view(torch.int32)
+    bits, size = layout.bits(keys), layout.codes(keys)
+    words = half[..., :size].contiguous().view(torch.int32)
     codes = unpack_tiles(words, bits, keys, layout.chunk, layout.block, layout.head_dim)
     if bits == 16:
         return codes.view(stored)
-    dim, run = _runs(layout, keys)
+    dim, run = layout.runs(keys)
     shape = [layout.block, layout.head_dim]
     shape[dim] //= run
-    packed = half[..., codes_end : codes_end + parameters].contiguous().view(torch.float16).float()
+    packed = half[..., size : size + layout.parameters(keys)].contiguous().view(torch.float16).float()
     both = packed[..., _parameter_places(dim == -2, *shape).to(half.device)].repeat_interleave(run, dim)
     scale, zero = both.unbind(-3)
     return codes.float() * scale + zero

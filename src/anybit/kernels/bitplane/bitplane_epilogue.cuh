@@ -1,4 +1,5 @@
-// Bit-plane epilogue: a warpgroup's accumulators (64 weights x `tokens` tokens) to Y, with zero terms and scales applied.
+// Shared by the bit-plane kernels for many tokens: the epilogue, a warpgroup's accumulators (64 weights x `tokens` tokens) to Y,
+// with zero terms and scales applied; and the layout of shared memory, consumers and roles of threads.
 #ifndef ANYBIT_BITPLANE_EPILOGUE_CUH
 #define ANYBIT_BITPLANE_EPILOGUE_CUH
 
