@@ -5,6 +5,7 @@
 #define ANYBIT_KV_QUANTIZE_CUH
 
 #include "attention/kv_quantize/kv_quantize_load.cuh"
+#include "common/values.cuh"
 
 namespace kv_quantize {
 
@@ -21,14 +22,16 @@ template <class Config> struct Packer : Loader<Config> {
     static_assert(bytes <= Config::shared_bytes, "kv_quantize.py gives the kernel less shared memory than it lays out");
 
     // ---- ranges, two channels at a time; a non-finite value makes one end NaN or infinite
-    DEVICE static uint32_t least(uint32_t a, uint32_t b) {
-        if constexpr (Config::bf16) return ptx::min_nan_bf16x2(a, b);
-        else return ptx::min_nan_f16x2(a, b);
-    }
-    DEVICE static uint32_t most(uint32_t a, uint32_t b) {
-        if constexpr (Config::bf16) return ptx::max_nan_bf16x2(a, b);
-        else return ptx::max_nan_f16x2(a, b);
-    }
+    DEVICE static uint32_t least(uint32_t a, uint32_t b) { return values::min_pair<Config::bf16>(a, b); }
+    DEVICE static uint32_t most(uint32_t a, uint32_t b) { return values::max_pair<Config::bf16>(a, b); }
+    struct Range {
+        uint32_t low, high;
+        DEVICE void add(uint32_t v) { low = least(low, v), high = most(high, v); }
+        DEVICE void add_lane(int across) {
+            low = least(low, __shfl_xor_sync(0xffffffffu, low, across));
+            high = most(high, __shfl_xor_sync(0xffffffffu, high, across));
+        }
+    };
     DEVICE static float widen(uint32_t v) {
         if constexpr (Config::bf16) return ptx::cvt_f32_bf16(static_cast<uint16_t>(v));
         else return ptx::cvt_f32_f16(static_cast<uint16_t>(v));
@@ -105,6 +108,16 @@ template <class Config> struct Packer : Loader<Config> {
     template <int bits> DEVICE static constexpr int shift(int sub, int h, int p) {
         return bits * (bits == 2 ? 4 * p + 2 * sub + h : bits == 4 ? 2 * p + h : h);
     }
+    // A lane's word `index`: of(tile, row half, depth pair, bit position) is a pair of its codes.
+    template <int bits, bool plain, class Of> DEVICE static uint32_t word(int index, Of&& of) {
+        using U = kv_page::Bundle<bits>;
+        uint32_t sum = 0;
+        UNROLL for (int f = 0; f < 16 / bits; ++f) {
+            const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : index % U::words;
+            sum += of(index / U::words * U::tiles + sub, h, p, shift<bits>(sub, h, p));
+        }
+        return sum - constant<bits, plain && halves>();
+    }
     // Stores `count` of a lane's words from `index` on, in kernel order (kv_page.pack_tiles).
     template <int count> DEVICE static void store(uint8_t* to, int index, const uint32_t* w) {
         const int lane = threadIdx.x % 32;
@@ -130,22 +143,14 @@ template <class Config> struct Packer : Loader<Config> {
             load_keys(x, from, c * Config::chunk, j);
             if (from.page < 0 || from.stale()) return;
             Run runs[2][2];
-            uint32_t ends[2][2];
+            Range ranges[2];
             UNROLL for (int p = 0; p < 2; ++p) {
-                uint32_t low = x[0][0][p], high = low;
-                UNROLL for (int i = 0; i < 2 * tiles; ++i) {
-                    low = least(low, x[i / 2][i % 2][p]);
-                    high = most(high, x[i / 2][i % 2][p]);
-                }
-                UNROLL for (int i = 4; i < 32; i <<= 1) {
-                    low = least(low, __shfl_xor_sync(0xffffffffu, low, i));
-                    high = most(high, __shfl_xor_sync(0xffffffffu, high, i));
-                }
-                ends[p][0] = low;
-                ends[p][1] = high;
+                ranges[p] = {x[0][0][p], x[0][0][p]};
+                UNROLL for (int i = 0; i < 2 * tiles; ++i) ranges[p].add(x[i / 2][i % 2][p]);
+                UNROLL for (int i = 4; i < 32; i <<= 1) ranges[p].add_lane(i);
             }
             // Four channels whose ranges all eight lanes of a column hold: each lane computes one channel's run.
-            const Run own = settle<bits>(widen((g & 2 ? ends[1][0] : ends[0][0]) >> 16 * (g & 1)), widen((g & 2 ? ends[1][1] : ends[0][1]) >> 16 * (g & 1)));
+            const Run own = settle<bits>(widen((g & 2 ? ranges[1].low : ranges[0].low) >> 16 * (g & 1)), widen((g & 2 ? ranges[1].high : ranges[0].high) >> 16 * (g & 1)));
             UNROLL for (int k = 0; k < 4; ++k) runs[k / 2][k % 2] = of_lane(own, 4 * k + t);
             if (g == 0) {
                 const uint32_t a = runs[0][0].stored, b = runs[0][1].stored, d = runs[1][0].stored, e = runs[1][1].stored;
@@ -162,15 +167,10 @@ template <class Config> struct Packer : Loader<Config> {
         constexpr int count = tiles / U::tiles * U::words;
         const Pair pairs[2] = {pair_of(runs[0][0], runs[0][1]), pair_of(runs[1][0], runs[1][1])};
         uint32_t w[count];
-        UNROLL for (int k = 0; k < count; ++k) {
-            const int i = k / U::words * U::tiles, part = k % U::words;
-            uint32_t sum = 0;
-            UNROLL for (int f = 0; f < 16 / bits; ++f) {
-                const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
-                sum += two_codes<bits, plain>(x[i + sub][h][p], runs[p][0], runs[p][1], pairs[p], shift<bits>(sub, h, p));
-            }
-            w[k] = sum - constant<bits, plain && halves>();
-        }
+        UNROLL for (int k = 0; k < count; ++k)
+            w[k] = word<bits, plain>(k, [&](int i, int h, int p, int places) {
+                return two_codes<bits, plain>(x[i][h][p], runs[p][0], runs[p][1], pairs[p], places);
+            });
         store<count>(to, task * count, w);
     }
 
@@ -184,20 +184,16 @@ template <class Config> struct Packer : Loader<Config> {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         for (int task = threadIdx.x / 32; task < row_tiles * S::groups; task += warps) {
             const int d = task % row_tiles, v = task / row_tiles, sub = d % U::tiles;
-            uint32_t x[deep][2][2], ends[2][2];
+            uint32_t x[deep][2][2];
+            Range ranges[2];
             load_tokens(x, from, 16 * d, v * deep);
             if (from.page < 0 || from.stale()) return;
             UNROLL for (int h = 0; h < 2; ++h) {
-                uint32_t low = x[0][h][0], high = low;
-                UNROLL for (int j = 0; j < 2 * deep; ++j) {
-                    low = least(low, x[j / 2][h][j % 2]);
-                    high = most(high, x[j / 2][h][j % 2]);
-                }
-                ends[h][0] = low;
-                ends[h][1] = high;
+                ranges[h] = {x[0][h][0], x[0][h][0]};
+                UNROLL for (int j = 0; j < 2 * deep; ++j) ranges[h].add(x[j / 2][h][j % 2]);
             }
             Run runs[2];
-            const bool plain = of_tokens<bits>(ends, runs);
+            const bool plain = of_tokens<bits>(ranges, runs);
             const int row = 2 * d + t;  // row of eight tokens
             if (t < 2)
                 *reinterpret_cast<uint32_t*>(to + S::key_codes + (((v * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
@@ -236,17 +232,17 @@ template <class Config> struct Packer : Loader<Config> {
                 at[(j * bundles * U::words + part) * 32] = (sum - rounding) << more;
             }
     }
-    // Runs of tokens g and g + 8 from each lane's two-channel minima and maxima; returns whether its own run is plain.
-    template <int bits> DEVICE static bool of_tokens(const uint32_t (&ends)[2][2], Run (&runs)[2]) {
+    // Runs of tokens g and g + 8 from each lane's ranges; returns whether its own run is plain.
+    template <int bits> DEVICE static bool of_tokens(const Range (&ranges)[2], Run (&runs)[2]) {
         // Even lanes go on with token g, odd lanes with token g + 8.
         const bool second = threadIdx.x % 2;
-        uint32_t low = least(second ? ends[1][0] : ends[0][0], __shfl_xor_sync(0xffffffffu, second ? ends[0][0] : ends[1][0], 1));
-        uint32_t high = most(second ? ends[1][1] : ends[0][1], __shfl_xor_sync(0xffffffffu, second ? ends[0][1] : ends[1][1], 1));
-        low = least(low, __shfl_xor_sync(0xffffffffu, low, 2));
-        high = most(high, __shfl_xor_sync(0xffffffffu, high, 2));
-        low = least(low, low >> 16 | low << 16);
-        high = most(high, high >> 16 | high << 16);
-        const Run own = settle<bits>(widen(low), widen(high));
+        Range mine;
+        mine.low = least(second ? ranges[1].low : ranges[0].low, __shfl_xor_sync(0xffffffffu, second ? ranges[0].low : ranges[1].low, 1));
+        mine.high = most(second ? ranges[1].high : ranges[0].high, __shfl_xor_sync(0xffffffffu, second ? ranges[0].high : ranges[1].high, 1));
+        mine.add_lane(2);
+        mine.low = least(mine.low, mine.low >> 16 | mine.low << 16);
+        mine.high = most(mine.high, mine.high >> 16 | mine.high << 16);
+        const Run own = settle<bits>(widen(mine.low), widen(mine.high));
         runs[0] = of_lane(own, threadIdx.x % 32 & 28);
         runs[1] = of_lane(own, threadIdx.x % 32 & 28 | 1);
         return own.plain();
@@ -270,18 +266,13 @@ template <class Config> struct Packer : Loader<Config> {
                 Run runs[2][groups];
                 bool plain = true;
                 UNROLL for (int v = 0; v < groups; ++v) {
-                    uint32_t ends[2][2];
+                    Range ranges[2];
                     UNROLL for (int p = 0; p < 2; ++p) {
-                        uint32_t low = x[p][v * group / 8], high = low;
-                        UNROLL for (int m = v * group / 8; m < (v + 1) * group / 8; ++m) {
-                            low = least(low, x[p][m]);
-                            high = most(high, x[p][m]);
-                        }
-                        ends[p][0] = low;
-                        ends[p][1] = high;
+                        ranges[p] = {x[p][v * group / 8], x[p][v * group / 8]};
+                        UNROLL for (int m = v * group / 8; m < (v + 1) * group / 8; ++m) ranges[p].add(x[p][m]);
                     }
                     Run pair[2];
-                    plain = of_tokens<bits>(ends, pair) && plain;
+                    plain = of_tokens<bits>(ranges, pair) && plain;
                     largest = fmaxf(largest, fmaxf(kv_page::low_f16(pair[0].stored), kv_page::low_f16(pair[1].stored)));
                     runs[0][v] = pair[0];
                     runs[1][v] = pair[1];
@@ -304,16 +295,11 @@ template <class Config> struct Packer : Loader<Config> {
         Pair pairs[2][groups];
         UNROLL for (int k = 0; k < 2 * groups; ++k) pairs[k / groups][k % groups] = pair_of(runs[k / groups][k % groups], runs[k / groups][k % groups]);
         uint32_t w[count];
-        UNROLL for (int k = 0; k < count; ++k) {
-            const int i = k / U::words * U::tiles, part = k % U::words;
-            uint32_t sum = 0;
-            UNROLL for (int f = 0; f < 16 / bits; ++f) {
-                const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
-                const int v = (i + sub) * groups / (span / 16);
-                sum += two_codes<bits, plain>(x[p][2 * (i + sub) + h], runs[p][v], runs[p][v], pairs[p][v], shift<bits>(sub, h, p));
-            }
-            w[k] = ptx::movmatrix_trans(sum - constant<bits, plain && halves>());
-        }
+        UNROLL for (int k = 0; k < count; ++k)
+            w[k] = ptx::movmatrix_trans(word<bits, plain>(k, [&](int i, int h, int p, int places) {
+                const int v = i * groups / (span / 16);
+                return two_codes<bits, plain>(x[p][2 * i + h], runs[p][v], runs[p][v], pairs[p][v], places);
+            }));
         store<count>(to, task * count, w);
     }
     DEVICE static void limit(float largest, uint8_t* to) {
