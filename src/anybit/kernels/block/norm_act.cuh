@@ -38,21 +38,13 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) add_r
     }
     float squares = 0.f;
     UNROLL for (int v = 0; v < vectors; ++v) {
-        if (p.residual)
-            value[v] = make_uint4(add_pair<bf16>(value[v].x, other[v].x), add_pair<bf16>(value[v].y, other[v].y),
-                                  add_pair<bf16>(value[v].z, other[v].z), add_pair<bf16>(value[v].w, other[v].w));
-        const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
-        UNROLL for (int i = 0; i < 4; ++i) {
-            const float low = low_float<bf16>(word[i]), high = high_float<bf16>(word[i]);
-            squares += low * low + high * high;
-        }
+        if (p.residual) value[v] = each_pair(value[v], other[v], add_pair<bf16>);
+        add_squares<bf16>(squares, value[v]);
     }
     const float factor = rsqrtf(over_block<Sum, threads / 32, 0>(squares) / static_cast<float>(p.k) + p.epsilon);
     UNROLL for (int v = 0; v < vectors; ++v) {
         const int k = static_cast<int>(8 * (v * threads + thread));
-        const uint4 y = make_uint4(
-            normalize_pair<bf16>(value[v].x, gamma[v].x, factor), normalize_pair<bf16>(value[v].y, gamma[v].y, factor),
-            normalize_pair<bf16>(value[v].z, gamma[v].z, factor), normalize_pair<bf16>(value[v].w, gamma[v].w, factor));
+        const uint4 y = each_pair(value[v], gamma[v], [&](uint32_t x, uint32_t gain) { return normalize_pair<bf16>(x, gain, factor); });
         store8<aligned>(p.y + static_cast<int64_t>(row) * p.k, k, p.k, y);
         if (p.residual) store8<aligned>(p.residual_sum + static_cast<int64_t>(row) * p.k, k, p.k, value[v]);
     }

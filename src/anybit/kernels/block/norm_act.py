@@ -14,6 +14,7 @@ WARP = 32
 MOST_THREADS = 1024
 MOST_VECTORS = 16
 _REDUCTION_BYTES = 128
+"""Dynamic shared memory: the partial sums of a block's warps."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,14 @@ class Params:
     epsilon: Float32
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run ``problem``, in a sentence; None if they can."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return sixteen_bits("rows are", problem.dtype)
     if problem.m < 1 or problem.k < 1:
         return f"rows of shape {problem.m} x {problem.k} are empty"
     if problem.k > MOST_THREADS * MOST_VECTORS * VECTOR:
         return f"K = {problem.k} is more than one block holds ({MOST_THREADS * MOST_VECTORS * VECTOR})"
-    if config is None:
-        return None
-    if config.threads % WARP or not WARP <= config.threads <= MOST_THREADS:
-        return f"a block has 32 to {MOST_THREADS} threads in whole warps, not {config.threads}"
-    if config.aligned and not problem.aligned:
-        return "this config loads 16 bytes at a time, and rows are not 16-byte aligned or K is not a multiple of 8"
     return None
 
 
@@ -90,11 +85,6 @@ def silu_config(problem: Problem, paired: bool = False) -> Config:
     return Config(4 * WARP, 1, problem.dtype == torch.bfloat16, problem.aligned, paired)
 
 
-def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: the partial sums of a block's warps."""
-    return _REDUCTION_BYTES
-
-
 def _refuse(problem: Problem) -> None:
     if (reason := why_not(problem)) is not None:
         raise KernelError(f"no kernel for these rows: {reason}")
@@ -102,7 +92,7 @@ def _refuse(problem: Problem) -> None:
 
 def kernel(entry: str, config: Config) -> jit.Kernel:
     """The kernel of a config. entry: ``add_rms_norm`` or ``silu_mul``."""
-    return jit.Kernel("block/norm_act.cuh", entry, config, Params, config.threads, shared_bytes(config))
+    return jit.Kernel("block/norm_act.cuh", entry, config, Params, config.threads, _REDUCTION_BYTES)
 
 
 def add_rms_norm(

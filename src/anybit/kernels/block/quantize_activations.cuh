@@ -195,8 +195,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     if constexpr (Config::source == Source::silu_mul) {
         UNROLL for (int v = 0; v < vectors; ++v) {
             const uint4 up = load8<Config::aligned>(x + p.k, 8 * (v * threads + thread), p.k);
-            value[v] = make_uint4(silu_mul_pair<bf16>(value[v].x, up.x), silu_mul_pair<bf16>(value[v].y, up.y),
-                                  silu_mul_pair<bf16>(value[v].z, up.z), silu_mul_pair<bf16>(value[v].w, up.w));
+            value[v] = each_pair(value[v], up, silu_mul_pair<bf16>);
         }
     }
     if constexpr (normed) {
@@ -209,22 +208,15 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
             const int k = static_cast<int>(8 * (v * threads + thread));
             if (p.residual) {
                 const uint4 add = ahead ? other[ahead ? v : 0] : load8<Config::aligned>(residual, k, p.k);
-                value[v] = make_uint4(add_pair<bf16>(value[v].x, add.x), add_pair<bf16>(value[v].y, add.y),
-                                      add_pair<bf16>(value[v].z, add.z), add_pair<bf16>(value[v].w, add.w));
+                value[v] = each_pair(value[v], add, add_pair<bf16>);
                 store8<Config::aligned>(p.residual_sum + row * p.residual_stride, k, p.k, value[v]);
             }
-            const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
-            UNROLL for (int i = 0; i < 4; ++i) {
-                const float low = low_float<bf16>(word[i]), high = high_float<bf16>(word[i]);
-                squares += low * low + high * high;
-            }
+            add_squares<bf16>(squares, value[v]);
         }
         const float factor = rsqrtf(over_block<Sum, warps, 0>(squares) / static_cast<float>(p.k) + p.epsilon);
         UNROLL for (int v = 0; v < vectors; ++v) {
             const uint4 by = ahead ? gamma[ahead ? v : 0] : load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
-            value[v] = make_uint4(
-                normalize_pair<bf16>(value[v].x, by.x, factor), normalize_pair<bf16>(value[v].y, by.y, factor),
-                normalize_pair<bf16>(value[v].z, by.z, factor), normalize_pair<bf16>(value[v].w, by.w, factor));
+            value[v] = each_pair(value[v], by, [&](uint32_t x, uint32_t gain) { return normalize_pair<bf16>(x, gain, factor); });
         }
     }
 

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,10 +167,8 @@ def offsets(m: int, k: int, format: ActivationFormat, target: Target) -> tuple[i
 
 def codes_at(room: Slot, m: int, k: int, format: ActivationFormat, target: Target) -> Codes:
     """Slots of quantized activations in scratch memory of a plan."""
-    codes, scale, sums, zeros, _ = offsets(m, k, format, target)
-    at = (replace(room, offset=room.offset + offset) for offset in (codes, scale, sums, zeros))
-    codes_at, scale_at, sum_at, zero_at = at
-    return Codes(codes_at, scale_at, sum_at if format.integer else None, zero_at if format.code == "asym" else None)
+    at = [replace(room, offset=room.offset + offset) for offset in offsets(m, k, format, target)[:4]]
+    return Codes(at[0], at[1], at[2] if format.integer else None, at[3] if format.code == "asym" else None)
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -253,18 +251,14 @@ def default(problem: Problem) -> Config:
 
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    return jit.Kernel(
-        "block/quantize_activations.cuh", "quantize", config, Params, config.threads, shared_bytes(config)
-    )
+    header, size = "block/quantize_activations.cuh", shared_bytes(config)
+    return jit.Kernel(header, "quantize", config, Params, config.threads, size)
 
 
 def problem_of(
-    x: Tensor,
-    format: ActivationFormat,
-    target: Target = Target.planes,
-    source: Source = Source.plain,
+    x: Tensor, format: ActivationFormat, target: Target = Target.planes, source: Source = Source.plain,
     rotated: bool = False,
-) -> Problem:
+) -> Problem:  # fmt: skip
     """The problem for x, float16 or bfloat16 [m, k], or [m, 2k] (gate, up) for silu_mul."""
     m, k = x.shape
     k = k // 2 if source is Source.silu_mul else k
@@ -273,61 +267,36 @@ def problem_of(
     return Problem(m, k, format, x.dtype, source, target, aligned, rotated, device)
 
 
-class Operands(TypedDict, total=False):
-    """Further inputs and outputs, depending on ``Source``; all [m, k] in x's dtype, dense, except gamma [k]."""
-
-    gamma: Pointer
-    epsilon: float
-    residual: Pointer
-    residual_sum: Pointer
-
-
-def launch(
-    problem: Problem, config: Config, packed: Packed, x: Tensor, *, pdl: bool = True, **more: Unpack[Operands]
-) -> None:
-    """Launch on the current stream of x's device; codes go to ``packed``. The caller (``anybit.ops``) checks shapes and
-    dtypes.
+def launch(problem: Problem, config: Config, packed: Packed, x: Tensor, *, pdl: bool = True, **more: Any) -> None:
+    """Launch on the current stream of x's device; codes go to ``packed``. more: of ``made``. The caller
+    (``anybit.ops``) checks shapes and dtypes.
     """
     one = made(problem, config, packed.pointers, x, x.stride(0), x.device, **more)
     jit.launch(one.kernel, one.params, one.grid, pdl=pdl, device=x.get_device())
 
 
 def made(
-    problem: Problem, config: Config, codes: Codes, x: Pointer, x_stride: int, device: torch.device,
-    **more: Unpack[Operands],
+    problem: Problem, config: Config, codes: Codes, x: Pointer, x_stride: int, device: torch.device, *,
+    gamma: Pointer = None, epsilon: float = 0.0, residual: Pointer = None, residual_sum: Pointer = None,
 ) -> Launch:  # fmt: skip
-    """A launch, unchecked. x_stride: values between rows of x.  device: where the constants of a rotation lie."""
-    residual, in_planes = more.get("residual"), problem.target is Target.planes
+    """A launch, unchecked. x_stride: values between rows of x.  device: where the constants of a rotation lie.  gamma:
+    [k], residual and residual_sum: [m, k], dense, in x's dtype, of ``Source.rms_norm``.
+    """
+    p, in_planes = problem, problem.target is Target.planes
     params = Params(
-        x,
-        residual,
-        more.get("residual_sum"),
-        more.get("gamma"),
-        *codes,
-        x_stride,
-        0 if residual is None else problem.k,
-        problem.k,
-        _width(problem),
-        bitplane_layout.padded_rows(problem.m) if in_planes else problem.m,
-        more.get("epsilon", 0.0),
-        float(problem.k) ** -0.5,
-        hadamard.signs(config.order, device) if config.order else None,
-    )
-    return Launch(kernel(config), params, grid(problem, config), pdl=True)
+        x, residual, residual_sum, gamma, *codes,
+        x_stride, 0 if residual is None else p.k,
+        p.k, _width(p), bitplane_layout.padded_rows(p.m) if in_planes else p.m,
+        epsilon, float(p.k) ** -0.5, hadamard.signs(config.order, device) if config.order else None,
+    )  # fmt: skip
+    return Launch(kernel(config), params, grid(p, config), pdl=True)
 
 
 def _config(problem: Problem, threads: int, vectors: int) -> Config:
-    return Config(
-        threads,
-        vectors,
-        problem.source,
-        problem.target,
-        Code(problem.format.code),
-        problem.format.bits,
-        problem.dtype == torch.bfloat16,
-        problem.aligned,
-        *(factor(problem.k) if problem.rotated else (0, 1)),
-    )
+    p = problem
+    code, bf16 = Code(p.format.code), p.dtype == torch.bfloat16
+    rotation = factor(p.k) if p.rotated else (0, 1)
+    return Config(threads, vectors, p.source, p.target, code, p.format.bits, bf16, p.aligned, *rotation)
 
 
 def _unrotatable(problem: Problem) -> str | None:

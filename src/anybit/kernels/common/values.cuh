@@ -129,6 +129,16 @@ template <bool is_bf16> DEVICE uint32_t normalize_pair(uint32_t x, uint32_t gamm
                                high_float<is_bf16>(h) * high_float<is_bf16>(gamma));
 }
 
+// A function of two pairs, over vectors of them.
+template <class Of> DEVICE uint4 each_pair(uint4 a, uint4 b, Of&& of) { return make_uint4(of(a.x, b.x), of(a.y, b.y), of(a.z, b.z), of(a.w, b.w)); }
+template <bool is_bf16> DEVICE void add_squares(float& sum, uint4 v) {
+    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+    UNROLL for (int i = 0; i < 4; ++i) {
+        const float low = low_float<is_bf16>(word[i]), high = high_float<is_bf16>(word[i]);
+        sum += low * low + high * high;
+    }
+}
+
 }  // namespace values
 
 #endif  // ANYBIT_VALUES_CUH
