@@ -174,23 +174,15 @@ def unpacked(step: Step, pool: Pool, jobs):
     rows = {int(row.begin): row for row in step.batch}
     for place, (i, asked) in enumerate(jobs):
         row, page = rows[int(step.starts[i])], asked // 2
-        if asked % 2:
-            old = (
-                pool.read_ring(row.table, max(page * PAGE, row.own), max(row.before, page * PAGE))
-                if page * PAGE < row.before
-                else None
-            )
-            for part, new in enumerate((step.k, step.v)):
-                first = page * PAGE
-                begin = max(first, row.before)
-                end = min(row.length, first + PAGE)
-                if old is not None:
-                    out[place, part, :, : row.before - first] = old[part]
-                got = new[row.begin + begin - row.before : row.begin + end - row.before].transpose(0, 1)
-                out[place, part, :, begin - first : end - first] = got
+        if asked % 2:  # in 16 bits
+            new = (x[row.begin : row.end].transpose(0, 1) for x in (step.k, step.v))
+            old = pool.read_ring(row.table, row.own, row.before)
+            both, first = [torch.cat(parts, 1) for parts in zip(old, new, strict=True)], page * PAGE - row.own
         else:
-            for part, x in enumerate(pool.read_pages(pool.pages_of(row, page + 1), (page + 1) * PAGE)):
-                out[place, part] = x[:, page * PAGE :].to(step.case.dtype)
+            both, first = pool.read_pages(pool.pages_of(row, page + 1), (page + 1) * PAGE), page * PAGE
+        for part, x in enumerate(both):
+            found = x[:, first : first + PAGE]
+            out[place, part, :, : found.shape[1]] = found.to(step.case.dtype)
     return out
 
 

@@ -174,11 +174,6 @@ class KernelFamily:
             raise KernelError(f"configs of {self.name} lack the field {min(missing)!r}")
         return found
 
-    def estimate(self, product: LinearProblem, config: Config) -> float | None:
-        """A config's relative time, to rank a space by; None if the family has no estimate."""
-        estimate: Callable[[LinearProblem, Config], float] | None = getattr(self.module, "estimate", None)
-        return None if estimate is None else estimate(product, config)
-
     def promising(self, product: LinearProblem, count: int, like: Config | None = None) -> list[Config]:
         """The configs that a search times: ``like`` (default: the family's own), the ``count`` most like it, and as
         many more, spread over the better half by the estimate (families without one: over the whole space).
@@ -189,8 +184,9 @@ class KernelFamily:
         own = like or self.default(product)
         known = vars(own).values()
         close = sorted(found, key=lambda config: sum(map(operator.ne, vars(config).values(), known)))[:count]
-        if self.estimate(product, own) is not None:
-            found = sorted(found, key=lambda config: self.estimate(product, config) or 0.0)[: len(found) // 2 + 1]
+        estimate: Callable[[LinearProblem, Config], float] | None = getattr(self.module, "estimate", None)
+        if estimate is not None:
+            found = sorted(found, key=functools.partial(estimate, product))[: len(found) // 2 + 1]
         spread = found[:: max(1, len(found) // count)][:count] if count else []
         return list(dict.fromkeys([own, *close, *spread]))
 

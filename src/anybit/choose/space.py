@@ -5,8 +5,6 @@ tiles (section V-B): a config gives the tile and its warps, which determine the 
 """
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from anybit.choose.builtin import FEW_TOKENS, MOST_TOKENS, bucket, step
@@ -27,49 +25,34 @@ STEPS = tuple(sorted({step(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
 """All values of ``step``: the token counts that `anybit tune` measures."""
 
 
-@dataclass(frozen=True)
-class Excluded:
-    """A strategy, or one family of it, that is not in a space, and why."""
-
-    strategy: str
-    kernel: str
-    reason: str
-
-
 class Space(NamedTuple):
-    """Every legal candidate of a product, by family, and what is excluded."""
+    """Every legal candidate of a product, by family, and why strategies, or families of them, are not among them."""
 
     candidates: list[Candidate]
-    excluded: list[Excluded]
+    excluded: dict[str, str]
 
 
 def space(product: LinearProblem) -> Space:
     """The whole space of a product."""
-    found: list[Candidate] = []
-    excluded: list[Excluded] = []
+    found, excluded, x = list[Candidate](), dict[str, str](), product.activations
     for name, family in FAMILIES.items():
         configs = family.configs(product)
-        found += [Candidate(name, config, product.activations) for config in configs]
+        found += [Candidate(name, config, x) for config in configs]
         if not configs:
             reason = family.why_not(product) or "none of its configs fits this product and device"
-            excluded.append(Excluded(strategy_of(name, product.activations), name, reason))
-    return Space(found, [*excluded, *_excluded_strategies(product)])
-
-
-def _excluded_strategies(product: LinearProblem) -> Iterator[Excluded]:
-    """Strategies that are excluded as a whole, besides what the families say."""
-    x = product.activations
-    if reason := why_not_split(product):
-        yield Excluded("split", "", reason)
+            excluded[f"{strategy_of(name, x)} ({name})"] = reason
+    if split := why_not_split(product):
+        excluded["split"] = split
     if x.quantized:
-        yield Excluded("dequantize", "", f"activations are quantized to {x.bits} bits")
+        excluded["dequantize"] = f"activations are quantized to {x.bits} bits"
     if x.integer:
-        yield Excluded("padding to fp8", "", "sums of e4m3 products are rounded, and integer activations are exact")
+        excluded["padding to fp8"] = "sums of e4m3 products are rounded, and integer activations are exact"
     elif x.quantized:
-        yield Excluded("padding to int8", "", "the activations are 8-bit floats")
+        excluded["padding to int8"] = "the activations are 8-bit floats"
     else:
         for name in ("padding to int8", "padding to fp8"):
-            yield Excluded(name, "", "it would quantize the activations, which changes results")
+            excluded[name] = "it would quantize the activations, which changes results"
+    return Space(found, excluded)
 
 
 def why_not_split(product: LinearProblem) -> str | None:

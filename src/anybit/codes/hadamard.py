@@ -6,6 +6,7 @@ products of orders. Model widths are a small order times a power of two: 576 = 3
 14336 = 28 * 512, 11008 = 344 * 32. The power-of-two factor takes only additions (butterflies).
 """
 
+import math
 from functools import cache
 
 import torch
@@ -124,15 +125,9 @@ def _paley(order: int) -> Tensor | None:
 
 def _prime_power(q: int) -> tuple[int, int] | None:
     """(p, k) with p^k = q and p an odd prime, or None."""
-    if q < 3:
-        return None
-    p = next((d for d in range(3, int(q**0.5) + 1, 2) if q % d == 0), q)
-    k = 0
-    rest = q
-    while rest % p == 0:
-        rest //= p
-        k += 1
-    return (p, k) if rest == 1 and q % 2 else None
+    p = next((d for d in range(3, math.isqrt(q) + 1, 2) if q % d == 0), q)
+    k = round(math.log(q, p)) if q > 2 else 0
+    return (p, k) if q > 2 and q % 2 and p**k == q else None
 
 
 def _residues(p: int, k: int) -> Tensor:

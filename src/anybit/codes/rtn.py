@@ -137,21 +137,19 @@ def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search:
     # Fourth powers in the loss over- or underflow far from 1: such groups are first scaled by a power of two.
     largest = groups.abs().amax(-1)
     far = (largest > _FAR) | (largest < 1 / _FAR)
-    power = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0) if bool(far.any()) else None
-    groups = groups if power is None else groups / power[..., None]
+    power = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0)
+    groups = groups / power[..., None]
     scale, zero = best_scale(groups, format, search)
-    scale = scale if power is None else scale * power
     # Limits the scale so that no code dequantizes beyond the dtype's range, even after rounding.
     kind = torch.finfo(dtype)
     most = kind.max / torch.maximum(zero, 2**format.bits - 1 - zero) * (1 - kind.eps)
-    stored = torch.minimum(torch.maximum(scale, -most), most).to(dtype)
+    stored = torch.minimum(torch.maximum(scale * power, -most), most).to(dtype)
     if not bool(stored.isfinite().all()):
         raise LayerError(
             f"the weight has values up to {float(largest.max()):.5g}, and their w{format.bits} scale overflows "
             f"{dtype_name(dtype)}: quantize it to 2 bits or more, or divide it by a power of two"
         )
-    own = stored.float() if power is None else stored.float() / power
-    return nearest_codes(groups, own, zero, format.bits).to(torch.uint8), stored, zero
+    return nearest_codes(groups, stored.float() / power, zero, format.bits).to(torch.uint8), stored, zero
 
 
 def best_scale(groups: Tensor, format: WeightFormat, search: bool) -> tuple[Tensor, Tensor]:

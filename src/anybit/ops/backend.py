@@ -55,13 +55,13 @@ class Backend(ABC):
     planes: bool = False
     norm_tokens: int = 0
 
-    @abstractmethod
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why this backend cannot run a layer on its device, as a sentence; None if it can."""
+        return None
 
-    @abstractmethod
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Rank: the backend with the lowest cost runs a layer; among equals, the first registered."""
+        """Rank: the backend with the lowest cost runs a layer; among equals, the first registered. 3: after kernels."""
+        return 3
 
     @abstractmethod
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:

@@ -16,14 +16,6 @@ class ReferencePacked(Backend):
     # Works on any device, but a silent fallback on a GPU would be slow: there it must be named.
     unasked = ("cpu",)
 
-    def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
-        """None: the reference runs every layer."""
-        return None
-
-    def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """After every kernel."""
-        return 3
-
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """The packed tensors; empty ones for those that the format does not have."""
         empty = torch.empty(0, dtype=torch.int32, device=weight.device)

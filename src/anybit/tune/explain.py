@@ -79,9 +79,7 @@ def explain(product: LinearProblem, by: Dispatcher) -> Explanation:
     origin = next((policy.origin for policy in by.policies), None)
     if there is not None and origin is not None:
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
-    for excluded in whole.excluded:
-        name = f"{excluded.strategy} ({excluded.kernel})" if excluded.kernel else excluded.strategy
-        others.append(Other(name, "", None, excluded.reason))
+    others += [Other(name, "", None, reason) for name, reason in whole.excluded.items()]
     return Explanation(
         product=str(product),
         gpu=product.device.name,
