@@ -147,7 +147,8 @@ def search(
     """
     options = options or Options()
     with contextlib.nullcontext(child) if child else Worker(factory) as worker:
-        device, path = worker.facts["device"], path(worker.facts["device"].name) if callable(path) else path
+        device = worker.facts["device"]
+        path = path(device.name) if callable(path) else path
         policy = Policy(Origin.here(device.name, device.arch, worker.facts["driver"], worker.facts["torch"]))
         before = usable(path) if path is not None and path.exists() else None
         maps = [*([before] if before else []), *hints]
@@ -160,10 +161,10 @@ def search(
         began = saved = time.perf_counter()
         pause = _SAVE_SECONDS
         with contextlib.closing(plans(todo, by, options)) as ready:
-            item, done = next(ready, None), 0
-            while item is not None and time.perf_counter() - began <= options.seconds:
-                product, made = item
+            for done, (product, made) in enumerate(ready):
                 spent = time.perf_counter() - began
+                if spent > options.seconds:
+                    break
                 if report is not None:
                     left = spent / done * (len(todo) - done) if done else float("nan")
                     report(str(product), done, len(todo), left)
@@ -179,7 +180,6 @@ def search(
                     save(policy, path)
                     saved = time.perf_counter()
                     pause = max(_SAVE_SECONDS, _SAVE_SHARE * (saved - now))
-                item, done = next(ready, None), done + 1
         if path is not None and (policy.points or policy.excluded):
             save(policy, path)
         known.merge(policy)
