@@ -269,11 +269,9 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         waits = self._waiting is not None and self._waiting[2] == 0 and not self._counted_ahead
         return self.seen + (self._waiting[0].shape[1] if waits and self._waiting else 0)
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1, no limit: the cache grows."""
         return -1
-
-    get_max_length = get_max_cache_shape
 
     @property
     def is_linear(self) -> list[bool]:

@@ -6,7 +6,7 @@ into a CheckpointError. It also says what to call instead when an ``AnyBitConfig
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
@@ -24,67 +24,57 @@ _CODES = ("weight_packed", "qweight")
 """Tensors that quantized layers hold instead of a weight: compressed-tensors (and anybit), GPTQ and AWQ."""
 
 
-def _refusing_damage(theirs: Callable[[Mapping[str, object]], bool]) -> Callable[[Mapping[str, object]], bool]:
-    """Wrap ``supports_quant_method``: transformers ignores an unknown method and initializes weights randomly."""
+_supports, _merge = auto.AutoHfQuantizer.supports_quant_method, auto.AutoHfQuantizer.merge_quantization_configs
+_finalize = getattr(PreTrainedModel, "_finalize_model_loading", None)
 
-    @functools.wraps(theirs)
-    def supports_quant_method(entry: Mapping[str, object]) -> bool:
-        method = entry.get("quant_method")
-        ours = isinstance(entry.get(METHOD), Mapping) or "scheme" in entry
-        if ours and not (isinstance(method, str) and method in auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+
+@functools.wraps(_supports)
+def _refuse_damage(entry: Mapping[str, object]) -> bool:
+    """``supports_quant_method``: transformers ignores an unknown method and initializes weights randomly."""
+    method = entry.get("quant_method")
+    ours = isinstance(entry.get(METHOD), Mapping) or "scheme" in entry
+    if ours and not (isinstance(method, str) and method in auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+        raise CheckpointError(
+            f"quantization_config has anybit's settings but an unknown quant_method, {method!r:.80}: config.json is "
+            "damaged"
+        )
+    try:
+        supported: bool = _supports(entry)
+        return supported
+    except ValueError as error:  # the entry names no method
+        raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from None
+
+
+@functools.wraps(_merge)
+def _refuse_others(entry: object, given: object) -> "QuantizationConfigMixin":
+    """``merge_quantization_configs``, called when a quantized model is also given a configuration."""
+    ours = getattr(given, "quant_method", None) == METHOD
+    if ours and isinstance(entry, Mapping) and settings_of(entry) is None:
+        raise CheckpointError(
+            f"the model is already quantized by {entry.get('quant_method')}: anybit.load(MODEL) runs its codes on "
+            "anybit's kernels; to quantize to another scheme, start from the original model"
+        )
+    return _merge(entry, given)
+
+
+def _refuse_codes(
+    model: PreTrainedModel, load_config: "LoadStateDictConfig", loading_info: "LoadStateDictInfo"
+) -> "LoadStateDictInfo":
+    """``_finalize_model_loading``, in which transformers initializes missing weights."""
+    base = f"{model.base_model_prefix}."  # may be on the model's names or the folder's only
+    surplus = {name.removeprefix(base): name for name in loading_info.unexpected_keys}
+    for name in sorted(loading_info.missing_keys):
+        layer = name.removeprefix(base).removesuffix(".weight")
+        codes = next((surplus[f"{layer}.{code}"] for code in _CODES if f"{layer}.{code}" in surplus), None)
+        if codes is not None and name.endswith(".weight"):
             raise CheckpointError(
-                f"quantization_config has anybit's settings but an unknown quant_method, {method!r:.80}: config.json "
-                "is damaged"
+                f"{load_config.pretrained_model_name_or_path} has {codes}, codes of a quantized layer, but its "
+                "config.json has no usable quantization_config: restore that entry"
             )
-        try:
-            return theirs(entry)
-        except ValueError as error:  # the entry names no method
-            raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from None
-
-    return supports_quant_method
+    return _finalize(model, load_config, loading_info)  # type: ignore[misc]
 
 
-def _refusing_others(theirs: "Callable[..., QuantizationConfigMixin]") -> "Callable[..., QuantizationConfigMixin]":
-    """Wrap ``merge_quantization_configs``, called when a quantized model is also given a configuration."""
-
-    @functools.wraps(theirs)
-    def merge_quantization_configs(entry: object, given: object) -> "QuantizationConfigMixin":
-        ours = getattr(given, "quant_method", None) == METHOD
-        if ours and isinstance(entry, Mapping) and settings_of(entry) is None:
-            raise CheckpointError(
-                f"the model is already quantized by {entry.get('quant_method')}: anybit.load(MODEL) runs its codes on "
-                "anybit's kernels; to quantize to another scheme, start from the original model"
-            )
-        return theirs(entry, given)
-
-    return merge_quantization_configs
-
-
-def _refusing_codes(theirs: "Callable[..., LoadStateDictInfo]") -> "Callable[..., LoadStateDictInfo]":
-    """Wrap ``_finalize_model_loading``, in which transformers initializes missing weights."""
-
-    @functools.wraps(theirs)
-    def finalize(
-        model: PreTrainedModel, load_config: "LoadStateDictConfig", loading_info: "LoadStateDictInfo"
-    ) -> "LoadStateDictInfo":
-        base = f"{model.base_model_prefix}."  # may be on the model's names or the folder's only
-        surplus = {name.removeprefix(base): name for name in loading_info.unexpected_keys}
-        for name in sorted(loading_info.missing_keys):
-            layer = name.removeprefix(base).removesuffix(".weight")
-            codes = next((surplus[f"{layer}.{code}"] for code in _CODES if f"{layer}.{code}" in surplus), None)
-            if codes is not None and name.endswith(".weight"):
-                raise CheckpointError(
-                    f"{load_config.pretrained_model_name_or_path} has {codes}, codes of a quantized layer, but its "
-                    "config.json has no usable quantization_config: restore that entry"
-                )
-        return theirs(model, load_config, loading_info)
-
-    return finalize
-
-
-auto.AutoHfQuantizer.supports_quant_method = staticmethod(_refusing_damage(auto.AutoHfQuantizer.supports_quant_method))
-auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(
-    _refusing_others(auto.AutoHfQuantizer.merge_quantization_configs)
-)
-if hasattr(PreTrainedModel, "_finalize_model_loading"):  # private to transformers: later versions may lack it
-    PreTrainedModel._finalize_model_loading = staticmethod(_refusing_codes(PreTrainedModel._finalize_model_loading))
+auto.AutoHfQuantizer.supports_quant_method = staticmethod(_refuse_damage)
+auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(_refuse_others)
+if _finalize is not None:  # private to transformers: later versions may lack it
+    PreTrainedModel._finalize_model_loading = staticmethod(_refuse_codes)

@@ -26,9 +26,14 @@ from anybit.hf.check import check_folder
 from anybit.models.families import ROUTER_NAMES
 from anybit.scheme import Scheme
 from anybit.vllm import fusion, streams
-from anybit.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
 from anybit.vllm.experts import AnyBitExpertsMethod, AnyBitOnlineExpertsMethod, names_of
-from anybit.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
+from anybit.vllm.head import (
+    EMBEDDINGS,
+    AnyBitEmbeddingMethod,
+    AnyBitHeadMethod,
+    AnyBitOnlineHeadMethod,
+    HeadBesideCodes,
+)
 from anybit.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
 from anybit.vllm.warmup import WarmUp
 

@@ -1,4 +1,4 @@
-"""vLLM's output head on anybit: quantized in the checkpoint, or while a model is loaded (``lm_head=w8a16``)."""
+"""vLLM's embedding and output head on anybit: of codes in the checkpoint, or a head quantized while it is loaded."""
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from anybit.vllm import parameters
 from anybit.vllm.product import Product
 from anybit.vllm.warmup import WarmUp
 
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")
+"""Names of the input embedding, by model."""
 _ANY_TWO = 0x44444444
 """A word of 2:4 indices: the first two of each four inputs."""
 
@@ -104,6 +106,25 @@ class AnyBitHeadMethod(_HeadMethod):
         for name in found:
             delattr(layer, name)
         self._ready(layer, weight)
+
+
+class AnyBitEmbeddingMethod(AnyBitHeadMethod):
+    """A quantized embedding; each rank keeps its shard of the rows. A tied head shares its codes."""
+
+    def embedding(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        """The rows of this rank's ids, int64 [...] -> [..., K]."""
+        product: Product = layer.anybit_product
+        rows: Tensor = torch.ops.anybit.rows(ids, product.weight(layer), layer.params_dtype, product.spec)
+        return rows
+
+
+class HeadBesideCodes(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """A head in 16 bits, or the quantized embedding that the model ties it to."""
+
+    def tie_weights(self, layer: ParallelLMHead, embed_tokens: VocabParallelEmbedding) -> VocabParallelEmbedding:
+        """The layer that computes the logits."""
+        coded = isinstance(embed_tokens.quant_method, AnyBitEmbeddingMethod)
+        return embed_tokens if coded else super().tie_weights(layer, embed_tokens)
 
 
 class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 ``kv_spec`` describes the blocks to vLLM, ``kernels.attention.kv_rows`` their contents. Decodes (one new token, or one
 and its drafts) run anybit's kernels, which never wait for the host and can be captured in CUDA graphs. Prompts run
-vLLM's FlashAttention over unpacked pages (``kv_plan``). On a CPU everything runs in plain torch.
+vLLM's FlashAttention over unpacked pages (``kv_step``). On a CPU everything runs in plain torch.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,8 @@ from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.ops.kv_rows import layout as row_layout
 from anybit.scheme import KVFormat
-from anybit.vllm.kv_plan import most_pages
 from anybit.vllm.kv_spec import RowSpec
-from anybit.vllm.kv_step import Batch, run
+from anybit.vllm.kv_step import Batch, most_pages, run
 from anybit.vllm.warmup import get_ready
 
 _logger = init_logger("vllm.anybit")
