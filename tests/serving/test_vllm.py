@@ -102,15 +102,18 @@ def test_parts_whose_inputs_differ_run_one_by_one(rank: Any) -> None:
     assert torch.equal(outputs(layer, x), torch.cat([parts[0](x), parts[1](x)], -1))
 
 
-@pytest.mark.parametrize("scheme", ["w3a16g64asym", "w4a8", "w4a16g64min"])
-def test_a_layer_that_the_checkpoint_stores_fused(rank: Any, scheme: str) -> None:
-    part = layer_of(scheme, 128, 64)
+@pytest.mark.parametrize(
+    ("scheme", "n"), [("w3a16g64asym", 64), ("w3a16g64asym", 40), ("w4a8", 64), ("w4a16g64min", 64)]
+)
+def test_a_layer_that_the_checkpoint_stores_fused(rank: Any, scheme: str, n: int) -> None:
+    """Of 40 outputs, the zero points of two parts are in one word."""
+    part = layer_of(scheme, 2 * n, 64)
     x = torch.randn(3, 64)
     for number in range(2):
         rank(number, 2)
         config = configured(scheme, ["m.gate_up_proj"])
         config.packed_modules_mapping = {"gate_up_proj": ["gate_up_proj"]}
-        layer = made(MergedColumnParallelLinear, 64, [64, 64], prefix="m.gate_up_proj", config=config)
+        layer = made(MergedColumnParallelLinear, 64, [n, n], prefix="m.gate_up_proj", config=config)
         expected = torch.cat([half.chunk(2, -1)[number] for half in part(x).chunk(2, -1)], -1)
         assert torch.equal(outputs(load(layer, {None: part}), x), expected)
 
@@ -164,14 +167,6 @@ def test_a_weight_beside_codes_names_its_layer() -> None:
 def test_zeros_of_another_number_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"lm_head\.z has 3 rows of words .* 32 outputs need 4; the folder"):
         parameters.unpacked_zeros("lm_head.z", torch.zeros(3, 2, dtype=torch.int32), 4, 32)
-
-
-def test_fused_zeros_are_never_split_inside_a_word(rank: Any) -> None:
-    data = torch.zeros(20, 1, dtype=torch.uint8)
-    zeros = parameters.Zeros(data, weight_loader=print, name="z", cut=lambda whole: whole, bits=3)
-    assert zeros.adjust_shard_indexes_for_packing(32, 64) == (3, 6)
-    with pytest.raises(CheckpointError, match="a word there holds zero points of both parts"):
-        zeros.adjust_shard_indexes_for_packing(20, 0)
 
 
 def test_config_quantizes_what_the_checkpoint_stores(rank: Any) -> None:

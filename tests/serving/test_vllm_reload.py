@@ -3,7 +3,6 @@
 Outputs are those of the new weights, and buffers keep their addresses, which CUDA graphs hold.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import layerwise  # noqa: E402
 
 import cases_vllm  # noqa: E402
-from anybit.errors import LayerError  # noqa: E402
 from anybit.layers.linear import QuantLinear  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from anybit.vllm.fusion import SiluMul  # noqa: E402
@@ -117,17 +115,12 @@ def test_reload_quantizes_floats_again(rank: Any, tied: bool) -> None:
     check(model, fresh, floats(1), floats(2))
 
 
-def test_reload_refuses_parts_of_other_formats_and_frees_them(rank: Any) -> None:
-    """Their codes are not kept after conversion, and new ones are never mixed with the old."""
-    other = Scheme.parse("w8a16g32")
-    model = Model("w4a16g32", True, overrides={"m.v_proj": other})
-    held = [weakref.ref(one) for one in model.qkv.weight_packed.pieces.values()]
-    parts, head, bias = codes("w4a16g32", 1)
-    parts["v"] = dict(cases_vllm.layer_of("w8a16g32", SIZES["v"], HIDDEN, 1).state_dict())
-    model.take(parts, head, bias).ready()
-    assert len(held) == 3 and not any(one() is not None for one in held)
-    with reloading(model), pytest.raises(LayerError, match=r"whose formats differ cannot be reloaded: restart"):
-        model.take(parts, head, bias)
+def test_reload_replaces_parts_of_other_formats(rank: Any) -> None:
+    words = {"overrides": {"m.v_proj": Scheme.parse("w8a16g32asym")}}
+    old, new = (codes("w4a16g32", seed) for seed in (1, 2))
+    for seed, (parts, *_) in enumerate((old, new)):
+        parts["v"] = dict(cases_vllm.layer_of("w8a16g32asym", SIZES["v"], HIDDEN, seed).state_dict())
+    check(Model("w4a16g32", True, **words), Model("w4a16g32", True, **words), old, new)
 
 
 def test_a_sleep_that_gives_back_buffers_alone_loses_no_rotation(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,16 +84,9 @@ class _Stack:
         elif suffix == "weight_shape":
             expert[place] = loaded
         else:
-            if suffix == "weight_zero_point":
-                loaded = parameters.unpacked_zeros(name, loaded, fmt.bits, self.outputs)
-            if suffix != "bias" and self.k != self.inputs:
-                loaded = parameters.cut_inputs(loaded, suffix, fmt, self.column, self.k)
-            if loaded.shape != (self.outputs, *expert.shape[1:]):
-                raise CheckpointError(
-                    f"{name} is {list(loaded.shape)} for this rank; the model and its scheme need "
-                    f"{[self.outputs, *expert.shape[1:]]}; {parameters.ANOTHER}"
-                )
-            ours = loaded.narrow(0, self.row, self.n)
+            inputs = None if suffix == "bias" or self.k == self.inputs else (self.column, self.k)
+            rows = parameters.rows_of(name, loaded, fmt, self.outputs, inputs, expert)
+            ours = rows.narrow(0, self.row, self.n)
             # A bias is added once, and not by every rank.
             expert.narrow(0, place * self.n, self.n).copy_(ours * (not self.column) if suffix == "bias" else ours)
 

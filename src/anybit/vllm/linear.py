@@ -1,16 +1,16 @@
 """vLLM's linear layers on anybit: loaded by vLLM, prepared once for a backend, run by ``anybit.ops``."""
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     LinearBase,
     LinearMethodBase,
-    ReplicatedLinear,
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
@@ -20,14 +20,13 @@ from anybit import ops
 from anybit.codes.packing import QuantizedWeight, stack
 from anybit.codes.rtn import quantize_weight
 from anybit.codes.sharding import shard_format, shard_ordered
-from anybit.errors import LayerError
+from anybit.errors import CheckpointError, LayerError
 from anybit.scheme import Scheme, WeightFormat
 from anybit.vllm import fusion, parameters, rotary
 from anybit.vllm.product import ANOTHER_LAYOUT, Product
 from anybit.vllm.warmup import WarmUp
 
 _GROUPED = ("weight_scale", "weight_zero_point", "weight_minimum")
-_PER_OUTPUT = ("weight_packed", *_GROUPED, "weight_indices")
 
 
 @dataclass(frozen=True)
@@ -163,92 +162,115 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         return y
 
 
-@register_weight_loader_v2_supported_method
+@dataclass
+class _Kind:
+    """Parts of one format. outputs: of all, on this rank.  names: of the layer's parameters, by the tensors'."""
+
+    format: WeightFormat
+    outputs: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+
+
 class AnyBitLinearMethod(_Method):
-    """Linear layers of a quantized checkpoint."""
+    """Linear layers of a quantized checkpoint. rows: each part's kind, and its first output among that kind's."""
 
     def __init__(self, parts: list[Part], warmup: WarmUp, group_index: bool) -> None:
         super().__init__(parts, warmup)
         self.group_index = group_index
+        self.rows: list[tuple[_Kind, int]] = []
 
     def _register(self, layer: LinearBase, dtype: torch.dtype, loader: parameters.Loader) -> None:
-        """Register parameters for this rank's shard of the tensors that ``QuantLinear`` documents."""
-        replicated = isinstance(layer, ReplicatedLinear)
-        loader = parameters.load_replicated if replicated else loader
-        pieces: dict[str, dict[int, parameters.Sharded]] = {}
-        each = [(start, n, part.scheme.weights) for part, start, n in self._each(layer)]
-        formats = {fmt for _, _, fmt in each}
-        if len(formats) == 1:
-            each = [(0, sum(layer.anybit_outputs), formats.pop())]
-        for first, n, fmt in each:
-            for name, piece in self._per_output(layer, fmt, n, dtype, loader).items():
-                pieces.setdefault(name, {})[first] = piece
-        for name, found in pieces.items():
-            one = found[0] if len(each) == 1 else parameters.Pieces(torch.empty(0), weight_loader=loader, pieces=found)
-            layer.register_parameter(name, one)
-        k, start, count = layer.anybit_inputs, layer.anybit_start, len(layer.anybit_outputs)
+        """Register parameters for this rank's shard of the tensors that ``QuantLinear`` documents.
 
-        def add(name: str, data: Tensor, cut: parameters.Cut) -> None:
-            one = parameters.PerPart(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut)
-            layer.register_parameter(name, one)
-
-        add("weight_shape", torch.zeros(count, 2, dtype=torch.int64), lambda whole: whole)
+        vLLM loads into those of the first format; those of others, whose names end in a number, get theirs from them.
+        """
+        kinds: dict[WeightFormat, _Kind] = {}
+        for part, _, n in self._each(layer):
+            kind = kinds.setdefault(part.scheme.weights, _Kind(part.scheme.weights))
+            self.rows.append((kind, kind.outputs))
+            kind.outputs += n
+        known: set[str] = set()
+        k, count = layer.anybit_inputs, len(layer.anybit_outputs)
+        for number, kind in enumerate(kinds.values()):
+            with parameters.named(f"layer {self.name}, tensor-parallel rank {layer.tp_rank}"):
+                mine = shard_format(kind.format, layer.anybit_start, k)
+            groups = kind.format.groups(layer.anybit_whole_inputs) if self._ordered(layer, kind) else mine.groups(k)
+            for name, data in parameters.tensors_of(kind.format, kind.outputs, k, groups, dtype).items():
+                kind.names[name] = f"{name}_{number}" if name in known else name
+                known.add(name)
+                parameters.add(layer, kind.names[name], data, self._loader(layer, name))
+        parameters.add(
+            layer, "weight_shape", torch.zeros(count, 2, dtype=torch.int64), self._loader(layer, "weight_shape")
+        )
         if self.group_index:
-            add("weight_g_idx", torch.zeros(count, k, dtype=torch.int32), lambda whole: whole[start : start + k])
-        if replicated:
-            for parameter in layer.parameters():  # every rank loads the whole tensor
-                parameter.tp_rank, parameter.tp_size = 0, 1
+            order = torch.zeros(count, k, dtype=torch.int32)
+            parameters.add(layer, "weight_g_idx", order, self._loader(layer, "weight_g_idx"))
         parameters.add(layer, "weight", torch.zeros(0, dtype=torch.uint8), parameters.nothing_of(self.name))
 
-    def _per_output(
-        self, layer: LinearBase, fmt: WeightFormat, n: int, dtype: torch.dtype, loader: parameters.Loader
-    ) -> dict[str, parameters.Sharded]:
-        """Parameters for n outputs in a format, of this rank's inputs."""
-        k, start, split = layer.anybit_inputs, layer.anybit_start, layer.anybit_split
-        with parameters.named(f"layer {self.name}, tensor-parallel rank {layer.tp_rank}"):
-            mine = shard_format(fmt, start, k)
-        ordered = self.group_index and fmt.group is not None and split
+    def _ordered(self, layer: LinearBase, kind: _Kind) -> bool:
+        """Whether every rank loads all groups, since its inputs may be of any."""
+        return self.group_index and kind.format.group is not None and layer.anybit_split
 
-        def cut_of(name: str) -> parameters.Cut:
-            whole = not split or (ordered and name in _GROUPED)
-            return lambda values: values if whole else parameters.cut_inputs(values, name, fmt, start, k)
+    def _loader(self, layer: LinearBase, name: str) -> parameters.Loader:
+        """A loader of a checkpoint's tensor, of one part of the layer, of several or (None) of all."""
+        full, start, k = f"{self.name}.{name}", layer.anybit_start, layer.anybit_inputs
 
-        groups = fmt.groups(layer.anybit_whole_inputs) if ordered else mine.groups(k)
-        found: dict[str, parameters.Sharded] = {}
-        for name, data in parameters.tensors_of(fmt, n, k, groups, dtype).items():
-            full, cut = f"{self.name}.{name}", cut_of(name)
-            if name == "weight_zero_point":
-                found[name] = parameters.Zeros(data, weight_loader=loader, name=full, cut=cut, bits=fmt.bits)
-            else:
-                found[name] = parameters.PerOutput(data, weight_loader=loader, name=full, cut=cut)
-        return found
+        def load(
+            param: Tensor, loaded_weight: Tensor, loaded_shard_id: str | int | tuple[int, ...] | None = None
+        ) -> None:
+            shard, outputs = loaded_shard_id, layer.anybit_outputs
+            shard = "qkv".index(shard) if isinstance(shard, str) else shard
+            numbers = (shard,) if isinstance(shard, int) else range(len(outputs)) if shard is None else shard
+            if name in ("weight_shape", "weight_g_idx"):  # of a whole part
+                own = loaded_weight if name == "weight_shape" else loaded_weight[start : start + k]
+                parameters.check_shape(full, loaded_weight, own, param.shape[1:])
+                for number in numbers:
+                    param.data[number].copy_(own)
+                return
+            kind = self.rows[numbers[0]][0]
+            if name not in kind.names:
+                raise CheckpointError(f"{full} is stored, and its scheme has none; {parameters.ANOTHER}")
+            target = param if kind.names[name] == name else layer.get_parameter(kind.names[name])
+            shares = [self._share(layer, number) for number in numbers]
+            wholes = [outputs[number] * ranks for number, (_, ranks) in zip(numbers, shares, strict=True)]
+            whole = not layer.anybit_split or (self._ordered(layer, kind) and name in _GROUPED)
+            inputs = None if whole else (start, k)
+            rows = parameters.rows_of(full, loaded_weight, kind.format, sum(wholes), inputs, target)
+            for number, (rank, _), own in zip(numbers, shares, rows.split(wholes), strict=True):
+                n, first = outputs[number], self.rows[number][1]
+                target.data[first : first + n].copy_(own[rank * n : (rank + 1) * n])
+
+        return load
+
+    def _share(self, layer: LinearBase, number: int) -> tuple[int, int]:
+        """(rank, ranks) that share a part's outputs: only column-parallel layers do, and some ranks have a KV head."""
+        if not isinstance(layer, ColumnParallelLinear):
+            return 0, 1
+        copies = getattr(layer, "num_kv_head_replicas", 1) if number else 1
+        return layer.tp_rank // copies, layer.tp_size // copies
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Codes as vLLM loaded them -> a backend's layout."""
-        loaded = dict(layer.named_parameters(recurse=False))
+        loaded = {name: each.data for name, each in layer.named_parameters(recurse=False) if name.startswith("weight")}
         if "weight_packed" not in loaded:
             return  # already prepared
         for _, stored in loaded["weight_shape"].tolist():
             parameters.check_inputs(f"layer {self.name}", stored, layer.anybit_whole_inputs)
         weights, k = list[Weighed](), layer.anybit_inputs
-        for index, (part, start, n) in enumerate(self._each(layer)):
-            parts = {name: loaded[name].part(start, n) for name in _PER_OUTPUT if name in loaded}
-            found = {name: tensor for name, tensor in parts.items() if tensor is not None}
-            fmt = part.scheme.weights
-            mine = shard_format(fmt, layer.anybit_start, k)
+        for number, (part, _, n) in enumerate(self._each(layer)):
+            kind, first = self.rows[number]
+            found = {name: loaded[own][first : first + n] for name, own in kind.names.items()}
+            mine = shard_format(kind.format, layer.anybit_start, k)
             if self.group_index:
-                order = loaded["weight_g_idx"].data[index]
-                if fmt.group is not None and layer.anybit_split:
+                order = loaded["weight_g_idx"][number]
+                if self._ordered(layer, kind):
                     names = [name for name in _GROUPED if name in found]
-                    values, order, mine = shard_ordered(tuple(map(found.get, names)), order, fmt)
+                    values, order, mine = shard_ordered(tuple(map(found.get, names)), order, kind.format)
                     found |= zip(names, values, strict=True)
                 found["weight_g_idx"] = order
             weights.append((part, parameters.weight_of(part.name, found, (n, k), mine)))
-        for name, parameter in loaded.items():
-            if isinstance(parameter, parameters.Pieces):
-                parameter.release()
-            if name != "bias":
-                delattr(layer, name)
+        for name in loaded:
+            delattr(layer, name)
         self._ready(layer, weights)
 
 

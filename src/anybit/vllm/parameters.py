@@ -1,17 +1,11 @@
-"""Parameters for vLLM's weight loaders: each takes a checkpoint's whole tensor and keeps its rank's shard.
+"""What loaders of a checkpoint's tensors share: each takes a whole one and keeps its rank's part, or refuses it."""
 
-vLLM's ``weight_loader_v2`` of column-parallel, fused and row-parallel layers calls the ``load_*`` methods. Rows
-(outputs) are sharded by vLLM's offsets; inputs by ``cut``, since words and groups may straddle a shard's border.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
-from vllm.model_executor.parameter import ModelWeightParameter, PackedColumnParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 
 from anybit.checkpoints.verify import check_values
@@ -22,132 +16,12 @@ from anybit.scheme import WeightFormat
 from anybit.vllm.streams import DUMMY
 
 Loader = Callable[..., bool | None]
-"""(parameter, a checkpoint's tensor, which part of a fused layer it is); experts' say whether they took it."""
-Cut = Callable[[Tensor], Tensor]
-"""Whole tensor -> the part for this rank's inputs."""
+"""(parameter, a checkpoint's tensor, which part of a fused layer it is); experts' say whether they took it.
+
+The first is named ``param``: vLLM passes it by keyword when it reloads weights.
+"""
 ANOTHER = "the folder is damaged, or its config.json is another model's: download it, or quantize the model, again"
 """Advice for errors about tensors that do not fit the model."""
-
-
-class _PerOutput:
-    """Loaders for a tensor with a row per output. name_: the layer's and tensor's name, for errors."""
-
-    data: Tensor
-    tp_rank: int
-    tp_size: int
-    name_: str
-    cut: Cut
-
-    def read(self, loaded: Tensor, rows: int) -> Tensor:
-        """Unpack the checkpoint's tensor to ``rows`` rows, one per output."""
-        return loaded
-
-    def part(self, start: int, count: int) -> Tensor | None:
-        """What was loaded for outputs start .. start + count - 1; None if their format has no such tensor."""
-        return self.data[start : start + count]
-
-    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
-        self._place(loaded_weight, 0, self.data.shape[0], self.tp_rank, self.tp_size)
-
-    def load_merged_column_weight(self, loaded_weight: Tensor, shard_offset: int, shard_size: int, **_: object) -> None:
-        self._place(loaded_weight, shard_offset, shard_size, self.tp_rank, self.tp_size)
-
-    def load_qkv_weight(
-        self, loaded_weight: Tensor, shard_offset: int, shard_size: int, shard_id: str, num_heads: int, **_: object
-    ) -> None:
-        copies = 1 if shard_id == "q" else num_heads  # ranks that share a KV head
-        self._place(loaded_weight, shard_offset, shard_size, self.tp_rank // copies, self.tp_size // copies)
-
-    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
-        self._place(loaded_weight, 0, self.data.shape[0], 0, 1)
-
-    def _place(self, loaded: Tensor, offset: int, size: int, rank: int, ranks: int) -> None:
-        rows = self.cut(self.read(loaded, size * ranks))
-        expected = [size * ranks, *self.data.shape[1:]]
-        if list(rows.shape) != expected:
-            raise CheckpointError(
-                f"{self.name_} is {list(loaded.shape)} in the checkpoint, {list(rows.shape)} for this rank; the model "
-                f"and its scheme need {expected}; {ANOTHER}"
-            )
-        self.data.narrow(0, offset, size).copy_(rows.narrow(0, rank * size, size))
-
-
-class PerOutput(_PerOutput, ModelWeightParameter):  # type: ignore[misc]
-    """Words, scales or indices [N, ...], stored with a row per output."""
-
-    def __init__(self, data: Tensor, weight_loader: Loader, name: str, cut: Cut) -> None:
-        self.name_, self.cut = name, cut
-        super().__init__(data=data, weight_loader=weight_loader, input_dim=1, output_dim=0)
-
-
-class Zeros(_PerOutput, PackedColumnParameter):  # type: ignore[misc]
-    """Zero points uint8 [N, G]; the checkpoint packs them along N: int32 [ceil(N * bits / 32), G]."""
-
-    def __init__(self, data: Tensor, weight_loader: Loader, name: str, cut: Cut, bits: int) -> None:
-        self.name_, self.cut, self.bits = name, cut, bits
-        super().__init__(
-            data=data, weight_loader=weight_loader, output_dim=0, packed_dim=0, packed_factor=Fraction(32, bits)
-        )
-
-    def read(self, loaded: Tensor, rows: int) -> Tensor:
-        """Unpack the zero points of ``rows`` outputs."""
-        return unpacked_zeros(self.name_, loaded, self.bits, rows)
-
-    def adjust_shard_indexes_for_packing(self, shard_size: int, shard_offset: int) -> tuple[int, int]:
-        """Outputs -> words, for layers stored fused. Raises CheckpointError if a part's border is inside a word."""
-        size, offset = shard_size * self.bits, shard_offset * self.bits
-        if size % 32 or offset % 32:
-            raise CheckpointError(
-                f"{self.name_} of a fused layer cannot be split at output {shard_offset}: a word there holds zero "
-                "points of both parts. Use a symmetric scheme, or 4 or 8 bits"
-            )
-        return size // 32, offset // 32
-
-
-Sharded = PerOutput | Zeros
-
-
-class Pieces(_PerOutput, ModelWeightParameter):  # type: ignore[misc]
-    """A tensor of fused layers whose formats differ. data: empty.  pieces: each layer's tensor, by its first output."""
-
-    def __init__(self, data: Tensor, weight_loader: Loader, pieces: "dict[int, Sharded]") -> None:
-        self.pieces = pieces
-        super().__init__(data=data, weight_loader=weight_loader, input_dim=1, output_dim=0)
-
-    def part(self, start: int, count: int) -> Tensor | None:
-        """Like ``PerOutput.part``."""
-        return self.pieces[start].data if start in self.pieces else None
-
-    def release(self) -> None:
-        """Free what was loaded: vLLM keeps a copy of this parameter, which refers to the same pieces."""
-        self.pieces.clear()
-
-    def _place(self, loaded: Tensor, offset: int, size: int, rank: int, ranks: int) -> None:
-        if not self.pieces:
-            raise LayerError("fused layers whose formats differ cannot be reloaded: restart the engine")
-        self.pieces[offset]._place(loaded, 0, size, rank, ranks)
-
-
-class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
-    """Per-layer data of fused layers, shared by all outputs of a layer: [parts, ...]."""
-
-    def __init__(self, data: Tensor, weight_loader: Loader, name: str, cut: Cut) -> None:
-        self.name_, self.cut = name, cut
-        super().__init__(data=data, weight_loader=weight_loader)
-
-    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:  # noqa: D102
-        self._load_into_shard_id(loaded_weight, 0)
-
-    load_row_parallel_weight = load_column_parallel_weight
-
-    def _load_into_shard_id(self, loaded_weight: Tensor, shard_id: str | int, **_: object) -> None:
-        part = self.cut(loaded_weight)
-        if part.shape != self.data.shape[1:]:
-            raise CheckpointError(
-                f"{self.name_} is {list(loaded_weight.shape)} in the checkpoint, and the model needs "
-                f"{list(self.data.shape[1:])} for this rank; {ANOTHER}"
-            )
-        self.data[self._shard_id_as_int(shard_id)].copy_(part)
 
 
 def unpacked_zeros(name: str, packed: Tensor, bits: int, rows: int) -> Tensor:
@@ -169,6 +43,31 @@ def cut_inputs(values: Tensor, name: str, fmt: WeightFormat, start: int, inputs:
     return shard_words(values, bits, start // kept, inputs // kept)
 
 
+def rows_of(
+    name: str, loaded: Tensor, fmt: WeightFormat, outputs: int, inputs: tuple[int, int] | None, like: Tensor
+) -> Tensor:
+    """A checkpoint's tensor of a layer in ``fmt``, [outputs, ...], zero points unpacked, of this rank's inputs.
+
+    name: the layer's and the tensor's.  inputs: (first, number) of this rank's; None for all.  like: whose rows they
+    become. Raises CheckpointError for another shape.
+    """
+    suffix = name.rpartition(".")[2]
+    rows = unpacked_zeros(name, loaded, fmt.bits, outputs) if suffix == "weight_zero_point" else loaded
+    if inputs is not None:
+        rows = cut_inputs(rows, suffix, fmt, *inputs)
+    check_shape(name, loaded, rows, (outputs, *like.shape[1:]))
+    return rows
+
+
+def check_shape(name: str, loaded: Tensor, own: Tensor, expected: Sequence[int]) -> None:
+    """Raise CheckpointError unless this rank's part of a checkpoint's tensor has the expected shape."""
+    if list(own.shape) != list(expected):
+        raise CheckpointError(
+            f"{name} is {list(loaded.shape)} in the checkpoint, {list(own.shape)} for this rank; the model and its "
+            f"scheme need {list(expected)}; {ANOTHER}"
+        )
+
+
 def check_inputs(layer: str, stored: int, inputs: int) -> None:
     """Check the inputs that a layer's ``weight_shape`` tells; 0 stands for a layer that was not loaded.
 
@@ -185,14 +84,6 @@ def check_inputs(layer: str, stored: int, inputs: int) -> None:
             "or serve the unquantized model with a scheme (`anybit serve MODEL --scheme w4a16g128`)"
         )
     raise CheckpointError(f"{layer}: the checkpoint lacks the tensors of a part of it; {ANOTHER}")
-
-
-def load_replicated(param: _PerOutput, loaded: Tensor, shard_id: str | int | None = None) -> None:
-    """Loader for replicated layers (vLLM's own compares shapes, but zero points are stored packed).
-
-    This and other loaders must name their argument ``param``: vLLM passes it by keyword when it reloads weights.
-    """
-    param.load_column_parallel_weight(loaded)
 
 
 def tensors_of(fmt: WeightFormat, n: int, k: int, groups: int, dtype: torch.dtype) -> dict[str, Tensor]:
