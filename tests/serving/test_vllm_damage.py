@@ -4,9 +4,7 @@
 """
 
 import json
-import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.config import set_current_vllm_config
-from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.model_loader import get_model
@@ -28,12 +25,12 @@ from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, OptionError
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.vllm import register
 from anybit.vllm.config import AnyBitConfig
 from cases_damage import MUTATIONS, copy, damaged
 from cases_models import save_byte_tokenizer
 from checkpoints.test_damage import SEED, _compared, judged
 
+pytestmark = pytest.mark.usefixtures("loading")
 COUNT, FOREIGN_COUNT = 240, 120
 SCHEMES = {"packed": "w4a16g32", "sharded": "w3a16g32asym", "own": "w4a8g32"}
 GROUPS = tuple(group for group in MUTATIONS if group != "tokenizer")
@@ -100,15 +97,9 @@ def configured(folder: Path) -> Any:
         raise error.errors()[0].get("ctx", {}).get("error", error) from None
 
 
-@pytest.fixture(scope="module")
-def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture
+def loader() -> Any:
     """Load a folder in vLLM: the outputs of its linear layers, and its other parameters."""
-    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"})
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's own worker does on a CPU
-    register()
-    with set_current_vllm_config(configured(folders["packed"])):
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('group') / 'file'}", 0, "gloo")
-        initialize_model_parallel(1, 1)
 
     def load(folder: Path) -> list[torch.Tensor]:
         config = configured(folder)
@@ -119,8 +110,7 @@ def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             found = [layer.quant_method.apply(layer, inputs[layer.input_size], None) for layer in layers]
         return [*found, *(parameter.detach() for parameter in model.parameters())]
 
-    yield load
-    cleanup_dist_env_and_memory()
+    return load
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ vLLM routes otherwise on a CPU, and packs routers' weights there: here both are 
 """
 
 import logging
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 
 import vllm
 from transformers import AutoConfig
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import GateLinear
@@ -30,10 +27,13 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.vllm import register, routing
+from anybit.vllm import routing
 from cases_vllm_experts import KINDS, save_mixture
 
-pytestmark = pytest.mark.skipif(vllm.__version__.startswith("0.26"), reason="built from other arguments before 0.32")
+pytestmark = [
+    pytest.mark.usefixtures("loading"),
+    pytest.mark.skipif(vllm.__version__.startswith("0.26"), reason="built from other arguments before 0.32"),
+]
 SIZES = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "num_experts_per_tok": 2, "vocab_size": 64, "num_experts": 6, "moe_intermediate_size": 64, "intermediate_size": 64,
@@ -47,18 +47,6 @@ LATENT = {
     "v_head_dim": 32, "n_routed_experts": 6, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1,
     "topk_group": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"})
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's own worker does on a CPU
-    register()
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('group') / 'file'}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-    yield
-    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(autouse=True)

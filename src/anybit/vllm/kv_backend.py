@@ -48,6 +48,7 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
 
     format: ClassVar[KVFormat]
     slack: ClassVar[int]
+    impl: ClassVar[type["RowImpl"]]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update: bool = True  # pages are packed before attention, the ring is written after it
 
@@ -59,7 +60,7 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_impl_cls(cls) -> type["RowImpl"]:
         """The class that runs a layer."""
-        return impl_of(cls)  # type: ignore[arg-type]
+        return cls.impl
 
     @staticmethod
     def get_builder_cls() -> type["RowBuilder"]:
@@ -99,7 +100,9 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
 def backend_of(format: KVFormat, slack: int) -> type[RowBackend]:
     """The backend of a format; slack: the most tokens that a step may reject (drafts)."""
     name = f"RowBackend_{format}_{slack}"
-    return type(name, (RowBackend,), {"format": format, "slack": slack, "__qualname__": name})
+    backend: type[RowBackend] = type(name, (RowBackend,), {"format": format, "slack": slack, "__qualname__": name})
+    backend.impl = type(f"RowImpl_{name}", (RowImpl,), {"backend": backend})
+    return backend
 
 
 class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
@@ -156,7 +159,7 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
 
 
 class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
-    """One layer's attention; ``impl_of`` makes the subclass of a backend."""
+    """One layer's attention; ``backend_of`` makes the subclass of a backend."""
 
     backend: ClassVar[type[RowBackend]]
 
@@ -229,12 +232,6 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         if key not in _spaces or _spaces[key].shape[0] < pages:
             _spaces[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
         return _spaces[key]
-
-
-@cache
-def impl_of(backend: type[RowBackend]) -> type[RowImpl]:
-    """The implementation of a backend's layers."""
-    return type(f"RowImpl_{backend.__name__}", (RowImpl,), {"backend": backend})
 
 
 _spaces: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], Tensor] = {}

@@ -34,15 +34,6 @@ def unpacked_zeros(name: str, packed: Tensor, bits: int, rows: int) -> Tensor:
     return unpack_words(packed.t().contiguous(), bits, rows).t()
 
 
-def cut_inputs(values: Tensor, name: str, fmt: WeightFormat, start: int, inputs: int) -> Tensor:
-    """Inputs ``start`` to ``start + inputs`` of a whole layer's tensor [N, ...] in ``fmt``. name: of the tensor."""
-    kept = 2 if fmt.sparse else 1
-    bits = {"weight_packed": fmt.bits, "weight_indices": 2}.get(name)
-    if bits is None:
-        return shard_groups(values, fmt, start, inputs)
-    return shard_words(values, bits, start // kept, inputs // kept)
-
-
 def rows_of(
     name: str, loaded: Tensor, fmt: WeightFormat, outputs: int, inputs: tuple[int, int] | None, like: Tensor
 ) -> Tensor:
@@ -53,8 +44,10 @@ def rows_of(
     """
     suffix = name.rpartition(".")[2]
     rows = unpacked_zeros(name, loaded, fmt.bits, outputs) if suffix == "weight_zero_point" else loaded
+    bits = {"weight_packed": fmt.bits, "weight_indices": 2}.get(suffix)
     if inputs is not None:
-        rows = cut_inputs(rows, suffix, fmt, *inputs)
+        first, count = (x // 2 if fmt.sparse else x for x in inputs)  # of stored codes
+        rows = shard_words(rows, bits, first, count) if bits else shard_groups(rows, fmt, *inputs)
     check_shape(name, loaded, rows, (outputs, *like.shape[1:]))
     return rows
 
