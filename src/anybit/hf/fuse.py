@@ -25,7 +25,16 @@ from anybit.hf.cache_name import CACHE
 from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
 from anybit.models.families import BLOCKS, ROUTERS
-from anybit.ops.elementwise import Norms, add_rms_norm, paired_channels, paired_rows, rms_norm, rotate, rotate_store
+from anybit.ops.elementwise import (
+    NO_NORMS,
+    Norms,
+    add_rms_norm,
+    paired_channels,
+    paired_rows,
+    rms_norm,
+    rotate,
+    rotate_store,
+)
 from anybit.ops.kv import Masks
 from anybit.ops.router import norm_router
 
@@ -78,7 +87,7 @@ class FusedLayer(nn.Module):
         # Interleave the channels that RoPE rotates together, so that the GEMM of one or two tokens can apply RoPE and
         # store keys and values in its epilogue. Not for models with a QK norm (Qwen3), nor for quantized activations,
         # whose GEMMs have no such epilogue.
-        normed = getattr(attention, "q_norm", None) is not None
+        self.normed = normed = getattr(attention, "q_norm", None) is not None
         coded = attention.q_proj.scheme.activations.quantized
         projections = [getattr(attention, name) for name in _QKV]
         plain = not (normed or coded or self.head_dim % 16) and _alike(projections)
@@ -176,8 +185,10 @@ class FusedLayer(nn.Module):
         return Hidden(experts(y, ids, shares), total, now)
 
     def _head_norms(self) -> Norms:
-        norm = getattr(self.self_attn, "q_norm", None)
-        return (None, None, 0.0) if norm is None else (norm.weight, self.self_attn.k_norm.weight, _epsilon(norm))
+        if not self.normed:
+            return NO_NORMS
+        norm = self.self_attn.q_norm
+        return norm.weight, self.self_attn.k_norm.weight, _epsilon(norm)
 
     def _attend(
         self, attend: Callable[..., tuple[Tensor, object]], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,

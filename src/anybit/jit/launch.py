@@ -87,7 +87,7 @@ class Launcher:
             overlap.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             overlap.value.programmaticStreamSerializationAllowed = 1
             self._attributes.append(overlap)
-        self._ready = _Ready()
+        self._ready = Ready()
 
     def values(self, params: object) -> list[Value]:
         """The fields of `params`: tensors as addresses, matrices as tensor maps, slots as they are.
@@ -112,9 +112,9 @@ class Launcher:
                 values[index] = value.encoded(at)
         return values
 
-    def start(self, values: list[Value], grid: Grid, pdl: bool) -> None:
-        """Launch with the result of `values` on the device's current stream."""
-        ready, device = self._ready, self.device
+    def start(self, values: list[Value], grid: Grid, pdl: bool, ready: "Ready | None" = None) -> None:
+        """Launch with the result of `values` on the device's current stream. ready: a caller's own, for one grid."""
+        ready, device = ready or self._ready, self.device
         where = torch._C._cuda_getCurrentRawStream(device), grid, pdl
         if ready.where != where:
             self._place(ready, *where)
@@ -127,7 +127,7 @@ class Launcher:
         if status:
             self._retry(status, ready, grid)
 
-    def _place(self, ready: "_Ready", stream: int, grid: Grid, pdl: bool) -> None:
+    def _place(self, ready: "Ready", stream: int, grid: Grid, pdl: bool) -> None:
         """Check a grid, and put it, the stream and PDL into the launch config of a thread."""
         kernel = self.kernel
         if min(grid) < 1 or grid[0] % kernel.cluster:
@@ -152,7 +152,7 @@ class Launcher:
         ready.config.numAttrs = len(self._attributes) if pdl else self._without_pdl
         ready.where = stream, grid, pdl
 
-    def _retry(self, status: "CUresult", ready: "_Ready", grid: Grid) -> None:
+    def _retry(self, status: "CUresult", ready: "Ready", grid: Grid) -> None:
         if status == self._cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
             torch.cuda.set_device(torch.cuda.current_device())
             with torch.cuda.device(self.device):
@@ -165,7 +165,7 @@ class Launcher:
             )
 
 
-class _Ready(threading.local):
+class Ready(threading.local):
     """What the driver reads at a thread's launches: packed parameters, the pointer to them, and a launch config.
 
     where: the stream, grid and PDL that the config has; None before the thread's first launch.

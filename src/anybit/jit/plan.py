@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from anybit.jit.launch import Grid, Launch, Launcher, Value, launcher
+from anybit.jit.launch import Grid, Launch, Launcher, Ready, Value, launcher
 from anybit.jit.params import Slot
 from anybit.jit.source import Kernel
 from anybit.jit.tensor_map import Matrix
 
 
 class _Ready(NamedTuple):
-    """A launch that is ready: its constant fields, and (field, slot, offset) of those that each run fills in."""
+    """A launch that is ready: its constant fields, and (field, slot, offset) of those that each run fills in.
+
+    config: the driver's; of its own, since launches of one kernel in turn would have to change a shared one each time.
+    """
 
     launcher: Launcher
+    config: Ready
     grid: Grid
     pdl: bool
     values: list[Value]
@@ -49,13 +53,13 @@ class Plan:
                 values[place] = addresses[slot] + offset
             for place, slot, offset, matrix in one.maps:
                 values[place] = matrix.encoded(addresses[slot] + offset)
-            one.launcher.start(values, one.grid, one.pdl)
+            one.launcher.start(values, one.grid, one.pdl, one.config)
 
     def _load(self) -> list[_Ready]:
         found, places = list[_Ready](), {name: place for place, name in enumerate(self.slots)}
         for launch in self.launches:
             loaded = launcher(launch.kernel, self.device)
-            one = _Ready(loaded, launch.grid, launch.pdl, loaded.values(launch.params), [], [])
+            one = _Ready(loaded, Ready(), launch.grid, launch.pdl, loaded.values(launch.params), [], [])
             for place, value in enumerate(one.values):
                 slot = value.at if isinstance(value, Matrix) else value
                 if isinstance(slot, Slot):

@@ -14,8 +14,9 @@ from anybit.jit import Slot
 from anybit.kernels.attention.kv_page import ring_places
 from anybit.kernels.block import rope
 from anybit.kernels.block.norm_act import paired_rows as paired_rows
-from anybit.kernels.block.rope import NO_NORMS, RopeStoreArgs
+from anybit.kernels.block.rope import NO_NORMS as NO_NORMS
 from anybit.kernels.block.rope import Norms as Norms
+from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.kernels.block.rope import paired_channels as paired_channels
 from anybit.ops import product
 from anybit.ops.library import calls, define

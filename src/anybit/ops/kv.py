@@ -133,7 +133,8 @@ def store(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor, layer: int
         run(storing(view, rows, k, v), view.pages.get_device(), layer)
         return
     tensors = v, view.pages, view.residual, view.table, view.lengths, rows
-    key = key_of(("kv_store", view.layout, view.ring, view.window), (k, *tensors))
+    cache = view.layout, view.ring, view.window, view.pages.shape, view.table.shape  # its tensors are dense
+    key = key_of(("kv_store", *cache), (k, v, rows))
     plan = PLANS.get(key)
     if plan is None:
         plan = PLANS[key] = new_plan((), k.device, *_STORED)

@@ -43,7 +43,7 @@ def launched(monkeypatch):
         def values(self, params):
             return [getattr(params, f.name) for f in dataclasses.fields(params)]
 
-        def start(self, values, grid, pdl):
+        def start(self, values, grid, pdl, ready=None):
             fields = dataclasses.fields(self.kernel.params)
             values = [
                 (known[x] if x else None) if isinstance(x, int) and f.name in MOVED else x
