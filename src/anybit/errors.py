@@ -1,5 +1,7 @@
 """The errors that anybit raises on purpose; each message names the thing, its value, and what is allowed."""
 
+from collections.abc import Sequence
+
 _LONGEST = 2500
 
 
@@ -73,6 +75,11 @@ def printable(text: object, keep: str = "") -> str:
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode("ascii") for char in shown
     )
+
+
+def counted(names: Sequence[str], most: int = 1) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def duration(seconds: float) -> str:

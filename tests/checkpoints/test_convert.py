@@ -101,7 +101,7 @@ def test_folders_that_would_not_run_as_they_did_are_not_taken_over(sources: Sour
             (rotated, {}, "rotates activations at run time"),
             ({"kv_cache_scheme": {"num_bits": 8}}, scales, r"for a KV cache .* rewrite the model with --output"),
             ({}, shape, "up_proj cannot be read: its tensors or settings contradict"),
-            (odd, {}, "num_bits of its weights is 'four', and its tensors are in w4a16g32"),
+            (odd, {}, "num_bits 'four' in its config_groups; for tensors in w4a16g32, anybit converts only 4"),
             ({"ignore": ["lm_head", "re:(a+)+$"]}, {}, "may backtrack forever"),
         ]
     ):
@@ -164,13 +164,13 @@ def test_convert_refuses_what_it_cannot_express(sources: Sources, tmp_path: Path
     weights = good["config_groups"]["group_0"]["weights"]
     for groups, says in (
         ({"a": {}, "b": {}}, "has 2 config_groups"),
-        (group(format="int-quantized"), "in the format 'int-quantized'"),
-        (group(targets=["re:.*"]), r"quantizes \['re:\.\*'\]"),
-        (group(input_activations={"num_bits": 8}), "quantizes input_activations"),
-        (group(weights={**weights, "type": "float"}), "type of its weights is 'float'"),
+        (group(format="int-quantized"), "format 'int-quantized'"),
+        (group(targets=["re:.*"]), r"targets \['re:\.\*'\]"),
+        (group(input_activations={"num_bits": 8}), "input_activations {'num_bits': 8}"),
+        (group(weights={**weights, "type": "float"}), "type 'float'"),
         (group(weights={**weights, "actorder": "group"}), "actorder is group"),
-        (group(weights={**weights, "group_size": 8}), "group_size of its weights is 8"),
-        (group(weights={**weights, "num_bits": 8}), "num_bits of its weights is 8"),
+        (group(weights={**weights, "group_size": 8}), "group_size 8 in its config_groups; for tensors in"),
+        (group(weights={**weights, "num_bits": 8}), "num_bits 8 in"),
     ):
         configure(tmp_path / "out", {"config_groups": groups})
         with pytest.raises((ConversionError, CheckpointError), match=says):

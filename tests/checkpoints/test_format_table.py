@@ -11,6 +11,7 @@ from anybit.checkpoints.configuration import why_not
 from anybit.checkpoints.formats import FORMATS, gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.checkpoints.formats.write import TARGETS
+from anybit.checkpoints.gguf import SCHEMES
 from anybit.choose.families import FAMILIES
 from anybit.device import Device
 from anybit.kernels.linear_problem import LinearProblem
@@ -61,7 +62,7 @@ def test_a_row_of_the_format_table_is_true(row: tuple[str, ...]) -> None:
     name, layers, cell, runs, targets = row
     scheme = Scheme.parse(cell.strip("`"))
     if name == "gguf":
-        assert {BLOCKS[kind].scheme for kind in layers.split(", ")} == {str(scheme)}
+        assert {SCHEMES[kind] for kind in layers.split(", ")} == {str(scheme)}
     elif (name, str(scheme)) not in BY_HAND:
         assert (name, kind_of(scheme.weights)) in kinds_of(CASES), "no fixture of this kind is read"
     running = [name for name, places in _FAMILIES.items() if all(map(scheme_runs(scheme), places))]

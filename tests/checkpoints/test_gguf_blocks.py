@@ -82,7 +82,7 @@ def test_info_reads_the_header_alone(tmp_path: Path) -> None:
     assert found["linear_layers"] == 8 and found["dequantized"] is None and found["scheme"].startswith("w4a16g32min, ")
     tensors = read_gguf_header(file).tensors
     counts = [(BLOCKS[kind], math.prod(tensors[f"{n}.weight"].shape)) for n, kind in MIXED.items() if n != "token_embd"]
-    bits = sum(count * block.bits_per_weight for block, count in counts) / sum(count for _, count in counts)
+    bits = sum(count * 8 * block.bytes / block.weights for block, count in counts) / sum(count for _, count in counts)
     assert found["bits_per_weight"] == pytest.approx(bits, abs=1e-4)
     told = "import sys; from anybit.cli import app; app(sys.argv[1:], standalone_mode=False); print({*sys.modules})"
     done = subprocess.run([sys.executable, "-c", told, "info", str(file)], capture_output=True, text=True, check=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import anybit
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.checkpoints.formats.write import convert_into
+from anybit.checkpoints.gguf import SCHEMES
 from anybit.cli.checkpoints import _gguf
 from anybit.errors import CheckpointError, ConversionError
 from anybit.hf.loading import load_model
@@ -100,7 +100,7 @@ def test_experts_of_a_file_run_from_their_own_blocks(kind: str, tmp_path: Path) 
     expected = save(file, kind)
     found = anybit.load(file)
     schemes = [scheme for name, scheme in schemes_of(found).items() if ".experts.3." in name]
-    assert sorted(schemes) == sorted(BLOCKS[kind].scheme for kind in MODELS[kind][2])
+    assert sorted(schemes) == sorted(SCHEMES[kind] for kind in MODELS[kind][2])
     assert torch.equal(logits_of(found), logits_of(expected))
     told = _gguf(file)
     assert told["experts"] == f"{EXPERTS}, of which a token uses 2" and told["linear_weights"] > 0

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from anybit.checkpoints.formats.gguf_file import open_gguf
 from anybit.checkpoints.gguf import read_gguf_header
-from anybit.checkpoints.gguf_rotary import scale_rotary
+from anybit.checkpoints.gguf_config import scale_rotary
 from anybit.checkpoints.source import dequantize_gguf
 from anybit.errors import CheckpointError
 

@@ -14,7 +14,7 @@ from tests.cases_models import logits_of, save_byte_tokenizer
 from tests.checkpoints.test_gguf_blocks import MIXED
 
 from anybit.checkpoints.folder import Folder
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks, weights_in
 from anybit.checkpoints.formats.gguf_encode import encode
 from anybit.checkpoints.formats.gguf_write import _rule
 from anybit.checkpoints.formats.translate import FolderTranslation
@@ -33,7 +33,7 @@ def test_blocks_come_back(kind: str) -> None:
     """Bit for bit what gguf makes of them; every type can be written, but TQ1_0, whose codes go to TQ2_0."""
     blocks = random_blocks(kind, 3, 512)
     weight = read_blocks(torch.from_numpy(blocks), kind, (3, 512))
-    assert weight.format == Scheme.parse(BLOCKS[kind].scheme).weights
+    assert weight.format == weights_in(kind)
     assert torch.equal(weight.dequantize(), by_gguf(blocks, kind))
     written, data = encode(weight)
     assert written == ("TQ2_0" if kind == "TQ1_0" else kind)

@@ -189,6 +189,7 @@ def test_the_command_line_takes_and_shows_overrides(tmp_path: Path) -> None:
     assert "12 layers in w4a16g32, 2 in w6a16g32, 1 in w8a16," in result.stdout
     shown = json.loads(run(app, ["info", out, "--json"]).stdout)
     assert shown["overrides"] == ["lm_head=w8a16", "*.down_proj=w6a16g32"] and shown["linear_layers"] == 15
+    assert shown["scheme"] == "w4a16g32, 2 layers w6a16g32, 1 layer w8a16"
     loaded = load_model(source, "w4a16g32", overrides=dict(word.split("=") for word in words[1::2]), device="cpu")
     reloaded = load_model(out, device="cpu").model
     assert tokens_of(loaded.model) == tokens_of(reloaded)

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from anybit import AnyBitConfig
 from anybit.checkpoints.companions import companions
-from anybit.checkpoints.configuration import Quantization, configuration
+from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import FORMATS
 from anybit.checkpoints.gguf import read_gguf_header
@@ -219,7 +219,7 @@ def test_many_names_are_read_in_linear_time(tmp_path: Path) -> None:
     ],
 )
 def test_quantization_config_is_checked(words: dict[str, Any], message: str) -> None:
-    entry = configuration(Scheme.parse("w4a16g32"), ["lm_head"], ignore=["lm_head"])
+    entry = Quantization(Scheme.parse("w4a16g32"), ["lm_head"]).entry(["lm_head"])
     assert Quantization.of({"quantization_config": entry}) == Quantization(Scheme.parse("w4a16g32"), ["lm_head"])
     entry["anybit"].update(words)
     with pytest.raises(CheckpointError, match=message):

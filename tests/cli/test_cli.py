@@ -67,6 +67,13 @@ def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_p
     assert "w4a16g32 on cpu" in run("generate", tmp_path / "w4", "-p", "Hello", "-n", 2, "--device", "cpu")[2]
 
 
+def test_schemes_of_single_layers_are_told(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    mixed, told = tmp_path / "mixed", "w4a16g32, 2 layers w8a16"
+    run("quantize", model, "-s", "w4a16g32", "--override", "*.down_proj=w8a16", "-o", mixed)
+    assert f"{told} on cpu" in run("generate", mixed, "-p", "Hello", "-n", 2, "--device", "cpu")[2]
+    assert json.loads(run("eval", mixed, "-t", text, "--context", 64, "--windows", 1, "--json")[1])["scheme"] == told
+
+
 def test_eval_on_the_fly_equals_saved(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     run("quantize", model, "-s", "w3a8g32", "-o", tmp_path / "w3")
     first = json.loads(run("eval", tmp_path / "w3", "-t", text, "--context", 64, "--json")[1])

@@ -341,7 +341,7 @@ def test_a_scheme_is_described_without_torch() -> None:
         "try: cli.main()\nfinally: print(*{'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "8-bit activations: it rounds" in done.stdout
+    assert done.returncode == 0 and "8-bit activations: it has 16 bits" in done.stdout
     assert done.stdout.splitlines()[-1] == ""
 
 

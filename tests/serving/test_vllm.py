@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
 )
 from vllm.platforms import current_platform  # noqa: E402
 
-from anybit.checkpoints.configuration import configuration  # noqa: E402
+from anybit.checkpoints.configuration import Quantization  # noqa: E402
 from anybit.codes.rtn import quantize_weight  # noqa: E402
 from anybit.errors import CheckpointError, LayerError  # noqa: E402
 from anybit.kernels.packed import packed_tiles  # noqa: E402
@@ -291,7 +291,7 @@ def test_config_claims_its_own_folders() -> None:
     assert take({**OTHERS, "anybit": {"scheme": "w4a16g128asym"}}, None) == "anybit"
     assert take({**OTHERS, "anybit": {"scheme": "w4a16g128asym"}}, "compressed-tensors") is None
     assert AnyBitConfig.from_config(OTHERS).scheme is None, "its files say that"
-    own = configuration(Scheme.parse("w4a16g128asym"), ["lm_head"], ignore=["lm_head"])
+    own = Quantization(Scheme.parse("w4a16g128asym"), ["lm_head"]).entry(["lm_head"])
     assert own["quant_method"] == "compressed-tensors" and take(own, None) == "anybit"
     assert str(AnyBitConfig.from_config(own).scheme) == "w4a16g128asym"
     assert str(AnyBitConfig.from_config({"quant_method": "anybit", "scheme": "w4a16-kv4"}).scheme.kv) == "kv4"

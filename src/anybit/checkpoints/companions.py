@@ -1,15 +1,13 @@
 """The files beside a model's weights: what is copied with the model, and what is left out."""
 
 import os
-import shutil
-import warnings
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
 from anybit.checkpoints.sidecars import FILES
-from anybit.errors import CheckpointError, printable
+from anybit.errors import CheckpointError
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _WEIGHTS = (
@@ -52,21 +50,6 @@ def companions(folder: Path, programs: bool = False) -> tuple[list[Path], list[P
                 )
             (copied if file.is_file() else left).append(file.relative_to(folder))
     return sorted(copied), sorted(left)
-
-
-def copy_companions(folder: Path, target: Path, programs: bool = False, read: Collection[Path] = ()) -> None:
-    """Copy the companions of a model into a folder; warn of what is left out. read: files of the weights themselves."""
-    copied, left = companions(folder, programs)
-    for file in copied:
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / file, target / file)
-    names = [printable(f"{file}/" if (folder / file).is_dir() else file) for file in left if folder / file not in read]
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        warnings.warn(
-            f"not copied from {folder}: {', '.join(names[:5])}{more} (code, other weights, folders with weights)",
-            stacklevel=3,
-        )
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:

@@ -5,10 +5,11 @@ that format loads the folder, with anybit's settings nested under ``anybit``. Ot
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 from anybit.errors import CheckpointError, SchemeError
 from anybit.models.patterns import LONGEST_PATTERN, MOST_REPETITIONS, check_pattern, is_wild
@@ -39,6 +40,14 @@ class Overrides(dict[str, Scheme]):
         if layer in self:
             return self[layer]
         return next((self[pattern] for pattern in reversed(self._patterns) if fnmatchcase(layer, pattern)), None)
+
+    def in_any_order(self, layers: Collection[str]) -> "Overrides":
+        """The same in any order, as transformers sorts config.json: by name where patterns disagree."""
+        patterns = self.keys() - set(layers)
+        matches = ({self[pattern] for pattern in patterns if fnmatchcase(name, pattern)} for name in layers)
+        if all(len(found) < 2 for found in matches):
+            return self
+        return Overrides((name, found) for name in layers if (found := self.of(name)) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +83,6 @@ class Quantization:
         text, group_index = settings.get("scheme"), settings.get("group_index", False)
         if not isinstance(text, str):
             raise CheckpointError(f"{place} names anybit, but no scheme")
-        if "input_scale" in settings:
-            raise CheckpointError(
-                f"{place} has input_scale: the model was written by method onebit, which is gone: quantize the "
-                "original model again, for example to w1a16 with method gptq"
-            )
         unknown = sorted(set(settings) - _SETTINGS)
         if unknown:
             raise CheckpointError(
@@ -116,16 +120,24 @@ class Quantization:
         overrides = Overrides((rename(name), scheme) for name, scheme in self.overrides.items())
         return replace(self, kept=kept, hadamard=[*map(rename, self.hadamard)], overrides=overrides)
 
+    def entry(self, ignore: list[str] | None = None) -> dict[str, object]:
+        """The ``quantization_config`` of such a model.
 
-def in_any_order(overrides: Mapping[str, str], layers: Collection[str]) -> dict[str, str]:
-    """Overrides that mean the same in any order, as transformers sorts config.json: by name where patterns disagree."""
-    known = set(layers)
-    patterns = {pattern: scheme for pattern, scheme in overrides.items() if pattern not in known}
-    matches = [{scheme for pattern, scheme in patterns.items() if fnmatchcase(name, pattern)} for name in layers]
-    if all(len(found) < 2 for found in matches):
-        return dict(overrides)
-    schemes = parse_overrides(overrides)
-    return {name: str(found) for name in layers if (found := schemes.of(name)) is not None}
+        ignore: all unquantized Linears, if compressed-tensors can represent the model; None if it cannot.
+        """
+        settings = {
+            "version": __version__,
+            "scheme": str(self.scheme),
+            "overrides": {name: str(scheme) for name, scheme in self.overrides.items()},
+            "modules_to_not_convert": self.kept,
+            "group_index": self.group_index,
+            "hadamard": self.hadamard,
+            "nested": self.nested,
+        }
+        settings = {name: value for name, value in settings.items() if value or name == "modules_to_not_convert"}
+        if ignore is None:
+            return {"quant_method": METHOD, **settings}
+        return {**compressed_tensors_settings(self.scheme.weights, ignore), METHOD: settings}
 
 
 def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> Overrides:
@@ -158,34 +170,7 @@ def settings_of(quantization: object) -> dict[str, object] | None:
     return None
 
 
-def configuration(
-    scheme: Scheme,
-    kept: list[str] | None,
-    group_index: bool = False,
-    hadamard: list[str] | None = None,
-    ignore: list[str] | None = None,
-    overrides: Mapping[str, str] | None = None,
-    nested: Sequence[int] = (),
-) -> dict[str, object]:
-    """The ``quantization_config`` of a model in ``scheme``; the first parameters are ``Quantization``'s fields.
-
-    ignore: all unquantized Linears, if compressed-tensors can represent the model; None if it cannot.
-    """
-    settings: dict[str, object] = {
-        "version": __version__,
-        "scheme": str(scheme),
-        **({"overrides": dict(overrides)} if overrides else {}),
-        "modules_to_not_convert": kept,
-        **({"group_index": True} if group_index else {}),
-        **({"hadamard": hadamard} if hadamard else {}),
-        **({"nested": list(nested)} if nested else {}),
-    }
-    if ignore is None:
-        return {"quant_method": METHOD, **settings}
-    return {**compressed_tensors_settings(scheme.weights, ignore), METHOD: settings}
-
-
-def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[str, object]:
+def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[str, Any]:
     """compressed-tensors' ``quantization_config`` for weights in a format: all Linear layers except ``ignore``."""
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -207,24 +192,21 @@ def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[st
 
 
 def why_not(scheme: Scheme) -> str | None:
-    """What part of a scheme compressed-tensors' pack-quantized format cannot represent, in a sentence, or None."""
+    """What part of a scheme integers with integer zeros cannot represent, in a sentence, or None.
+
+    These are compressed-tensors' pack-quantized format, and GPTQ's.
+    """
     if scheme.weights.code == "bipolar":
         return "bipolar codes: their zero points are not integers"
     if scheme.weights.code not in CODES:
-        return f"{scheme.weights.code} codes: pack-quantized has integers with integer zero points"
+        return f"{scheme.weights.code} codes: it has integers with integer zeros"
     if scheme.weights.sparse:
         return "2:4 sparse weights: it stores whole rows"
     if scheme.activations.quantized:
-        return f"{scheme.activations.bits}-bit activations: it rounds them differently, so results would differ"
+        return f"{scheme.activations.bits}-bit activations: it has 16 bits, or rounds them differently"
     if scheme.kv is not None and scheme.kv.quantized:
         return f"the KV format {scheme.kv}: it has no groups for KV caches"
     return None
-
-
-def scheme_of(config: Mapping[str, object]) -> Scheme | None:
-    """The scheme of a config.json written by anybit, else None (also for other quantization methods)."""
-    quantization = Quantization.of(config)
-    return None if quantization is None else quantization.scheme
 
 
 def method_of(config: Mapping[str, object]) -> str | None:

@@ -31,13 +31,24 @@ def split_experts(model: "PreTrainedModel", entries: Mapping[str, Entry]) -> dic
     """
     transforms = conversions(model, get_model_conversion_mapping(model))
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
-    splits = {item.source_patterns[0]: item for item in transforms if _splits(item)}
+    splits = {
+        item.source_patterns[0]: item
+        for item in transforms
+        if isinstance(item, WeightConverter) and isinstance(item.operations[0], Split)
+    }
     wanted = model.state_dict()
     found: dict[str, Entry] = {}
     for stored, entry in entries.items():
         name, pattern = rename_source_key(stored, renamings, [*splits.values()], model.base_model_prefix, wanted)
-        whole = pattern is None or stored in wanted or name not in wanted
-        found |= {stored: entry} if whole else _converted(entry, name, splits[pattern])
+        if pattern is None or stored in wanted or name not in wanted:
+            found[stored] = entry
+            continue
+        parts, targets = splits[pattern].operations[0].parts, splits[pattern].target_patterns
+        if len(entry.shape) < 2 or entry.shape[0] != parts[-1].expert + 1:  # not as many as the model has
+            found[entry.name] = entry
+            continue
+        names = (name.replace(targets[0], target) for target in targets)
+        found |= _parts(entry, zip(names, parts, strict=True))
     return found
 
 
@@ -63,7 +74,7 @@ def split_codes(entries: Mapping[str, Entry]) -> dict[str, Entry]:
             (f"{match[1]}.{number}.{layer}.{_OWN[match[3]]}", Part(number, part, False))
             for number, layer, part in experts
         )
-        found |= dict(_parts(entry, own))
+        found |= _parts(entry, own)
     return found
 
 
@@ -80,19 +91,6 @@ def traps(model: "PreTrainedModel", layers: Collection[str]) -> list[str]:
         downs = (name for name, module in mixtures.items() if f"{name}.0.{module.names[2]}" in layers)
         found += [f"{name}.down_proj" for name in downs]
     return found
-
-
-def _splits(item: object) -> bool:
-    return isinstance(item, WeightConverter) and isinstance(item.operations[0], Split)
-
-
-def _converted(entry: Entry, name: str, converter: WeightConverter) -> dict[str, Entry]:
-    """The parts of a tensor by name; itself if it does not hold as many experts as the model has."""
-    parts, targets = converter.operations[0].parts, converter.target_patterns
-    if len(entry.shape) < 2 or entry.shape[0] != parts[-1].expert + 1:
-        return {entry.name: entry}
-    names = (name.replace(targets[0], target) for target in targets)
-    return dict(_parts(entry, zip(names, parts, strict=True)))
 
 
 def _parts(entry: Entry, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Entry]]:

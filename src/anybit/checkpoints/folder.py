@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.companions import PICKLES, copy_companions
+from anybit.checkpoints.companions import PICKLES, companions
 from anybit.checkpoints.safetensors import Entry, read_header, read_tensor
 from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.verify import check_config, check_layers
-from anybit.errors import CheckpointError, one_line
+from anybit.errors import CheckpointError, counted, one_line, printable
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,8 +80,15 @@ class Folder:
 
     def copy_companions(self, target: Path) -> None:
         """Copy the files beside the weights; warn of what is left out."""
-        read = {entry.file for entry in self.entries.values()}
-        copy_companions(self.path, target, self.trust_remote_code, read)
+        copied, left = companions(self.path, self.trust_remote_code)
+        for name in copied:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.path / name, target / name)
+        files = {*left} - {entry.file.relative_to(self.path) for entry in self.entries.values()}
+        names = [printable(f"{name}/" if (self.path / name).is_dir() else name) for name in sorted(files)]
+        if names:
+            told = f"not copied from {self.path}: {counted(names, 5)}"
+            warnings.warn(f"{told} (code, other weights, folders with weights)", stacklevel=2)
 
 
 def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:

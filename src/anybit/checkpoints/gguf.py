@@ -1,4 +1,6 @@
-"""The header of a GGUF file, validated before transformers' and gguf's parsers see it.
+"""The header of a GGUF file, validated before transformers' and gguf's parsers see it, and what it says.
+
+Neither torch nor transformers is imported, so that ``info`` is immediate.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: counts, typed metadata, tensor table, aligned data.
 Those parsers trust the header's counts, so a wrong one costs hours or memory; here each is bounded by what the file can
@@ -10,16 +12,13 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from anybit.errors import CheckpointError, one_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from anybit.errors import CheckpointError
+from anybit.scheme import Scheme
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -33,11 +32,28 @@ _LONGEST_NAME = 1 << 16
 _LARGEST_SIZE = 1 << 31
 _MOST_DIMENSIONS = 4
 _COUNTS = re.compile(r"\.(block_count|expert_count|attention\.head_count(_kv)?)$")
-_BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-"""Pre-tokenizers (``tokenizer.ggml.pre``) whose tokenizers add a BOS token unless the file says otherwise."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
+SCHEMES = {
+    "Q4_0": "w4a16g32",
+    "Q4_1": "w4a16g32min",
+    "Q5_0": "w5a16g32",
+    "Q5_1": "w5a16g32min",
+    "Q8_0": "w8a16g32",
+    "Q2_K": "w2a16g16min",
+    "Q3_K": "w3a16g16",
+    "Q4_K": "w4a16g32min",
+    "Q5_K": "w5a16g32min",
+    "Q6_K": "w6a16g16",
+    "TQ1_0": "w2a16g256",
+    "TQ2_0": "w2a16g256",
+    "IQ4_NL": "w4a16g32iq4",
+    "IQ4_XS": "w4a16g32iq4",
+    "MXFP4": "w4a16g32e2m1",
+}
+"""GGML types whose codes anybit keeps, and their schemes; all others are dequantized."""
+FLOATS = ("F64", "F32", "F16", "BF16")
 Value = int | float | str | list[int]
 
 
@@ -49,6 +65,28 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: int
     begin: int
+
+    @property
+    def type(self) -> str:
+        """The name of the type."""
+        import gguf
+
+        try:
+            return str(gguf.GGMLQuantizationType(self.kind).name)
+        except ValueError:
+            raise CheckpointError(f"tensor {self.name} has type {self.kind}, which gguf does not know") from None
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        import gguf
+
+        weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
+        if self.shape and self.shape[0] % weights:
+            raise CheckpointError(
+                f"tensor {self.name} has rows of {self.shape[0]} weights, not a multiple of its blocks of {weights}"
+            )
+        return math.prod(self.shape) // int(weights) * int(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,38 +243,16 @@ class _Reader:
         return CheckpointError(f"{self.file} is a corrupt GGUF file, or is cut off: {what}")
 
 
-@contextmanager
-def linked_alone(file: Path, folder: Path) -> Iterator[None]:
-    """Link a file into an empty folder for transformers, which would also read configs and code beside the file.
-
-    Any exception in the context becomes a CheckpointError: a corrupt file can make parsers fail in any way.
-    """
-    (folder / file.name).symlink_to(file.resolve())
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        why = one_line(error).replace(str(folder), str(file.parent))
-        raise CheckpointError(
-            f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
-        ) from error
+def matrices_of(header: GgufHeader) -> list[GgufTensor]:
+    """The matrices of linear layers; those of experts have a third dimension. The embedding is not multiplied."""
+    weights = (tensor for name, tensor in header.tensors.items() if name.endswith(".weight"))
+    return [tensor for tensor in weights if len(tensor.shape) > 1 and not tensor.name.startswith("token_")]
 
 
-def tokenizer_of(folder: Path, name: str, header: GgufHeader) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a GGUF file, with the file's BOS and EOS tokens: transformers 5.17 uses one for both.
-
-    As in llama.cpp, pre-tokenizers of Llama 3's kind add BOS even if the file does not say so.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
-    for part in ("bos", "eos"):
-        number = header.metadata.get(f"tokenizer.ggml.{part}_token_id")
-        known = isinstance(number, int) and 0 <= number < len(tokenizer)
-        if known and getattr(tokenizer, f"{part}_token_id") != number:
-            setattr(tokenizer, f"{part}_token", tokenizer.convert_ids_to_tokens(number))
-    unsaid = "tokenizer.ggml.add_bos_token" not in header.metadata
-    if unsaid and header.metadata.get("tokenizer.ggml.pre") in _BEGUN and tokenizer.bos_token is not None:
-        tokenizer.add_bos_token = True
-    return tokenizer
+def gguf_scheme(file: Path) -> Scheme | None:
+    """The scheme of most weights in a file's matrices, from its header; None if none keeps its codes."""
+    weights: Counter[str] = Counter()
+    for tensor in matrices_of(read_gguf_header(file)):
+        if (scheme := SCHEMES.get(tensor.type)) is not None:
+            weights[scheme] += math.prod(tensor.shape)
+    return Scheme.parse(max(weights, key=weights.__getitem__)) if weights else None

@@ -112,7 +112,7 @@ def read_tensor(entry: Entry) -> Tensor:
 
 
 class FileWriter:
-    """Writes one file, a tensor at a time; ``close`` fills in the header."""
+    """Writes one file, a tensor at a time; ``close`` fills in the header. Closing ``stream`` instead gives up."""
 
     def __init__(self, file: Path, header_room: int) -> None:
         self.file = file
@@ -122,8 +122,8 @@ class FileWriter:
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         # Data is contiguous: tensors that are not multiples of 8 bytes go last, to keep the others aligned.
         self._odd: list[tuple[str, Tensor]] = []
-        self._stream: IO[bytes] = file.open("wb")
-        self._stream.write(b"\0" * (8 + self._room))
+        self.stream: IO[bytes] = file.open("wb")
+        self.stream.write(b"\0" * (8 + self._room))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor."""
@@ -143,20 +143,16 @@ class FileWriter:
         header = json.dumps(self._header, separators=(",", ":")).encode()
         if len(header) > self._room:
             raise CheckpointError(f"{self.file} needs {len(header)} bytes of header, and {self._room} were reserved")
-        self._stream.seek(0)
-        self._stream.write(struct.pack("<Q", self._room) + header.ljust(self._room))
-        self._stream.close()
-
-    def abandon(self) -> None:
-        """Close the unfinished file."""
-        self._stream.close()
+        self.stream.seek(0)
+        self.stream.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        self.stream.close()
 
     def _write(self, name: str, tensor: Tensor) -> None:
         begin, self.bytes = self.bytes, self.bytes + tensor.nbytes
         shape, dtype = list(tensor.shape), NAMES[tensor.dtype]
         self._header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, self.bytes]}
         if tensor.nbytes:
-            self._stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            self.stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def header_room(names: Iterable[str]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from anybit.checkpoints.configuration import configuration
+from anybit.checkpoints.configuration import Overrides
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.verify import check_values
 from anybit.checkpoints.writing import rewrite
@@ -52,8 +52,6 @@ def write_slice(source: Folder, width: int, folder: Path) -> None:
                 weight = sliced(read_layer(source, layer, format), width)
                 yield from ((f"{layer}.{own}", tensor) for own, tensor in QuantLinear.tensors_of(weight).items())
 
-    overrides = {name: str(narrowed(scheme)) for name, scheme in found.overrides.items()}
-    quantization = configuration(
-        narrowed(found.scheme), found.kept, found.group_index, found.hadamard, overrides=overrides
-    )
-    rewrite(source, folder, {**source.config, "quantization_config": quantization}, tensors())
+    overrides = Overrides((name, narrowed(scheme)) for name, scheme in found.overrides.items())
+    quantization = replace(found, scheme=narrowed(found.scheme), overrides=overrides, nested=[])
+    rewrite(source, folder, {**source.config, "quantization_config": quantization.entry()}, tensors())

@@ -4,7 +4,7 @@ import importlib.util
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from anybit.checkpoints.folder import Folder, path_of, read_json, refuse_adapter
 from anybit.checkpoints.formats.compressed_tensors import FORMAT, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
-from anybit.checkpoints.gguf import linked_alone, read_gguf_header, tokenizer_of
-from anybit.checkpoints.gguf_config import config_of
+from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.gguf_config import config_of, linked_alone, tokenizer_of
 from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.slicing import write_slice
 from anybit.checkpoints.writing import rewrite
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, counted
 
 # Files to download; pickles and other frameworks' weights are not even fetched.
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
@@ -38,8 +38,7 @@ def local_folder(model: str | Path, trust_remote_code: bool = False, width: int 
     trust_remote_code: also fetch a hub model's Python files.
     width: of a nested model, the bits of its weights to take: that slice goes into a temporary folder, too.
     """
-    refuse_unnamed(model)
-    path = path_of(model, "a model's source").expanduser()
+    path = _place(model)
     if path.is_file():
         if width is not None:
             raise CheckpointError(f"{model} is a GGUF file, which has one width: leave {width} out")
@@ -65,18 +64,18 @@ def local_folder(model: str | Path, trust_remote_code: bool = False, width: int 
         yield folder
 
 
-def refuse_unnamed(model: str | Path) -> None:
-    """Raise CheckpointError for an empty name, which Path takes for the current directory."""
+def _place(model: str | Path) -> Path:
+    """Where a model may be. Raises CheckpointError for an empty name, which Path takes for the current directory."""
     if isinstance(model, str) and not model.strip():
         raise CheckpointError(
             "the model's name is empty: write a folder, a GGUF file or a hub name; . is this directory"
         )
+    return path_of(model, "a model's source").expanduser()
 
 
 def is_gguf(model: str | Path) -> bool:
     """Whether a model is a file, which has to be GGUF, and not a folder or hub name."""
-    refuse_unnamed(model)
-    return path_of(model, "a model's source").expanduser().is_file()
+    return _place(model).is_file()
 
 
 def _is_masked(path: Path) -> bool:
@@ -134,7 +133,8 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
             tokenizer = tokenizer_of(alone, file.name, header)
     finally:
         shutil.rmtree(alone)
-    _refuse_mismatch(file, found)
+    surplus = [key for key in found.get("unexpected_keys") or () if not _FREQUENCIES.search(str(key))]
+    refuse_incomplete(file, found, surplus)
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -142,29 +142,24 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def _refuse_mismatch(file: Path, found: Mapping[str, Collection[object]]) -> None:
-    """Raise CheckpointError for missing, surplus or misshapen tensors, which transformers tolerates."""
-    surplus = [key for key in found.get("unexpected_keys") or () if not _FREQUENCIES.search(str(key))]
+def refuse_incomplete(place: Path, found: Mapping[str, Iterable[object]], surplus: Collection[object] = ()) -> None:
+    """Raise CheckpointError for missing, misshapen or surplus tensors, which transformers tolerates.
+
+    found: its loading info.  surplus: tensors that the model has no place for.
+    """
     for keys, what in (
-        (found.get("missing_keys"), "has no tensor for {}, which its model needs"),
-        (found.get("mismatched_keys"), "has another shape for {} than its model"),
-        (surplus, "has tensor {}, which its model has no place for"),
+        (found.get("missing_keys"), "has no tensor {}, which the model needs"),
+        (found.get("mismatched_keys"), "has another shape for tensor {} than the model"),
+        (surplus, "has tensor {}, which the model has no place for"),
     ):
         names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in keys or ())
         if names:
-            count = "" if len(names) == 1 else f" and {len(names) - 1} more"
-            raise CheckpointError(f"{file} {what.format(names[0] + count)}")
-
-
-def _is_hub_name(text: str) -> bool:
-    parts = text.split("/")
-    return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
+            raise CheckpointError(f"{place} {what.format(counted(names))}")
 
 
 def config_folder(model: str, trust_remote_code: bool = False) -> Path:
     """A folder with a model's config.json; of a model on the hub nothing else is downloaded. Raises CheckpointError."""
-    refuse_unnamed(model)
-    path = path_of(model, "a model's source").expanduser()
+    path = _place(model)
     if path.is_file():
         raise CheckpointError(f"{model} is a file: give the folder or the hub name of the model that it was made from")
     return path if path.is_dir() else from_hub(model, trust_remote_code, files=("config.json",))
@@ -181,7 +176,8 @@ def from_hub(
 
     revision: a branch or commit; None: the newest.  cache: the cache folder; None: Hugging Face's.  files: patterns.
     """
-    if not _is_hub_name(name):
+    parts = name.split("/")
+    if len(parts) != 2 or not all(part and not part.startswith(".") for part in parts):
         raise CheckpointError(f"{name} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -22,7 +22,7 @@ from torch import Tensor
 from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.codes.packing import layer_shapes, unpack_words
-from anybit.errors import CheckpointError, dtype_name
+from anybit.errors import CheckpointError, counted, dtype_name
 from anybit.layers.linear import PARTS
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def check_model(
     _refuse_missing(model, missing, where)
     if surplus:
         raise CheckpointError(
-            f"{where} has tensor {_counted(sorted(surplus))}, which {type(model).__name__} has no place for: its "
+            f"{where} has tensor {counted(sorted(surplus))}, which {type(model).__name__} has no place for: its "
             "config.json is another model's"
         )
 
@@ -287,8 +287,4 @@ def _refuse_missing(model: "PreTrainedModel", names: list[str], where: object) -
         kind = type(model).__name__
         saved = (getattr(model.config, "architectures", None) or [kind])[0]
         other = "" if saved == kind else f": its config.json says {saved}, so load it as that"
-        raise CheckpointError(f"{where} has no tensor {_counted(names)}, which {kind} needs{other}")
-
-
-def _counted(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        raise CheckpointError(f"{where} has no tensor {counted(names)}, which {kind} needs{other}")

@@ -13,7 +13,7 @@ from anybit.checkpoints.companions import companions
 from anybit.checkpoints.folder import INDEX, SINGLE, Folder, read_json
 from anybit.checkpoints.safetensors import FileWriter, header_room
 from anybit.checkpoints.scratch import PREFIX, REPLACED, Scratch, replace_file
-from anybit.errors import CheckpointError, printable
+from anybit.errors import CheckpointError, counted, printable
 
 SHARD_BYTES = 4 << 30
 MANIFEST = ".anybit-files.json"
@@ -51,7 +51,8 @@ def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = 
     try:
         work.mkdir()
         yield work
-        _write_manifest(work)
+        files = {file.relative_to(work).as_posix(): {"bytes": file.stat().st_size} for file in _files(work)}
+        (work / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
         check_place(path, overwrite, source)  # it may have changed since
         _publish(work, path)
     except OSError as error:
@@ -118,8 +119,7 @@ def _refuse_to_replace(path: Path, source: Path | None) -> None:
                 strangers.append(str(name))
                 break  # one of a sub-folder is enough
     if strangers:
-        named = ", ".join(map(printable, strangers[:3]))
-        named += f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+        named = counted([*map(printable, strangers)], 3)
         raise CheckpointError(
             f"{path} is not overwritten: it holds {named}, which would be lost, since anybit did not write it, or it "
             "was changed since; choose another folder, or move it away"
@@ -155,11 +155,6 @@ def _is_one_of(name: Path, patterns: tuple[str, ...]) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size} for file in _files(folder)}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
 def _manifest(folder: Path) -> Mapping[str, object] | None:
@@ -268,7 +263,7 @@ class ShardWriter:
         if kind is None:
             self.close()
         elif self._current is not None:
-            self._current.abandon()
+            self._current.stream.close()
 
     def _finish(self) -> None:
         if self._current is not None:

@@ -54,9 +54,8 @@ def convert(
     """
     from anybit.checkpoints.formats import write
     from anybit.checkpoints.scratch import sweep
-    from anybit.checkpoints.source import is_gguf, refuse_unnamed
+    from anybit.checkpoints.source import is_gguf
 
-    refuse_unnamed(model)
     if to not in _FORMATS:
         raise ConversionError(f"--to {to!r} is unknown: write {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}")
     if out is None and (to in ("gptq", "gguf") or width is not None or is_gguf(model)):
@@ -102,7 +101,7 @@ def info(
 
         found = memory.needs(what, schemes, context, trust_remote_code)
         if as_json:
-            print_json(memory.as_json(what, found, context))
+            print_json({"model": what, "context": context, "schemes": found})
         else:
             memory.show(found, context)
         return
@@ -172,31 +171,30 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
         "scales": group,
         "sparsity": "2:4" if w.sparse else None,
         "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, not quantized",
-        "kv_cache": _cache_words(scheme.kv) if scheme.kv else None,
-        "kv_cache_in_vllm": _served_words(scheme.kv) if scheme.kv else None,
+        **_cache(scheme.kv),
         "bits_per_weight": w.bits_per_weight,
         "compressed_tensors": f"cannot express {reason}" if (reason := why_not(scheme)) else "can hold it",
     }
 
 
-def _cache_words(kv: KVFormat) -> str:
-    """A KV format, and its bits per element for heads of 128 channels."""
+def _cache(kv: KVFormat | None, head_dim: int = 128) -> dict[str, str | None]:
+    """A KV format's bits per element, and its capacity in vLLM relative to 16 bits."""
+    if kv is None:
+        return {"kv_cache": None, "kv_cache_in_vllm": None}
     from anybit.kernels.attention.kv_page import PageLayout
-
-    return f"{kv}: {PageLayout(kv, 128).bits_per_element:.2f} bits per element (heads of 128 channels, scales included)"
-
-
-def _served_words(kv: KVFormat, head_dim: int = 128) -> str:
-    """Capacity in vLLM relative to 16 bits for requests of 8,192 tokens, and the length from which it pays."""
     from anybit.ops.kv_rows import layout
 
+    bits = PageLayout(kv, head_dim).bits_per_element
     try:
         rows = layout(kv, head_dim)
     except LayerError as error:
-        return f"not supported: {error}"
-    ratio = 4 * head_dim * _REQUEST / rows.bytes_of(_REQUEST)
-    least = f"less than 16 bits from {rows.pays_from} tokens a request"
-    return f"{ratio:.2f} times the tokens of 16 bits in requests of 8,192; {least}"
+        served = f"not supported: {error}"
+    else:
+        ratio = 4 * head_dim * _REQUEST / rows.bytes_of(_REQUEST)
+        least = f"less than 16 bits from {rows.pays_from} tokens a request"
+        served = f"{ratio:.2f} times the tokens of 16 bits in requests of {_REQUEST:,}; {least}"
+    told = f"{kv}: {bits:.2f} bits per element (heads of {head_dim} channels, scales included)"
+    return {"kv_cache": told, "kv_cache_in_vllm": served}
 
 
 def _cache_room(model: Any) -> list[str] | None:
@@ -330,17 +328,16 @@ def _experts(model: "PreTrainedModel", saved: "Quantization | None", quantized: 
 
 def _gguf(file: Path) -> dict[str, Any]:
     """Figures of a GGUF file from its header alone, without importing torch or transformers: under a second."""
-    from anybit.checkpoints.gguf import read_gguf_header
-    from anybit.checkpoints.gguf_summary import FLOATS, SCHEMES, kind_of, matrices_of, stored_bytes
+    from anybit.checkpoints.gguf import FLOATS, SCHEMES, matrices_of, read_gguf_header
 
     header = read_gguf_header(file)
     matrices, architecture = matrices_of(header), header.metadata["general.architecture"]
-    layers = [kind for tensor in matrices for kind in [kind_of(tensor)] * math.prod(tensor.shape[2:])]
+    layers = [kind for tensor in matrices for kind in [tensor.type] * math.prod(tensor.shape[2:])]
     total, routed = (
         sum(math.prod(tensor.shape) for tensor in matrices if len(tensor.shape) > least) for least in (1, 2)
     )
     experts, used = (header.metadata.get(f"{architecture}.expert_{part}") for part in ("count", "used_count"))
-    kinds = Counter(map(kind_of, header.tensors.values())).most_common()
+    kinds = Counter(tensor.type for tensor in header.tensors.values()).most_common()
     return {
         "model": str(file),
         "architecture": architecture,
@@ -355,6 +352,6 @@ def _gguf(file: Path) -> dict[str, Any]:
         "linear_weights": total - routed,
         "experts": f"{experts}, of which a token uses {used}" if experts and used else None,
         "expert_weights": routed or None,
-        "bits_per_weight": round(8 * sum(map(stored_bytes, matrices)) / total, 4) if total else 0.0,
+        "bits_per_weight": round(8 * sum(tensor.bytes for tensor in matrices) / total, 4) if total else 0.0,
         "dequantized": sorted({*layers} - SCHEMES.keys() - {*FLOATS}) or None,
     }

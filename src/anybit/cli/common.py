@@ -86,8 +86,11 @@ def overrides_of(words: list[str] | None) -> dict[str, str]:
         raise SchemeError(f"--override {error}") from None
 
 
-def loader(scheme: str | None, override: list[str] | None, **options: Any) -> "Callable[[str], Loaded]":
-    """What loads a model as a command's options say; other ones than these are ``load_model``'s.
+def loader(
+    scheme: str | None, override: list[str] | None, backend: str | None, device: str | None, trust_remote_code: bool,
+    dequantize: bool = False, width: int | None = None,
+) -> "Callable[[str], Loaded]":  # fmt: skip
+    """What loads a model as a command's options say.
 
     Raises SchemeError for options that are not understood, before a library is imported.
     """
@@ -97,7 +100,10 @@ def loader(scheme: str | None, override: list[str] | None, **options: Any) -> "C
         from anybit.hf.loading import load_model
 
         with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-            return load_model(model, parsed, overrides=overrides, **options)
+            return load_model(
+                model, parsed, overrides=overrides, backend=backend, device=device,
+                trust_remote_code=trust_remote_code, dequantize=dequantize, width=width,
+            )  # fmt: skip
 
     return load
 

@@ -67,10 +67,7 @@ def evaluate(
     anybit eval llama-w4 --baseline ./llama
     anybit eval ./llama llama-w4 --tasks arc_easy,hellaswag
     """
-    load = loader(
-        scheme, override, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize,
-        width=width,
-    )  # fmt: skip
+    load = loader(scheme, override, backend, device, trust_remote_code, dequantize, width)
     if picture is not None:
         _check_picture(picture)
     if tasks is not None:
@@ -97,7 +94,7 @@ def evaluate(
     if baseline is not None:
         # A backend only applies to quantized layers, which the baseline may not have.
         theirs = None if backend is None or stored_scheme(baseline) is None else backend
-        other = loader(None, None, backend=theirs, device=device, trust_remote_code=trust_remote_code)(baseline)
+        other = loader(None, None, theirs, device, trust_remote_code)(baseline)
         _refuse_beyond(other, context)
         if content is None:
             with status(f"{baseline} writes a text"):

@@ -36,10 +36,7 @@ def generate(
     anybit generate smollm2-w4 --prompt "Why is the sky blue?"
     anybit generate model.gguf --scheme w3a16g64asym -p "Once upon a time" --raw -n 200
     """
-    load = loader(
-        scheme, override, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize,
-        width=width,
-    )  # fmt: skip
+    load = loader(scheme, override, backend, device, trust_remote_code, dequantize, width)
     _refuse_without_effect(top_p, temperature)
     _refuse_broken("--prompt", prompt)
     from anybit.cli import answer
@@ -76,10 +73,7 @@ def chat(
     anybit chat smollm2-w4
     anybit chat ./llama --scheme w4a16g128 --system "Answer in rhymes." --temperature 0.7
     """
-    load = loader(
-        scheme, override, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize,
-        width=width,
-    )  # fmt: skip
+    load = loader(scheme, override, backend, device, trust_remote_code, dequantize, width)
     _refuse_without_effect(top_p, temperature)
     _refuse_broken("--system", system or "")
     from anybit.cli import answer

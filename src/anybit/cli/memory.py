@@ -1,6 +1,7 @@
 """Behind ``anybit info MODEL --scheme S``: what a model would take in memory, by its config.json alone."""
 
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from typing import Any
 
 from anybit.checkpoints.configuration import refuse_quantized
 from anybit.checkpoints.folder import read_json
@@ -15,21 +16,12 @@ _USABLE = 0.9
 """The part of a GPU's memory (GiB) for weights and cache; the rest is for activations and CUDA's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a scheme takes: bytes of weights, bytes of a KV cache, and the tokens of cache that fit beside the weights.
+def needs(model: str, schemes: list[Scheme], context: int, trust_remote_code: bool) -> list[dict[str, Any]]:
+    """What a model takes in 16 bits and in every scheme: bytes of weights, and of a KV cache of ``context`` tokens.
 
-    scheme: None for 16 bits.  tokens: by GPU memory in GiB, at most a model's positions; 0 where it does not fit.
+    scheme: None for 16 bits.  tokens: of cache that fit beside the weights, by GPU memory in GiB, at most a model's
+    positions; 0 where it does not fit.
     """
-
-    scheme: str | None
-    weight_bytes: int
-    cache_bytes: float
-    tokens: dict[str, int]
-
-
-def needs(model: str, schemes: list[Scheme], context: int, trust_remote_code: bool) -> list[Need]:
-    """What a model takes in 16 bits and in every scheme, for a KV cache of ``context`` tokens."""
     with status(f"Reading {model}"):
         folder = config_folder(model, trust_remote_code)
         refuse_quantized(read_json(folder / "config.json"), model)
@@ -45,25 +37,25 @@ def needs(model: str, schemes: list[Scheme], context: int, trust_remote_code: bo
             weights += sum(stored_bytes(layer.n, layer.k, scheme.weights) for layer in layers) - quantized
         cache = cache_bytes(empty.config, kv, context)
         most = positions_of(empty.config) or 1 << 20
-        tokens = {}
+        fitting = {}
         for gib in _GPUS:
             room = _USABLE * gib * 2**30 - weights
-            low, high = 0, most  # a window's layers make the cache less than proportional to its tokens
-            while low < high:
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if cache_bytes(empty.config, kv, middle) <= room else (low, middle - 1)
-            tokens[str(gib)] = low
-        found.append(Need(None if scheme is None else str(scheme), weights, cache, tokens))
+            # A window's layers make the cache less than proportional to its tokens.
+            beyond = bisect_right(range(1, most + 1), room, key=lambda tokens: cache_bytes(empty.config, kv, tokens))
+            fitting[str(gib)] = beyond
+        name = None if scheme is None else str(scheme)
+        found.append({"scheme": name, "weight_bytes": weights, "cache_bytes": cache, "tokens": fitting})
     return found
 
 
-def show(found: list[Need], context: int) -> None:
+def show(found: list[dict[str, Any]], context: int) -> None:
     """Print what a model takes as a table."""
     head = ["scheme", "weights", f"{context:,} tokens", *(f"{gib} GB" for gib in _GPUS)]
     rows = [
         [
-            need.scheme or "16 bits", f"{need.weight_bytes / 1e9:.1f} GB", f"{need.cache_bytes / 1e9:.2f} GB",
-            *(f"{tokens:,}" if tokens else "-" for tokens in need.tokens.values()),
+            need["scheme"] or "16 bits", f"{need['weight_bytes'] / 1e9:.1f} GB",
+            f"{need['cache_bytes'] / 1e9:.2f} GB",
+            *(f"{tokens:,}" if tokens else "-" for tokens in need["tokens"].values()),
         ]
         for need in found
     ]  # fmt: skip
@@ -73,8 +65,3 @@ def show(found: list[Need], context: int) -> None:
         "context, up to the model's own, that fits beside the weights with a tenth of the\n"
         "GPU's memory kept free; - where the weights alone do not fit."
     )
-
-
-def as_json(model: str, found: list[Need], context: int) -> dict[str, object]:
-    """The same as an object for ``--json``."""
-    return {"model": model, "context": context, "schemes": [asdict(need) for need in found]}

@@ -10,9 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation
-from anybit.checkpoints.gguf_summary import gguf_scheme
+from anybit.checkpoints.gguf import gguf_scheme
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
-from anybit.hf.transformers import AnyBitConfig, quantized_layers
+from anybit.hf.transformers import quantized_layers
 from anybit.models.modules import tied_heads, untie
 from anybit.scheme import Scheme
 
@@ -36,13 +36,11 @@ def load_translated(
             stacklevel=3,
         )
     source.check(empty)
-    words = source.configuration(empty)
+    own = source.quantization(empty)
     config = copy.deepcopy(empty.config)
-    config.quantization_config = {**words, **({"backend": backend} if backend else {})}
+    config.quantization_config = {**own.entry(), **({"backend": backend} if backend else {})}
     for name in set(tied_heads(empty)) & set(source.layers):  # a head with codes of its own is no longer tied
         untie(empty, name, config)
-    known = AnyBitConfig.from_dict(words)
-    own = known.quantization
     layers = quantized_layers(empty, own.scheme, own.kept or [], group_index=own.group_index, overrides=own.overrides)
     for name, layer in layers.items():
         empty.set_submodule(name, layer)

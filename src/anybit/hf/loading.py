@@ -2,7 +2,7 @@
 
 import importlib.util
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
+from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, unreadable
 from anybit.checkpoints.folder import Folder, without_tokenizer
 from anybit.checkpoints.formats.translate import FolderTranslation
-from anybit.checkpoints.gguf_summary import gguf_scheme
-from anybit.checkpoints.source import is_gguf, local_folder
+from anybit.checkpoints.gguf import gguf_scheme
+from anybit.checkpoints.source import is_gguf, local_folder, refuse_incomplete
 from anybit.checkpoints.verify import check_model
 from anybit.device import checked_device
 from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line
@@ -156,7 +156,7 @@ def load_model(
             if method not in (None, METHOD):
                 raise unreadable(folder.config, source, one_line(error)) from error
             raise CheckpointError(f"{path} cannot be loaded: {one_line(error)}") from error
-        _refuse_incomplete(path, found)
+        refuse_incomplete(path, found)
         try:
             check_finite(model)
         except CheckpointError:
@@ -214,19 +214,8 @@ def stored_scheme(source: str | Path) -> Scheme | None:
         return gguf_scheme(Path(source).expanduser())
     with local_folder(source) as path:
         folder = Folder(path)
-        if method_of(folder.config) in (None, METHOD):
-            return scheme_of(folder.config)
-        foreign = FolderTranslation.of(folder)
-        return None if foreign is None else foreign.scheme
-
-
-def _refuse_incomplete(path: Path, found: Mapping[str, Iterable[str | tuple[str, ...]]]) -> None:
-    """Raise CheckpointError for tensors that the model needs and lacks: transformers would initialize them randomly."""
-    for kind, what in (("missing_keys", "no tensor"), ("mismatched_keys", "another shape for tensor")):
-        names = sorted(key[0] if isinstance(key, tuple) else key for key in found.get(kind) or ())
-        if names:
-            count = "" if len(names) == 1 else f" and {len(names) - 1} more"
-            raise CheckpointError(f"{path} has {what} {names[0]}{count}, which the model needs")
+        found = folder.quantization or FolderTranslation.of(folder)
+        return None if found is None else found.scheme
 
 
 def _refuse_not_finite(folder: Folder) -> None:

@@ -26,8 +26,6 @@ from anybit.checkpoints.configuration import (
     METHOD,
     Overrides,
     Quantization,
-    configuration,
-    in_any_order,
     parse_overrides,
     settings_of,
 )
@@ -112,10 +110,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         Where compressed-tensors can hold the model, this is its entry plus an ``anybit`` section.
         """
         saved = self.quantization.renamed(self.names.hub)
-        overrides = {name: str(scheme) for name, scheme in saved.overrides.items()}
-        ignore = None if self.ignore is None else self.names.both(self.ignore)
-        given = saved.scheme, saved.kept, saved.group_index, saved.hadamard, ignore, overrides, saved.nested
-        return configuration(*given)
+        return saved.entry(None if self.ignore is None else self.names.both(self.ignore))
 
     @property
     def quantization(self) -> Quantization:
@@ -232,7 +227,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.quantized = [*self.embeddings, *linears]
         if not self.pre_quantized:
             modules.check_overrides(model, overrides, linears)
-        config.overrides = in_any_order(config.overrides, self.quantized)
+        same = overrides.in_any_order(self.quantized)
+        config.overrides = {name: str(each) for name, each in same.items()}
         if names.blocks:  # saved by names alone: patterns may be of the model's names
             every, known = [layer.name for layer in modules.linear_layers(model, [])], set(linears)
             config.modules_to_not_convert = [name for name in every if name not in known]

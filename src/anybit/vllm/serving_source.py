@@ -9,7 +9,8 @@ from pathlib import Path
 
 from anybit.checkpoints.configuration import METHOD, Quantization, method_of, refuse_quantized
 from anybit.checkpoints.folder import read_json
-from anybit.checkpoints.formats import format_of, mxfp4
+from anybit.checkpoints.formats import format_of
+from anybit.checkpoints.formats.fp4 import MXFP4
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.sidecars import with_quantization
@@ -43,7 +44,7 @@ def vllm_folder(server: Server) -> Iterator[tuple[Path, list[str]]]:
                 words = {
                     "architectures": [type(empty).__name__],
                     "dtype": "float16",
-                    "quantization_config": source.configuration(empty, HubNames.of(empty).hub),
+                    "quantization_config": source.quantization(empty).renamed(HubNames.of(empty).hub).entry(),
                 }
                 (folder / "config.json").write_text(json.dumps(config | words), encoding="utf-8")
                 (folder / "model.gguf").symlink_to(file.resolve())
@@ -60,8 +61,8 @@ def _checked(path: Path, config: dict[str, object], server: Server) -> list[str]
     """Check a folder. Returns the arguments for vLLM by which anybit's kernels run another tool's."""
     chosen = (values_of("quantization", server.others) or values_of("q", server.others))[-1:]
     format, method = format_of(config), method_of(config)
-    other = Quantization.of(config) is None and format not in (None, mxfp4.FORMAT)  # gpt-oss: vLLM's own kernels
-    if not chosen and server.scheme is None and (method is None or format is mxfp4.FORMAT):
+    other = Quantization.of(config) is None and format not in (None, MXFP4)  # gpt-oss: vLLM's own kernels
+    if not chosen and server.scheme is None and (method is None or format is MXFP4):
         held = "in MXFP4" if method else "not quantized (--scheme w4a16g128 quantizes it while it is loaded)"
         warnings.warn(f"vLLM's own kernels run {server.model}, which is {held}", stacklevel=2)
     if other and chosen not in ([], [METHOD]):

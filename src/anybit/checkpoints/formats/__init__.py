@@ -16,17 +16,11 @@ from anybit.checkpoints.formats import (
     gptq,
     hqq,
     marlin_24,
-    mxfp4,
 )
 from anybit.checkpoints.formats.stored import Format
 
-FORMATS = tuple(
-    module.FORMAT
-    for module in (
-        gptq, awq, auto_round, compressed_tensors, marlin_24, hqq, bitnet, bitsandbytes, fp8, fp4,
-        mxfp4,
-    )
-)  # fmt: skip
+_MODULES = (gptq, awq, auto_round, compressed_tensors, marlin_24, hqq, bitnet, bitsandbytes, fp8, fp4)
+FORMATS = (*(module.FORMAT for module in _MODULES), fp4.MXFP4)
 
 
 def format_of(config: Mapping[str, object]) -> Format | None:

@@ -7,26 +7,15 @@ Layouts: ggml-quants.c and the ``gguf`` package, with which the tests compare bi
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import powers_of_two
-from anybit.checkpoints.gguf_summary import SCHEMES
+from anybit.checkpoints.gguf import SCHEMES
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CheckpointError
-from anybit.scheme import Scheme
-
-
-class _Part(Protocol):
-    """How some bytes of blocks hold unsigned integers, uint8 [N, blocks, count], or some bits of them."""
-
-    def unpack(self, data: Tensor) -> Tensor:
-        """Integers from the bytes of blocks, uint8 [N, blocks, size]."""
-
-    def pack(self, values: Tensor, data: Tensor) -> None:
-        """Write integers into the bytes of blocks."""
+from anybit.scheme import Scheme, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +74,10 @@ class _Digits:
         raise NotImplementedError("TQ1_0 is only read: TQ2_0 holds the same weights")
 
 
+_Parts = tuple[_Plane | _SixBits | _Digits, ...]
+"""How bytes of blocks, uint8 [N, blocks, size], hold unsigned integers [N, blocks, count], or some bits of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """A quantization type. weights, bytes: per block.
@@ -94,22 +87,16 @@ class BlockType:
     zero: the integer that stands for 0.  least: the code of the stored 0.
     """
 
-    scheme: str
     weights: int
     bytes: int
-    parts: tuple[_Part, ...]
+    parts: _Parts
     scale: int = 0
     minimum: int | None = None
-    small: tuple[_Part, ...] = ()
+    small: _Parts = ()
     width: int = 6
     zero: int = 0
     least: int = 0
     exponent: bool = False
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits per weight, scales included."""
-        return 8 * self.bytes / self.weights
 
     def decode(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Bytes uint8 [N, blocks, size] -> codes [N, blocks, weights], scales and minima [N, blocks, groups].
@@ -152,6 +139,11 @@ class BlockType:
         return data
 
 
+def weights_in(kind: str) -> WeightFormat:
+    """The format of a type's weights."""
+    return Scheme.parse(SCHEMES[kind]).weights
+
+
 def read_blocks(data: Tensor, kind: str, shape: tuple[int, int]) -> QuantizedWeight:
     """Decode the bytes of a matrix, uint8 of any shape. kind: a key of BLOCKS.  shape: (outputs, inputs).
 
@@ -164,12 +156,10 @@ def read_blocks(data: Tensor, kind: str, shape: tuple[int, int]) -> QuantizedWei
     scale, minimum = (None if values is None else values.reshape(n, -1).contiguous() for values in scales)
     if scale is None or not all(bool(values.isfinite().all()) for values in (scale, minimum) if values is not None):
         raise CheckpointError("a block has a scale that is not finite")
-    return QuantizedWeight.from_codes(
-        codes.reshape(n, k), scale, None, Scheme.parse(block.scheme).weights, minimum=minimum
-    )
+    return QuantizedWeight.from_codes(codes.reshape(n, k), scale, None, weights_in(kind), minimum=minimum)
 
 
-def _joined(parts: tuple[_Part, ...], data: Tensor) -> Tensor:
+def _joined(parts: _Parts, data: Tensor) -> Tensor:
     return reduce(torch.bitwise_or, (part.unpack(data) for part in parts))
 
 
@@ -199,33 +189,33 @@ def _factored(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
 
 _NIBBLES = (_Plane(2, 18, 16, 4),)
 BLOCKS = {
-    "Q4_0": BlockType(SCHEMES["Q4_0"], 32, 18, _NIBBLES),
-    "Q4_1": BlockType(SCHEMES["Q4_1"], 32, 20, (_Plane(4, 20, 16, 4),), minimum=2),
-    "Q5_0": BlockType(SCHEMES["Q5_0"], 32, 22, (_Plane(6, 22, 16, 4), _Plane(2, 6, 1, 1, 4))),
-    "Q5_1": BlockType(SCHEMES["Q5_1"], 32, 24, (_Plane(8, 24, 16, 4), _Plane(4, 8, 1, 1, 4)), minimum=2),
-    "Q8_0": BlockType(SCHEMES["Q8_0"], 32, 34, (_Plane(2, 34, 32, 8),)),
+    "Q4_0": BlockType(32, 18, _NIBBLES),
+    "Q4_1": BlockType(32, 20, (_Plane(4, 20, 16, 4),), minimum=2),
+    "Q5_0": BlockType(32, 22, (_Plane(6, 22, 16, 4), _Plane(2, 6, 1, 1, 4))),
+    "Q5_1": BlockType(32, 24, (_Plane(8, 24, 16, 4), _Plane(4, 8, 1, 1, 4)), minimum=2),
+    "Q8_0": BlockType(32, 34, (_Plane(2, 34, 32, 8),)),
     "Q2_K": BlockType(
-        SCHEMES["Q2_K"], 256, 84, (_Plane(16, 80, 32, 2),), 80, 82, small=(_Plane(0, 16, 16, 4),), width=4
+        256, 84, (_Plane(16, 80, 32, 2),), 80, 82, small=(_Plane(0, 16, 16, 4),), width=4
     ),
     "Q3_K": BlockType(
-        SCHEMES["Q3_K"], 256, 110, (_Plane(32, 96, 32, 2), _Plane(0, 32, 32, 1, 2)), 108,
+        256, 110, (_Plane(32, 96, 32, 2), _Plane(0, 32, 32, 1, 2)), 108,
         small=(_Plane(96, 104, 8, 4), _Plane(104, 108, 4, 2, 4)), zero=32,
     ),
-    "Q4_K": BlockType(SCHEMES["Q4_K"], 256, 144, (_Plane(16, 144, 32, 4),), minimum=2, small=(_SixBits(),)),
+    "Q4_K": BlockType(256, 144, (_Plane(16, 144, 32, 4),), minimum=2, small=(_SixBits(),)),
     "Q5_K": BlockType(
-        SCHEMES["Q5_K"], 256, 176, (_Plane(48, 176, 32, 4), _Plane(16, 48, 32, 1, 4)), minimum=2, small=(_SixBits(),)
+        256, 176, (_Plane(48, 176, 32, 4), _Plane(16, 48, 32, 1, 4)), minimum=2, small=(_SixBits(),)
     ),
     "Q6_K": BlockType(
-        SCHEMES["Q6_K"], 256, 210, (_Plane(0, 128, 64, 4), _Plane(128, 192, 32, 2, 4)), 208,
+        256, 210, (_Plane(0, 128, 64, 4), _Plane(128, 192, 32, 2, 4)), 208,
         small=(_Plane(192, 208, 16, 8),), width=8, zero=128,
     ),
-    "TQ1_0": BlockType(SCHEMES["TQ1_0"], 256, 54, (_Digits(),), 52, least=1),
-    "TQ2_0": BlockType(SCHEMES["TQ2_0"], 256, 66, (_Plane(0, 64, 32, 2),), 64, least=1),
-    "IQ4_NL": BlockType(SCHEMES["IQ4_NL"], 32, 18, _NIBBLES),
+    "TQ1_0": BlockType(256, 54, (_Digits(),), 52, least=1),
+    "TQ2_0": BlockType(256, 66, (_Plane(0, 64, 32, 2),), 64, least=1),
+    "IQ4_NL": BlockType(32, 18, _NIBBLES),
     "IQ4_XS": BlockType(
-        SCHEMES["IQ4_XS"], 256, 136, (_Plane(8, 136, 16, 4),), small=(_Plane(4, 8, 1, 4), _Plane(2, 4, 1, 2, 4)),
+        256, 136, (_Plane(8, 136, 16, 4),), small=(_Plane(4, 8, 1, 4), _Plane(2, 4, 1, 2, 4)),
         zero=32,
     ),
-    "MXFP4": BlockType(SCHEMES["MXFP4"], 32, 17, (_Plane(1, 17, 16, 4),), exponent=True),
+    "MXFP4": BlockType(32, 17, (_Plane(1, 17, 16, 4),), exponent=True),
 }  # fmt: skip
 """The types that keep their codes, by GGML name; all others are dequantized."""

@@ -6,7 +6,7 @@ Each candidate type is encoded, decoded and compared: only an exact round trip c
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, weights_in
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CheckpointError, ConversionError
 from anybit.scheme import Scheme, WeightFormat
@@ -36,7 +36,7 @@ def why_not(scheme: Scheme) -> str | None:
     weights = scheme.weights
     if scheme.activations.quantized:
         return f"{scheme.activations.bits}-bit activations: it has 16 bits"
-    sizes = [Scheme.parse(BLOCKS[kind].scheme).weights.group or 1 for kind in types_of(weights)]
+    sizes = [weights_in(kind).group or 1 for kind in types_of(weights)]
     if not sizes or weights.sparse:
         return f"no type of blocks has {weights.bits}-bit {weights.code} codes" + " of 2:4" * weights.sparse
     if weights.group is not None and all(weights.group % size for size in sizes):
@@ -46,15 +46,15 @@ def why_not(scheme: Scheme) -> str | None:
 
 def types_of(format: WeightFormat) -> list[str]:
     """The GGML types with a format's codes."""
-    kind = format.bits, "min" if format.code == "asym" else format.code
-    found = {name: Scheme.parse(block.scheme).weights for name, block in BLOCKS.items() if name not in _ONLY_READ}
-    return [name for name, weights in found.items() if (weights.bits, weights.code) == kind]
+    wanted = format.bits, "min" if format.code == "asym" else format.code
+    found = {kind: weights_in(kind) for kind in BLOCKS if kind not in _ONLY_READ}
+    return [name for name, weights in found.items() if (weights.bits, weights.code) == wanted]
 
 
 def _encoded(weight: QuantizedWeight, kind: str) -> Tensor | str:
     """A layer's bytes in a block type, or why that type cannot represent it."""
     block, (n, k) = BLOCKS[kind], weight.shape
-    size = Scheme.parse(block.scheme).weights.group
+    size = weights_in(kind).group
     assert size is not None
     group = weight.format.group or k
     if k % block.weights:

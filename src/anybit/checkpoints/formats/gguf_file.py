@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks, weights_in
 from anybit.checkpoints.formats.translate import Translation
-from anybit.checkpoints.gguf import GgufTensor, linked_alone, read_gguf_header, tokenizer_of
-from anybit.checkpoints.gguf_config import config_of
-from anybit.checkpoints.gguf_rotary import FACTORS
-from anybit.checkpoints.gguf_summary import FLOATS, kind_of, stored_bytes
+from anybit.checkpoints.gguf import FLOATS, GgufTensor, read_gguf_header
+from anybit.checkpoints.gguf_config import FACTORS, config_of, linked_alone, tokenizer_of
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.scratch import Scratch
 from anybit.codes.packing import QuantizedWeight
@@ -75,22 +73,22 @@ class GgufTranslation(Translation):
             layer, _, part = name.rpartition(".")
             if part != "weight" or not isinstance(modules.get(layer), (nn.Linear, Conv1D)) or len(tensor.shape) != 2:
                 continue
-            if kind_of(tensor) in BLOCKS:
-                self.layers[layer] = Scheme.parse(BLOCKS[kind_of(tensor)].scheme)
+            if tensor.type in BLOCKS:
+                self.layers[layer] = Scheme(weights_in(tensor.type))
                 transposed = isinstance(modules[layer], Conv1D)
                 alone = len(names[tensor.name]) == 1  # rows of experts are in order
                 rows = row_order(self._processor, tensor.name, tensor.shape[1], transposed) if alone else None
                 self._rows[layer] = rows
-            elif kind_of(tensor) not in FLOATS:
-                self.dequantized.add(kind_of(tensor))
+            elif tensor.type not in FLOATS:
+                self.dequantized.add(tensor.type)
         self.plain = [name for name in self._tensors if name.removesuffix(".weight") not in self.layers]
-        self.bytes = sum(stored_bytes(self._tensors[f"{layer}.weight"]) for layer in self.layers)
+        self.bytes = sum(self._tensors[f"{layer}.weight"].bytes for layer in self.layers)
 
     def _read(self, name: str) -> QuantizedWeight:
         tensor, rows = self._tensors[f"{name}.weight"], self._rows[name]
         k, n = tensor.shape
         try:
-            weight = read_blocks(torch.from_numpy(self._data(tensor)), kind_of(tensor), (n, k))
+            weight = read_blocks(torch.from_numpy(self._data(tensor)), tensor.type, (n, k))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {tensor.name}: {error}") from None
         return weight if rows is None else weight.rows(rows)
@@ -125,7 +123,7 @@ class GgufTranslation(Translation):
 
     def _data(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """A copy of the bytes of a tensor."""
-        size, begin = stored_bytes(tensor), self._start + tensor.begin
+        size, begin = tensor.bytes, self._start + tensor.begin
         with self.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if begin + size > len(data):
                 raise CheckpointError(f"{self.path} is cut off: tensor {tensor.name} ends at byte {begin + size}")
@@ -169,7 +167,7 @@ def _parts(tensor: GgufTensor, count: int) -> list[GgufTensor]:
     """The tensors of ``count`` experts that a file stores as one, in order."""
     if count == 1:
         return [tensor]
-    size = stored_bytes(tensor) // count
+    size = tensor.bytes // count
     return [replace(tensor, shape=tensor.shape[:-1], begin=tensor.begin + i * size) for i in range(count)]
 
 

@@ -70,27 +70,26 @@ def write_gguf(source: Translation, empty: PreTrainedModel, folder: Path, file: 
 
 
 class _Tensors:
-    """The tensors of a model by their names in a GGUF file, with the file's row order."""
+    """The tensors of a model by their names in a GGUF file, with the file's row order.
+
+    names: in the file -> those in the model, one or every expert's.
+    """
 
     def __init__(self, source: Translation, empty: PreTrainedModel, architecture: str) -> None:
         self._source = source
         self._processor, known = names_of(architecture, empty)
         self._modules = dict(empty.named_modules())
         stored = {*source.plain, *(f"{layer}.weight" for layer in source.layers)}
-        theirs = {name: models for name, models in known.items() if stored.issuperset(models)}
-        lost = stored.difference(*theirs.values())
+        self.names = {name: models for name, models in known.items() if stored.issuperset(models)}
+        lost = stored.difference(*self.names.values())
         if lost:
             raise ConversionError(f"GGUF has no name for tensor {min(lost)} of {type(empty).__name__}")
-        self._theirs, self.names = theirs, list(theirs)
-
-    def _layer(self, name: str) -> str | None:
-        layer = name.removesuffix(".weight")
-        return layer if layer != name and layer in self._source.layers else None
 
     def read(self, name: str) -> tuple[str, NDArray[np.generic]]:
         """(GGML type, data) of a tensor by its name in the file; blocks and bfloat16 as bytes."""
-        models = self._theirs[name]
-        layers = [layer for layer in map(self._layer, models) if layer is not None]
+        models = self.names[name]
+        stems = (model.removesuffix(".weight") for model in models if model.endswith(".weight"))
+        layers = [stem for stem in stems if stem in self._source.layers]
         if not layers:
             plain = [self._plain(name, model) for model in models]
             return _floats(plain[0] if len(plain) == 1 else torch.stack(plain))
@@ -190,11 +189,8 @@ def _add_tokenizer(writer: "GGUFWriter", folder: Path, size: int) -> None:
         raise ConversionError(f"{folder} has no tokenizer.json, which a GGUF file needs")
     found = json.loads(path.read_text(encoding="utf-8"))
     model = found.get("model") or {}
-    if (
-        model.get("type") != "BPE"
-        or model.get("byte_fallback")
-        or (found.get("decoder") or {}).get("type") != "ByteLevel"
-    ):
+    decoder = (found.get("decoder") or {}).get("type")
+    if model.get("type") != "BPE" or model.get("byte_fallback") or decoder != "ByteLevel":
         raise ConversionError("the model's tokenizer is not a byte-level BPE, the only kind that can be written")
     if found.get("normalizer"):
         raise ConversionError(

@@ -3,27 +3,19 @@
 import torch
 from torch import Tensor
 
+from anybit.checkpoints.configuration import why_not as why_not_integers
 from anybit.codes.packing import QuantizedWeight, pack_words
 from anybit.errors import ConversionError
-from anybit.scheme import Scheme
+from anybit.scheme import CODES, Scheme
 
 _BITS = (2, 3, 4, 8)
 
 
 def why_not(scheme: Scheme) -> str | None:
     """What part of a scheme GPTQ's format cannot represent, in a sentence, or None."""
-    weights = scheme.weights
-    if weights.code not in ("sym", "asym"):
-        return f"{weights.code} codes: its zeros are integers"
-    if weights.bits not in _BITS:
-        return f"{weights.bits} bits: it has {', '.join(map(str, _BITS))}"
-    if weights.sparse:
-        return "2:4 sparse weights: it stores every weight of a row"
-    if scheme.activations.quantized:
-        return f"{scheme.activations.bits}-bit activations: it has 16 bits"
-    if scheme.kv is not None and scheme.kv.quantized:
-        return f"the KV format {scheme.kv}: it has none"
-    return None
+    if scheme.weights.code in CODES and scheme.weights.bits not in _BITS:
+        return f"{scheme.weights.bits} bits: it has {', '.join(map(str, _BITS))}"
+    return why_not_integers(scheme)
 
 
 def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import TypeVar
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from anybit.checkpoints.configuration import METHOD, configuration
+from anybit.checkpoints.configuration import METHOD, Overrides, Quantization
 from anybit.checkpoints.expert_parts import split_codes
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of
@@ -63,10 +64,12 @@ class Translation(ABC):
 
     def read(self, name: str) -> QuantizedWeight:
         """Read a quantized layer. Raises CheckpointError if it is corrupt, or not of the shape that ``check`` saw."""
-        weight = self._read(name)
+        weight, format = self._read(name), self.layers[name].weights
         shape = self._shapes.get(name, weight.shape)
-        if weight.shape != shape:
-            raise CheckpointError(f"layer {name} has shape {weight.shape}, and the model takes {shape}")
+        if (weight.shape, weight.format) != (shape, format):
+            raise CheckpointError(
+                f"layer {name} has shape {weight.shape} in {weight.format}, and the model takes {shape} in {format}"
+            )
         return weight
 
     @abstractmethod
@@ -96,8 +99,10 @@ class Translation(ABC):
                 f"{self.path}: layer {strangers[0]} is quantized, and {type(model).__name__} has no such linear layer"
             )
         self._shapes = linears
-        self.drop_zero_biases(model)
         wanted = model.state_dict()
+        surplus = {f"{layer}.bias" for layer in self.layers} & set(self.plain) - wanted.keys()
+        zero = {name for name in surplus if not bool(self.read_plain(name).any())}  # GPTQ tools add one to every layer
+        self.plain = [name for name in self.plain if name not in zero]
         entries = {name: self.entry(name, wanted) for name in self.plain}
         weights = [f"{layer}.weight" for layer in self.layers]
         check_model(model, entries | {name: self._as_wanted(name, wanted) for name in weights}, self.path)
@@ -113,34 +118,26 @@ class Translation(ABC):
         """The linear layers of a model that are not quantized."""
         return sorted(set(linear_shapes(model)) - set(self.layers))
 
-    def configuration(self, model: PreTrainedModel, hub: Callable[[str], str] = str) -> dict[str, object]:
-        """The quantization_config of a model as anybit would save it. hub: renames all."""
+    def quantization(self, model: PreTrainedModel) -> Quantization:
+        """How the model is quantized, as anybit would save it."""
         most = self.scheme
-        others = {hub(name): str(scheme) for name, scheme in self.layers.items() if scheme != most}
-        return configuration(most, [*map(hub, self.kept(model))], self.group_index, overrides=others)
+        others = Overrides((name, scheme) for name, scheme in self.layers.items() if scheme != most)
+        return Quantization(most, self.kept(model), self.group_index, overrides=others)
 
     def state_dict(self, model: PreTrainedModel, dtype: torch.dtype) -> "dict[str, LazyTensor]":
         """All tensors, lazily, by the names of a model on the meta device with its quantized layers in place.
 
-        dtype: of floats, including scales and minima. Reading a tensor raises CheckpointError if its shape differs from
-        the model's.
+        dtype: of floats, including scales and minima.
         """
-        found = {name: LazyTensor(self, name, None, dtype) for name in self.plain}
+        found = {name: LazyTensor(partial(self.read_plain, name)) for name in self.plain}
         for name in self.layers:
             for part, parameter in model.get_submodule(name).named_parameters(recurse=False):
                 if part.startswith("weight_"):
-                    found[f"{name}.{part}"] = LazyTensor(self, name, part, dtype, parameter)
+                    found[f"{name}.{part}"] = LazyTensor(partial(self.part, name, part, dtype), parameter)
         return found
 
     def take_names(self, model: PreTrainedModel) -> None:  # noqa: B027  most files use the model's names
         """Rename tensors from those of older transformers versions to the model's."""
-
-    def drop_zero_biases(self, model: PreTrainedModel) -> None:
-        """Drop all-zero biases that the model does not have: some GPTQ tools add one to every layer."""
-        wanted = model.state_dict().keys()
-        surplus = {f"{layer}.bias" for layer in self.layers} & set(self.plain) - wanted
-        zero = {name for name in surplus if not bool(self.read_plain(name).any())}
-        self.plain = [name for name in self.plain if name not in zero]
 
     def tensors(self, layer: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """A layer's tensors as QuantLinear stores them, with scales and minima in ``dtype``."""
@@ -264,28 +261,18 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 class LazyTensor:
-    """A tensor that is read on indexing, with the interface of a safetensors slice."""
+    """A tensor that is read on indexing, with the interface of a safetensors slice. like: on the meta device."""
 
-    def __init__(
-        self, source: Translation, name: str, part: str | None, dtype: torch.dtype, like: Tensor | None = None
-    ) -> None:
-        self._source, self._name, self._part, self._dtype, self._like = source, name, part, dtype, like
+    def __init__(self, read: Callable[[], Tensor], like: Tensor | None = None) -> None:
+        self._read, self._like = read, like
 
     def __getitem__(self, index: EllipsisType | slice) -> Tensor:
-        if self._part is None:
-            return self._source.read_plain(self._name)[index]
-        tensor = self._source.part(self._name, self._part, self._dtype)
-        if self._like is not None and tensor.shape != self._like.shape:
-            raise CheckpointError(
-                f"layer {self._name}: {self._part} has shape {tuple(tensor.shape)}, and the model takes "
-                f"{tuple(self._like.shape)}"
-            )
-        return tensor[index]
+        return self._read()[index]
 
     def get_dtype(self) -> str:
         """Its safetensors dtype: F32 for floats, which are cast to the model's dtype, else I32."""
-        return "F32" if self._part is None or self._like is None or self._like.is_floating_point() else "I32"
+        return "F32" if self._like is None or self._like.is_floating_point() else "I32"
 
     def get_shape(self) -> list[int]:
         """Its shape."""
-        return list(self[...].shape if self._like is None else self._like.shape)
+        return list((self._read() if self._like is None else self._like).shape)

@@ -18,10 +18,8 @@ from anybit.checkpoints.configuration import (
     METHOD,
     Quantization,
     compressed_tensors_settings,
-    configuration,
     method_of,
     settings_of,
-    weights_settings,
     why_not,
 )
 from anybit.checkpoints.expert_parts import traps
@@ -133,7 +131,7 @@ def _write(
     if set(tied_heads(empty)) & set(source.layers):  # a head with its own codes is no longer tied
         config = {**config, **untied(config)}
     hub = HubNames.of(empty).hub
-    quantization = source.configuration(empty, hub)
+    quantization = source.quantization(empty).renamed(hub).entry()
     if to != METHOD:
         _refuse_mixed(source, to, gptq_write.why_not if to == "gptq" else why_not)
     if to == "gptq":
@@ -218,27 +216,22 @@ def _to_anybit(source: Folder) -> dict[str, object]:
     if found is None or found.name != COMPRESSED_TENSORS or not isinstance(config, Mapping):
         raise ConversionError(f"{source.path} is not a compressed-tensors model: its config.json does not say so")
     groups = config.get("config_groups") or {}
-    if len(groups) != 1:
+    if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ConversionError(f"{source.path} has {len(groups)} config_groups; anybit has one scheme a model")
     ((title, group),) = groups.items()
-    kind = group.get("format") or config.get("format")
-    if kind != FORMAT:
-        raise ConversionError(f"{source.path} is in the format {kind!r}; anybit's tensors are those of {FORMAT!r}")
-    if group.get("targets") != ["Linear"]:
-        raise ConversionError(f"{source.path} quantizes {group.get('targets')}; anybit converts ['Linear']")
-    for name in ("input_activations", "output_activations"):
-        if group.get(name):
-            raise ConversionError(f"{source.path} quantizes {name} by rules that anybit does not support")
     _refuse_mixed(found, COMPRESSED_TENSORS)
-    # Other tools omit or spell differently what loading checks.
-    tensors, said = weights_settings(found.scheme.weights), dict(group.get("weights") or {})
-    if tensors["group_size"] is None and said.get("group_size") == -1:
-        said["group_size"] = None
-    for name, value in ({**tensors, "type": "int", "symmetric": True} | said).items():
-        if name in tensors and value != tensors[name]:
-            raise ConversionError(
-                f"{source.path} says that {name} of its weights is {value!r:.80}, and its tensors are in {found.scheme}"
-            )
+    # Other tools omit settings, or spell them differently.
+    (ours,) = compressed_tensors_settings(found.scheme.weights, [])["config_groups"].values()
+    said = {"format": config.get("format"), **{name: value for name, value in group.items() if value}}
+    weights = {**ours["weights"], "type": "int", "symmetric": True, **(group.get("weights") or {})}
+    weights["group_size"] = None if weights["group_size"] == -1 else weights["group_size"]
+    for given, expected in ((said, ours), (weights, ours["weights"])):
+        for name, value in expected.items():
+            if name != "weights" and given.get(name) != value:
+                raise ConversionError(
+                    f"{source.path} has {name} {given.get(name)!r:.80} in its config_groups; for tensors in "
+                    f"{found.scheme}, anybit converts only {value!r}"
+                )
     found.check(skeleton(source.path, source.trust_remote_code))
     if found.group_index:
         raise ConversionError(
@@ -261,8 +254,8 @@ def _to_anybit(source: Folder) -> dict[str, object]:
     entry = {
         **config,
         "format": FORMAT,
-        "config_groups": {title: {**group, "weights": {**said, **tensors}}},
-        METHOD: settings_of(configuration(found.scheme, kept)),
+        "config_groups": {title: {**group, "weights": {**weights, **ours["weights"]}}},
+        METHOD: settings_of(Quantization(found.scheme, kept).entry()),
     }
     quantization = Quantization.of({"quantization_config": entry}, source.path / "config.json")
     assert quantization is not None

@@ -17,8 +17,6 @@ from anybit.cache import kvcache
 from anybit.checkpoints.configuration import (
     Overrides,
     Quantization,
-    configuration,
-    in_any_order,
     parse_overrides,
     refuse_quantized,
 )
@@ -30,7 +28,7 @@ from anybit.checkpoints.verify import check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder, write_config
 from anybit.codes.packing import QuantizedWeight
 from anybit.codes.rtn import quantize_weight
-from anybit.errors import CheckpointError, LayerError, OptionError
+from anybit.errors import CheckpointError, LayerError, OptionError, counted
 from anybit.layers.embedding import embedding_refused
 from anybit.layers.linear import QuantLinear
 from anybit.models.experts import HubNames, warn_of_left, weights_left
@@ -280,15 +278,12 @@ def _write_companions(
     job: Job, folder: Path, group_index: bool, changes: Changes, ignore: list[str] | None, stored: HubNames
 ) -> None:
     every = [layer.name for layer in (*job.layers, *job.embeddings)]
-    given = {layer: str(scheme) for layer, scheme in job.overrides.items()}
-    kept, overrides = job.kept, in_any_order(given, every)
+    kept, overrides = job.kept, job.overrides.in_any_order(every)
     if stored.blocks:  # by names alone: patterns may be of the model's names
         kept = [layer.name for layer in linear_layers(job.model, []) if layer.name not in every]
-        overrides = {name: str(found) for name in every if (found := job.overrides.of(name)) is not None}
-    overrides = {stored.hub(name): scheme for name, scheme in overrides.items()}
-    kept, hadamard = [*map(stored.hub, kept)], [*map(stored.hub, changes.hadamard)]
-    ignore = None if ignore is None else stored.both(ignore)
-    quantization = configuration(job.scheme, kept, group_index, hadamard, ignore, overrides, job.nested)
+        overrides = Overrides((name, found) for name in every if (found := job.overrides.of(name)) is not None)
+    saved = Quantization(job.scheme, kept, group_index, [*changes.hadamard], overrides, [*job.nested])
+    quantization = saved.renamed(stored.hub).entry(None if ignore is None else stored.both(ignore))
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     if job.tied:
         config |= untied(config)
@@ -333,8 +328,7 @@ def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, s
     wanted = {f"{layer.name}.weight" for layer in layers}
     missing = sorted(wanted - set(names) - set(model.all_tied_weights_keys))
     if missing:
-        count = "" if len(missing) == 1 else f" and {len(missing) - 1} more"
-        raise CheckpointError(f"{folder.path} has no tensor {missing[0]}{count}, which {type(model).__name__} needs")
+        raise CheckpointError(f"{folder.path} has no tensor {counted(missing)}, which {type(model).__name__} needs")
     for name in sorted(wanted & set(names)):
         entry = folder.entries[names[name]]
         if not (entry.dtype.is_floating_point and entry.dtype.itemsize >= 2):
