@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.formats.stored import Format, Groups, Opened, StoredLayer, finite, group_size
+from anybit.checkpoints.formats.stored import Format, Groups, Opened, StoredLayer, finite
 from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.scheme import Scheme, WeightFormat
 
@@ -29,7 +29,7 @@ def _open(layer: StoredLayer) -> Opened:
     k, width = layer.shape("qweight")
     if n % 8 or width * 32 % n or width * 32 // n not in range(1, 9):
         raise layer.refuse(f"qweight of shape {(k, width)} fits no width of 1 to 8 bits with {n} outputs")
-    groups = Groups.of(layer, group_size(layer, layer.config.get("group_size"), stored, k), k)
+    groups = Groups.fitting(layer, stored, k, layer.config.get("group_size"))
     format = WeightFormat(width * 32 // n, "asym", groups.group)
 
     def in_order(name: str) -> Tensor:

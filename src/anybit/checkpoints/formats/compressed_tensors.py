@@ -26,7 +26,6 @@ from anybit.checkpoints.formats.stored import (
     Opened,
     StoredLayer,
     finite,
-    group_size,
     unset,
     unsigned,
 )
@@ -58,9 +57,8 @@ def _open(layer: StoredLayer) -> Opened:
     else:
         n, k = layer["shape"].flatten().tolist() if "bitmask" in layer else layer.shape("weight")
         bits, padded = 8, False  # as stored, even if rounded to fewer
-    scale = layer.shape("weight_scale")
-    stored = scale[1] if len(scale) == 2 else 1
-    groups = Groups.of(layer, group_size(layer, _settings(layer).get("group_size"), stored, k), k)
+    _, stored = (*layer.shape("weight_scale"), 1, 1)[:2]
+    groups = Groups.fitting(layer, stored, k, _settings(layer).get("group_size"))
     for tensor, word, value in (("weight_zero_point", "symmetric", False), ("weight_g_idx", "actorder", "group")):
         if tensor not in layer and _settings(layer).get(word) == value:
             raise layer.refuse(f"it has no tensor {tensor}, and config.json says that {word} is {value}")

@@ -19,9 +19,7 @@ from anybit.scheme import Scheme, WeightFormat
 def _open(layer: StoredLayer) -> Opened:
     weight = "weight_packed" if "weight_packed" in layer else "weight"
     k, (_, stored) = 2 * layer.shape(weight)[1], layer.shape("weight_scale")
-    if k % stored:
-        raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
-    groups = Groups.of(layer, k // stored, k)
+    groups = Groups.fitting(layer, stored, k)
     format = WeightFormat(4, "e2m1", groups.group)
 
     def read() -> QuantizedWeight:

@@ -10,7 +10,7 @@ are 2^(b-1) - 1 in v1 and 2^(b-1) in v2.
 
 import torch
 
-from anybit.checkpoints.formats.stored import Format, Groups, Opened, StoredLayer, finite, group_size
+from anybit.checkpoints.formats.stored import Format, Groups, Opened, StoredLayer, finite
 from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.scheme import Code, Scheme, WeightFormat
 
@@ -24,7 +24,7 @@ def _open(layer: StoredLayer) -> Opened:
     if bits not in range(1, 9) or layer.shape("qweight")[1] != n:
         raise layer.refuse(f"qzeros of shape {layer.shape('qzeros')} fit no width of 1 to 8 bits with {n} outputs")
     k = layer.shape("qweight")[0] * 32 // bits
-    groups = Groups.of(layer, group_size(layer, layer.config.get("group_size"), stored, k), k)
+    groups = Groups.fitting(layer, stored, k, layer.config.get("group_size"))
     if groups.group is not None and "g_idx" not in layer and layer.config.get("desc_act"):
         raise layer.refuse("it has no tensor g_idx, and config.json says that inputs are out of order (desc_act)")
     zero = unpack_words(layer["qzeros"], bits, n).int()

@@ -31,9 +31,7 @@ def _open(layer: StoredLayer) -> Opened:
     bits = 2 * codes[1] // n if n else 0
     if bits not in _INTERLEAVED or codes != (k // 32, n * bits // 2) or meta != (k // 32, 2 * n) or n % _COLUMNS:
         raise layer.refuse(f"codes of shape {codes}, metadata of {meta} and scales of {scales} do not fit together")
-    if k % scales[0]:
-        raise layer.refuse(f"{k} inputs in {scales[0]} groups, which fit no group size")
-    groups = Groups.of(layer, None if scales[0] == 1 else k // scales[0], k)
+    groups = Groups.fitting(layer, scales[0], k)
     format = WeightFormat(bits, "sym", groups.group, True)
 
     def read() -> QuantizedWeight:

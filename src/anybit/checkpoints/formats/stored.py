@@ -102,6 +102,18 @@ class Groups:
         group = max(fitting)
         return cls(layer, group, -(-k // group), size // group)
 
+    @classmethod
+    def fitting(cls, layer: StoredLayer, stored: int, k: int, said: object = None) -> "Groups":
+        """``stored`` groups of k inputs: of ``said`` inputs if that fits (the last may be partial), else of equal size.
+
+        Raises CheckpointError if no size fits.
+        """
+        if isinstance(said, int) and said > 0 and -(-k // said) == stored:
+            return cls.of(layer, said, k)
+        if stored == 0 or k % stored:
+            raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
+        return cls.of(layer, None if stored == 1 else k // stored, k)
+
     @property
     def stored(self) -> int:
         """Groups per row in the file."""
@@ -131,20 +143,6 @@ class Groups:
             size = self.group * self.repeat
             raise self.layer.refuse(f"an activation order over groups of {size} inputs, which anybit does not support")
         return index.to(torch.int32)
-
-
-def group_size(layer: StoredLayer, said: object, stored: int, k: int) -> int | None:
-    """The size of ``stored`` groups of k inputs: ``said`` if it fits (the last may be partial), else k / stored.
-
-    None: whole rows. Raises CheckpointError if no size fits.
-    """
-    if isinstance(said, int) and said > 0 and -(-k // said) == stored:
-        return said
-    if stored == 1:
-        return None
-    if stored == 0 or k % stored:
-        raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
-    return k // stored
 
 
 def ordered(layer: StoredLayer) -> bool:
