@@ -153,7 +153,7 @@ def explain(
     anybit explain 4096,14336 --scheme w4a8 --m 1 --m 512
     anybit explain ./llama-3-8b-w4a8 --m 16
     """
-    shape, kind = _shape(what), _checked(dtype) or _DTYPES[0]
+    shape, kind = _shape(what), _checked(dtype)
     if shape is not None and scheme is None:
         raise SchemeError(f"the shape {what} needs a scheme: --scheme w4a8")
     if shape is not None and ranks > 1:
@@ -168,27 +168,25 @@ def explain(
 
     with status(f"Reading {what}"):
         if shape is not None and wanted is not None:
-            layers = [(wanted, *shape)]
+            layers, own = [(wanted, *shape)], _DTYPES[0]
         else:
             layers, own = _layers(what, scheme, trust_remote_code, ranks)
-            kind = dtype or own
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
         if policy is not None:
             dispatching.use(policy)
-        by, dtype_ = dispatching.dispatcher(device.name), getattr(torch, kind)
+        by, dtype_ = dispatching.dispatcher(device.name), getattr(torch, kind or own)
         found = [
             explain_product(LinearProblem(m, n, k, parsed.weights, parsed.activations, dtype_, device), by)
             for parsed, n, k in layers
             for m in tokens or [1, 16, 256, 4096]
         ]
-    hints = {f"{hint.path} is only a hint: {hint.why_hint(device.name)}": hint for hint in by.hints}
+    hints = [f"{hint.path} is only a hint: {hint.why_hint(device.name)}" for hint in by.hints]
     if as_json:
-        print_json({"products": [asdict(one) for one in found], "hints": list(hints)})
+        print_json({"products": [asdict(one) for one in found], "hints": hints})
         return
     output.print("\n\n".join(one.text() for one in found))
-    for told, hint in hints.items():
-        if hint.origin.gpu != device.name:  # for this GPU's maps there was a warning already
-            errors.print(told)
+    for hint in hints:
+        errors.print(hint)
 
 
 def _map(to: Path | None, gpu: str) -> Path:
@@ -277,7 +275,7 @@ def _layers(
 
 
 def _products(model: "nn.Module", schemes: dict[str, Scheme], ranks: int = 1) -> list[tuple[Scheme, int, int]]:
-    """([(scheme, outputs, inputs)], dtype) of a model: its linear layers as ``fuse`` joins them, then single ones."""
+    """(scheme, outputs, inputs) of a model's linear layers as ``fuse`` joins them, then of single ones."""
     from anybit.models.modules import linear_layers
 
     layers = {

@@ -21,7 +21,6 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.scheme import ActivationFormat
 
-_EMPTY = 0
 _BY_ROW = (1, 2, 4, 5, 7)
 """Places of tensors that have a value or more a row."""
 
@@ -52,7 +51,7 @@ class PackedTiles(Backend):
         packed = packed_tiles.prepare(weight, "a8" if activations.quantized else "a16")
         saved = (weight.scale, weight.zero, weight.group_index, weight.minimum)
         tensors = (packed.tiles, packed.row_scale, packed.row_zero, packed.permutation, *saved)
-        return [torch.empty(_EMPTY, device=weight.device) if tensor is None else tensor for tensor in tensors]
+        return [torch.empty(0, device=weight.device) if tensor is None else tensor for tensor in tensors]
 
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The packed weight, exactly as it was."""
