@@ -42,16 +42,38 @@ MEMBERS = [
 ]
 
 
-def run(case: Case, arch: str = "sm_90a", blocks: int = 3, seed: int = 0, tolerance: float = 0.0, **kw):
+def run(case: Case, arch="sm_90a", blocks=3, seed=0, tolerance=0.0, make=kernel.on_a_line, empty=(), **kw):
+    """Compare a step with the reference. make: a problem's config on a device.  empty: rows of empty sequences."""
     device = dataclasses.replace(Device.named(arch), sms=blocks)
     cache, sequences, q = case.build("cpu")
-    config = kernel.on_a_line(kv.problem_of(q, cache.view(0), case.masks()), device)
-    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
-    emulate.run(launch.kernel, launch.params, launch.grid, seed=seed, resident=blocks, **kw)
     want, want_lse = decode_reference(q, cache, 1, sequences, case.masks(), precision=torch.float64)
-    assert launch.out.isfinite().all()
-    assert relative_error(launch.out, want) < (tolerance or (1e-2 if case.bf16 else 2e-3))
-    torch.testing.assert_close(launch.lse, want_lse, rtol=1e-3, atol=2e-2 if case.bf16 or tolerance else 4e-3)
+    for row in empty:
+        cache.lengths[sequences[row]] = 0
+    config = make(kv.problem_of(q, cache.view(0), case.masks()), device)
+    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
+    emulate.run(launch.kernel, launch.params, launch.grid, seed=seed, **{"resident": blocks} | kw)
+    assert launch.out.isfinite().all() and not launch.out[list(empty)].any()
+    assert not empty or (launch.lse[list(empty)] == -torch.inf).all() != case.sinks
+    rows = [row for row in range(len(q)) if row not in empty]
+    assert relative_error(launch.out[rows], want[rows]) < (tolerance or (1e-2 if case.bf16 else 2e-3))
+    apart = 2e-2 if case.bf16 or tolerance else 4e-3
+    torch.testing.assert_close(launch.lse[rows], want_lse[rows], rtol=1e-3, atol=apart)
+
+
+def made(warps: int, stages: int, **change):
+    """Makes a config with these warps and stages, and fields changed."""
+    return lambda problem, device: dataclasses.replace(kernel.make(problem, device, warps, stages), **change)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Launches of ``ops.kv`` run on the emulator."""
+
+    def launch(kernel, params, grid, *, pdl, device):
+        emulate.run(kernel, params, grid, resident=64)
+
+    monkeypatch.setattr(kv.jit, "launch", launch)
+    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
 
 
 @pytest.mark.parametrize("case", MEMBERS, ids=str)
@@ -90,20 +112,7 @@ def test_other_schedules_and_splits_give_the_same():
 def test_a_pair_of_many_parts(pieces: int, length: int):
     """More than 32 blocks have parts of one pair, and of its neighbours: one or two warps of the last merge a row."""
     case = small("kv2g128", lengths=(length, 40), heads=4, kv_heads=1)
-    cache, sequences, q = case.build("cpu")
-    device = dataclasses.replace(Device.named("sm_90a"), sms=41)
-    config = kernel.make(kv.problem_of(q, cache.view(0)), device, 2, 2)
-    launch = kv.prepare(
-        q,
-        cache.view(1),
-        cache.row_pointer(sequences),
-        case.masks(),
-        device,
-        dataclasses.replace(config, merge_warps=pieces),
-    )
-    emulate.run(launch.kernel, launch.params, launch.grid, seed=pieces, resident=41)
-    want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
-    assert relative_error(launch.out, want) < 2e-3
+    run(case, blocks=41, seed=pieces, make=made(2, 2, merge_warps=pieces))
 
 
 @pytest.mark.parametrize(
@@ -119,18 +128,9 @@ def test_a_pair_of_many_parts(pieces: int, length: int):
 )
 def test_a_cluster_for_each_pair(case: Case, blocks: int, warps: int, pieces: int):
     """Fewer and more items than warps, an empty sequence, tasks for some blocks only, and for each several."""
-    cache, sequences, q = case.build("cpu")
-    device = Device.named("sm_90a")
-    want, want_lse = decode_reference(q, cache, 1, sequences, case.masks(), precision=torch.float64)
-    cache.lengths[sequences[0]] = 0
-    config = kernel.make(kv.problem_of(q, cache.view(0), case.masks()), device, warps, 2)
-    config = dataclasses.replace(config, pair_blocks=blocks, merge_warps=pieces)
-    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
     written = ("q", "residual", "out", "lse")
-    emulate.run(launch.kernel, launch.params, launch.grid, seed=blocks, resident=3, dependent=written)
-    assert not launch.out[0].any() and (launch.lse[0] == -torch.inf).all() != case.sinks
-    assert relative_error(launch.out[1:], want[1:]) < (1e-2 if case.bf16 else 2e-3)
-    torch.testing.assert_close(launch.lse[1:], want_lse[1:], rtol=1e-3, atol=2e-2 if case.bf16 else 4e-3)
+    make = made(warps, 2, pair_blocks=blocks, merge_warps=pieces)
+    run(case, seed=blocks, make=make, empty=(0,), dependent=written)
 
 
 def test_a_few_short_sequences_get_a_cluster_for_each_pair():
@@ -153,15 +153,8 @@ def test_more_sequences_than_a_warp_has_lanes():
 @pytest.mark.parametrize(("stages", "ahead", "after"), [(2, 1, 0), (3, 1, 1), (2, 0, 2)])
 def test_what_l2_is_asked_for_ahead(stages: int, ahead: int, after: int):
     """Only for long ranges: so one block of two warps here, whose ranges cross heads and rows."""
-    case = MEMBERS[0]
-    cache, sequences, q = case.build("cpu")
-    device = dataclasses.replace(Device.named("sm_90a"), sms=1)
-    config = kernel.make(kv.problem_of(q, cache.view(0)), device, 2, stages)
-    config = dataclasses.replace(config, l2_early=ahead, l2_late=after)
-    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
-    emulate.run(launch.kernel, launch.params, launch.grid, dependent=("q", "residual", "out"))
-    want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
-    assert relative_error(launch.out, want) < 2e-3
+    make = made(2, stages, l2_early=ahead, l2_late=after)
+    run(MEMBERS[0], blocks=1, make=make, resident=4, dependent=("q", "residual", "out"))
 
 
 def test_queries_and_residual_are_not_touched_before_the_previous_kernel_ended():
@@ -190,18 +183,7 @@ def test_a_fixed_split_makes_results_independent_of_the_batch():
 
 def test_lengths_from_zero_as_only_the_device_sees_them():
     """Rows of empty sequences give 0 and a log-sum-exp of -inf, as in a graph before their first token."""
-    case = MEMBERS[0]
-    cache, sequences, q = case.build("cpu")
-    want, want_lse = decode_reference(q, cache, 1, sequences, precision=torch.float64)
-    for row in (0, 2):
-        cache.lengths[sequences[row]] = 0
-    device = dataclasses.replace(Device.named("sm_90a"), sms=3)
-    config = kernel.on_a_line(kv.problem_of(q, cache.view(0)), device)
-    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
-    emulate.run(launch.kernel, launch.params, launch.grid, resident=3)
-    assert not launch.out[[0, 2]].any() and (launch.lse[[0, 2]] == -torch.inf).all()
-    assert relative_error(launch.out[[1, 3]], want[[1, 3]]) < 2e-3
-    torch.testing.assert_close(launch.lse[[1, 3]], want_lse[[1, 3]], rtol=1e-3, atol=4e-3)
+    run(MEMBERS[0], empty=(0, 2))
 
 
 @pytest.mark.parametrize("error", sorted(kv_page.WRONG))
@@ -227,10 +209,8 @@ def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
 
 
 @pytest.mark.parametrize("error", sorted(kv_page.WRONG))
-def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
+def test_packing_reports_what_is_out_of_range(error: int, emulated, monkeypatch):
     monkeypatch.setenv("ANYBIT_DEBUG", "1")
-    monkeypatch.setattr(kv.jit, "launch", lambda kernel, params, grid, pdl, device: emulate.run(kernel, params, grid))
-    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
     cache = KVCache("kv4g128", layers=1, kv_heads=1, head_dim=64, sequences=3, capacity=256)
     cache.add()
     sequence = cache.add()
@@ -259,13 +239,8 @@ PACKED = [
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
-    def launch(kernel, params, grid, *, pdl, device):
-        emulate.run(kernel, params, grid, resident=64)
-
+def test_packing_gives_the_pages_of_the_reference(case: Case, emulated, monkeypatch):
     here, *_ = case.build("cpu")
-    monkeypatch.setattr(kv.jit, "launch", launch)
-    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
     monkeypatch.setattr(
         KVCache,
         "_write_torch",
@@ -278,10 +253,7 @@ def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["kv4g128", "kv2g32t"])
-def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
-    def launch(kernel, params, grid, *, pdl, device):
-        emulate.run(kernel, params, grid, resident=64)
-
+def test_packing_what_is_in_the_residual_already(format: str, emulated):
     cache = KVCache(format, layers=1, kv_heads=2, head_dim=128, sequences=2, capacity=512)
     sequences = [cache.add(), cache.add()]
     tokens = torch.randn(2, 2, 130, 2, 128, generator=torch.Generator().manual_seed(3)).half()
@@ -291,8 +263,6 @@ def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
     want = cache.pages.clone()
     cache.pages.zero_()
     assert cache.completes(sequences, 3)
-    monkeypatch.setattr(kv.jit, "launch", launch)
-    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
     kv.pack(cache.view(0), cache.row_pointer(sequences), len(sequences), 3)
     assert torch.equal(cache.pages, want)
 
@@ -301,7 +271,7 @@ def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
 @pytest.mark.parametrize(
     ("format", "known"), [("kv4g128", True), ("kv2g32t", False), ("kv8g128t", True), ("k16v2g32", False)]
 )
-def test_one_token_completes_a_window(format: str, stored: bool, known: bool, monkeypatch):
+def test_one_token_completes_a_window(format: str, stored: bool, known: bool, emulated, monkeypatch):
     """The rest of the window is in the ring, with or without that token; reading a length too early is detected."""
 
     def launch(kernel, params, grid, *, pdl, device):
@@ -319,7 +289,6 @@ def test_one_token_completes_a_window(format: str, stored: bool, known: bool, mo
     want = cache.residual.clone(), cache.pages.clone()
     cache.pages.copy_(before[1])
     monkeypatch.setattr(kv.jit, "launch", launch)
-    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
     if stored:
         kv.pack(cache.view(0), cache.row_pointer(sequences), len(sequences), 1)
     else:
