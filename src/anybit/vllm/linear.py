@@ -116,9 +116,9 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         if len(self.parts) > 1:
             told["layers that vLLM fuses are one product"].append(len(runs) == 1)
         if attention is not None:
-            told["attention layers apply RoPE and store keys in one kernel"].append(heads is not None)
+            told["attention layers run anybit's RoPE and cache write"].append(heads is not None)
         if fusion.parent_of(layer, "gate_up_proj") is not None:
-            told["MLPs apply SiLU in the kernel of a product"].append(fusion.activate(layer, paired is not None))
+            told["MLPs run anybit's SiLU"].append(fusion.activate(layer, paired is not None))
         if heads is not None:
             rotary.replace_forward(attention, heads)
         self.warmup.add(layer, products, heads, paired is not None)
