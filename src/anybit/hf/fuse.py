@@ -35,6 +35,7 @@ from anybit.ops.elementwise import (
     rotate,
     rotate_store,
 )
+from anybit.ops.fused import feed_forward
 from anybit.ops.kv import Masks
 from anybit.ops.router import norm_router
 
@@ -157,11 +158,16 @@ class FusedLayer(nn.Module):
                 out = cache.attend_new(self.layer_idx, q, k, v, attention_mask, self.masks)
             else:
                 out = self._attend(now.attend, q, k, v, attention_mask, cache, kwargs)
-        attended = self.output(out.reshape(len(x), -1))
+        out = out.reshape(len(x), -1)
         if self.gate_up is None:
-            return self._mixed(attended, residual, now)
+            return self._mixed(self.output(out), residual, now)
         norm, silu = self.post_attention_layernorm, self.pairs is not None
-        gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
+        if isinstance(self.gate_up, QuantLinear):
+            layers = self.output.operands, self.gate_up.operands, self.down.operands
+            found = feed_forward(out, residual, norm.weight, _epsilon(norm), layers, silu)
+            if found is not None:
+                return Hidden(*found, now)
+        gated, residual = self.gate_up.norm_linear(self.output(out), residual, norm.weight, _epsilon(norm), silu)
         return Hidden(self.down(gated) if silu else self.down.silu_linear(gated), residual, now)
 
     def _begin(
