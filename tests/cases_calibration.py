@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from anybit.codes.rtn import quantize_weight
 from anybit.models.blocks import find_blocks
+from anybit.scheme import Scheme
 
 
 def tiny(seed: int = 0, layers: int = 3):
@@ -29,6 +31,13 @@ def interrupt(what: str, done: int, total: int) -> None:
 def names_of(model) -> set[str]:
     prefix, blocks = find_blocks(model)
     return {f"{prefix}.{n}" for n, m in blocks.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+def rounded(model, text: str):
+    """(weights rounded to nearest, what gives every layer its scheme)."""
+    scheme = Scheme.parse(text)
+    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in sorted(names_of(model))}
+    return weights, lambda name: scheme
 
 
 def sequences(count: int = 12, seed: int = 1) -> list[torch.Tensor]:

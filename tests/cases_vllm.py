@@ -52,6 +52,17 @@ def outputs(layer: Any, x: Tensor) -> Tensor:
     return layer.quant_method.apply(layer, x)
 
 
+def row_parallel(rank: Callable[[int, int], None], ranks: int, part: QuantLinear, x: Tensor, **words: Any) -> Tensor:
+    """The sum of what ranks compute of a layer, each of its own inputs. words: of the configuration."""
+    total = torch.zeros(len(x), part.out_features)
+    for number in range(ranks):
+        rank(number, ranks)
+        config, sizes = configured(part.scheme, ["o_proj"], **words), (part.in_features, part.out_features)
+        layer = made(linear.RowParallelLinear, *sizes, prefix="o_proj", config=config)
+        total += outputs(load(layer, {None: part}), x.chunk(ranks, -1)[number])
+    return total
+
+
 class Mlp(nn.Module):
     """The plain MLP of vLLM's models: 64 inputs, 128 channels."""
 

@@ -125,19 +125,19 @@ def test_no_pickle_is_ever_loaded(tmp_path: Path) -> None:
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        Folder(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
-        Folder(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="holds a list"):
-        Folder(tmp_path)
-    with pytest.raises(CheckpointError, match="neither a folder, nor a GGUF file"), local_folder("nope"):
-        pass
+    for config, message in (
+        (None, r"has no config\.json"),
+        ("{}", r"neither model\.safetensors nor"),
+        ("[]", "holds a list"),
+    ):
+        if config is not None:
+            (tmp_path / "config.json").write_text(config)
+        with pytest.raises(CheckpointError, match=message):
+            Folder(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGML....")
-    with pytest.raises(CheckpointError, match="is not a GGUF file"), local_folder(tmp_path / "model.gguf"):
-        pass
+    for name, message in (("nope", "neither a folder, nor a GGUF file"), ("model.gguf", "is not a GGUF file")):
+        with pytest.raises(CheckpointError, match=message), local_folder(tmp_path / name):
+            pass
 
 
 def test_large_values_are_no_infinity(tmp_path: Path) -> None:

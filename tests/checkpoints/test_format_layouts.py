@@ -281,9 +281,7 @@ def test_what_cannot_be_read_is_refused_by_name(name, config, tensors, why) -> N
 @pytest.mark.parametrize("bad", ["scales", "weights"])
 def test_what_is_not_finite_is_refused(bad: str) -> None:
     codes = torch.full((N, K), 0x7F if bad == "weights" else 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    made = layer(
-        {"quant_method": "fp8"}, weight=codes, weight_scale=torch.tensor([torch.inf if bad == "scales" else 1])
-    )
+    made = layer({"quant_method": "fp8"}, weight=codes, weight_scale=torch.tensor([{"scales": torch.inf}.get(bad, 1)]))
     with pytest.raises(CheckpointError, match="not finite" if bad == "scales" else "hold NaN"):
         read("fp8", made)
 

@@ -197,9 +197,7 @@ def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float
     folder = whole_model("gptq-4-sym", tmp_path)
     retensor(folder, **{"model.layers.0.self_attn.q_proj.bias": torch.full((64,), value, dtype=torch.float16)})
     if value:
-        with pytest.raises(
-            CheckpointError, match=r"has tensor .*q_proj\.bias, which LlamaForCausalLM has no place for"
-        ):
+        with pytest.raises(CheckpointError, match=r"has tensor .*q_proj\.bias, which LlamaForCausalLM has no place"):
             load_model(folder)
     else:
         assert load_model(folder).scheme is not None

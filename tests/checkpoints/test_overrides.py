@@ -37,9 +37,7 @@ def stored_bytes(folder: Path, model: Any) -> int:
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
-        ("llama", MIXED),
-        ("llama-tied", MIXED),
-        ("gemma3", MIXED),
+        *((name, MIXED) for name in ("llama", "llama-tied", "gemma3")),
         ("gpt2", {"lm_head": "w8a16", "*.c_proj": "w6a16g32"}),
     ],
 )

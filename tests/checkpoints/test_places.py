@@ -49,12 +49,8 @@ def test_new_folder_replaces_no_other_files(tmp_path: Path) -> None:
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "thesis.tex").write_text("years of work")
-    refused(
-        thesis, r"thesis is not overwritten: it holds thesis\.tex, which would be lost, since anybit did not write it"
-    )
-    refused(
-        model_at(tmp_path / "b", "train.py", "optimizer.pt", "c.bin", "d"), r"holds c\.bin, d, optimizer\.pt and 1 m"
-    )
+    refused(thesis, r"thesis is not overwritten: it holds thesis\.tex, which would be lost, since anybit did not")
+    refused(model_at(tmp_path / "b", "train.py", "optimizer.pt", "c.bin", "d"), r"holds c\.bin, d, optimizer\.pt and")
     for index, name in enumerate(("notes.txt", "README.md", "LICENSE", "LICENSE_KEY.txt", "NOTICE.mine", "foo.spm")):
         refused(model_at(tmp_path / f"a{index}", name), f"it holds {name}, which")
     (model_at(tmp_path / "c") / "checkpoint-500").mkdir()
@@ -130,11 +126,7 @@ def test_new_folder_never_replaces_the_current_directory(tmp_path: Path, monkeyp
     inner = model_at(tmp_path / "model") / "inner"
     inner.mkdir()
     monkeypatch.chdir(inner)
-    for place, message in (
-        (".", "is the current directory"),
-        ("", "is the current"),
-        ("..", "a folder around the curr"),
-    ):
+    for place, message in ((".", "is the current directory"), ("", "is the current"), ("..", "a folder around")):
         with pytest.raises(CheckpointError, match=message), new_folder(place, overwrite=True):
             pass
     with new_folder("out"):

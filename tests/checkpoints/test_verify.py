@@ -62,9 +62,7 @@ def test_nothing_in_a_folder_is_executed(llama, tmp_path, monkeypatch, door) -> 
     names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
     configure(folder, auto_map=names)
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**tokenizer, "auto_map": names, "tokenizer_class": "Evil"})
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "auto_map": names, "tokenizer_class": "E"}))
     try:
         if door == "load_model":
             load_model(folder, device="cpu")
@@ -256,9 +254,7 @@ def test_a_folder_of_gguf_files_and_a_missing_tokenizer_say_what_to_do(llama, tm
     bare = linked(llama, tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"save it there: AutoTokenizer.from_pretrained\(ORIGINAL\).save_pretrained"
-    ):
+    with pytest.raises(CheckpointError, match=r"save it there: AutoTokenizer.from_pretrained\(ORIGINAL\).save_pre"):
         load_model(bare, device="cpu")
 
 

@@ -124,10 +124,7 @@ def test_info_of_schemes_and_models(run: Any, model: Path, tmp_path: Path) -> No
         (["quantize", "MODEL", "-o", "FULL"], "exists already and is not empty"),
         (["quantize", "MODEL", "-o", "FULL", "--overwrite"], "is not overwritten: it holds text.txt, which"),
         (["quantize", "", "-o", "OUT"], "error: the model's name is empty: write a folder, a GGUF file or a hub name"),
-        (
-            ["quantize", "MODEL", "-o", "OUT", "--set", "search=null"],
-            "method rtn: search must be true or false, not None",
-        ),
+        (["quantize", "MODEL", "-o", "OUT", "--set", "search=null"], "rtn: search must be true or false, not None"),
         (["quantize", "MODEL", "-o", "/proc/anybit"], "/proc/anybit cannot be written"),
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
         (["quantize", "MODEL", "-o", "OUT", "--bits", "9"], "error: --bits 9 is out of reach: layers of 2 to 8 bits"),

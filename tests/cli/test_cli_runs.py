@@ -36,10 +36,7 @@ def test_a_log_shows_what_is_left(run: Any, model: Path, tmp_path: Path, monkeyp
     ("words", "says"),
     [
         ((), "interrupted; nothing was saved"),
-        (
-            ("--method", "gptq", "-t", "x.json"),
-            "goes on if it is run again: anybit quantize m -o out --method gptq -t ",
-        ),
+        (("--method", "gptq", "-t", "x.json"), "goes on if it is run again: anybit quantize m -o out --method gptq "),
         (("--method", "gptq", "-t", "x.json", "--set", "resume=kept"), "the same command goes on after the blocks in "),
     ],
 )

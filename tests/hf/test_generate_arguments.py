@@ -6,6 +6,7 @@ static caches share them out, as do the two others; each takes all with ANYBIT_E
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -80,7 +81,7 @@ def settings(first, tokenizer):
     several = {
         "cache_implementation": [{"cache_implementation": kind} for kind in (None, "dynamic", "nosuch")],
         "eos_token_id": [{"eos_token_id": first[2]}, {"eos_token_id": [first[3], first[1]]}],
-        "max_new_tokens": [{"max_new_tokens": n} for n in (1, 2, 0)],
+        "max_new_tokens": [{"max_new_tokens": n} for n in (1, 2, 0, np.int64(4))],
         "num_return_sequences": [{"num_return_sequences": 2, **BEAMS}, {"num_return_sequences": 2, **SAMPLE}],
         "stop_strings": [{"stop_strings": [said]}, {"stop_strings": ["nosuch"], "tokenizer": None}],
         "token_healing": [{"token_healing": True}, {"token_healing": True, "tokenizer": None}],

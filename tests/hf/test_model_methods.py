@@ -73,9 +73,7 @@ def test_resizing_works_or_is_refused_before_anything_changes(models: Iterator[A
             model.resize_token_embeddings(100)
         else:
             for other in ((100,), (90,), (96, 64)):
-                with pytest.raises(
-                    LayerError, match=r"quantized, and cannot be resized from 96 to \d+ .*dequantize\(\)"
-                ):
+                with pytest.raises(LayerError, match=r"quantized, and cannot be resized from 96 to .*dequantize\(\)"):
                     model.resize_token_embeddings(*other)
             assert torch.equal(model(IDS).logits, logits) and model.get_input_embeddings() is embedding
             model.dequantize().resize_token_embeddings(100)

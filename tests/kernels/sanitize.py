@@ -93,7 +93,6 @@ def problem_of(m: int, n: int, k: int, text: str) -> LinearProblem:
 
 
 def kernels_used() -> list[Kernel]:
-    """All kernels used here, for precompile.py."""
     found = set()
     for m, n, k, scheme in problems():
         for output in (Output.s32, Output.f16):

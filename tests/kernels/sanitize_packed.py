@@ -63,7 +63,6 @@ WAYS = {"large": LARGE}
 
 
 def kernels_used() -> list[Kernel]:
-    """All kernels used here, for precompile.py."""
     large = [sm90_packed_gemm.config_for(LinearProblem(m, n, k, W4), *cut) for m, n, k, cut in LARGE]
     return [*kernels_of(case for cases in FEW.values() for case in cases), *map(sm90_packed_gemm.kernel, large)]
 

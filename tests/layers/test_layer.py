@@ -22,10 +22,6 @@ def layer_of(scheme: str, n: int = 24, k: int = 256) -> QuantLinear:
     return QuantLinear.from_weight(random_weight(n, k, Scheme.parse(scheme).weights), scheme)
 
 
-def with_groups(weight: QuantizedWeight, groups: torch.Tensor) -> QuantizedWeight:
-    return replace(weight, group_index=groups)
-
-
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w3a8asym", "w2a16g64"])
 def test_copies_are_layers_of_their_own(scheme: str, prepared: bool) -> None:
@@ -40,13 +36,8 @@ def test_copies_are_layers_of_their_own(scheme: str, prepared: bool) -> None:
     loaded.load_state_dict(layer.state_dict())
     onto_meta = QuantLinear(256, 24, scheme, bias=False, device="meta")
     onto_meta.load_state_dict(layer.state_dict(), assign=True)
-    copies = [
-        copy.deepcopy(layer),
-        pickle.loads(pickle.dumps(layer)),
-        torch.load(file, weights_only=False),
-        loaded,
-        onto_meta,
-    ]
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False)]
+    copies += [loaded, onto_meta]
     for each in copies:
         assert torch.equal(each(x), y)
     words = layer.quantized_weight().words
@@ -173,7 +164,7 @@ def test_tensors_of_another_type_are_named() -> None:
 def test_groups_that_are_not_there_are_named(add: int, words: str) -> None:
     weight = random_weight(8, 256, Scheme.parse("w4a16g128").weights)
     groups = (torch.arange(256) // 128 + add).int()
-    layer = QuantLinear.from_weight(with_groups(weight, groups), "w4a16g128")
+    layer = QuantLinear.from_weight(replace(weight, group_index=groups), "w4a16g128")
     with pytest.raises(LayerError, match=f"{words}, and the layer has 0 to 1"):
         layer(torch.randn(1, 256))
     with pytest.raises(LayerError, match=words):

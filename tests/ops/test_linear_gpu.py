@@ -22,7 +22,6 @@ TOKENS = [1, 10, 70]
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     asked = [(s, n, k, m) for s in SCHEMES for n, k, _ in SHAPES for m in TOKENS]
     found = set()
     for scheme, n, k, m in asked:

@@ -186,9 +186,7 @@ def test_unreadable_texts_are_named(tmp_path):
 
 def test_a_store_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        CalibrationError, match=r"option spill: 80 bytes .* cannot be written into .*file .*File exists"
-    ):
+    with pytest.raises(CalibrationError, match=r"option spill: 80 bytes .* cannot be written into .*File exists"):
         Store(tmp_path / "file", budget=0)[0] = torch.zeros(20)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # like a full disk

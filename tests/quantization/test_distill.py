@@ -29,7 +29,7 @@ from anybit.quantization.methods.smooth_rotate import smooth_rotate
 from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.quantization.pipeline.resume import SavedState
 from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
-from cases_calibration import Interrupted, divergence, names_of, sequences, tiny
+from cases_calibration import Interrupted, divergence, rounded, sequences, tiny
 
 FORMATS = [
     WeightFormat(2, "asym", 32),
@@ -44,13 +44,6 @@ def bank_of(weight: QuantizedWeight, original: torch.Tensor) -> Bank:
     bank = Bank({"layer": weight}, lambda name: original, torch.float32, torch.float32)
     bank.refresh()
     return bank
-
-
-def rounded(model, text: str, seed: int = 0):
-    """(weights rounded to nearest, what gives every layer its scheme)."""
-    scheme = Scheme.parse(text)
-    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in sorted(names_of(model))}
-    return weights, lambda name: scheme
 
 
 @pytest.mark.parametrize("format", FORMATS)

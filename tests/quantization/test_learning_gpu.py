@@ -20,7 +20,7 @@ from anybit.quantization.methods.smooth_rotate import smooth_rotate
 from anybit.quantization.pipeline.calibrate import LayerQuantizer
 from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.scheme import Scheme
-from cases_calibration import Interrupted, interrupt, loud, names_of, tiny
+from cases_calibration import Interrupted, interrupt, loud, names_of, rounded, tiny
 from cases_models import save_tiny
 
 
@@ -62,13 +62,12 @@ def test_recorded_steps_give_the_same_gradients():
 
 @pytest.mark.parametrize("text", ["w2a16g32asym", "w3a4g32asym-xasym", "w3a16g32-kv2g32rot", "w4a16g32s24"])
 def test_learning_on_a_gpu_improves(text):
-    model, scheme = tiny(), Scheme.parse(text)
-    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in sorted(names_of(model))}
+    weights, scheme_of = rounded(model := tiny(), text)
     losses: list[float] = []
     rates = Rates(0.02, 0.005, 0.002)
     settings = Distillation(80 * 128, step_tokens=128, rates=rates, choosing=0.5, device="cuda")
     rows = [row for batch in batches(4) for row in batch]
-    found = distill(model, weights, rows, lambda name: scheme, settings, lambda *told: losses.append(told[2]))
+    found = distill(model, weights, rows, scheme_of, settings, lambda *told: losses.append(told[2]))
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     assert found.gains
 
@@ -82,11 +81,11 @@ def test_minutes_compile_and_capture(
     model, scheme = tiny(layers=3), Scheme.parse(text)
     if scheme.activations.quantized:
         smooth_rotate(LazyModel(model), batches(4))
-    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in sorted(names_of(model))}
+    weights, scheme_of = rounded(model, text)
     losses: list[float] = []
     settings = Distillation(0, 70.0, step_tokens=128, rates=Rates(0.02, 0.005, 0.002), device="cuda")
     rows = [row for batch in batches(4) for row in batch]
-    found = distill(model, weights, rows, lambda name: scheme, settings, lambda *told: losses.append(told[2]))
+    found = distill(model, weights, rows, scheme_of, settings, lambda *told: losses.append(told[2]))
     assert found.course.step > 500 and sum(losses[-4:]) < (0.9 if "a4" in text else 0.5) * sum(losses[:4])
     assert "WON'T CONVERT" not in caplog.text
     assert not [str(one.message) for one in recwarn if "slower" in str(one.message) or "longer" in str(one.message)]

@@ -4,7 +4,6 @@
 """
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, OptionError
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.vllm.config import AnyBitConfig
-from cases_damage import MUTATIONS, copy, damaged
+from cases_damage import MUTATIONS, copy
 from cases_models import save_byte_tokenizer
-from checkpoints.test_damage import SEED, _compared, judged
+from checkpoints.test_damage import _compared, fuzzed
 
 pytestmark = pytest.mark.usefixtures("loading")
 COUNT, FOREIGN_COUNT = 240, 120
@@ -89,7 +88,7 @@ def foreign(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 def configured(folder: Path) -> Any:
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
-    if folder.name in ("gptq", "awq", "compressed"):
+    if folder.name.startswith(("gptq", "awq", "compressed")):
         settings["quantization"] = "anybit"
     try:
         return EngineArgs(model=str(folder), **settings).create_engine_config()
@@ -176,25 +175,12 @@ def test_weights_that_vllm_makes_up_are_no_codes(folders: dict[str, Path]) -> No
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def _results(folders: dict[str, Path], tmp_path: Path, loader: Any, count: int) -> list[str]:
-    """Results of randomly damaged folders; none may be wrong."""
-    good = {name: loader(folder) for name, folder in folders.items()}
-    rng, results = random.Random(SEED), []
-    for number in range(count):
-        name = rng.choice(list(folders))
-        folder = copy(folders[name], tmp_path / name)
-        damage = damaged(rng, folder, GROUPS, number)
-        results.append((damage, name, *_compared(lambda folder=folder: loader(folder), good[name])))
-    judged(results, theirs=None)
-    return [result for _, _, result, _ in results]
-
-
 def test_damaged_folders_are_refused_or_right(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
-    assert _results(folders, tmp_path, loader, COUNT).count("refused") > COUNT // 3
+    results = fuzzed(loader, folders, tmp_path, GROUPS, COUNT, None, _compared)
+    assert results.count("refused") > COUNT // 3
 
 
-def test_damaged_folders_of_other_tools_are_refused_or_right(
-    foreign: dict[str, Path], tmp_path: Path, loader: Any
-) -> None:
+def test_damaged_folders_of_other_tools_are_refused_or_right(foreign, tmp_path: Path, loader: Any) -> None:
     """By `--quantization anybit`."""
-    assert _results(foreign, tmp_path, loader, FOREIGN_COUNT).count("refused") > FOREIGN_COUNT // 4
+    results = fuzzed(loader, foreign, tmp_path, GROUPS, FOREIGN_COUNT, None, _compared)
+    assert results.count("refused") > FOREIGN_COUNT // 4

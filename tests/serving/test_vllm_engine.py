@@ -68,12 +68,7 @@ def many_by_vllm(models: list[Path], tmp_path: Path, **options: Any) -> dict[str
     """The same for several engines, one after another."""
     child = tmp_path / "child.py"
     child.write_text(CHILD)
-    given = {
-        "models": [str(model) for model in models],
-        "prompts": PROMPTS,
-        "new": NEW,
-        "options": options,
-    }
+    given = {"models": [str(model) for model in models], "prompts": PROMPTS, "new": NEW, "options": options}
     done = run(str(child), json.dumps(given))
     lines = [line.removeprefix("ANSWERS ") for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert len(lines) == len(models), done.stdout[-3000:] + done.stderr[-3000:]

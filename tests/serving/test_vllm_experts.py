@@ -99,21 +99,19 @@ def run(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return found
 
 
-def whole(experts: Experts, **words: Any) -> Any:
-    """A layer of one rank that holds these experts."""
-    scheme = str(experts[0]["gate_proj"].scheme)
-    return load_experts(routed(configured(scheme, NAMES), **words), experts)
+def summed(config: AnyBitConfig, experts: Experts, tp: int, ep: int = 1, **words: Any) -> tuple[Tensor, list[Any]]:
+    """The sum of what all ranks compute, and their layers."""
+    places = [((number % tp, tp), (number % ep, ep)) for number in range(tp * ep)]
+    layers = [load_experts(routed(config, *place, **words), experts) for place in places]
+    return torch.stack([run(layer, *tokens()) for layer in layers]).sum(0), layers
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "w4a8"])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2), (1, 3)])
 def test_ranks_add_up_to_anybits_experts(scheme: str, tp: int, ep: int) -> None:
-    experts, total = experts_of(scheme), torch.zeros(7, HIDDEN)
+    experts = experts_of(scheme)
     expected, coded = experts(*tokens()), "a8" in scheme
-    for number in range(tp * ep):
-        places = {"tp": (number % tp, tp), "ep": (number % ep, ep)}
-        layer = load_experts(routed(configured(scheme, NAMES), **places), experts)
-        total += run(layer, *tokens())
+    total, _ = summed(configured(scheme, NAMES), experts, tp, ep)
     assert not expected[2].any() and expected[1].any()
     near = 0.05 if coded and tp > 1 else 1e-4  # each rank quantizes its part of the activations with a scale of its own
     torch.testing.assert_close(total, expected, rtol=near, atol=near * float(expected.abs().max()))
@@ -123,14 +121,9 @@ def test_ranks_add_up_to_anybits_experts(scheme: str, tp: int, ep: int) -> None:
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2), (1, 3)])
 def test_experts_of_two_schemes(other: str, tp: int, ep: int) -> None:
     """The first has no zero points; some ranks have experts of one alone."""
-    experts, total = experts_of("w4a16g128", other=other, bias=True), torch.zeros(7, HIDDEN)
-    kinds: list[int] = []
-    for number in range(tp * ep):
-        places = {"tp": (number % tp, tp), "ep": (number % ep, ep), "has_bias": True}
-        layer = load_experts(routed(mixed("w4a16g128", other), **places), experts)
-        total += run(layer, *tokens())
-        kinds.append(len(layer.quant_method.here))
-    assert kinds == {1: [2] * tp, 2: [1, 1], 3: [1, 2, 1]}[ep]
+    experts = experts_of("w4a16g128", other=other, bias=True)
+    total, layers = summed(mixed("w4a16g128", other), experts, tp, ep, has_bias=True)
+    assert [len(layer.quant_method.here) for layer in layers] == {1: [2] * tp, 2: [1, 1], 3: [1, 2, 1]}[ep]
     expected = experts(*tokens())
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
@@ -146,10 +139,8 @@ def mixed(scheme: str, other: str, stored: list[str] | None = NAMES) -> AnyBitCo
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_activations_and_biases(kind: str, gate: Gate, ranks: int) -> None:
     """Each expert's bias of down_proj is added by one rank alone."""
-    experts, total = experts_of("w4a16g32", gate, bias=True), torch.zeros(7, HIDDEN)
-    for number in range(ranks):
-        words = {"activation": kind, "has_bias": True, "tp": (number, ranks)}
-        total += run(whole(experts, **words), *tokens())
+    experts = experts_of("w4a16g32", gate, bias=True)
+    total, _ = summed(configured("w4a16g32", NAMES), experts, ranks, activation=kind, has_bias=True)
     torch.testing.assert_close(total, experts(*tokens()), rtol=1e-4, atol=1e-4)
 
 
@@ -162,7 +153,7 @@ def test_down_may_have_a_scheme_of_its_own() -> None:
 
 def test_a_routers_weight_on_the_input() -> None:
     experts, (x, ids, weights) = experts_of("w4a16g32"), tokens(top=1)
-    layer = whole(experts, top=1, apply_router_weight_on_input=True)
+    layer = load_experts(routed(configured("w4a16g32", NAMES), top=1, apply_router_weight_on_input=True), experts)
     expected = experts(x * weights, ids, torch.ones_like(weights))
     torch.testing.assert_close(run(layer, x, ids, weights), expected)
 

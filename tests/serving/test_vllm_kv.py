@@ -82,6 +82,10 @@ def test_faults_of_the_manager_are_found(fault: str, monkeypatch: pytest.MonkeyP
         World(Life()).live_through()
 
 
+def drafts(method: str, count: int = 3) -> Any:
+    return SimpleNamespace(method=method, num_speculative_tokens=count)
+
+
 def engine(format: str = "kv4", **changed: Any) -> Any:
     """The engine configuration that a low-bit KV cache reads; ``cache__cache_dtype`` is a nested field."""
     parts: dict[str, Any] = {
@@ -128,21 +132,9 @@ LAYER = {
         (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
         (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
         (engine(model__is_hybrid=True, cache__enable_prefix_caching=True), {}, "--no-enable-prefix-caching"),
-        (
-            engine(model__is_hybrid=True, model__architecture="Qwen3NextForCausalLM"),
-            {},
-            "Qwen3Next.* is a hybrid model",
-        ),
-        (
-            engine(speculative_config=SimpleNamespace(method="suffix", num_speculative_tokens=3)),
-            {},
-            "speculative decoding by suffix",
-        ),
-        (
-            engine(speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)),
-            {},
-            "speculative decoding by eagle3",
-        ),
+        (engine(model__is_hybrid=True, model__architecture="Qwen3NextForCausalLM"), {}, "Qwen3Next.* is a hybrid"),
+        (engine(speculative_config=drafts("suffix")), {}, "speculative decoding by suffix"),
+        (engine(speculative_config=drafts("eagle3")), {}, "speculative decoding by eagle3"),
         (engine("kvfp4"), {}, "use kv4"),
         (engine(), {"kv_sharing_target_layer_name": "model.layers.1"}, "shares the keys and values of model.layers.1"),
         (engine(), {"alibi_slopes": [1.0]}, "ALiBi"),
@@ -164,7 +156,7 @@ def test_kv_cache_refuses_what_is_not_tested(
     [
         ({}, None),
         ({"cache__enable_prefix_caching": True}, "--no-enable-prefix-caching"),
-        ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=3)}, "speculative decoding"),
+        ({"speculative_config": drafts("ngram")}, "speculative decoding"),
     ],
 )
 def test_kv_cache_of_hybrid_models(changed: dict[str, Any], reason: str | None):
@@ -178,7 +170,7 @@ def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: py
     monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: config)
     backend = kv_cache.backend_for(LAYER)
     assert backend is not None and backend.format == KVFormat.parse("kv2") and backend.slack == 0
-    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=5)
+    config.speculative_config = drafts("ngram", 5)
     drafted = kv_cache.backend_for(LAYER)
     assert drafted is not None and drafted.slack == 32
     assert kv_cache.backend_for({**LAYER, "attn_type": "encoder_only"}) is None
@@ -187,7 +179,7 @@ def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("drafts", "new", "padded", "few"),
+    ("count", "new", "padded", "few"),
     [
         (2, (3, 3, 3), 4, (4, 12, 3)),  # a full graph's batch: a row and its tokens are padding
         (2, (3, 1, 2), 3, (3, 6, 3)),
@@ -197,10 +189,9 @@ def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: py
     ],
 )
 def test_steps_of_drafts_are_described_without_a_look_at_the_device(
-    drafts: int, new: tuple[int, ...], padded: int, few: tuple[int, int, int]
+    count: int, new: tuple[int, ...], padded: int, few: tuple[int, int, int]
 ):
-    speculative = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
-    config = SimpleNamespace(speculative_config=speculative)
+    config = SimpleNamespace(speculative_config=drafts("ngram", count) if count else None)
     builder: Any = RowBuilder.__new__(RowBuilder)
     builder.device, builder.reorder_batch_threshold = torch.device("cuda"), kv_backend.most_of(config)
     with FakeTensorMode():  # reading a value of these fails
@@ -217,7 +208,7 @@ def test_steps_of_drafts_are_described_without_a_look_at_the_device(
     )  # fmt: skip
     assert (batch.decodes, batch.decode_tokens, batch.queries) == few and not batch.groups
     one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert RowBuilder.get_cudagraph_support(config, None) == (AttentionCGSupport.UNIFORM_BATCH if drafts == 2 else one)
+    assert RowBuilder.get_cudagraph_support(config, None) == (AttentionCGSupport.UNIFORM_BATCH if count == 2 else one)
 
 
 def test_layers_with_a_window_stay_as_they_are_in_pages_of_the_packed_ones(monkeypatch: pytest.MonkeyPatch):
@@ -295,9 +286,7 @@ def test_kv_heads_that_ranks_cannot_share_are_refused_by_name(
     if fits:
         assert quantization.AnyBitConfig("w4a16").get_quant_method(torch.nn.Identity(), "a") is None
         return
-    with pytest.raises(
-        OptionError, match=f"{ranks} cannot share the 6 KV heads of the model: choose one of 1, 2, 3, 6"
-    ):
+    with pytest.raises(OptionError, match=f"{ranks} cannot share the 6 KV heads of the model: choose one of 1, 2, 3"):
         quantization.AnyBitConfig("w4a16").get_quant_method(torch.nn.Identity(), "a")
 
 

@@ -27,7 +27,6 @@ OUTLIERS = [
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     device, found = Device.named("sm_90a"), set()
     for case in [*CHOSEN, *OUTLIERS]:
         asked = problem(case)

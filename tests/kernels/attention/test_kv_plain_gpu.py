@@ -18,7 +18,6 @@ LARGE = [
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     device, found = Device.named("sm_90a"), set[Kernel]()
     for case in [*CASES, *LARGE]:
         found.add(kv_plain.kernels_for(case.problem, device)[-1])

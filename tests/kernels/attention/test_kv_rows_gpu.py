@@ -13,7 +13,6 @@ from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, 
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     device, found = Device.named("sm_90a"), set()
     for case in [*DECODE, *FEW, *RAGGED, *DRAFTED]:
         most = max(case.new) if case.slack and case not in RAGGED else 1

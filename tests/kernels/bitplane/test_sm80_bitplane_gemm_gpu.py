@@ -34,7 +34,6 @@ def sampled(problem: LinearProblem) -> tuple[sm80_bitplane_gemm.Config, ...]:
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     found = set()
     shapes = [(19, 72, 1100, p, q, code_of(p, q), Output.f16) for p, q in WIDTHS]
     shapes += [(33, 136, 2500, 3, 2, (w, x), o) for w in CODES for x in CODES for o in OUTPUTS]

@@ -94,13 +94,14 @@ def test_planes_side_by_side_are_refused_where_they_do_not_fit() -> None:
     asked = problem("w2a2", 1024)
     config = stacked(asked, 128)
     assert sm90_bitplane_stacked.why_not(asked, config) is None
-    assert "more than 64 tokens" in (sm90_bitplane_stacked.why_not(problem("w2a2", 64)) or "")
-    assert "2-bit activations" in (sm90_bitplane_stacked.why_not(problem("w2a4", 1024)) or "")
-    assert "N % 8 == 0, and N is 4100" in (sm90_bitplane_stacked.why_not(problem("w2a2", 1024, n=4100)) or "")
-    assert "not float32" in (sm90_bitplane_stacked.why_not(problem("w2a2", 1024, output=Output.f32)) or "")
-    assert "emulated" in (
-        sm90_bitplane_stacked.why_not(dataclasses.replace(asked, device=Device.named("sm_100a"))) or ""
-    )
+    for other, reason in (
+        (problem("w2a2", 64), "more than 64 tokens"),
+        (problem("w2a4", 1024), "2-bit activations"),
+        (problem("w2a2", 1024, n=4100), "N % 8 == 0, and N is 4100"),
+        (problem("w2a2", 1024, output=Output.f32), "not float32"),
+        (dataclasses.replace(asked, device=Device.named("sm_100a")), "emulated"),
+    ):
+        assert reason in (sm90_bitplane_stacked.why_not(other) or "")
     for change, reason in (
         ({"tile_m": 96}, "not 96"),
         ({"weight_stages": 12}, "bytes of shared memory"),
@@ -160,6 +161,4 @@ def test_tokens_that_threads_copy_come_in_sixteens() -> None:
 def test_config_of_another_problem_is_refused() -> None:
     config = default(problem("w2a2", 64))
     assert "other bit-widths" in (bitplane.family_of(config).why_not(problem("w4a4", 64), config) or "")
-    assert "the problem needs float32" in (
-        bitplane.family_of(config).why_not(problem("w2a2", 64, output=Output.f32), config) or ""
-    )
+    assert "needs float32" in (bitplane.family_of(config).why_not(problem("w2a2", 64, output=Output.f32), config) or "")

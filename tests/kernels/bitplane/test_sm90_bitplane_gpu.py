@@ -103,7 +103,6 @@ def exact_problems(p: int, q: int, w: str, x: str) -> list[LinearProblem]:
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     problems = [one for case in EXACT for one in exact_problems(*case)]
     problems += [asked(m, 136, 2048, "w2a2") for m in TOKENS] + [asked(*e, "w3a2asym-xbipolar") for e in EDGES]
     problems += [asked(m, 264, 1500, "w2a3-xasym", output) for m in (20, 300) for output in OUTPUTS]

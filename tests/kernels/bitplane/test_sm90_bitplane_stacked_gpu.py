@@ -35,7 +35,6 @@ def schemes() -> list[str]:
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     configs = {sm90_bitplane_stacked.default(asked(*shape, scheme)) for shape in SHAPES for scheme in ("w1a2", "w2a2")}
     configs |= {sm90_bitplane_stacked.default(asked(700, 1032, 2100, scheme)) for scheme in schemes()}
     configs |= {stacked(asked(1030, 4104, 2100, "w2a2"), tile_m, **change) for tile_m, change in WAYS}

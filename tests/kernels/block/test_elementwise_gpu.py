@@ -27,6 +27,17 @@ def turned(actual, expected, dtype):
     return bool(((actual.float() - expected.float()).abs() <= TOLERANCE[dtype] * torch.cat((size, size), -1)).all())
 
 
+def product_of(dtype, m, n, k, text="w4a16g128", bias=True, order=False):
+    """A layer, and x, residual and gamma for it."""
+    scheme = Scheme.parse(text)
+    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
+    if order:
+        weight = replace(weight, group_index=(torch.randperm(k, device="cuda") // 128).int())
+    added = torch.randn(n, device="cuda").to(dtype) if bias else None
+    layer = QuantLinear.from_weight(weight, scheme, added, "packed").prepare()
+    return layer, *(torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 5, 576), (64, 130)])
 def test_norms_and_silu(dtype, shape):
@@ -120,10 +131,7 @@ def test_a_feed_forward_is_that_of_its_layers(scheme, silu, m):
 )
 def test_products_that_norm_their_activations(dtype, m, n, k):
     """One launch if the kernel can, else the same by two. Also while x is still being written."""
-    scheme = Scheme.parse("w4a16g128")
-    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
-    layer = QuantLinear.from_weight(weight, scheme, None, "packed").prepare()
-    x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+    layer, x, residual, gamma = product_of(dtype, m, n, k, bias=False)
     normed, expected = add_rms_norm(x, residual, gamma, 1e-5)
     wanted = layer(normed)
     for _ in range(5):
@@ -147,10 +155,7 @@ def test_products_that_norm_their_activations(dtype, m, n, k):
 @pytest.mark.parametrize("text", ["w4a16g128", "w4a8", "w4a8fp"])
 def test_products_that_end_with_silu(dtype, m, n, k, text):
     """Bitwise equal to the product, then SiLU of its rows interleaved in eights."""
-    scheme = Scheme.parse(text)
-    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
-    layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
-    x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+    layer, x, residual, gamma = product_of(dtype, m, n, k, text)
     for _ in range(5):
         plain, total = layer.norm_linear(x + 0, residual, gamma, 1e-5)
         y, same = layer.norm_linear(x + 0, residual, gamma, 1e-5, silu=True)
@@ -162,11 +167,7 @@ def test_products_that_end_with_silu(dtype, m, n, k, text):
 @pytest.mark.parametrize("m", [3, 300])
 def test_products_in_activation_order_end_with_silu(m):
     """The same for layers whose calls are not cached: fused for many tokens, a second kernel for few."""
-    n, k, scheme = 1040, 512, Scheme.parse("w4a16g128")
-    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
-    order = (torch.randperm(k, device="cuda") // 128).int()
-    layer = QuantLinear.from_weight(replace(weight, group_index=order), scheme, None, "packed").prepare()
-    x, residual, gamma = (torch.randn(*shape, device="cuda").half() for shape in ((m, k), (m, k), (k,)))
+    layer, x, residual, gamma = product_of(torch.float16, m, 1040, 512, bias=False, order=True)
     for _ in range(3):
         plain, total = layer.norm_linear(x + 0, residual, gamma, 1e-5)
         y, same = layer.norm_linear(x + 0, residual, gamma, 1e-5, silu=True)
@@ -186,11 +187,8 @@ def test_products_in_activation_order_end_with_silu(m):
 )
 def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k):
     """Equal to product, rotary embedding and store, up to the last bit of a rotated pair."""
-    n, ring = (heads + 2 * kv_heads) * dim, 160
-    scheme = Scheme.parse("w4a16g128")
-    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
-    layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
-    x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+    ring = 160
+    layer, x, residual, gamma = product_of(dtype, m, (heads + 2 * kv_heads) * dim, k)
     angles = torch.rand(m, dim // 2, device="cuda").repeat(1, 2) * 6
     lengths = torch.tensor([300, 9, 161], dtype=torch.int32, device="cuda")
     sequences = torch.tensor([2, 0], dtype=torch.int32, device="cuda")[: m // tokens]
@@ -250,10 +248,7 @@ def test_keys_and_values_go_to_pages(dtype, m, heads, kv_heads, dim, paired, nor
 def test_products_that_turn_and_store_in_pages(dtype, m, heads, kv_heads, dim, k):
     """Equal to product, then rotary embedding and store, up to the last bit of a rotated pair."""
     caches, step = _paged(m, kv_heads, dim, dtype)
-    n, scheme = (heads + 2 * kv_heads) * dim, Scheme.parse("w4a16g128")
-    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
-    layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
-    x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+    layer, x, residual, gamma = product_of(dtype, m, (heads + 2 * kv_heads) * dim, k)
     prepared = layer._prepared
     for _ in range(5):
         rest = (residual, gamma, 1e-5, prepared.tensors, layer.bias, prepared.spec_text)

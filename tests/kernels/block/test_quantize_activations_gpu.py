@@ -21,7 +21,6 @@ SHAPES = [(1, 1), (1, 7), (3, 576), (5, 1024), (4097, 64), (17, 4096), (9, 1031)
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     found = set()
     for dtype in (torch.float16, torch.bfloat16):
         for m, k in [*SHAPES, (10, 136)]:

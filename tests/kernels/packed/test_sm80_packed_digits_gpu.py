@@ -36,7 +36,6 @@ CASES: list[Case] = [
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     found, slot = set(), Slot("x")
     for m, n, k, format, dtype, ordered, _ in CASES:
         asked = problem(m, n, k, format, dtype, act_order=ordered, aligned=k % 8 == 0)

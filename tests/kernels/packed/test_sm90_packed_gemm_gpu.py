@@ -190,5 +190,4 @@ def test_activation_order() -> None:
 
 
 def kernels_used() -> list:
-    """For precompile.py."""
     return [sm90_packed_gemm.kernel(case.config) for case in CASES]

@@ -73,7 +73,6 @@ CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *TABLES, *SPARSE]
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     return kernels_of(CASES)
 
 

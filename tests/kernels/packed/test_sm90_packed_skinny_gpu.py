@@ -14,7 +14,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 
 def kernels_used() -> list[Kernel]:
-    """Kernels of the tests below, for precompile.py."""
     return kernels_of((sm90_packed_skinny, *case) for case in CASES)
 
 
