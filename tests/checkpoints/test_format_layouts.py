@@ -1,7 +1,6 @@
 """Layouts that no tool here can write on a CPU, constructed by hand from their documentation, and refusals."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,10 @@ def read(name: str, made: StoredLayer) -> QuantizedWeight:
     return READERS[name].open(made)[1]()
 
 
-@dataclass
-class Memory:
-    """An in-memory tensor source."""
-
-    tensors: dict[str, torch.Tensor]
-    entries: dict[str, Entry] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.entries = {n: Entry(n, Path("x"), t.dtype, tuple(t.shape), 0, t.nbytes) for n, t in self.tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
-
-
 def layer(config: dict[str, Any], **tensors: torch.Tensor) -> StoredLayer:
-    return StoredLayer(Memory({f"l.{name.replace('__', '.')}": t for name, t in tensors.items()}), "l", config)
+    stored = {f"l.{name.replace('__', '.')}": tensor for name, tensor in tensors.items()}
+    entries = {n: Entry(n, Path("x"), t.dtype, tuple(t.shape), 0, t.nbytes) for n, t in stored.items()}
+    return StoredLayer(entries, stored.__getitem__, "l", config)
 
 
 def along(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:

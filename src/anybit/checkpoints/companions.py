@@ -33,9 +33,10 @@ def companions(folder: Path, programs: bool = False) -> tuple[list[Path], list[P
         if place != folder and any(_matches(name, _WEIGHTS) for name in names):
             left.append(place.relative_to(folder))
             folders.clear()
+            continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         links = [name for name in folders if (place / name).is_symlink()]  # which ``walk`` does not enter
-        for name in () if place.relative_to(folder) in left else (*links, *names):
+        for name in (*links, *names):
             file = place / name
             if name.startswith(".") or (place == folder and _matches(name, _REWRITTEN)):
                 continue

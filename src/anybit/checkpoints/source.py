@@ -100,7 +100,7 @@ def unmask(source: Folder, folder: Path) -> None:
         for name in sorted(source.entries):
             layer, _, part = name.rpartition(".")
             if part == "bitmask":
-                yield f"{layer}.weight", unmasked(StoredLayer(source, layer, {}))
+                yield f"{layer}.weight", unmasked(StoredLayer(source.entries, source.read, layer, {}))
             elif part not in ("compressed", "shape") or f"{layer}.bitmask" not in source.entries:
                 yield name, source.read(name)
 

@@ -140,19 +140,6 @@ def _of_rows(values: Tensor, n: int) -> Tensor:
     return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
 
 
-class _DenseSource:
-    """A source in which a bitmask-compressed layer is dense."""
-
-    def __init__(self, layer: StoredLayer) -> None:
-        self._layer, self._weight = layer, f"{layer.name}.weight"
-        shape = tuple(layer["shape"].flatten().tolist())
-        self.entries = {**layer.source.entries, self._weight: replace(layer.entry("compressed"), shape=shape)}
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor by name."""
-        return unmasked(self._layer) if name == self._weight else self._layer.source.read(name)
-
-
 def unmasked(layer: StoredLayer) -> Tensor:
     """The dense weight [N, K] of a bitmask-compressed layer, in the file's dtype."""
     n, k = layer["shape"].flatten().tolist()
@@ -169,7 +156,9 @@ def _as_dense(layer: StoredLayer) -> StoredLayer:
     if layer.entry("compressed").dtype != torch.float8_e4m3fn:
         kind = dtype_name(layer.entry("compressed").dtype)
         raise layer.refuse(f"its 2:4 sparse weights with scales are {kind}; int8 and float8_e4m3fn are read")
-    return replace(layer, source=_DenseSource(layer))
+    weight, shape = f"{layer.name}.weight", tuple(layer["shape"].flatten().tolist())
+    entries = {**layer.entries, weight: replace(layer.entry("compressed"), shape=shape)}
+    return replace(layer, entries=entries, read=lambda name: unmasked(layer) if name == weight else layer.read(name))
 
 
 def _mask(layer: StoredLayer, n: int, k: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,35 +12,28 @@ from anybit.errors import CheckpointError
 from anybit.scheme import GROUPS, Scheme
 
 
-class Source(Protocol):
-    """Where tensors are read from: a model folder."""
-
-    entries: dict[str, Entry]
-
-    def read(self, name: str) -> Tensor:
-        """One tensor by its name."""
-
-
 @dataclass(frozen=True)
 class StoredLayer:
     """The tensors of one layer as another tool stored them, read on access.
 
+    entries, read: the headers of the model's tensors, and what reads one, by name.
     name: of the module.  config: the model's quantization_config.
     """
 
-    source: Source
+    entries: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
     name: str
     config: Mapping[str, object]
 
     def __contains__(self, suffix: str) -> bool:
-        return f"{self.name}.{suffix}" in self.source.entries
+        return f"{self.name}.{suffix}" in self.entries
 
     def __getitem__(self, suffix: str) -> Tensor:
-        return self.source.read(f"{self.name}.{suffix}")
+        return self.read(f"{self.name}.{suffix}")
 
     def entry(self, suffix: str) -> Entry:
         """Shape and dtype of a tensor, from the file's header. Raises CheckpointError if there is none."""
-        found = self.source.entries.get(f"{self.name}.{suffix}")
+        found = self.entries.get(f"{self.name}.{suffix}")
         if found is None:
             raise CheckpointError(f"layer {self.name} has no tensor {suffix}, which its format needs")
         return found

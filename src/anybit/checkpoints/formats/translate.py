@@ -178,7 +178,7 @@ class FolderTranslation(Translation):
             marks = " or ".join(format.marks)
             raise CheckpointError(f"{folder.path} is quantized by {self.name}, and has no tensor *.{marks}")
         config = folder.config["quantization_config"]
-        self._stored = {name: StoredLayer(folder, name, config) for name in sorted(marked)}
+        self._stored = {name: StoredLayer(folder.entries, folder.read, name, config) for name in sorted(marked)}
         self.layers = {name: _guarded(format.open, layer)[0] for name, layer in self._stored.items()}
         anywhere = (_guarded(ordered, layer) for layer in self._stored.values())
         self.group_index = any(anywhere) if group_index is None else group_index

@@ -245,7 +245,7 @@ def _to_anybit(source: Folder) -> dict[str, object]:
         )
     bits = found.scheme.weights.bits
     for name in found.layers if bits in PADDED else ():
-        if packing(StoredLayer(source, name, config))[1]:
+        if packing(StoredLayer(source.entries, source.read, name, config))[1]:
             raise ConversionError(
                 f"layer {name} holds {WORD // bits} codes of {bits} bits a word, as compressed-tensors before 0.18 "
                 "packed them, and anybit packs them without gaps: rewrite the model with --output"
