@@ -200,7 +200,7 @@ def rewrite(source: Folder, folder: Path, config: Mapping[str, object], tensors:
     tensors: by names no longer than those of the source's, and no more of them.
     """
     try:
-        with ShardWriter(folder, header_room(source.entries)) as writer:
+        with ShardWriter(folder, source.entries) as writer:
             for name, tensor in tensors:
                 writer.add(name, tensor)
         source.copy_companions(folder)
@@ -218,13 +218,13 @@ def write_config(folder: Path, config: Mapping[str, object]) -> None:
 class ShardWriter:
     """Streams tensors into safetensors files of at most ``shard_bytes`` (or one larger tensor), and their index.
 
-    header_room: bytes reserved for each file's header; must suffice for all tensors (``safetensors.header_room``).
+    names: of all tensors that may come, for which every file's header gets room.
     """
 
-    def __init__(self, folder: Path, header_room: int, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, folder: Path, names: Iterable[str], shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.shard_bytes = folder, shard_bytes
         self.bytes = 0
-        self._room = header_room
+        self._room = header_room(names)
         self._names: set[str] = set()
         self._done: list[FileWriter] = []
         self._current: FileWriter | None = None

@@ -194,17 +194,13 @@ BLOCKS = {
     "Q5_0": BlockType(32, 22, (_Plane(6, 22, 16, 4), _Plane(2, 6, 1, 1, 4))),
     "Q5_1": BlockType(32, 24, (_Plane(8, 24, 16, 4), _Plane(4, 8, 1, 1, 4)), minimum=2),
     "Q8_0": BlockType(32, 34, (_Plane(2, 34, 32, 8),)),
-    "Q2_K": BlockType(
-        256, 84, (_Plane(16, 80, 32, 2),), 80, 82, small=(_Plane(0, 16, 16, 4),), width=4
-    ),
+    "Q2_K": BlockType(256, 84, (_Plane(16, 80, 32, 2),), 80, 82, small=(_Plane(0, 16, 16, 4),), width=4),
     "Q3_K": BlockType(
         256, 110, (_Plane(32, 96, 32, 2), _Plane(0, 32, 32, 1, 2)), 108,
         small=(_Plane(96, 104, 8, 4), _Plane(104, 108, 4, 2, 4)), zero=32,
     ),
     "Q4_K": BlockType(256, 144, (_Plane(16, 144, 32, 4),), minimum=2, small=(_SixBits(),)),
-    "Q5_K": BlockType(
-        256, 176, (_Plane(48, 176, 32, 4), _Plane(16, 48, 32, 1, 4)), minimum=2, small=(_SixBits(),)
-    ),
+    "Q5_K": BlockType(256, 176, (_Plane(48, 176, 32, 4), _Plane(16, 48, 32, 1, 4)), minimum=2, small=(_SixBits(),)),
     "Q6_K": BlockType(
         256, 210, (_Plane(0, 128, 64, 4), _Plane(128, 192, 32, 2, 4)), 208,
         small=(_Plane(192, 208, 16, 8),), width=8, zero=128,
@@ -212,10 +208,7 @@ BLOCKS = {
     "TQ1_0": BlockType(256, 54, (_Digits(),), 52, least=1),
     "TQ2_0": BlockType(256, 66, (_Plane(0, 64, 32, 2),), 64, least=1),
     "IQ4_NL": BlockType(32, 18, _NIBBLES),
-    "IQ4_XS": BlockType(
-        256, 136, (_Plane(8, 136, 16, 4),), small=(_Plane(4, 8, 1, 4), _Plane(2, 4, 1, 2, 4)),
-        zero=32,
-    ),
+    "IQ4_XS": BlockType(256, 136, (_Plane(8, 136, 16, 4),), small=(_Plane(4, 8, 1, 4), _Plane(2, 4, 1, 2, 4)), zero=32),
     "MXFP4": BlockType(32, 17, (_Plane(1, 17, 16, 4),), exponent=True),
 }  # fmt: skip
 """The types that keep their codes, by GGML name; all others are dequantized."""

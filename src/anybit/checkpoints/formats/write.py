@@ -30,7 +30,6 @@ from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.gguf_write import write_gguf
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.formats.translate import FolderTranslation, Translation
-from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import replace_file
 from anybit.checkpoints.shared import unquantized_linears, why_not_model
 from anybit.checkpoints.source import is_gguf, local_folder
@@ -138,7 +137,7 @@ def _write(
         quantization = gptq_write.configuration(source.scheme, source.kept(empty), source.group_index)
     empties = traps(empty, source.layers) if to == METHOD else []
     names = [*source.plain, *empties, *(f"{name}.{part}" for name in source.layers for part in PARTS)]
-    with ShardWriter(work, header_room([*map(hub, names)])) as writer:
+    with ShardWriter(work, map(hub, names)) as writer:
         for name, tensor in _tensors(source, to):
             plain = dtype is not None and name in source.plain
             writer.add(hub(name), tensor.to(dtype) if plain and tensor.is_floating_point() else tensor)

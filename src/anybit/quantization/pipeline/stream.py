@@ -22,7 +22,6 @@ from anybit.checkpoints.configuration import (
 )
 from anybit.checkpoints.expert_parts import split_experts, traps
 from anybit.checkpoints.folder import Folder, path_of
-from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.shared import shared_ignore
 from anybit.checkpoints.verify import check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder, write_config
@@ -204,7 +203,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
             job.progress(layer.name, done, total)
 
     with new_folder(job.output, job.overwrite, job.source.path) as folder:
-        with ShardWriter(folder, header_room([*map(stored.hub, names)]), job.shard_bytes) as writer:
+        with ShardWriter(folder, map(stored.hub, names), job.shard_bytes) as writer:
             # In file order, so that the source is read sequentially.
             for name, at in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
                 tensor = job.source.read(at, finite=True)
