@@ -1,10 +1,8 @@
 """The header of a GGUF file, validated before transformers' and gguf's parsers see it, and what it says.
 
-Neither torch nor transformers is imported, so that ``info`` is immediate.
-
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: counts, typed metadata, tensor table, aligned data.
 Those parsers trust the header's counts, so a wrong one costs hours or memory; here each is bounded by what the file can
-hold.
+hold. Neither torch nor transformers is imported, so that ``info`` is immediate.
 """
 
 import importlib.util
@@ -33,8 +31,6 @@ _LARGEST_SIZE = 1 << 31
 _MOST_DIMENSIONS = 4
 _COUNTS = re.compile(r"\.(block_count|expert_count|attention\.head_count(_kv)?)$")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-
-
 SCHEMES = {
     "Q4_0": "w4a16g32",
     "Q4_1": "w4a16g32min",

@@ -34,8 +34,6 @@ _ALL_WINDOWS = ("phi3", "starcoder2")
 """Models in which a sliding window, if any, applies to all layers."""
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, whose queries are scaled by hidden_size / heads instead of head_dim."""
-
-
 _SIZES = {"ffn_gate_exps.weight": "moe_intermediate_size", "ffn_gate_shexp.weight": "shared_expert_intermediate_size"}
 """Tensors of a block -> the entry of a config that says how many outputs they have an expert."""
 
