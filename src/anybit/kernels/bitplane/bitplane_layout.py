@@ -38,10 +38,12 @@ def size(rows: int, k: int, bits: int) -> int:
     return chunks(k) * bits * padded_rows(rows) * ROW_BYTES
 
 
-def _swizzle(rows: int, device: torch.device) -> Tensor:
-    """The position of each 16-byte piece of a row, int64 [rows, 8]; its own inverse."""
-    row, piece = torch.arange(rows, device=device)[:, None], torch.arange(_PIECES, device=device)[None]
-    return piece ^ (row & 7)
+def _swizzled(rows: Tensor) -> Tensor:
+    """Rows uint8 [R, chunks * 128] with each chunk's 16-byte pieces in their places; its own inverse."""
+    pieces = rows.reshape(rows.shape[0], -1, _PIECES, 16)
+    row = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    places = torch.arange(_PIECES, device=rows.device) ^ (row & 7)
+    return pieces.gather(2, places[:, None, :, None].expand_as(pieces)).flatten(1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -51,26 +53,21 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     padded[:rows, :k] = codes
     grouped = padded.view(padded.shape[0], -1, 8)
     planes = torch.empty(chunks(k), bits, padded.shape[0], ROW_BYTES, dtype=torch.uint8, device=codes.device)
-    places = _swizzle(padded.shape[0], codes.device)
     weights = (1 << torch.arange(8, device=codes.device)).to(torch.uint8)
     for plane in range(bits):
-        byte = (((grouped >> plane) & 1) * weights).sum(-1, dtype=torch.uint8)
-        pieces = byte.view(padded.shape[0], -1, _PIECES, 16)
-        swizzled = pieces.gather(2, places[:, None, :, None].expand_as(pieces))
-        planes[:, plane] = swizzled.flatten(2).transpose(0, 1)
+        bytes_ = (((grouped >> plane) & 1) * weights).sum(-1, dtype=torch.uint8)
+        planes[:, plane] = _swizzled(bytes_).unflatten(1, (-1, ROW_BYTES)).transpose(0, 1)
     return planes
 
 
 def unpack(planes: Tensor, rows: int, k: int) -> Tensor:
     """Planes uint8 [chunks, bits, padded rows, 128] -> codes uint8 [rows, k]; the inverse of ``pack``."""
     _, bits, stored, _ = planes.shape
-    places = _swizzle(stored, planes.device)
     codes = torch.zeros(stored, chunks(k) * CHUNK, dtype=torch.uint8, device=planes.device)
     for plane in range(bits):
-        swizzled = planes[:, plane].transpose(0, 1).reshape(stored, -1, _PIECES, 16)
-        pieces = swizzled.gather(2, places[:, None, :, None].expand_as(swizzled))
-        bit = (pieces.reshape(stored, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=planes.device)) & 1
-        codes |= bit.view(stored, -1) << plane
+        bytes_ = _swizzled(planes[:, plane].transpose(0, 1).flatten(1))
+        bit = (bytes_[..., None] >> torch.arange(8, dtype=torch.uint8, device=planes.device)) & 1
+        codes |= bit.flatten(1) << plane
     return codes[:rows, :k].contiguous()
 
 

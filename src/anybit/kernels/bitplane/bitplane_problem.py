@@ -224,15 +224,9 @@ def kernel(name: str, config: Facts, threads: int, shared_bytes: int, cluster: i
 def product(
     x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bias: Tensor | None = None
 ) -> tuple[LinearProblem, Operands]:
-    """The problem and operands of y[:] = x W^T + bias. Raises KernelError for operands that do not fit."""
-    check_operands(x, weight, y, bias)
-    n, y_aligned = weight.shape[0], weight.shape[0] % 8 == 0 and rows_aligned(y)
-    problem = LinearProblem(x.m, n, x.k, weight.format, x.format, y.dtype, Device.of(y), y_aligned=y_aligned)
-    return problem, Operands(x.codes, 0, weight.pointers, y, y.stride(0), bias, x.scale, x.sum, x.zero)
-
-
-def check_operands(x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bias: Tensor | None) -> None:
-    """Raise KernelError unless the operands fit y[m, n] = x W^T + bias[n], with a float32 bias."""
+    """The problem and operands of y[:] = x W^T + bias, with a float32 bias. Raises KernelError for operands that do not
+    fit.
+    """
     n, k = weight.shape
     if x.target is not Target.planes or x.k != k:
         raise KernelError(f"x must be {k} columns of codes in planes, and these are {x.k} in {x.target.value}")
@@ -244,3 +238,6 @@ def check_operands(x: Packed, weight: bitplane_layout.PlaneWeight, y: Tensor, bi
             f"y must be [{x.m}, {n}] on {weight.device} with adjacent columns, not {y.dtype} {tuple(y.shape)} strided "
             f"{y.stride()} on {y.device}"
         )
+    y_aligned = n % 8 == 0 and rows_aligned(y)
+    problem = LinearProblem(x.m, n, k, weight.format, x.format, y.dtype, Device.of(y), y_aligned=y_aligned)
+    return problem, Operands(x.codes, 0, weight.pointers, y, y.stride(0), bias, x.scale, x.sum, x.zero)
