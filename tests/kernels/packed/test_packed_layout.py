@@ -9,7 +9,7 @@ from anybit.codes.packing import QuantizedWeight, pack_words, table_of, unpack_w
 from anybit.errors import KernelError, LayerError
 from anybit.kernels.packed import sparse_layout
 from anybit.kernels.packed.packed_layout import float_order, from_float_order, pieces, tile_bytes
-from anybit.kernels.packed.packed_tiles import _normalized, _signed32, codes, prepare
+from anybit.kernels.packed.packed_tiles import _normalized, codes, prepare
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, act_order, scheme_of, unpack
@@ -71,7 +71,7 @@ def test_order_of_floats():
     for place, found in enumerate(
         (ordered << 6, ordered << 9, ordered ^ (ordered >> 3 & 0x1FFFFFFF), ordered ^ ordered << 2)
     ):
-        halves = (found & _signed32(0x8E008E00)).view(torch.float16).view(-1, 2)
+        halves = (found & 0x8E008E00 - 2**32).view(torch.float16).view(-1, 2)
         codes = torch.stack([words >> shift + 4 * place & 15 for shift in (0, 16)], 1)
         assert torch.equal(halves.float() * 2**14, table_of("e2m1").float()[codes.long()])
 
@@ -108,9 +108,7 @@ def test_sparse_round_trip(bits: int, order: str) -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_every_bit_of_a_sparse_lane_has_one_owner(bits: int) -> None:
     """Also by the device's definition: fields of 16 bits, whose high bytes are the higher kept columns, and of 8."""
-    owned = [
-        (word, bit + i) for j in range(8) for word, bit, _, count in sparse_layout.pieces(bits, j) for i in range(count)
-    ]
+    owned = [(p.word, p.bit + i) for j in range(8) for p in sparse_layout.pieces(bits, j) for i in range(p.count)]
     assert sorted(owned) == [(word, bit) for word in range(bits) for bit in range(8)]
 
 

@@ -16,19 +16,15 @@ from cases import random_weight
 def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
     """Tiles and row scales written by the kernel over poisoned memory."""
     expected = packed_tiles.prepare(weight, order)
-    (n, k), format = weight.shape, weight.format
-    tiles, groups = torch.full_like(expected.tiles, 0xA5), None
-    if format.group is not None:
-        columns = packed_tiles._columns(weight)[1]
-        columns = None if columns is None else columns.int()
-        row_scale = torch.full_like(expected.row_scale, torch.nan)
-        groups = repack.Groups(format.group, weight.scale, weight.zero, weight.minimum, columns, row_scale)
-    params = repack.arguments(weight.words, expected.permutation, tiles, n, k, groups)
-    kernel = repack.kernel(repack.config_of(format, order))
+    tiles, row_scale = torch.full_like(expected.tiles, 0xA5), torch.full_like(expected.row_scale, torch.nan)
+    columns = packed_tiles._columns(weight)[1]
+    columns = None if columns is None else columns.int()
+    params = repack.arguments(weight, expected.permutation, columns, tiles, row_scale)
+    kernel = repack.kernel(repack.config_of(weight.format, order))
     emulate.run(kernel, params, (tiles.shape[1], tiles.shape[0], 1))
     assert torch.equal(tiles, expected.tiles)
-    if groups is not None:
-        assert torch.equal(groups.row_scale, expected.row_scale)
+    if weight.format.group is not None:
+        assert torch.equal(row_scale, expected.row_scale)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 7])

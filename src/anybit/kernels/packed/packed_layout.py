@@ -23,6 +23,7 @@ from torch import Tensor
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels.block.quantize_activations import pitch, rows_aligned
 from anybit.kernels.packed import sparse_layout
+from anybit.kernels.packed.lane_words import Piece, stream
 from anybit.scheme import CODES, WeightFormat
 
 Order = Literal["a16", "a8"]
@@ -32,21 +33,9 @@ _C = TypeVar("_C")  # and its Config
 UNIT_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128
 
 
-@dataclass(frozen=True)
-class Piece:
-    """``count`` bits of a code, from bit ``first`` up, at ``bit`` of every field of a word."""
-
-    word: int
-    bit: int
-    first: int
-    count: int
-
-
 @cache
 def pieces(bits: int, order: Order, register: int) -> tuple[Piece, ...]:
     """Where a register's codes are in a lane's words; several pieces only for left-over bits of widths 3, 5, 6, 7."""
-    field = 16 if order == "a16" else 8
-    words = 2 * bits
     if bits in (1, 2, 4, 8):
         if order == "a16":
             step, r = divmod(register, 4)
@@ -61,17 +50,7 @@ def pieces(bits: int, order: Order, register: int) -> tuple[Piece, ...]:
             1: (row, wide + 4 * odd),
         }[bits]
         return (Piece(word, 8 * high + bits * place, 0, bits),)
-    whole = field // bits
-    rest = field - whole * bits
-    if register < words * whole:
-        return (Piece(register % words, bits * (register // words), 0, bits),)
-    found, first = [], 0
-    while first < bits:  # the stream of left-over bits, low first
-        word, offset = divmod((register - words * whole) * bits + first, rest)
-        count = min(bits - first, rest - offset)
-        found.append(Piece(word, bits * whole + offset, first, count))
-        first += count
-    return tuple(found)
+    return stream(bits, 16 if order == "a16" else 8, 2 * bits, register)
 
 
 _MOVES = ((11, 14, 9), (7, 12, 9), (15, 11, 18), (14, 10, 11), (12, 8, 9), (13, 15, 15), (10, 9, 13), (8, 13, 10))

@@ -1,6 +1,7 @@
 """Convert layers to tiles of packed weights (``packed_layout``) and back; on a GPU in one launch (``repack``)."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.nn.functional import pad
 from anybit.codes.packing import QuantizedWeight, unpack_words
 from anybit.errors import KernelError
 from anybit.kernels.packed import sparse_layout
+from anybit.kernels.packed.lane_words import arrange, pack, restore, unpack
 from anybit.kernels.packed.packed_layout import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -30,6 +32,8 @@ from anybit.scheme import WeightFormat
 
 # Elements unpacked at a time: bounds the scratch memory of ``prepare``.
 _CHUNK_ELEMENTS = 1 << 25
+_STEPS: dict[Order, tuple[int, int]] = {"a16": (8, 2), "a8": (4, 4)}
+"""MMA steps of a unit, and fields of a register."""
 
 
 def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
@@ -74,19 +78,12 @@ def _place_on_gpu(
     tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, column_group: Tensor | None, order: Order
 ) -> Tensor:
     """Fill tiles in one launch without scratch memory; returns ``row_scale``."""
-    (n, k), group = weight.shape, weight.format.group
-    padded_n, groups = tiles.shape[1] * TILE_ROWS, None
-    if group is None:
+    padded_n, columns = tiles.shape[1] * TILE_ROWS, None if column_group is None else column_group.int()
+    if weight.format.group is None:
         row_scale = _padded_scale(weight, padded_n)
     else:
         row_scale = torch.empty(padded_n, dtype=torch.float32, device=tiles.device)
-        zero = None if weight.zero is None else weight.zero.contiguous()
-        columns = None if column_group is None else column_group.int()
-        scale = weight.scale if weight.scale.dtype in repack.SCALES else weight.scale.float()
-        minimum = None if weight.minimum is None else weight.minimum.to(scale.dtype).contiguous()
-        groups = repack.Groups(group, scale.contiguous(), zero, minimum, columns, row_scale)
-    config = repack.config_of(weight.format, order)
-    repack.launch(weight.words.contiguous(), permutation, tiles, n, k, groups, config)
+    repack.launch(weight, permutation, columns, tiles, row_scale, order)
     return row_scale
 
 
@@ -221,51 +218,18 @@ def _place_scales(
         units[..., at + 32 * parts :] = spread(minimum.to(torch.float16)).contiguous().view(torch.uint8)
 
 
-def _fields(codes: Tensor, order: Order) -> Tensor:
-    """Codes uint8 [N', K'] -> int32 [registers, K'/128, N'/64, unit, lane, fields]."""
-    n, k = codes.shape
-    if order == "a16":
-        view = codes.view(n // 64, 4, 2, 8, k // 128, 8, 2, 4, 2)  # tile, unit, row half, g, block, step, high, t, half
-        return view.permute(5, 6, 2, 4, 0, 1, 3, 7, 8).reshape(32, k // 128, n // 64, 4, 32, 2).to(torch.int32)
-    view = codes.view(n // 64, 4, 2, 8, k // 128, 4, 2, 4, 4)
-    return view.permute(5, 6, 2, 4, 0, 1, 3, 7, 8).reshape(16, k // 128, n // 64, 4, 32, 4).to(torch.int32)
+def _axes(n: int, k: int, order: Order) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Axes of codes [N', K'], and their order as [register, K'/128, N'/64, unit, lane, field]."""
+    steps, fields = _STEPS[order]  # tile, unit, row half, g, block, step, high, t, field
+    return (n // 64, 4, 2, 8, k // 128, steps, 2, 4, fields), (5, 6, 2, 4, 0, 1, 3, 7, 8)
 
 
 def _words(codes: Tensor, format: WeightFormat, order: Order) -> Tensor:
     """Codes uint8 [N', K'] -> the code bytes of units, uint8 [K'/128, N'/64, 4, 256 * bits]."""
-    bits, fields = format.bits, _fields(codes, order)
-    width = 32 // fields.shape[-1]
-    joined = fields[..., 0].clone()  # all fields of a register in one int32
-    for i in range(1, fields.shape[-1]):
-        joined |= fields[..., i] << (width * i)
-    ones = sum(1 << (width * i) for i in range(fields.shape[-1]))
-    words = torch.zeros(2 * bits, *joined.shape[1:], dtype=torch.int32, device=codes.device)
-    for register in range(fields.shape[0]):
-        for piece in pieces(bits, order, register):
-            mask = _signed32(((1 << piece.count) - 1) * ones << piece.first)
-            part = joined[register] & mask
-            shift = piece.bit - piece.first
-            words[piece.word] |= (
-                part << shift
-                if shift >= 0
-                else (part >> -shift) & _signed32(((1 << piece.count) - 1) * ones << piece.bit)
-            )
-    if format.code == "e2m1":
-        words = float_order(words)
-    blocks, tiles = joined.shape[1], joined.shape[2]
-    whole = 2 * bits // 4 * 4
-    unit = (
-        words[:whole].view(whole // 4, 4, blocks, tiles, 4, 32).permute(2, 3, 4, 0, 5, 1).reshape(blocks, tiles, 4, -1)
-    )
-    if whole < 2 * bits:
-        tail = words[whole:].permute(1, 2, 3, 4, 0).reshape(blocks, tiles, 4, -1)
-        unit = torch.cat((unit, tail), dim=-1)
-    return unit.contiguous().view(torch.uint8).reshape(blocks, tiles, 4, -1)
-
-
-def _signed32(value: int) -> int:
-    value &= 0xFFFFFFFF
-    return value - (1 << 32) if value >> 31 else value
+    (n, k), (steps, count) = codes.shape, _STEPS[order]
+    fields = arrange(codes, *_axes(n, k, order)).reshape(4 * steps, k // 128, n // 64, 4, 32, count)
+    found = pack(fields, 2 * format.bits, partial(pieces, format.bits, order))
+    return float_order(found.view(torch.int32)).view(torch.uint8) if format.code == "e2m1" else found
 
 
 def codes(packed: PackedWeight) -> Tensor:
@@ -282,24 +246,9 @@ def codes(packed: PackedWeight) -> Tensor:
 
 def _tile_codes(packed: PackedWeight) -> Tensor:
     """Codes by row and column of the tiles, uint8 [N', K']: inverts the placement."""
-    bits = packed.format.bits
-    blocks, tile_count, _ = packed.tiles.shape
-    raw = _units(packed.tiles, packed.format)[..., : 256 * bits].contiguous().view(torch.int32)
-    whole = 2 * bits // 4 * 4
-    body = raw[..., : whole * 32].reshape(blocks, tile_count, 4, whole // 4, 32, 4).permute(3, 5, 0, 1, 2, 4)
-    words = list(body.reshape(whole, blocks, tile_count, 4, 32))
-    if whole < 2 * bits:
-        words += list(raw[..., whole * 32 :].reshape(blocks, tile_count, 4, 32, 2).permute(4, 0, 1, 2, 3))
+    bits, (steps, count) = packed.format.bits, _STEPS[packed.order]
+    raw = _units(packed.tiles, packed.format)[..., : 256 * bits]
     if packed.format.code == "e2m1":
-        words = [from_float_order(word) for word in words]
-    registers, count = (32, 2) if packed.order == "a16" else (16, 4)
-    width = 32 // count
-    found = torch.zeros(registers, blocks, tile_count, 4, 32, count, dtype=torch.uint8, device=packed.tiles.device)
-    for register in range(registers):
-        for piece in pieces(bits, packed.order, register):
-            for field in range(count):
-                part = (words[piece.word] >> (width * field + piece.bit)) & ((1 << piece.count) - 1)
-                found[register, ..., field] |= (part << piece.first).to(torch.uint8)
-    steps = 8 if packed.order == "a16" else 4
-    view = found.view(steps, 2, 2, blocks, tile_count, 4, 8, 4, count)
-    return view.permute(4, 5, 2, 6, 3, 0, 1, 7, 8).reshape(tile_count * 64, blocks * 128)
+        raw = from_float_order(raw.contiguous().view(torch.int32)).view(torch.uint8)
+    found = unpack(raw, 2 * bits, count, 4 * steps, partial(pieces, bits, packed.order))
+    return restore(found, *_axes(*packed.padded, packed.order)).reshape(packed.padded)

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from anybit import jit
+from anybit.codes.packing import QuantizedWeight
 from anybit.kernels.packed.packed_layout import Order
 from anybit.scheme import WeightFormat
 
 _THREADS = 128
-SCALES = (torch.float32, torch.float16, torch.bfloat16)
+_SCALES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of scales, in the order of the device's ScaleType."""
 
 
@@ -33,24 +34,6 @@ class Params(jit.Params, header="packed/repack/repack.cuh"):
     """Arguments of one launch."""
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Scales and zeros or minima of groups.
-
-    size: columns of a group.  scale: float32, float16 or bfloat16 [n, groups].  zero: uint8 [n, groups] or None.
-    minimum: [n, groups] in the scales' dtype, or None.
-    columns: int32, the group of each ``size`` columns if they are out of order, else None.  row_scale: float32 [N'],
-    written by the kernel.
-    """
-
-    size: int
-    scale: Tensor
-    zero: Tensor | None
-    minimum: Tensor | None
-    columns: Tensor | None
-    row_scale: Tensor
-
-
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
@@ -58,23 +41,31 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def arguments(
-    words: Tensor, permutation: Tensor | None, tiles: Tensor, n: int, k: int, groups: Groups | None = None
+    weight: QuantizedWeight, permutation: Tensor | None, columns: Tensor | None, tiles: Tensor, row_scale: Tensor
 ) -> Params:
-    """The Params of a launch: words int32 [n, ...] -> tiles uint8 [column blocks, row tiles, bytes of a tile]."""
-    size = words.shape[1], tiles.shape[1], tiles.shape[2] // 4
-    if groups is None:
-        return Params(words, permutation, tiles, None, None, None, None, None, n, k, *size, 0, 0, 0, 0)
-    count = groups.scale.shape[1]
-    spans = count if groups.columns is None else groups.columns.numel()
-    kind = SCALES.index(groups.scale.dtype)
-    places = groups.scale, groups.zero, groups.minimum, groups.columns, groups.row_scale
-    return Params(words, permutation, tiles, *places, n, k, *size, groups.size, count, spans, kind)
+    """The Params of a launch that writes tiles uint8 [column blocks, row tiles, bytes of a tile] and, of weights in
+    groups, row_scale float32 [N'].
+
+    permutation: int32 [K'] or None.  columns: int32, the group of each ``group`` columns if they are out of order.
+    """
+    w, group, words = weight, weight.format.group, weight.words.contiguous()
+    sizes = *w.shape, words.shape[1], tiles.shape[1], tiles.shape[2] // 4
+    if group is None:
+        return Params(words, permutation, tiles, None, None, None, None, None, *sizes, 0, 0, 0, 0)
+    scale = (w.scale if w.scale.dtype in _SCALES else w.scale.float()).contiguous()
+    zero = None if w.zero is None else w.zero.contiguous()
+    minimum = None if w.minimum is None else w.minimum.to(scale.dtype).contiguous()
+    spans = scale.shape[1] if columns is None else columns.numel()
+    kind = _SCALES.index(scale.dtype)
+    return Params(
+        words, permutation, tiles, scale, zero, minimum, columns, row_scale, *sizes, group, scale.shape[1], spans, kind
+    )
 
 
 def launch(
-    words: Tensor, permutation: Tensor | None, tiles: Tensor, n: int, k: int, groups: Groups | None, config: Config
-) -> None:
-    """Write ``tiles`` and, for grouped weights, ``groups.row_scale``."""
-    grid = (tiles.shape[1], tiles.shape[0], 1)
-    params = arguments(words, permutation, tiles, n, k, groups)
-    jit.launch(kernel(config), params, grid, device=words.get_device())
+    weight: QuantizedWeight, permutation: Tensor | None, columns: Tensor | None, tiles: Tensor, row_scale: Tensor,
+    order: Order,
+) -> None:  # fmt: skip
+    """Write tiles and, of weights in groups, row_scale: see ``arguments``."""
+    params, made = arguments(weight, permutation, columns, tiles, row_scale), kernel(config_of(weight.format, order))
+    jit.launch(made, params, (tiles.shape[1], tiles.shape[0], 1), device=tiles.get_device())
