@@ -171,7 +171,7 @@ def test_every_instruction_is_emulated_and_compared_with_hardware() -> None:
     for path in (KERNELS / "common" / "ptx").glob("*.cuh"):
         text = re.sub(r"//.*", "", path.read_text())
         names |= set(re.findall(r"(?:DEVICE|CHECKED)\s[\w\s*&:<>]*?\b(\w+)\(", text))
-        names |= set(re.findall(r"^ANYBIT_(?:MMA|MMA_SP|WGMMA_NAME|WGMMA_SP_NAME)\((\w+),", text, re.MULTILINE))
+        names |= set(re.findall(r"^ANYBIT_(?:MMA|MMA_SP|PAIRS|WGMMA_NAME|WGMMA_SP_NAME)\((\w+),", text, re.MULTILINE))
     names -= {"name", "ss", "rs"}  # the parameters and parts of macros
     assert len(names) > 120
     host = "".join(path.read_text() for path in emulate.RUNTIME.glob("device*.h"))

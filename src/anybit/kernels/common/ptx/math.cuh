@@ -24,33 +24,22 @@ DEVICE float add_rm_f32(float a, float b) { float d; asm("add.rm.f32 %0, %1, %2;
 
 // ---- 16-bit floats, two per word ------------------------------------------------------------------------------------
 
-DEVICE uint32_t add_f16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
-}
-DEVICE uint32_t sub_f16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
-}
-DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
-}
+#define ANYBIT_PAIRS(name, instruction)                                                                              \
+    DEVICE uint32_t name(uint32_t a, uint32_t b) {                                                                   \
+        uint32_t d; asm(instruction " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;                            \
+    }
+ANYBIT_PAIRS(add_f16x2, "add.rn.f16x2")
+ANYBIT_PAIRS(sub_f16x2, "sub.rn.f16x2")
+ANYBIT_PAIRS(mul_f16x2, "mul.rn.f16x2")
+ANYBIT_PAIRS(max_f16x2, "max.f16x2")
+// NaN where either is.
+ANYBIT_PAIRS(max_nan_f16x2, "max.NaN.f16x2")
+ANYBIT_PAIRS(min_nan_f16x2, "min.NaN.f16x2")
+ANYBIT_PAIRS(max_nan_bf16x2, "max.NaN.bf16x2")
+ANYBIT_PAIRS(min_nan_bf16x2, "min.NaN.bf16x2")
+#undef ANYBIT_PAIRS
 DEVICE uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d;
-}
-DEVICE uint32_t max_f16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
-}
-// NaN where either is.
-DEVICE uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
-}
-DEVICE uint32_t min_nan_f16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
-}
-DEVICE uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
-}
-DEVICE uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t d; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
 }
 DEVICE uint32_t abs_f16x2(uint32_t a) { uint32_t d; asm("abs.f16x2 %0, %1;" : "=r"(d) : "r"(a)); return d; }
 DEVICE uint32_t abs_bf16x2(uint32_t a) { uint32_t d; asm("abs.bf16x2 %0, %1;" : "=r"(d) : "r"(a)); return d; }

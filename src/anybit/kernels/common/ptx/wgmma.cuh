@@ -49,48 +49,58 @@ template <int count, class Int> DEVICE void wgmma_touch(Int (&d)[count]) {
 // ---- Instructions ---------------------------------------------------------------------------------------------------
 // Accumulators are %0 to %(N / 2 - 1); the operands behind them are numbered from there, so each N states its own.
 
+#define ANYBIT_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define ANYBIT_8(c, i) ANYBIT_4(c, i), ANYBIT_4(c, i + 4)
+#define ANYBIT_16(c, i) ANYBIT_8(c, i), ANYBIT_8(c, i + 8)
 #define ANYBIT_REGS_8 "%0,%1,%2,%3"
-#define ANYBIT_OUTS_8(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
+#define ANYBIT_OUTS_8(c) ANYBIT_4(c, 0)
 #define ANYBIT_REGS_16 ANYBIT_REGS_8 ",%4,%5,%6,%7"
-#define ANYBIT_OUTS_16(c) ANYBIT_OUTS_8(c), c(d[4]), c(d[5]), c(d[6]), c(d[7])
+#define ANYBIT_OUTS_16(c) ANYBIT_OUTS_8(c), ANYBIT_4(c, 4)
 #define ANYBIT_REGS_24 ANYBIT_REGS_16 ",%8,%9,%10,%11"
-#define ANYBIT_OUTS_24(c) ANYBIT_OUTS_16(c), c(d[8]), c(d[9]), c(d[10]), c(d[11])
+#define ANYBIT_OUTS_24(c) ANYBIT_OUTS_16(c), ANYBIT_4(c, 8)
 #define ANYBIT_REGS_32 ANYBIT_REGS_24 ",%12,%13,%14,%15"
-#define ANYBIT_OUTS_32(c) ANYBIT_OUTS_24(c), c(d[12]), c(d[13]), c(d[14]), c(d[15])
+#define ANYBIT_OUTS_32(c) ANYBIT_OUTS_24(c), ANYBIT_4(c, 12)
 #define ANYBIT_REGS_48 ANYBIT_REGS_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define ANYBIT_OUTS_48(c) ANYBIT_OUTS_32(c), c(d[16]), c(d[17]), c(d[18]), c(d[19]), c(d[20]), c(d[21]), c(d[22]), \
-    c(d[23])
+#define ANYBIT_OUTS_48(c) ANYBIT_OUTS_32(c), ANYBIT_8(c, 16)
 #define ANYBIT_REGS_64 ANYBIT_REGS_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define ANYBIT_OUTS_64(c) ANYBIT_OUTS_48(c), c(d[24]), c(d[25]), c(d[26]), c(d[27]), c(d[28]), c(d[29]), c(d[30]), \
-    c(d[31])
+#define ANYBIT_OUTS_64(c) ANYBIT_OUTS_48(c), ANYBIT_8(c, 24)
 #define ANYBIT_REGS_80 ANYBIT_REGS_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define ANYBIT_OUTS_80(c) ANYBIT_OUTS_64(c), c(d[32]), c(d[33]), c(d[34]), c(d[35]), c(d[36]), c(d[37]), c(d[38]), \
-    c(d[39])
+#define ANYBIT_OUTS_80(c) ANYBIT_OUTS_64(c), ANYBIT_8(c, 32)
 #define ANYBIT_REGS_96 ANYBIT_REGS_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define ANYBIT_OUTS_96(c) ANYBIT_OUTS_80(c), c(d[40]), c(d[41]), c(d[42]), c(d[43]), c(d[44]), c(d[45]), c(d[46]), \
-    c(d[47])
+#define ANYBIT_OUTS_96(c) ANYBIT_OUTS_80(c), ANYBIT_8(c, 40)
 #define ANYBIT_REGS_112 ANYBIT_REGS_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define ANYBIT_OUTS_112(c) ANYBIT_OUTS_96(c), c(d[48]), c(d[49]), c(d[50]), c(d[51]), c(d[52]), c(d[53]), c(d[54]), \
-    c(d[55])
+#define ANYBIT_OUTS_112(c) ANYBIT_OUTS_96(c), ANYBIT_8(c, 48)
 #define ANYBIT_REGS_128 ANYBIT_REGS_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define ANYBIT_OUTS_128(c) ANYBIT_OUTS_112(c), c(d[56]), c(d[57]), c(d[58]), c(d[59]), c(d[60]), c(d[61]), c(d[62]), \
-    c(d[63])
+#define ANYBIT_OUTS_128(c) ANYBIT_OUTS_112(c), ANYBIT_8(c, 56)
 #define ANYBIT_REGS_160 ANYBIT_REGS_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define ANYBIT_OUTS_160(c) ANYBIT_OUTS_128(c), c(d[64]), c(d[65]), c(d[66]), c(d[67]), c(d[68]), c(d[69]), c(d[70]), \
-    c(d[71]), c(d[72]), c(d[73]), c(d[74]), c(d[75]), c(d[76]), c(d[77]), c(d[78]), c(d[79])
+#define ANYBIT_OUTS_160(c) ANYBIT_OUTS_128(c), ANYBIT_16(c, 64)
 #define ANYBIT_REGS_192 ANYBIT_REGS_160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define ANYBIT_OUTS_192(c) ANYBIT_OUTS_160(c), c(d[80]), c(d[81]), c(d[82]), c(d[83]), c(d[84]), c(d[85]), c(d[86]), \
-    c(d[87]), c(d[88]), c(d[89]), c(d[90]), c(d[91]), c(d[92]), c(d[93]), c(d[94]), c(d[95])
+#define ANYBIT_OUTS_192(c) ANYBIT_OUTS_160(c), ANYBIT_16(c, 80)
 #define ANYBIT_REGS_224 ANYBIT_REGS_192 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define ANYBIT_OUTS_224(c) ANYBIT_OUTS_192(c), c(d[96]), c(d[97]), c(d[98]), c(d[99]), c(d[100]), c(d[101]), \
-    c(d[102]), c(d[103]), c(d[104]), c(d[105]), c(d[106]), c(d[107]), c(d[108]), c(d[109]), c(d[110]), c(d[111])
+#define ANYBIT_OUTS_224(c) ANYBIT_OUTS_192(c), ANYBIT_16(c, 96)
 #define ANYBIT_REGS_256 ANYBIT_REGS_224 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define ANYBIT_OUTS_256(c) ANYBIT_OUTS_224(c), c(d[112]), c(d[113]), c(d[114]), c(d[115]), c(d[116]), c(d[117]), \
-    c(d[118]), c(d[119]), c(d[120]), c(d[121]), c(d[122]), c(d[123]), c(d[124]), c(d[125]), c(d[126]), c(d[127])
+#define ANYBIT_OUTS_256(c) ANYBIT_OUTS_224(c), ANYBIT_16(c, 112)
+
+// X(N, the numbers of the operands behind N / 2 registers of d, ...) for every N.
+#define ANYBIT_WIDTHS(X, ...) \
+    X(8, 4, 5, 6, 7, 8, 9, 10, 11, __VA_ARGS__) \
+    X(16, 8, 9, 10, 11, 12, 13, 14, 15, __VA_ARGS__) \
+    X(24, 12, 13, 14, 15, 16, 17, 18, 19, __VA_ARGS__) \
+    X(32, 16, 17, 18, 19, 20, 21, 22, 23, __VA_ARGS__) \
+    X(48, 24, 25, 26, 27, 28, 29, 30, 31, __VA_ARGS__) \
+    X(64, 32, 33, 34, 35, 36, 37, 38, 39, __VA_ARGS__) \
+    X(80, 40, 41, 42, 43, 44, 45, 46, 47, __VA_ARGS__) \
+    X(96, 48, 49, 50, 51, 52, 53, 54, 55, __VA_ARGS__) \
+    X(112, 56, 57, 58, 59, 60, 61, 62, 63, __VA_ARGS__) \
+    X(128, 64, 65, 66, 67, 68, 69, 70, 71, __VA_ARGS__) \
+    X(160, 80, 81, 82, 83, 84, 85, 86, 87, __VA_ARGS__) \
+    X(192, 96, 97, 98, 99, 100, 101, 102, 103, __VA_ARGS__) \
+    X(224, 112, 113, 114, 115, 116, 117, 118, 119, __VA_ARGS__) \
+    X(256, 128, 129, 130, 131, 132, 133, 134, 135, __VA_ARGS__)
 
 // One struct per type, specialized by N. HEAD: the instruction up to ".n"; TYPES: after it. The flag `accumulate` is an
 // operand (scale-d): 0 overwrites d. EXTRA is what follows the flag: signs, and for 16-bit b its major-ness.
-#define ANYBIT_WGMMA(KIND, N, K, TYPES, REG, C, EXTRA_SS, EXTRA_RS, i0, i1, i2, i3, i4, i5)                          \
+#define ANYBIT_WGMMA(N, i0, i1, i2, i3, i4, i5, i6, i7, KIND, K, TYPES, REG, C, EXTRA_SS, EXTRA_RS)                  \
     template <> struct KIND<N> {                                                                                     \
         static DEVICE void ss(REG (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {                             \
             asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K    \
@@ -103,22 +113,9 @@ template <int count, class Int> DEVICE void wgmma_touch(Int (&d)[count]) {
                          : ANYBIT_OUTS_##N(C) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
         }                                                                                                            \
     };
-#define ANYBIT_WGMMA_ALL(KIND, K, TYPES, REG, C, SS, RS)                                                             \
+#define ANYBIT_WGMMA_ALL(KIND, ...)                                                                                  \
     template <int N> struct KIND;                                                                                    \
-    ANYBIT_WGMMA(KIND, 8, K, TYPES, REG, C, SS, RS, 4, 5, 6, 7, 8, 9)                                                \
-    ANYBIT_WGMMA(KIND, 16, K, TYPES, REG, C, SS, RS, 8, 9, 10, 11, 12, 13)                                           \
-    ANYBIT_WGMMA(KIND, 24, K, TYPES, REG, C, SS, RS, 12, 13, 14, 15, 16, 17)                                         \
-    ANYBIT_WGMMA(KIND, 32, K, TYPES, REG, C, SS, RS, 16, 17, 18, 19, 20, 21)                                         \
-    ANYBIT_WGMMA(KIND, 48, K, TYPES, REG, C, SS, RS, 24, 25, 26, 27, 28, 29)                                         \
-    ANYBIT_WGMMA(KIND, 64, K, TYPES, REG, C, SS, RS, 32, 33, 34, 35, 36, 37)                                         \
-    ANYBIT_WGMMA(KIND, 80, K, TYPES, REG, C, SS, RS, 40, 41, 42, 43, 44, 45)                                         \
-    ANYBIT_WGMMA(KIND, 96, K, TYPES, REG, C, SS, RS, 48, 49, 50, 51, 52, 53)                                         \
-    ANYBIT_WGMMA(KIND, 112, K, TYPES, REG, C, SS, RS, 56, 57, 58, 59, 60, 61)                                        \
-    ANYBIT_WGMMA(KIND, 128, K, TYPES, REG, C, SS, RS, 64, 65, 66, 67, 68, 69)                                        \
-    ANYBIT_WGMMA(KIND, 160, K, TYPES, REG, C, SS, RS, 80, 81, 82, 83, 84, 85)                                        \
-    ANYBIT_WGMMA(KIND, 192, K, TYPES, REG, C, SS, RS, 96, 97, 98, 99, 100, 101)                                      \
-    ANYBIT_WGMMA(KIND, 224, K, TYPES, REG, C, SS, RS, 112, 113, 114, 115, 116, 117)                                  \
-    ANYBIT_WGMMA(KIND, 256, K, TYPES, REG, C, SS, RS, 128, 129, 130, 131, 132, 133)
+    ANYBIT_WIDTHS(ANYBIT_WGMMA, KIND, __VA_ARGS__)
 
 namespace detail {
 ANYBIT_WGMMA_ALL(WgmmaB1, 256, ".s32.b1.b1.and.popc", int32_t, "+r", "", "")

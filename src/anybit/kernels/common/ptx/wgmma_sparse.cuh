@@ -12,7 +12,7 @@
 
 namespace ptx {
 
-#define ANYBIT_WGMMA_SP(KIND, N, K, TYPES, REG, C, EXTRA, i0, i1, i2, i3, i4, i5, i6, i7)                            \
+#define ANYBIT_WGMMA_SP(N, i0, i1, i2, i3, i4, i5, i6, i7, KIND, K, TYPES, REG, C, EXTRA)                            \
     template <> struct KIND<N> {                                                                                     \
         template <int selector>                                                                                      \
         static DEVICE void rs(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, int accumulate) { \
@@ -23,22 +23,9 @@ namespace ptx {
                            "r"(accumulate), "n"(selector));                                                          \
         }                                                                                                            \
     };
-#define ANYBIT_WGMMA_SP_ALL(KIND, K, TYPES, REG, C, EXTRA)                                                           \
+#define ANYBIT_WGMMA_SP_ALL(KIND, ...)                                                                               \
     template <int N> struct KIND;                                                                                    \
-    ANYBIT_WGMMA_SP(KIND, 8, K, TYPES, REG, C, EXTRA, 4, 5, 6, 7, 8, 9, 10, 11)                                      \
-    ANYBIT_WGMMA_SP(KIND, 16, K, TYPES, REG, C, EXTRA, 8, 9, 10, 11, 12, 13, 14, 15)                                 \
-    ANYBIT_WGMMA_SP(KIND, 24, K, TYPES, REG, C, EXTRA, 12, 13, 14, 15, 16, 17, 18, 19)                               \
-    ANYBIT_WGMMA_SP(KIND, 32, K, TYPES, REG, C, EXTRA, 16, 17, 18, 19, 20, 21, 22, 23)                               \
-    ANYBIT_WGMMA_SP(KIND, 48, K, TYPES, REG, C, EXTRA, 24, 25, 26, 27, 28, 29, 30, 31)                               \
-    ANYBIT_WGMMA_SP(KIND, 64, K, TYPES, REG, C, EXTRA, 32, 33, 34, 35, 36, 37, 38, 39)                               \
-    ANYBIT_WGMMA_SP(KIND, 80, K, TYPES, REG, C, EXTRA, 40, 41, 42, 43, 44, 45, 46, 47)                               \
-    ANYBIT_WGMMA_SP(KIND, 96, K, TYPES, REG, C, EXTRA, 48, 49, 50, 51, 52, 53, 54, 55)                               \
-    ANYBIT_WGMMA_SP(KIND, 112, K, TYPES, REG, C, EXTRA, 56, 57, 58, 59, 60, 61, 62, 63)                              \
-    ANYBIT_WGMMA_SP(KIND, 128, K, TYPES, REG, C, EXTRA, 64, 65, 66, 67, 68, 69, 70, 71)                              \
-    ANYBIT_WGMMA_SP(KIND, 160, K, TYPES, REG, C, EXTRA, 80, 81, 82, 83, 84, 85, 86, 87)                              \
-    ANYBIT_WGMMA_SP(KIND, 192, K, TYPES, REG, C, EXTRA, 96, 97, 98, 99, 100, 101, 102, 103)                          \
-    ANYBIT_WGMMA_SP(KIND, 224, K, TYPES, REG, C, EXTRA, 112, 113, 114, 115, 116, 117, 118, 119)                      \
-    ANYBIT_WGMMA_SP(KIND, 256, K, TYPES, REG, C, EXTRA, 128, 129, 130, 131, 132, 133, 134, 135)
+    ANYBIT_WIDTHS(ANYBIT_WGMMA_SP, KIND, __VA_ARGS__)
 
 namespace detail {
 ANYBIT_WGMMA_SP_ALL(WgmmaSpS8, 64, ".s32.s8.s8", int32_t, "+r", "")
