@@ -30,6 +30,8 @@ template <int begin, int end, class Body> DEVICE void unroll(Body&& body) {
 
 template <bool condition, class Yes, class No> struct Choose { using type = Yes; };
 template <class Yes, class No> struct Choose<false, Yes, No> { using type = No; };
+template <class A, class B> constexpr bool same = false;
+template <class A> constexpr bool same<A, A> = true;
 
 constexpr bool power_of_two(int bits) { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
 constexpr int least(int a, int b) { return a < b ? a : b; }
@@ -144,6 +146,17 @@ constexpr int scale_bytes(int group, Code code) {
     return subgroups(group) * (code == Code::asym ? 48 : code == Code::min ? 64 : 32);
 }
 constexpr int unit_bytes(int bits, int group, Code code) { return 256 * bits + scale_bytes(group, code); }
+
+// Scales of a lane's rows g and g + 8 in group f of a dense unit in shared memory, as fp16.
+template <class C> DEVICE uint32_t scales_of(uint32_t unit, int f, uint32_t lane) {
+    return ptx::ld_shared_u32(unit + 256 * C::bits + f * 32 + (lane >> 2) * 4);
+}
+// Their minima, or (asym) their zeros in the low bytes: a word has four rows' zeros.
+template <class C> DEVICE uint32_t zeros_of(uint32_t unit, int f, uint32_t lane) {
+    const uint32_t zeros = unit + 256 * C::bits + subgroups(C::group) * 32;
+    if constexpr (C::code == Code::min) return ptx::ld_shared_u32(zeros + f * 32 + (lane >> 2) * 4);
+    return ptx::ld_shared_u32(zeros + f * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
+}
 
 }  // namespace packed
 

@@ -14,6 +14,7 @@
 #define ANYBIT_SM90_EXPERTS_GEMV_CUH
 
 #include "common/gate.cuh"
+#include "packed/packed_sums.cuh"
 #include "packed/sm90_gemv/sm90_packed_gemv_parts.cuh"
 
 struct ExpertsParams {
@@ -294,33 +295,26 @@ template <class C> DEVICE void multiply(const ExpertsParams& p) {
         // A quad is four rows of a token. Each block of a cluster finishes every cluster-th, and sends its sums of the others.
         const auto sum_of = [&](int quad, float (&sum)[4]) {
             const uint32_t at = shared + (quad / (mine * 4) * S::rows + quad % (mine * 4) * 4) * 4;
-            UNROLL for (int e = 0; e < 4; e++) sum[e] = 0;
-            UNROLL for (int w = 0; w < C::warps; w++) {
-                const uint4 v = ptx::ld_shared_v4(at + w * S::ring_bytes);
-                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-            }
+            UNROLL for (int w = 0; w < C::warps; w++) packed::add_quad(sum, at + w * S::ring_bytes);
         };
         if constexpr (C::cluster > 1) {
             ptx::barrier_cluster_wait();  // the other blocks run and their barriers are initialized
             for (int i = static_cast<int>(threadIdx.x); i < quads; i += C::threads) {
                 const int other = i % C::cluster;
                 if (other == rank) continue;
-                float sum[4];
+                float sum[4] = {};
                 sum_of(i, sum);
                 const uint32_t place = static_cast<uint32_t>((rank > other ? rank - 1 : rank) * S::share + i / C::cluster);
-                const uint4 v = {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
-                ptx::st_async_v4(ptx::mapa(shared + S::received, other) + place * 16, v, ptx::mapa(shared + S::sum_barrier, other));
+                ptx::st_async_v4(ptx::mapa(shared + S::received, other) + place * 16, packed::bits_of(sum), ptx::mapa(shared + S::sum_barrier, other));
             }
         }
         for (int i = rank + static_cast<int>(threadIdx.x) * C::cluster; i < quads; i += C::threads * C::cluster) {
-            float sum[4];
+            float sum[4] = {};
             sum_of(i, sum);
             if constexpr (C::cluster > 1) {
                 ptx::mbarrier_wait_parity_acquire_cluster(shared + S::sum_barrier, 0);
-                UNROLL for (int other = 0; other < C::cluster - 1; other++) {
-                    const uint4 v = ptx::ld_shared_v4(shared + S::received + (other * S::share + i / C::cluster) * 16);
-                    sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-                }
+                UNROLL for (int other = 0; other < C::cluster - 1; other++)
+                    packed::add_quad(sum, shared + S::received + (other * S::share + i / C::cluster) * 16);
             }
             const int mine_token = i / (mine * 4), token = static_cast<int>(blockIdx.y) * C::tile_m + mine_token, row = i % (mine * 4) * 4;
             if (token >= p.tokens) continue;

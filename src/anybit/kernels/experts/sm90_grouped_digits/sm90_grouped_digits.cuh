@@ -52,11 +52,10 @@ template <class C, bool gated, Gate gate = Gate::silu> DEVICE void grouped_digit
     // Four rows of a token, as two pairs of 16-bit values.
     const auto four = [&](int token, int quad) {
         float sum[4] = {};
-        add_k_warps<C>(sum, shared, token, quad);
-        const uint4 f0 = ptx::ld_shared_v4(shared + S::factors + quad * 32), f1 = ptx::ld_shared_v4(shared + S::factors + quad * 32 + 16);
-        const auto pair = [](float a, float b) { return values::round_pair<bf16>(a, b); };
-        return uint2{pair(fmaf(sum[0], __uint_as_float(f0.x), __uint_as_float(f0.y)), fmaf(sum[1], __uint_as_float(f0.z), __uint_as_float(f0.w))),
-                     pair(fmaf(sum[2], __uint_as_float(f1.x), __uint_as_float(f1.y)), fmaf(sum[3], __uint_as_float(f1.z), __uint_as_float(f1.w)))};
+        add_k_warps<C, S>(sum, shared, token, quad);
+        float v[4];
+        scale_quad<S>(v, sum, shared, quad);
+        return uint2{values::round_pair<bf16>(v[0], v[1]), values::round_pair<bf16>(v[2], v[3])};
     };
     const int quads = gated ? units * 2 : units * 4, tokens = tile.tokens;
     for (int i = static_cast<int>(threadIdx.x); i < tokens * quads; i += C::threads) {

@@ -34,13 +34,11 @@ template <class C> struct BlockOfX {
         const int columns[2] = {first + static_cast<int>(low >> (8 * word) & 255), first + static_cast<int>(high >> (8 * word) & 255)};
         pairs[0] = pairs[1] = 0;
         if (x == nullptr) return;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        UNROLL for (int h = 0; h < 2; h++) {
             if (!C::gather && (!C::ragged || columns[h] + 1 < k)) {
                 pairs[h] = ptx::ld_global_cg_u32(x + columns[h]);
             } else {  // any order of columns, any alignment
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
+                UNROLL for (int e = 0; e < 2; e++) {
                     const int column = columns[h] + e;
                     const int channel = C::gather && permutation != nullptr ? permutation[column] : column < k ? column : -1;
                     if (channel >= 0) pairs[h] |= static_cast<uint32_t>(x[channel]) << (16 * e);
@@ -74,8 +72,7 @@ template <class C> DEVICE void BlockOfX<C>::store(uint32_t token, uint8_t* out) 
     const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent) << 23) : __uint_as_float(0x7fc00000u);
     uint32_t digits[4];
     int sum = 0;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
+    UNROLL for (int e = 0; e < 4; e++) {
         const uint16_t bits = static_cast<uint16_t>(pairs[e >> 1] >> (16 * (e & 1)));
         // Adding 1.5 * 2^23 rounds to an integer in the low bits, without the slow F2I.
         const float rounded = fmaf(bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits), up, 12582912.0f);
@@ -93,8 +90,7 @@ template <class C> DEVICE void BlockOfX<C>::store(uint32_t token, uint8_t* out) 
     constexpr int lanes = 32 / L::flushes;  // a group's columns lie in adjacent lanes
     if constexpr (L::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
     else
-#pragma unroll
-        for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
+        UNROLL for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
     constexpr float zero = C::code == Code::asym ? 1.0f : C::code == Code::bipolar ? ((1 << C::bits) - 1) * 0.5f : static_cast<float>(1 << (C::bits - 1));
     float2* facts = reinterpret_cast<float2*>(out + L::facts);
     if (lane % lanes == 0)

@@ -18,15 +18,14 @@
 namespace packed {
 
 // A thread's part of a copy: 16 of every `step` bytes while some of `left` are left.
-template <int bytes, int step, class Wanted> __device__ __forceinline__ void copy(uint32_t to, const uint8_t* from, int left, Wanted&& wanted) {
-#pragma unroll
-    for (int i = 0; i < bytes; i += step)
+template <int bytes, int step, class Wanted> DEVICE void copy(uint32_t to, const uint8_t* from, int left, Wanted&& wanted) {
+    UNROLL for (int i = 0; i < bytes; i += step)
         if (i < left && wanted(i)) ptx::cp_async<16>(to + i, from + i);
 }
 
 // Multiplies a tile over all of its K that falls to this CTA, `rank` of cluster_k, and leaves sums in shared memory:
 // [k_warp][token][row], sum_pitch floats a token. ready: what to do before digits are read.
-template <class C, class Ready> __device__ __forceinline__ void multiply_tile(const DigitTile& tile, int rank, uint32_t shared, Ready&& ready) {
+template <class C, class Ready> DEVICE void multiply_tile(const DigitTile& tile, int rank, uint32_t shared, Ready&& ready) {
     using S = DigitsShape<C>;
     using Product = typename Choose<C::wgmma, WgmmaProduct<C>, MmaProduct<C>>::type;
     constexpr int ahead = C::stages - 1;  // stages on their way while another is multiplied
@@ -53,26 +52,21 @@ template <class C, class Ready> __device__ __forceinline__ void multiply_tile(co
                                                     [&](int i) { return tile.tokens < 0 || S::token_of(digits_at + i) < tile.tokens; });
         digits_ahead += dealt * S::block_bytes;
     };
-#pragma unroll
-    for (int i = 0; i < ahead; i++)
+    UNROLL for (int i = 0; i < ahead; i++)
         if (i < rounds) bring_weights(i);
     ptx::cp_async_commit_group();
     ready();
-#pragma unroll
-    for (int i = 0; i < ahead; i++) {
+    UNROLL for (int i = 0; i < ahead; i++) {
         if (i < rounds) bring_digits(i);
         ptx::cp_async_commit_group();
     }
 
     float sums[C::units][S::token_tiles][2];
-#pragma unroll
-    for (int u = 0; u < C::units; u++)
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++) sums[u][n][0] = sums[u][n][1] = 0;
+    UNROLL for (int u = 0; u < C::units; u++)
+        UNROLL for (int n = 0; n < S::token_tiles; n++) sums[u][n][0] = sums[u][n][1] = 0;
     uint32_t row_zeros[S::zeros] = {};
     if constexpr (S::asym && S::whole_rows) {
-#pragma unroll
-        for (int u = 0; u < C::units; u++)
+        UNROLL for (int u = 0; u < C::units; u++)
             if (u < mine) {
                 const uint8_t* row = tile.row_zero + (first + u) * 16 + (lane >> 2);
                 row_zeros[u] = row[0] | row[8] << 8;
@@ -96,24 +90,11 @@ template <class C, class Ready> __device__ __forceinline__ void multiply_tile(co
     ptx::cp_async_wait_all();
     __syncthreads();  // sums lie over the rings
     const uint32_t to = shared + ((k_warp * C::tile_m + (lane & 3)) * S::sum_pitch + first * 16 + (lane >> 2)) * 4;
-#pragma unroll
-    for (int u = 0; u < C::units; u++)
+    UNROLL for (int u = 0; u < C::units; u++)
         if (u < mine)
-#pragma unroll
-            for (int n = 0; n < S::token_tiles; n++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) ptx::st_shared_f32(to + (n * 4 * S::sum_pitch + u * 16 + r * 8) * 4, sums[u][n][r]);
+            UNROLL for (int n = 0; n < S::token_tiles; n++)
+                UNROLL for (int r = 0; r < 2; r++) ptx::st_shared_f32(to + (n * 4 * S::sum_pitch + u * 16 + r * 8) * 4, sums[u][n][r]);
     __syncthreads();
-}
-
-// Adds four rows of a token over the K warps.
-template <class C> __device__ __forceinline__ void add_k_warps(float (&sum)[4], uint32_t shared, int token, int quad) {
-    using S = DigitsShape<C>;
-#pragma unroll
-    for (int k = 0; k < C::k_warps; k++) {
-        const uint4 v = ptx::ld_shared_v4(shared + ((k * C::tile_m + token) * S::sum_pitch + quad * 4) * 4);
-        sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-    }
 }
 
 }  // namespace packed
@@ -148,51 +129,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         ptx::griddepcontrol_wait();
     });
 
-    if constexpr (C::cluster_k > 1) {
-        ptx::barrier_cluster_wait();  // the other CTAs run and their mbarriers are initialized
-#pragma unroll
-        for (int step = 1; step < C::cluster_k; step++) {
-            const int other = (rank + step) % C::cluster_k, place = (rank > other ? rank - 1 : rank) * items;  // in its receive buffer
-            const uint32_t there = ptx::mapa(shared + S::received, other), barrier = ptx::mapa(sum_barrier, other);
-            for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
-                float sum[4] = {};
-                packed::add_k_warps<C>(sum, shared, other * S::share + i / quads, i % quads);
-                const uint4 v = {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
-                ptx::st_async_v4(there + (place + i) * 16, v, barrier);
-            }
-        }
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
-        const int token = rank * S::share + i / quads, quad = i % quads, n = first * 16 + quad * 4;
-        float sum[4] = {};
-        packed::add_k_warps<C>(sum, shared, token, quad);
-        if constexpr (C::cluster_k > 1) {
-            ptx::mbarrier_wait_parity_acquire_cluster(sum_barrier, 0);
-#pragma unroll
-            for (int other = 0; other < C::cluster_k - 1; other++) {
-                const uint4 v = ptx::ld_shared_v4(shared + S::received + (other * items + i) * 16);
-                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-            }
-        }
-        if (token >= p.m) continue;
-        const uint32_t factor = shared + S::factors + quad * 32;
-        const uint4 f0 = ptx::ld_shared_v4(factor), f1 = ptx::ld_shared_v4(factor + 16);
-        const float v[4] = {
-            fmaf(sum[0], __uint_as_float(f0.x), __uint_as_float(f0.y)), fmaf(sum[1], __uint_as_float(f0.z), __uint_as_float(f0.w)),
-            fmaf(sum[2], __uint_as_float(f1.x), __uint_as_float(f1.y)), fmaf(sum[3], __uint_as_float(f1.z), __uint_as_float(f1.w))};
-        uint16_t* y = p.y + static_cast<size_t>(token) * p.n + n;
-        if constexpr (C::wide_store) {
-            if (n < p.n) {
-                const uint32_t low = f16 ? ptx::cvt_f16x2_f32(v[0], v[1]) : ptx::cvt_bf16x2_f32(v[0], v[1]);
-                const uint32_t high = f16 ? ptx::cvt_f16x2_f32(v[2], v[3]) : ptx::cvt_bf16x2_f32(v[2], v[3]);
-                *reinterpret_cast<uint2*>(y) = {low, high};
-            }
-        } else {
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (n + e < p.n) y[e] = f16 ? ptx::cvt_f16_f32(v[e]) : ptx::cvt_bf16_f32(v[e]);
-        }
-    }
+    packed::finish_tokens<C, S>(p, shared, first, quads, items);
 }
 
 #endif  // ANYBIT_SM80_PACKED_DIGITS_CUH

@@ -2,7 +2,7 @@
 #ifndef ANYBIT_SM80_PACKED_DIGITS_PARTS_CUH
 #define ANYBIT_SM80_PACKED_DIGITS_PARTS_CUH
 
-#include "packed/packed_params.cuh"
+#include "packed/packed_sums.cuh"
 #include "packed/sm80_digits/digit_layout.cuh"
 
 namespace packed {
@@ -12,7 +12,7 @@ template <class C> struct DigitsShape : DigitLayout<C> {
     using L = DigitLayout<C>;
     static constexpr bool whole_rows = C::group == 0, asym = C::code == Code::asym;
     static constexpr int zeros = asym && whole_rows ? C::units : 1;      // words of zeros by row in registers
-    static constexpr int warps = C::row_warps * C::k_warps, group_threads = C::row_warps * 32;
+    static constexpr int k_warps = C::k_warps, warps = C::row_warps * k_warps, group_threads = C::row_warps * 32;
     static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code);
     static constexpr int slot_bytes = C::units * unit_size;              // of a warp's weights
     static constexpr int block_rows = C::row_warps * C::units * 16;      // at most
@@ -38,14 +38,14 @@ struct DigitTile {
 };
 
 // Operand word i of row g (0) or g + 8 (1): four codes at low_bit or high_bit of their bytes.
-template <class C, int i, int row, int words> __device__ __forceinline__ uint32_t digit_codes(const uint32_t (&w)[words]) {
+template <class C, int i, int row, int words> DEVICE uint32_t digit_codes(const uint32_t (&w)[words]) {
     constexpr Fields fields = fields_of(C::bits, C::group, i);
     return codes<C::bits, 16, fields.low + row, low_bit(C::bits, C::group)>(w)
         | codes<C::bits, 16, fields.high + row, 8 + high_bit(C::bits, C::group)>(w);
 }
 
 // Step `step` of a unit's A operand.
-template <class C, int step, int words> __device__ __forceinline__ void widen(uint32_t (&a)[4], const uint32_t (&w)[words]) {
+template <class C, int step, int words> DEVICE void widen(uint32_t (&a)[4], const uint32_t (&w)[words]) {
     a[0] = digit_codes<C, 2 * step, 0>(w), a[1] = digit_codes<C, 2 * step, 1>(w);
     a[2] = digit_codes<C, 2 * step + 1, 0>(w), a[3] = digit_codes<C, 2 * step + 1, 1>(w);
 }
@@ -55,24 +55,23 @@ template <class C> struct RowFacts {
     using S = DigitsShape<C>;
     uint32_t scales, zeros;
 
-    __device__ __forceinline__ void load(uint32_t unit, int f, uint32_t row_zeros, uint32_t lane) {
+    DEVICE void load(uint32_t unit, int f, uint32_t row_zeros, uint32_t lane) {
         scales = 0x3c003c00u, zeros = row_zeros;
         if constexpr (!S::whole_rows) {
-            scales = ptx::ld_shared_u32(unit + 256 * C::bits + f * 32 + (lane >> 2) * 4);
-            if constexpr (S::asym)  // a word has four zeros, two of them this lane's
-                zeros = ptx::ld_shared_u32(unit + 256 * C::bits + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
+            scales = scales_of<C>(unit, f, lane);
+            if constexpr (S::asym) zeros = zeros_of<C>(unit, f, lane);
         }
     }
     // Of row g (r = 0) or g + 8.
-    __device__ __forceinline__ float scale(int r) const { return ptx::cvt_f32_f16(static_cast<uint16_t>(scales >> (16 * r))); }
+    DEVICE float scale(int r) const { return ptx::cvt_f32_f16(static_cast<uint16_t>(scales >> (16 * r))); }
     // Adds the digits' products of a row and a token. fact: of the token.
-    __device__ __forceinline__ void add(float& sum, int r, int32_t low, int32_t high, float2 fact) const {
+    DEVICE void add(float& sum, int r, int32_t low, int32_t high, float2 fact) const {
         const float offset = S::asym ? static_cast<float>(zeros >> (8 * r) & 255) * fact.y : fact.y;
         const float v = fmaf(static_cast<float>(low + high * 256), fact.x, offset);
         sum = fmaf(scale(r), v, sum);
     }
 };
-__device__ __forceinline__ float2 token_fact(uint32_t facts, int token) {
+DEVICE float2 token_fact(uint32_t facts, int token) {
     const uint2 v = ptx::ld_shared_v2(facts + token * 8);
     return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
@@ -84,35 +83,30 @@ template <class C> struct MmaProduct {
     float2 facts[S::token_tiles][S::flushes];
 
     // Multiplies the units at `units` with the block at `slot`. sums: [unit][token tile][row g or g + 8].
-    __device__ __forceinline__ void round(float (&sums)[C::units][S::token_tiles][2], uint32_t slot, uint32_t units, int mine,
+    DEVICE void round(float (&sums)[C::units][S::token_tiles][2], uint32_t slot, uint32_t units, int mine,
                                           const uint32_t (&row_zeros)[S::zeros], uint32_t lane) {
         load(slot, lane);
-#pragma unroll
-        for (int u = 0; u < C::units; u += C::together)
+        UNROLL for (int u = 0; u < C::units; u += C::together)
             if (u < mine) {
-#pragma unroll
-                for (int e = u; e < u + C::together && e < C::units; e++)  // stale past the last row: never stored
+                UNROLL for (int e = u; e < u + C::together && e < C::units; e++)  // stale past the last row: never stored
                     multiply(sums[e], units + e * S::unit_size, row_zeros[S::zeros > 1 ? e : 0], lane);
             }
     }
 
 private:
-    __device__ __forceinline__ void load(uint32_t slot, uint32_t lane) {
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
+    DEVICE void load(uint32_t slot, uint32_t lane) {
+        UNROLL for (int n = 0; n < S::token_tiles; n++) {
+            UNROLL for (int half = 0; half < 2; half++) {
                 const uint4 v = ptx::ld_shared_v4(slot + n * 1024 + half * 512 + lane * 16);
                 b[n][half * 4] = v.x, b[n][half * 4 + 1] = v.y, b[n][half * 4 + 2] = v.z, b[n][half * 4 + 3] = v.w;
             }
             if constexpr (S::floats) facts[n][0].x = ptx::ld_shared_f32(slot + S::facts + (n * 4 + (lane & 3)) * 4);
             else
-#pragma unroll
-                for (int f = 0; f < S::flushes; f++)
+                UNROLL for (int f = 0; f < S::flushes; f++)
                     facts[n][f] = token_fact(slot + S::facts, f * C::tile_m + n * 4 + static_cast<int>(lane & 3));
         }
     }
-    __device__ __forceinline__ void multiply(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t row_zeros, uint32_t lane) const {
+    DEVICE void multiply(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t row_zeros, uint32_t lane) const {
         uint32_t words[2 * C::bits];
         load_words_shared<C::bits>(words, unit, lane);
         if constexpr (S::floats) return multiply_halves(sums, words, unit, lane);
@@ -125,20 +119,17 @@ private:
                 constexpr int step = decltype(index)::value;
                 uint32_t a[4];
                 widen<C, step>(a, words);
-#pragma unroll
-                for (int n = 0; n < S::token_tiles; n++) {
+                UNROLL for (int n = 0; n < S::token_tiles; n++) {
                     const uint32_t digits[2] = {b[n][2 * step], b[n][2 * step + 1]};
                     ptx::mma_m16n8k32_u8s8(part[n], a, digits);
                 }
             });
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-#pragma unroll
-                for (int n = 0; n < S::token_tiles; n++) rows.add(sums[n][r], r, part[n][2 * r], part[n][2 * r + 1], facts[n][f]);
+            UNROLL for (int r = 0; r < 2; r++)
+                UNROLL for (int n = 0; n < S::token_tiles; n++) rows.add(sums[n][r], r, part[n][2 * r], part[n][2 * r + 1], facts[n][f]);
         });
     }
     // Codes of tables: a group's products meet its scale, a block's the tokens'.
-    __device__ __forceinline__ void multiply_halves(float (&sums)[S::token_tiles][2], const uint32_t (&words)[2 * C::bits], uint32_t unit, uint32_t lane) const {
+    DEVICE void multiply_halves(float (&sums)[S::token_tiles][2], const uint32_t (&words)[2 * C::bits], uint32_t unit, uint32_t lane) const {
         float block[S::token_tiles][2] = {};
         unroll<0, S::flushes>([&](auto which) {
             constexpr int f = decltype(which)::value;
@@ -149,21 +140,16 @@ private:
                 constexpr int step = decltype(index)::value;
                 uint32_t a[4];
                 table_step<C::code, step>(a, words);
-#pragma unroll
-                for (int n = 0; n < S::token_tiles; n += 2) {
+                UNROLL for (int n = 0; n < S::token_tiles; n += 2) {
                     const uint32_t halves[2] = {b[n + step / 4][step % 4 * 2], b[n + step / 4][step % 4 * 2 + 1]};
                     ptx::mma_m16n8k16_f16(part[n / 2], a, halves);
                 }
             });
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-#pragma unroll
-                for (int n = 0; n < S::token_tiles; n++) block[n][r] = fmaf(rows.scale(r), part[n / 2][2 * r + n % 2], block[n][r]);
+            UNROLL for (int r = 0; r < 2; r++)
+                UNROLL for (int n = 0; n < S::token_tiles; n++) block[n][r] = fmaf(rows.scale(r), part[n / 2][2 * r + n % 2], block[n][r]);
         });
-#pragma unroll
-        for (int n = 0; n < S::token_tiles; n++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) sums[n][r] = fmaf(facts[n][0].x, block[n][r], sums[n][r]);
+        UNROLL for (int n = 0; n < S::token_tiles; n++)
+            UNROLL for (int r = 0; r < 2; r++) sums[n][r] = fmaf(facts[n][0].x, block[n][r], sums[n][r]);
     }
 };
 

@@ -18,7 +18,7 @@ template <class C> struct WgmmaProduct {
     RowFacts<C> rows[2];
 
     // As of MmaProduct; all units, stale ones past the last row, too, as the warps of a warpgroup multiply together.
-    __device__ __forceinline__ void round(float (&sums)[C::units][S::token_tiles][2], uint32_t slot, uint32_t units, int,
+    DEVICE void round(float (&sums)[C::units][S::token_tiles][2], uint32_t slot, uint32_t units, int,
                                           const uint32_t (&row_zeros)[S::zeros], uint32_t lane) {
         const uint64_t digits = ptx::wgmma_descriptor(slot, ptx::Swizzle::none, 128, 32 * C::tile_m);
         uint32_t a[2][steps][4], words[2 * C::bits];
@@ -34,8 +34,7 @@ template <class C> struct WgmmaProduct {
                 });
             }
             ptx::wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < steps; i++)
+            UNROLL for (int i = 0; i < steps; i++)
                 ptx::wgmma_u8s8<2 * tokens>(part[j & 1], codes[i],
                                             ptx::wgmma_advance(digits, (f * steps + i) * 64 * C::tile_m + h * 32 * tokens), i > 0);
             ptx::wgmma_commit_group();
@@ -50,15 +49,13 @@ template <class C> struct WgmmaProduct {
     }
 
 private:
-    template <int j> __device__ __forceinline__ void finish(float (&sums)[C::units][S::token_tiles][2], uint32_t slot, uint32_t lane) {
+    template <int j> DEVICE void finish(float (&sums)[C::units][S::token_tiles][2], uint32_t slot, uint32_t lane) {
         constexpr int set = j / halves, u = set / S::flushes, f = set % S::flushes, first = j % halves * tokens;
         int32_t (&product)[tokens] = part[j & 1];
         ptx::wgmma_touch(product);
-#pragma unroll
-        for (int n = 0; n < tokens / 4; n++) {
+        UNROLL for (int n = 0; n < tokens / 4; n++) {
             const float2 fact = token_fact(slot + S::facts, f * C::tile_m + first + n * 4 + static_cast<int>(lane & 3));
-#pragma unroll
-            for (int r = 0; r < 2; r++)
+            UNROLL for (int r = 0; r < 2; r++)
                 rows[set & 1].add(sums[u][first / 4 + n][r], r, product[4 * n + 2 * r], product[4 * n + 2 * r + 1], fact);
         }
     }

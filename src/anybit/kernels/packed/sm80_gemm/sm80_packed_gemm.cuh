@@ -30,7 +30,6 @@ struct Params {
 
 namespace sm80_packed {
 
-using packed::Index;
 using packed::unroll;
 
 // a / b for a below 2^24, in a few instructions instead of a call.

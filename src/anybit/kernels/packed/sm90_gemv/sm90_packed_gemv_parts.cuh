@@ -335,10 +335,8 @@ template <class C> struct DigitProduct {
             constexpr int f = decltype(which)::value;
             uint32_t pair = 0, zeros = row_zeros;  // or minima
             if constexpr (!S::whole_rows) {
-                pair = ptx::ld_shared_u32(unit + 256 * C::bits + f * 32 + (lane >> 2) * 4);
-                if constexpr (C::code == Code::asym)  // a word has four zeros, two of them this lane's: rows g and g + 8
-                    zeros = ptx::ld_shared_u32(unit + 256 * C::bits + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
-                if constexpr (C::code == Code::min) zeros = ptx::ld_shared_u32(unit + 256 * C::bits + (S::groups + f) * 32 + (lane >> 2) * 4);
+                pair = scales_of<C>(unit, f, lane);
+                if constexpr (C::code == Code::asym || C::code == Code::min) zeros = zeros_of<C>(unit, f, lane);
             }
             int32_t part[S::token_tiles][4];
             UNROLL for (int n = 0; n < S::token_tiles; n++) {

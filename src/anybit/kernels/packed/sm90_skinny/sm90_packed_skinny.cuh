@@ -17,8 +17,8 @@
 template <class C> struct Warp {
     using T = Traits<C>;
     static constexpr bool exact = T::integer && T::whole_rows;  // int32 sums up to the epilogue
-    using Part = typename Number<T::integer>::type;
-    using Sum = typename Number<exact>::type;
+    using Part = typename packed::Choose<T::integer, int32_t, float>::type;
+    using Sum = typename packed::Choose<exact, int32_t, float>::type;
 
     uint32_t lane;
     Sum sums[T::units][T::token_tiles][4];

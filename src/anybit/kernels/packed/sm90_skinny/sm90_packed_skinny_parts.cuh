@@ -8,7 +8,6 @@
 #include "packed/packed_params.cuh"
 #include "packed/packed_tables.cuh"
 
-using packed::Index;
 using packed::unroll;
 
 // Compile-time traits of a Config.
@@ -84,13 +83,6 @@ template <class C> struct Traits {
     }
 };
 
-template <bool integer> struct Number {
-    using type = float;
-};
-template <> struct Number<true> {
-    using type = int32_t;
-};
-
 template <class C, class Num>
 DEVICE void multiply(Num (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     if constexpr (Traits<C>::as_f16) ptx::mma_m16n8k16_f16(d, a, b);
@@ -124,13 +116,11 @@ template <class C> struct Stage {
 template <class C> DEVICE void read_stage(Stage<C>& stage, uint32_t from, uint32_t lane) {
     using T = Traits<C>;
     UNROLL for (int r = 0; r < C::row_units; r++) {
-        const uint32_t unit = from + r * T::unit_bytes, scales = unit + 256 * C::bits, zeros = scales + T::subgroups * 32;
+        const uint32_t unit = from + r * T::unit_bytes;
         packed::load_words_shared<C::bits>(stage.words[r], unit, lane);
         UNROLL for (int i = 0; i < T::subgroups; i++) {
-            stage.scales[r][i] = ptx::ld_shared_u32(scales + i * 32 + (lane >> 2) * 4);
-            if constexpr (C::code == Code::asym)  // a word has four zeros, two of them this lane's: rows g and g + 8
-                stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
-            if constexpr (C::code == Code::min) stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 32 + (lane >> 2) * 4);
+            stage.scales[r][i] = packed::scales_of<C>(unit, i, lane);
+            if constexpr (C::code == Code::asym || C::code == Code::min) stage.zeros[r][i] = packed::zeros_of<C>(unit, i, lane);
         }
     }
 }

@@ -13,13 +13,13 @@
 
 #include "packed/packed_activations.cuh"
 #include "packed/packed_dequantize.cuh"
-#include "packed/packed_params.cuh"
+#include "packed/packed_sums.cuh"
 
 namespace packed {
 
 // Compile-time shape of a Config.
 template <class C> struct MidShape {
-    static constexpr int warps = C::row_warps * C::split_k_warps, group_threads = C::row_warps * 32;
+    static constexpr int k_warps = C::split_k_warps, warps = C::row_warps * k_warps, group_threads = C::row_warps * 32;
     static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code);
     static constexpr int stage_bytes = C::stage_units * unit_size;
     static constexpr int units = C::stage_units * C::chunks;                    // per warp, at most
@@ -195,57 +195,8 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
                     ptx::st_shared_f32(shared + lane_at + at * 4, sums[r][n][i]);
                 }
     __syncthreads();
-    const int quads = block_units * 4, items = S::share * quads;
-    const auto sum_of = [&](int token, int quad, float (&sum)[4]) {
-        UNROLL for (int k = 0; k < C::split_k_warps; k++) {
-            const uint4 v = ptx::ld_shared_v4(shared + ((k * C::tile_m + token) * S::sum_pitch + quad * 4) * 4);
-            sum[0] = (k == 0 ? 0.0f : sum[0]) + __uint_as_float(v.x), sum[1] = (k == 0 ? 0.0f : sum[1]) + __uint_as_float(v.y);
-            sum[2] = (k == 0 ? 0.0f : sum[2]) + __uint_as_float(v.z), sum[3] = (k == 0 ? 0.0f : sum[3]) + __uint_as_float(v.w);
-        }
-    };
-    if constexpr (C::cluster_k > 1) {
-        ptx::barrier_cluster_wait();  // the other CTAs run and their mbarriers are initialized
-        UNROLL for (int step = 1; step < C::cluster_k; step++) {
-            const int other = (rank + step) % C::cluster_k, place = (rank > other ? rank - 1 : rank) * items;  // in its receive buffer
-            const uint32_t there = ptx::mapa(shared + S::received, other), barrier = ptx::mapa(sum_barrier, other);
-            for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
-                float sum[4];
-                sum_of(other * S::share + i / quads, i % quads, sum);
-                const uint4 v = {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
-                ptx::st_async_v4(there + (place + i) * 16, v, barrier);
-            }
-        }
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
-        const int token = rank * S::share + i / quads, quad = i % quads, n = block_first * 16 + quad * 4;
-        float sum[4];
-        sum_of(token, quad, sum);
-        if constexpr (C::cluster_k > 1) {
-            ptx::mbarrier_wait_parity_acquire_cluster(sum_barrier, 0);
-            UNROLL for (int other = 0; other < C::cluster_k - 1; other++) {
-                const uint4 v = ptx::ld_shared_v4(shared + S::received + (other * items + i) * 16);
-                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
-                sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-            }
-        }
-        if (token >= p.m) continue;
-        const uint32_t factor = shared + S::factors + quad * 32;
-        const uint4 f0 = ptx::ld_shared_v4(factor), f1 = ptx::ld_shared_v4(factor + 16);
-        const float v[4] = {
-            fmaf(sum[0], __uint_as_float(f0.x), __uint_as_float(f0.y)), fmaf(sum[1], __uint_as_float(f0.z), __uint_as_float(f0.w)),
-            fmaf(sum[2], __uint_as_float(f1.x), __uint_as_float(f1.y)), fmaf(sum[3], __uint_as_float(f1.z), __uint_as_float(f1.w))};
-        uint16_t* y = p.y + static_cast<size_t>(token) * p.n + n;
-        if constexpr (C::wide_store) {
-            if (n < p.n) {
-                const uint32_t low = C::operand == Operand::f16 ? ptx::cvt_f16x2_f32(v[0], v[1]) : ptx::cvt_bf16x2_f32(v[0], v[1]);
-                const uint32_t high = C::operand == Operand::f16 ? ptx::cvt_f16x2_f32(v[2], v[3]) : ptx::cvt_bf16x2_f32(v[2], v[3]);
-                *reinterpret_cast<uint2*>(y) = {low, high};
-            }
-        } else {
-            UNROLL for (int e = 0; e < 4; e++)
-                if (n + e < p.n) y[e] = C::operand == Operand::f16 ? ptx::cvt_f16_f32(v[e]) : ptx::cvt_bf16_f32(v[e]);
-        }
-    }
+    const int quads = block_units * 4;
+    packed::finish_tokens<C, S>(p, shared, block_first, quads, S::share * quads);
 }
 
 #endif  // ANYBIT_SM90_PACKED_SKINNY_F16_CUH
