@@ -195,8 +195,7 @@ def _facts(family: KernelFamily, product: LinearProblem) -> dict[str, object]:
     """The fields of a family's config that follow from the problem."""
     kind = family.module.Config
     if family.target is not Target.planes:
-        more = sm90_packed_gemm.facts(product) if family.module is sm90_packed_gemm else {}
-        return packed_problem.facts(product, kind) | more
+        return packed_problem.facts(product, kind)
     names = (field.name for field in dataclasses.fields(bitplane_problem.Facts))
     known = dict[str, object](zip(names, bitplane_problem.facts(product), strict=True))
     if "aligned" in {field.name for field in dataclasses.fields(kind)}:
@@ -207,7 +206,7 @@ def _facts(family: KernelFamily, product: LinearProblem) -> dict[str, object]:
 _FACTS = {
     field.name for kind in (packed_problem.FewFacts, bitplane_problem.Facts) for field in dataclasses.fields(kind)
 }
-_FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned", "sparse"}
+_FACTS |= {"wide_store", "aligned", "sparse"}
 """Fields that follow from the problem: not tunable, and not stored in maps."""
 
 _WGMMA = ("sm_90a", "sm_90a has wgmma, which is 1.5 times as fast as this family's mma.sync")

@@ -34,18 +34,11 @@ class Operands:
 
     def behind(self, first: int, problem: LinearProblem) -> "Operands":
         """The operands of the tokens from the ``first`` on."""
+        if not first:
+            return self
         x_bytes, y_bytes = 1 if problem.activations.quantized else 2, problem.dtype.itemsize
-        return (
-            self
-            if not first
-            else replace(
-                self,
-                x=_behind(self.x, first, self.x_stride * x_bytes),
-                y=_behind(self.y, first, self.y_stride * y_bytes),
-                x_scale=_behind(self.x_scale, first, 4),
-                x_sum=_behind(self.x_sum, first, 4),
-            )
-        )
+        x, y = _behind(self.x, first, self.x_stride * x_bytes), _behind(self.y, first, self.y_stride * y_bytes)
+        return replace(self, x=x, y=y, x_scale=_behind(self.x_scale, first, 4), x_sum=_behind(self.x_sum, first, 4))
 
 
 def _behind(pointer: Pointer, rows: int, row_bytes: int) -> Pointer:

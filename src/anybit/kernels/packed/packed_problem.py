@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,42 +104,28 @@ def why_not_few(
     return why_not_integers(problem)
 
 
-class FewConfig(Protocol):
-    """What configs for few tokens have in common besides ``FewFacts``."""
-
-    @property
-    def tile_m(self) -> int:
-        """Most tokens."""
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-
-    @property
-    def stages(self) -> int:
-        """Depth of the pipeline of weights."""
-
-    @property
-    def prologue_stages(self) -> int:
-        """Copies issued at once."""
-
-
-def why_not_config(problem: LinearProblem, config: FewConfig, shared_bytes: int) -> str | None:
+def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> str | None:
     """Why a config for few tokens is illegal (wrong problem, too small or large), in a sentence; None if it is not."""
-    c = config
+    c, ahead = config, getattr(config, "prologue_stages", 1)
     if any(getattr(c, name) != value for name, value in facts(problem, type(c)).items()):
         return "the config was made for another problem"
     if c.tile_m < problem.m:
         return f"the config is for up to {c.tile_m} tokens, and there are {problem.m}"
     if not 1 <= c.warps <= 32:
         return f"a block has 1 to 32 warps, not {c.warps}"
-    if not 1 <= c.prologue_stages <= c.stages:
-        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
+    if not 1 <= ahead <= c.stages:
+        return f"prologue_stages = {ahead} must be 1 to stages = {c.stages}"
     return problem.device.why_not_shared(shared_bytes)
 
 
 SIZES = (96, 64, 48, 32, 16, 8, 1)
 """Kibibytes of pipelines to try until a config fits shared memory."""
+
+
+def sizes(c: Any, units: int) -> tuple[int, ...]:
+    """Kibibytes of a config's pipelines, of ``units`` a copy, and of smaller ones to try."""
+    own = -(-c.warps * c.stages * units * c.unit_bytes >> 10)
+    return own, *(size for size in SIZES if size < own)
 
 
 def ring(size: int, stage: int, most: int, ahead: int = 0) -> tuple[int, int]:
@@ -151,22 +137,12 @@ def ring(size: int, stage: int, most: int, ahead: int = 0) -> tuple[int, int]:
     return stages, max(1, min(stages, ahead or ((20 << 10) if stages >= most else (36 << 10)) // stage))
 
 
-def legal(first: _C, candidates: Iterable[_C], why_not: Callable[[_C], str | None]) -> Iterator[_C]:
+def legal(
+    problem: LinearProblem, first: _C, why_not: Callable[[LinearProblem, _C], str | None], candidates: Iterable[_C]
+) -> Iterator[_C]:
     """The first config, then every other legal one, without duplicates."""
     yield first
-    seen = {first}
-    for found in candidates:
-        if found not in seen and why_not(found) is None:
-            seen.add(found)
-            yield found
-
-
-def first_that_fits(configs: Iterable[_C], fits: Callable[[_C], bool]) -> _C:
-    """The first config that fits, else the last."""
-    for found in configs:
-        if fits(found):
-            break
-    return found
+    yield from (one for one in dict.fromkeys(candidates) if one != first and why_not(problem, one) is None)
 
 
 class Params(jit.Params, header="packed/packed_params.cuh"):

@@ -1,1 +1,1 @@
-"""The kernel sm90_gemm: device code and host side."""
+"""The kernel combine: device code and host side."""

@@ -9,14 +9,15 @@ sorted by expert; the products read and write a row a slot. Tiles are chosen fro
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Kernel, Launch, Pointer, Slot
-from anybit.jit.tensor_map import Matrix
+from anybit.jit import Pointer
 from anybit.kernels.block import quantize_activations
 from anybit.kernels.block.quantize_activations import Codes, Target
 from anybit.kernels.common.types import Gate, Operand, Output
@@ -92,7 +93,7 @@ class Operands:
     gate_up: tuple[Pointer, Pointer, Pointer]
     down: tuple[Pointer, Pointer, Pointer]
     y: Pointer
-    scratch: Tensor | Slot
+    scratch: Tensor | jit.Slot
     gate_up_bias: Pointer = None
     down_bias: Pointer = None
 
@@ -171,7 +172,7 @@ def configs(problem: Problem, tile_m: int, halves: bool = False) -> tuple[Config
         found.append(
             min(legal, key=lambda c: -(-product.weight_tiles // c.row_warpgroups) * _step(c, product.k_blocks))
         )
-    first, second = (replace(config, bfloat_out=problem.dtype == torch.bfloat16) for config in found)
+    first, second = (replace(config, output=problem.products[0].output) for config in found)
     return first, second
 
 
@@ -208,9 +209,9 @@ def default(problem: Problem) -> Pair:
     return next(found for tile in tiles if (found := configs(problem, tile, halves)) is not None)
 
 
-def kernel(config: Config, gate: Gate | None = None) -> Kernel:
+def kernel(config: Config, gate: Gate | None = None) -> jit.Kernel:
     """The kernel of a config. gate: of gate_up, which its epilogue joins."""
-    return Kernel(
+    return jit.Kernel(
         header="experts/sm90_grouped_gemm/sm90_grouped_gemm.cuh",
         entry="packed::sm90_grouped_gemm" + (f"_{gate.value}" if gate else ""),
         config=config,
@@ -220,26 +221,9 @@ def kernel(config: Config, gate: Gate | None = None) -> Kernel:
     )
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Where scratch memory has what; offsets in bytes. codes: of x, and of inner values.  token: of a sorted row."""
-
-    token_tile: int
-    count: int
-    place: int
-    token: int
-    codes: int
-    sorted: int
-    scale: int
-    sum: int
-    inner: int
-    inner_codes: int
-    rows: int
-    size: int
-
-
 @lru_cache(maxsize=4096)
-def _room(problem: Problem, configs: Pair) -> _Room:
+def _room(problem: Problem, configs: Pair) -> dict[str, int]:
+    """Where scratch memory has what, and its size: bytes. codes: of x.  inner_codes: of inner values."""
     p, quantized = problem, problem.activations.quantized
     tiles = route.token_tiles(p.tokens, p.top_k, p.experts, configs[0].tile_m)
 
@@ -250,166 +234,141 @@ def _room(problem: Problem, configs: Pair) -> _Room:
             return 2 * rows * columns + 4 * rows
         return quantize_activations.offsets(rows, columns, p.activations, Target.bytes)[-1] if quantized else 0
 
-    gathered = 0 if isinstance(configs[0], digits.Config) else p.slots * _pitch(p.hidden, 1 if quantized else 2)
-    sizes = [
-        16 * tiles, 4, 4 * p.slots, 4 * p.slots, codes(0, p.tokens, p.hidden), gathered, 4 * p.slots, 4 * p.slots,
-        2 * p.slots * p.inner, codes(1, p.slots, p.inner), 2 * p.slots * p.hidden,
-    ]  # fmt: skip
-    at = [0]
-    for part in sizes:
-        at.append(at[-1] + round_up(part, 128))
-    return _Room(*at)
+    sizes = {
+        "token_tile": 16 * tiles,
+        "count": 4,
+        "place": 4 * p.slots,
+        "token": 4 * p.slots,  # of each sorted row
+        "codes": codes(0, p.tokens, p.hidden),
+        "sorted": 0 if isinstance(configs[0], digits.Config) else p.slots * _pitch(p, p.hidden),
+        "scale": 4 * p.slots,
+        "sum": 4 * p.slots,
+        "inner": 2 * p.slots * p.inner,
+        "inner_codes": codes(1, p.slots, p.inner),
+        "rows": 2 * p.slots * p.hidden,
+    }
+    ends = accumulate((round_up(size, 128) for size in sizes.values()), initial=0)
+    return dict(zip((*sizes, "size"), ends, strict=True))
 
 
 def _halved(problem: Problem, configs: Pair) -> bool:
     return problem.dtype == torch.bfloat16 and configs[0].operand is Operand.f16
 
 
-def _pitch(columns: int, size: int) -> int:
+def _pitch(problem: Problem, columns: int) -> int:
     """Bytes of a sorted row."""
-    return round_up(columns * size, 16)
+    return round_up(columns * (1 if problem.activations.quantized else 2), 16)
 
 
 def scratch(problem: Problem, configs: Pair | None = None) -> int:
     """Bytes of scratch memory, which need not be zero."""
-    return _room(problem, configs or default(problem)).size
+    return _room(problem, configs or default(problem))["size"]
 
 
-def launches(problem: Problem, operands: Operands, configs: Pair | None = None) -> list[Launch]:
+def launches(problem: Problem, operands: Operands, configs: Pair | None = None) -> list[jit.Launch]:
     """The launches, in order; each may start before the one ahead ends. Unchecked: see ``why_not``."""
-    p, o = problem, operands
-    configs = configs or default(problem)
-    room, first = _room(p, configs), configs[0]
-    if isinstance(first, digits.Config):
-        found = [_route(p, o, room, first.tile_m, o.x, 2 * o.x_stride, 0)]
-        for which in (0, 1):
-            found += _of_digits(p, configs, which, o, room)
+    call, p, o = _Call(problem, operands, configs or default(problem)), problem, operands
+    if isinstance(first := call.configs[0], digits.Config):
+        found = [call.route(first.tile_m, o.x, 2 * o.x_stride), *call.of_digits(0), *call.of_digits(1)]
     else:
-        found = _of_rows(p, o, configs, room)
-    summed = combine.Params(
-        _behind(o.scratch, room.rows), _behind(o.scratch, room.place), o.weights, o.y, p.tokens, p.hidden // 8
-    )
+        found = call.of_rows()
+    summed = combine.Params(call.at("rows"), call.at("place"), o.weights, o.y, p.tokens, p.hidden // 8)
     return [*found, combine.launch(summed, p.top_k, p.routing, p.dtype == torch.bfloat16)]
 
 
-def _route(
-    p: Problem, o: Operands, room: _Room, tile_m: int, x: Pointer, x_stride: int, vectors: int,
-    scale: Pointer = None, sums: Pointer = None,
-) -> Launch:  # fmt: skip
-    """Sorting of slots. vectors: of 16 bytes of a row to gather."""
+@dataclass(frozen=True, eq=False)
+class _Call:
+    problem: Problem
+    operands: Operands
+    configs: Pair
 
-    def at(offset: int) -> Pointer:
-        return _behind(o.scratch, offset)
+    def at(self, name: str, offset: int = 0) -> Pointer:
+        """A part of scratch memory, some bytes further on."""
+        scratch, offset = self.operands.scratch, _room(self.problem, self.configs)[name] + offset
+        return replace(scratch, offset=scratch.offset + offset) if isinstance(scratch, jit.Slot) else scratch[offset:]
 
-    params = route.Params(
-        o.ids, x, scale, sums, at(room.sorted), at(room.scale), at(room.sum), at(room.place),
-        None if vectors else at(room.token), at(room.token_tile), at(room.count), p.tokens, p.top_k, p.experts,
-        vectors, x_stride // 16, tile_m,
-    )  # fmt: skip
-    return route.launch(params, p.id_words, p.device.sms)
+    @property
+    def tiles(self) -> tuple[Pointer, Pointer]:
+        """The token tiles that routing writes, and their number."""
+        return self.at("token_tile"), self.at("count")
 
+    def side(self, which: int) -> tuple[LinearProblem, tuple[Pointer, Pointer, Pointer], Pointer, int, Gate | None]:
+        """The product, weight, bias, token tiles at most, and gate of gate_up (0) or down (1)."""
+        p, o = self.problem, self.operands
+        most = route.token_tiles(p.tokens, p.top_k, p.experts, self.configs[which].tile_m)
+        weight, bias = (o.down, o.down_bias) if which else (o.gate_up, o.gate_up_bias)
+        return p.products[which], weight, bias, most, None if which else p.gate
 
-def _of_digits(p: Problem, configs: Pair, which: int, o: Operands, room: _Room) -> list[Launch]:
-    """Digits of gate_up's (0) or down's (1) activations, and the product."""
-    product, config = p.products[which], configs[which]
-    assert isinstance(config, digits.Config)
-    tiles = route.token_tiles(p.tokens, p.top_k, p.experts, config.tile_m)
-    lists = _behind(o.scratch, room.token_tile), _behind(o.scratch, room.count)
-    if which == 0:
-        x, x_stride, token, codes, y = o.x, o.x_stride, _behind(o.scratch, room.token), room.codes, room.inner
-        weight, bias, n = o.gate_up, o.gate_up_bias, p.inner
-    else:
-        x, x_stride, token, codes, y = _behind(o.scratch, room.inner), p.inner, None, room.inner_codes, room.rows
-        weight, bias, n = o.down, o.down_bias, p.hidden
-    there = _behind(o.scratch, codes)
-    slots = digits.SlotsParams(x, token, *lists, there, product.k, product.k_blocks, x_stride)
-    params = digits.GroupedParams(
-        *weight, bias, there, *lists, _behind(o.scratch, y), p.experts, n, product.k_blocks, product.weight_tiles
-    )
-    return [
-        digits.digitize_launch(product, config, slots, tiles),
-        digits.launch(product, config, params, tiles, None if which else p.gate),
-    ]
+    def route(self, tile_m: int, x: Pointer, x_stride: int, codes: Codes | None = None, vectors: int = 0) -> jit.Launch:
+        """Sorting of slots. codes: of x, whose scales and sums go along.  vectors: of 16 bytes, of a row to gather."""
+        p, scale, sums = self.problem, codes and codes.scale, codes and codes.sum
+        params = route.Params(
+            self.operands.ids, x, scale, sums, self.at("sorted"), self.at("scale"), self.at("sum"), self.at("place"),
+            None if vectors else self.at("token"), *self.tiles, p.tokens, p.top_k, p.experts, vectors, x_stride // 16,
+            tile_m,
+        )  # fmt: skip
+        return route.launch(params, p.id_words, p.device.sms)
 
+    def of_digits(self, which: int) -> list[jit.Launch]:
+        """Digits of activations, and the product."""
+        p, config = self.problem, self.configs[which]
+        assert isinstance(config, digits.Config)
+        product, weight, bias, most, gate = self.side(which)
+        if which == 0:
+            x, x_stride, token = self.operands.x, self.operands.x_stride, self.at("token")
+            codes, y, n = self.at("codes"), self.at("inner"), p.inner
+        else:
+            x, x_stride, token = self.at("inner"), p.inner, None
+            codes, y, n = self.at("inner_codes"), self.at("rows"), p.hidden
+        slots = digits.SlotsParams(x, token, *self.tiles, codes, product.k, product.k_blocks, x_stride)
+        params = digits.GroupedParams(
+            *weight, bias, codes, *self.tiles, y, p.experts, n, product.k_blocks, product.weight_tiles
+        )
+        return [
+            digits.digitize_launch(product, config, slots, most),
+            digits.launch(product, config, params, most, gate),
+        ]
 
-def _of_rows(p: Problem, o: Operands, configs: Pair, room: _Room) -> list[Launch]:
-    """Sorting, and both products of sorted rows."""
-    quantized, found = p.activations.quantized or _halved(p, configs), []
-    size = 1 if p.activations.quantized else 2
+    def of_rows(self) -> list[jit.Launch]:
+        """Sorting, and both products of sorted rows."""
+        p, o, tile_m = self.problem, self.operands, self.configs[0].tile_m
+        vectors, inner = _pitch(p, p.hidden) // 16, Codes(self.at("inner"), None, None, None)
+        if not (p.activations.quantized or _halved(p, self.configs)):
+            found = [self.route(tile_m, o.x, 2 * o.x_stride, None, vectors)]
+            found.append(self.product(0, Codes(self.at("sorted"), None, None, None), self.at("inner")))
+        else:
+            codes, launch = self.quantize(o.x, o.x_stride, p.tokens, p.hidden, "codes")
+            found = [launch, self.route(tile_m, codes.codes, _pitch(p, p.hidden), codes, vectors)]
+            sums = self.at("sum") if codes.sum is not None else None
+            found.append(self.product(0, Codes(self.at("sorted"), self.at("scale"), sums, None), self.at("inner")))
+            inner, launch = self.quantize(self.at("inner"), p.inner, p.slots, p.inner, "inner_codes")
+            found.append(launch)
+        return [*found, self.product(1, inner, self.at("rows"))]
 
-    def at(offset: int) -> Pointer:
-        return _behind(o.scratch, offset)
+    def product(self, which: int, x: Codes, y: Pointer) -> jit.Launch:
+        """gate_up or down of all slots."""
+        p, config = self.problem, self.configs[which]
+        assert isinstance(config, Config)
+        product, weight, bias, most, gate = self.side(which)
+        tiles, row_tiles = product.weight_tiles, -(-product.weight_tiles // config.row_warpgroups)
+        token_tiles = 1 if p.slots <= p.experts * config.tile_m else 2  # 1: nobody reads an expert's weights again
+        params = sm90_packed_gemm.Params(
+            *sm90_packed_gemm.boxes(config, x.codes, p.slots, product.k, _pitch(p, product.k)), *weight, x.scale, x.sum,
+            bias, y, p.slots, p.experts * tiles * TILE_ROWS, product.k_blocks, p.experts * tiles, row_tiles,
+            token_tiles, 1, tiles, *self.tiles, product.n,
+        )  # fmt: skip
+        grid = min(p.device.sms * config.min_blocks_per_sm, row_tiles * most), 1, 1
+        return jit.Launch(kernel(config, gate), params, grid, pdl=True)
 
-    x, x_stride, x_scale, x_sum = o.x, 2 * o.x_stride, None, None
-    if quantized:
-        codes, launch = _quantize(p, o.x, o.x_stride, p.tokens, p.hidden, _behind(o.scratch, room.codes))
-        found.append(launch)
-        x, x_stride, x_scale, x_sum = codes.codes, _pitch(p.hidden, size), codes.scale, codes.sum
-    vectors = _pitch(p.hidden, size) // 16
-    found.append(_route(p, o, room, configs[0].tile_m, x, x_stride, vectors, x_scale, x_sum))
-    scale, sums = (at(room.scale), at(room.sum)) if quantized else (None, None)
-    sorted_x = Codes(at(room.sorted), scale, sums if x_sum is not None else None, None)
-    found.append(_product(p, configs, 0, o, sorted_x, at(room.inner), room))
-    inner = Codes(at(room.inner), None, None, None)
-    if quantized:
-        inner, launch = _quantize(p, at(room.inner), p.inner, p.slots, p.inner, _behind(o.scratch, room.inner_codes))
-        found.append(launch)
-    found.append(_product(p, configs, 1, o, inner, at(room.rows), room))
-    return found
-
-
-def _product(p: Problem, configs: Pair, which: int, o: Operands, x: Codes, y: Pointer, room: _Room) -> Launch:
-    """gate_up (0) or down (1) of all slots."""
-    product, config, size = p.products[which], configs[which], 1 if p.activations.quantized else 2
-    assert isinstance(config, Config)
-    weight, bias = (o.gate_up, o.gate_up_bias) if which == 0 else (o.down, o.down_bias)
-    expert_tiles, tile_m = product.weight_tiles, config.tile_m
-    row_tiles, most = -(-expert_tiles // config.row_warpgroups), route.token_tiles(p.tokens, p.top_k, p.experts, tile_m)
-    pitch = _pitch(product.k, size)
-    whole, tail = (
-        Matrix(x.codes, size, p.slots, product.k, pitch, 128 // size, rows) for rows in (tile_m, config.tail_rows or 8)
-    )
-    params = sm90_packed_gemm.Params(
-        x=whole,
-        x_tail=tail,
-        tiles=weight[0],
-        row_scale=weight[1],
-        row_zero=weight[2],
-        x_scale=x.scale,
-        x_sum=x.sum,
-        bias=bias,
-        y=y,
-        tokens=p.slots,
-        rows=p.experts * expert_tiles * TILE_ROWS,
-        k_blocks=product.k_blocks,
-        weight_tiles=p.experts * expert_tiles,
-        row_tiles=row_tiles,
-        token_tiles=1 if p.slots <= p.experts * tile_m else 2,  # 1: nobody reads an expert's weights again
-        raster=1,
-        token_tile=_behind(o.scratch, room.token_tile),
-        token_tile_count=_behind(o.scratch, room.count),
-        expert_tiles=expert_tiles,
-        expert_rows=product.n,
-    )
-    grid = min(p.device.sms * config.min_blocks_per_sm, row_tiles * most), 1, 1
-    return Launch(kernel(config, None if which else p.gate), params, grid, pdl=True)
-
-
-def _quantize(p: Problem, x: Pointer, stride: int, m: int, k: int, room: Pointer) -> tuple[Codes, Launch]:
-    """Codes of rows of x, or halves, in scratch memory."""
-    if not p.activations.quantized:
-        scale = _behind(room, 2 * m * k)
-        return Codes(room, scale, None, None), halve.launch(x, stride, room, scale, m, k)
-    problem = quantize_activations.Problem(m, k, p.activations, p.dtype, target=Target.bytes, device=p.device)
-    offsets = quantize_activations.offsets(m, k, p.activations, Target.bytes)
-    codes, scale, sums = (_behind(room, offset) for offset in offsets[:3])
-    where = Codes(codes, scale, sums if p.activations.integer else None, None)
-    config = quantize_activations.default(problem)
-    return where, quantize_activations.made(problem, config, where, x, stride, torch.device("cpu"))
-
-
-def _behind(pointer: Pointer, offset: int) -> Pointer:
-    """A pointer some bytes further on."""
-    if isinstance(pointer, Slot):
-        return replace(pointer, offset=pointer.offset + offset)
-    return pointer[offset:] if isinstance(pointer, Tensor) else pointer
+    def quantize(self, x: Pointer, stride: int, m: int, k: int, name: str) -> tuple[Codes, jit.Launch]:
+        """Codes of rows of x, or halves, in scratch memory."""
+        p = self.problem
+        if not p.activations.quantized:
+            codes, scale = self.at(name), self.at(name, 2 * m * k)
+            return Codes(codes, scale, None, None), halve.launch(x, stride, codes, scale, m, k)
+        problem = quantize_activations.Problem(m, k, p.activations, p.dtype, target=Target.bytes, device=p.device)
+        offsets = quantize_activations.offsets(m, k, p.activations, Target.bytes)
+        codes, scale, sums = (self.at(name, offset) for offset in offsets[:3])
+        where = Codes(codes, scale, sums if p.activations.integer else None, None)
+        config = quantize_activations.default(problem)
+        return where, quantize_activations.made(problem, config, where, x, stride, torch.device("cpu"))

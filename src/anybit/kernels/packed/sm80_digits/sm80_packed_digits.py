@@ -96,13 +96,7 @@ def why_not(problem: LinearProblem, config: Config | None = None, e2m1: bool = F
         return f"a cluster has 1 block, or on sm_90 and later 2 or 4, not {c.cluster_k} on {p.device.arch}"
     if c.stages < 2 or not 1 <= c.together <= c.units:
         return f"stages = {c.stages} must be 2 or more, and together = {c.together} at most units = {c.units}"
-    if any(getattr(c, name) != value for name, value in facts(p, Config).items()):
-        return "the config was made for another problem"
-    if c.tile_m < p.m:
-        return f"the config is for up to {c.tile_m} tokens, and there are {p.m}"
-    if not 1 <= c.warps <= 32:
-        return f"a block has 1 to 32 warps, not {c.warps}"
-    return p.device.why_not_shared(shared_bytes(c))
+    return packed_problem.why_not_config(p, c, shared_bytes(c))
 
 
 def _why_not_product(p: LinearProblem, c: Config) -> str | None:
@@ -130,7 +124,7 @@ def shared_bytes(config: Config) -> int:
 
 def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Params:
     """The Params of a launch, unchecked: x is what ``digitize`` made of it."""
-    return replace(packed_problem.arguments(operands, problem), x=operands.scratch[0])
+    return packed_problem.arguments(replace(operands, x=operands.scratch[0]), problem)
 
 
 def _scratch(problem: LinearProblem, config: Config) -> tuple[int, int]:
@@ -202,7 +196,7 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     candidates = [fitted(problem, *warps, depth, c, together=together) for warps, depth, c, together in plain]
     for warps, depth, c in itertools.product(_WGMMA_WARPS, _STAGES, _CLUSTERS):
         candidates.append(fitted(problem, *warps, depth, c, wgmma=True))
-    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+    return legal(problem, default(problem), why_not, candidates)
 
 
 @functools.cache

@@ -119,7 +119,7 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
     shapes = itertools.product(_TOKENS, ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)), (2, 3, 4, 6), (False, True))
     candidates = (_config(problem, tokens, *warps, stages, nibbles) for tokens, warps, stages, nibbles in shapes)
-    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+    return legal(problem, default(problem), why_not, candidates)
 
 
 def default(problem: LinearProblem) -> Config:

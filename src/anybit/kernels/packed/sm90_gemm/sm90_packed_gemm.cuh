@@ -301,7 +301,7 @@ DEVICE void packed_gemm(const P& p) {
             ptx::setmaxnreg_inc<((Shape::warpgroups + 1) * at_launch - 32) / Shape::warpgroups / 8 * 8>();
         RingCursor<Config::stages> cursor;
         if (Config::split_k_warpgroups > 1) cursor.advance(k_part);
-        const uint32_t my_unit = Shape::x_bytes + (row_part * 4 + warp % 4) * (Config::tile_bytes / 4);
+        const uint32_t my_unit = Shape::x_bytes + (row_part * 4 + warp % 4) * (tile_bytes<Config> / 4);
         auto release = [&](int stage) {
             __syncwarp();
             if (lane == 0) {

@@ -9,49 +9,28 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
-
-import torch
 
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit.tensor_map import Matrix
 from anybit.kernels.block.quantize_activations import Target
-from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.kernels.packed import packed_layout
-from anybit.kernels.packed.packed_layout import TILE_ROWS, tile_bytes
-from anybit.kernels.packed.packed_problem import first_that_fits
+from anybit.kernels.packed.packed_layout import TILE_ROWS
+from anybit.kernels.packed.packed_problem import facts
 from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import (
     MOST_BESIDE,
     TOKENS,
-    Config,
-    grid,
     may_unroll,
     most_registers,
     passes_codes_through,
     registers,
-    shared_bytes,
     tile_counts,
-    why_not,
 )
-
-__all__ = [
-    "Code",
-    "Config",
-    "Operand",
-    "Params",
-    "arguments",
-    "config_for",
-    "configs",
-    "default",
-    "grid",
-    "kernel",
-    "shared_bytes",
-    "traits",
-    "why_not",
-]
+from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import Config as Config
+from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import grid as grid
+from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import shared_bytes as shared_bytes
+from anybit.kernels.packed.sm90_gemm.sm90_packed_gemm_rules import why_not as why_not
 
 _EARLY_BYTES = 32 << 10
 _RESIDENT = ((2, 2), (2, 1), (1, 2))
@@ -78,20 +57,6 @@ class StoreParams(Params, header="packed/sm90_gemm/sm90_packed_gemm_shape.cuh"):
     """The arguments of a launch that stores y by TMA."""
 
 
-def facts(problem: LinearProblem) -> dict[str, Any]:
-    """The fields of a config that follow from the problem."""
-    weights = problem.weights
-    return {
-        "operand": problem.operand,
-        "bits": weights.bits,
-        "group": weights.group or packed_layout.tile_group(weights),
-        "code": Code[weights.code],
-        "bfloat_out": problem.dtype == torch.bfloat16,
-        "tile_bytes": tile_bytes(weights),
-        "sparse": weights.sparse,
-    }
-
-
 def config_for(
     problem: LinearProblem, tile_m: int, row_warpgroups: int, split_k_warpgroups: int = 1, cluster_k: int = 1,
     cluster_n: int = 1, stages: int | None = None, halves: bool = False, min_blocks_per_sm: int = 1,
@@ -100,7 +65,7 @@ def config_for(
 ) -> Config:  # fmt: skip
     """A config with these tiles. stages: None for as many as fit, at most 24.  unrolled, span: None: the usual."""
     config = Config(
-        **facts(problem), tile_m=tile_m, row_warpgroups=row_warpgroups, split_k_warpgroups=split_k_warpgroups,
+        **facts(problem, Config), tile_m=tile_m, row_warpgroups=row_warpgroups, split_k_warpgroups=split_k_warpgroups,
         cluster_k=cluster_k, cluster_n=cluster_n, stages=stages or 2 * split_k_warpgroups, halves=halves,
         min_blocks_per_sm=min_blocks_per_sm, block_tiles=block_tiles, tensor_store=tensor_store, direct=direct or 0,
         prologue_stages=0,
@@ -135,8 +100,10 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     if most:
         depths = range(max(2 * split, most) // split * split, split, -split)
         tried = itertools.product(depths, _EPILOGUES)
-        staged = (replace(config, stages=n, epilogue_tile=t, epilogue_stages=at) for n, (t, at) in tried)
-        config = first_that_fits(staged, lambda one: shared_bytes(one) <= shared)
+        for stages, (tile, buffers) in tried:
+            config = replace(config, stages=stages, epilogue_tile=tile, epilogue_stages=buffers)
+            if shared_bytes(config) <= shared:
+                break
     if whole := 2 * config.direct * split:  # rounds of batches: stages are unrolled
         stages = min(config.stages, 12) // whole * whole if most else config.stages
         return replace(config, stages=stages or config.stages)
@@ -245,38 +212,18 @@ def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Par
     x_sum: the sums of integer codes, needed for whole-row weights.
     """
     o, p, size = operands, problem, 1 if problem.activations.quantized else 2
-    row_tiles, token_tiles = tile_counts(problem, config)
-    # Boxes of x: for whole token tiles, and for a partial one.
-    whole, tail = (
-        Matrix(o.x, size, p.m, p.k, o.x_stride * size, 128 // size, rows)
-        for rows in (config.tile_m // config.cluster_n, config.tail_rows or 8)
-    )
-    stored = {}
-    if config.tensor_store:
-        stored["y_map"] = Matrix(o.y, 2, p.m, p.n, 2 * o.y_stride, TILE_ROWS, config.tile_m)
-    return (StoreParams if config.tensor_store else Params)(
-        x=whole,
-        x_tail=tail,
-        tiles=o.weight[0],
-        row_scale=o.weight[1],
-        row_zero=o.weight[2],
-        x_scale=o.x_scale,
-        x_sum=o.x_sum,
-        bias=o.bias,
-        y=o.y,
-        tokens=p.m,
-        rows=p.n,
-        k_blocks=p.k_blocks,
-        weight_tiles=p.weight_tiles,
-        row_tiles=row_tiles,
-        token_tiles=token_tiles,
-        raster=max(1, 4096 // config.rows),
-        expert_tiles=0,
-        token_tile=None,
-        token_tile_count=None,
-        expert_rows=0,
-        **stored,
-    )
+    sizes = p.m, p.n, p.k_blocks, p.weight_tiles, *tile_counts(problem, config), max(1, 4096 // config.rows)
+    shared = *boxes(config, o.x, p.m, p.k, o.x_stride * size), *o.weight[:3], o.x_scale, o.x_sum, o.bias, o.y, *sizes
+    if not config.tensor_store:
+        return Params(*shared, 0, None, None, 0)
+    return StoreParams(*shared, 0, None, None, 0, Matrix(o.y, 2, p.m, p.n, 2 * o.y_stride, TILE_ROWS, config.tile_m))
+
+
+def boxes(config: Config, x: jit.Pointer, rows: int, k: int, pitch: int) -> tuple[Matrix, Matrix]:
+    """Tensor maps of x [rows, k], ``pitch`` bytes a row: for whole token tiles, and for a partial one."""
+    size, heights = config.x_bytes, (config.tile_m // config.cluster_n, config.tail_rows or 8)
+    whole, tail = (Matrix(x, size, rows, k, pitch, 128 // size, height) for height in heights)
+    return whole, tail
 
 
 traits = Traits("sm90_packed_gemm", Target.bytes, arguments, silu=_silu)

@@ -42,11 +42,11 @@ struct Batches {
 
     // Issues the first batch of a part, from round `first` on.
     DEVICE void begin(const Params& p, const Part& part, int tile, int first) {
-        const size_t stride = static_cast<size_t>(p.weight_tiles) * Config::tile_bytes;
+        const size_t stride = static_cast<size_t>(p.weight_tiles) * tile_bytes<Config>;
         pitch = kw * stride;
         // Rows past the end read the last tile: their sums are never stored.
-        next = p.tiles + (part.first + first) * stride + static_cast<size_t>(min(tile, p.weight_tiles - 1)) * Config::tile_bytes +
-               threadIdx.x / 32 % 4 * (Config::tile_bytes / 4);
+        next = p.tiles + (part.first + first) * stride + static_cast<size_t>(min(tile, p.weight_tiles - 1)) * tile_bytes<Config> +
+               threadIdx.x / 32 % 4 * (tile_bytes<Config> / 4);
         next_scales = next + 256 * Config::bits + ptx::lane_id() / 4 * 4;
         ask(units[0], first, part.count, true);
     }

@@ -15,7 +15,7 @@ struct ExpertOutput {
 
 template <class Config>
 DEVICE float bias_of(uint16_t bits) {
-    return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
+    return bf16_out<Config> ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
 }
 
 // Subtracts the zero-point term from a sum of unsigned codes: exact in int32, doubled for bipolar codes.
@@ -105,7 +105,7 @@ DEVICE void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total
             const float low = centered<Config>(sum[group * 4 + h * 2], terms.twice_zero[h], low_sum) * low_scale;
             const float high = centered<Config>(sum[group * 4 + h * 2 + 1], terms.twice_zero[h], high_sum) * high_scale;
             const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
-            out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
+            out[(group - j) * 2 + h] = bf16_out<Config> ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
         }
     }
 }
@@ -162,8 +162,8 @@ DEVICE void store_silu_tile(const Output& p, typename Sums<Config>::Total (&sum)
             UNROLL for (int i = 0; i < 4 && j + i < groups; i += 2) {
                 uint32_t rows[4] = {0, 0, 0, 0};
                 outputs_of_16<Config>(rows, sum, terms, j + i);
-                out[i] = values::join_pair<gate_of<Config>, Config::bfloat_out>(rows[0], rows[1]);
-                out[i + 1] = values::join_pair<gate_of<Config>, Config::bfloat_out>(rows[2], rows[3]);
+                out[i] = values::join_pair<gate_of<Config>, bf16_out<Config>>(rows[0], rows[1]);
+                out[i + 1] = values::join_pair<gate_of<Config>, bf16_out<Config>>(rows[2], rows[3]);
             }
             ptx::stmatrix_x4_trans(place + (j * 8 - first) * 64 + write, out);
         }
@@ -234,10 +234,10 @@ DEVICE void stage_four(uint32_t staging, const typename Sums<Config>::Total (&to
             value[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
                                     terms.scale[h], terms.bias[h]);
     }
-    const auto pair = [](float a, float b) { return Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b); };
+    const auto pair = [](float a, float b) { return bf16_out<Config> ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b); };
     if constexpr (ends_with_silu<Config>) {  // one channel, two tokens; the neighbour lane has the next channel
         const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
-        const uint32_t mine = values::silu_mul_pair<Config::bfloat_out>(pair(value[0], value[1]), pair(value[2], value[3]));
+        const uint32_t mine = values::silu_mul_pair<bf16_out<Config>>(pair(value[0], value[1]), pair(value[2], value[3]));
         const uint32_t theirs = ptx::shfl_xor(mine, 4), word = odd ? ptx::prmt(theirs, mine, 0x7632) : ptx::prmt(mine, theirs, 0x5410);
         ptx::st_shared_u32(staging + channels_at(token, threadIdx.x / 32 % 4) + (g & ~1) * 2, word);
         return;

@@ -34,16 +34,16 @@ struct Producer {
     DEVICE Weights weights_of(const PlaceOf<Config>& place) const {
         const int first = first_tile<Config>(place, row_rank, half);
         const int count = max(min(Config::row_warpgroups, end_of<Config>(p, place) - first), 0);
-        return {p.tiles + static_cast<size_t>(first) * Config::tile_bytes, static_cast<size_t>(p.weight_tiles) * Config::tile_bytes,
-                static_cast<uint32_t>(count * Config::tile_bytes)};
+        return {p.tiles + static_cast<size_t>(first) * tile_bytes<Config>, static_cast<size_t>(p.weight_tiles) * tile_bytes<Config>,
+                static_cast<uint32_t>(count * tile_bytes<Config>)};
     }
     DEVICE void load_w(const Weights& weights, int round, int stage) const {
         const uint32_t barrier = barriers.full_w + 8 * stage;
         uint32_t bytes = weights.bytes, skipped = 0;
         if constexpr (Config::halves) {  // the shared row tile is the last of the first CTA's, the first of the second's
             if (!Half<Config>(p, half).has(round)) {
-                if (half == 0) bytes = min(bytes, static_cast<uint32_t>((Config::row_warpgroups - 1) * Config::tile_bytes));
-                else skipped = min(bytes, static_cast<uint32_t>(Config::tile_bytes)), bytes -= skipped;
+                if (half == 0) bytes = min(bytes, static_cast<uint32_t>((Config::row_warpgroups - 1) * tile_bytes<Config>));
+                else skipped = min(bytes, static_cast<uint32_t>(tile_bytes<Config>)), bytes -= skipped;
             }
         }
         ptx::mbarrier_arrive_expect_tx(barrier, Config::span * bytes);

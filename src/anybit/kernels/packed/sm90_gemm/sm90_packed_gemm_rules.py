@@ -7,6 +7,7 @@ from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_problem
 from anybit.kernels.packed.packed_layout import TILE_ROWS
+from anybit.kernels.packed.packed_problem import Facts
 
 _LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
 """By blocks per SM: the least shared memory per block such that no more fit."""
@@ -17,7 +18,7 @@ TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Facts):
     """A kernel config; every field is a compile-time constant of the device code.
 
     tile_m: tokens per tile. row_warpgroups: warpgroups along N, 64 rows each. split_k_warpgroups: warpgroups that split
@@ -34,12 +35,6 @@ class Config:
     tensor_store: y is stored by TMA, a warpgroup's tile at a time, and warpgroups start one after another.
     """
 
-    operand: Operand
-    bits: int
-    group: int
-    code: Code
-    bfloat_out: bool
-    tile_bytes: int
     tile_m: int
     row_warpgroups: int
     split_k_warpgroups: int = 1
@@ -59,6 +54,11 @@ class Config:
     sparse: bool = False
     block_tiles: int = 0
     tensor_store: bool = False
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile of weights."""
+        return 4 * self.unit_bytes
 
     @property
     def x_bytes(self) -> int:
@@ -107,7 +107,8 @@ def shared_bytes(config: Config) -> int:
     stage = config.span * (x_bytes + weights)
     ring = config.stages * stage
     reduces = config.split_k_warpgroups * config.cluster_k > 1
-    share = _share_bytes(config) if reduces else 0
+    # Of partial sums, which each block of a cluster reduces.
+    share = config.warpgroups * -(-config.tile_m // 8 // config.cluster_k) * 2048 if reduces else 0
     # Outputs are half as wide as sums, and staged by one of the split-K warpgroups.
     outputs = share // (2 * config.split_k_warpgroups) if config.split_k_warpgroups > 1 else 0
     body = max(ring, share + outputs) + (config.cluster_k - 1) * share
@@ -117,11 +118,6 @@ def shared_bytes(config: Config) -> int:
     body += 0 if reduces else config.warpgroups * staged * 128
     # Pad beyond half of an SM's: otherwise two blocks could share one while others are idle.
     return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.min_blocks_per_sm])
-
-
-def _share_bytes(config: Config) -> int:
-    """Bytes of partial sums that each block of a cluster reduces."""
-    return config.warpgroups * -(-config.tile_m // 8 // config.cluster_k) * 2048
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:

@@ -45,6 +45,9 @@ template <class Config, Gate gate> constexpr bool ends_with_silu<EndingWithSilu<
 template <class Config> constexpr Gate gate_of = Gate::silu;
 template <class Config, Gate gate> constexpr Gate gate_of<EndingWithSilu<Config, gate>> = gate;
 
+template <class Config> constexpr int tile_bytes = 4 * unit_bytes_of<Config>();
+template <class Config> constexpr bool bf16_out = Config::output == Output::bf16;
+
 template <class Config>
 struct PackedGemmShape {
     static constexpr int warpgroups = Config::row_warpgroups * Config::split_k_warpgroups;
@@ -62,7 +65,7 @@ struct PackedGemmShape {
     static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs: one box of 8-bit, two of 16-bit values
     // Out-of-bounds rows cost TMA twice the time of others: tiles far from full are loaded in smaller boxes.
     static constexpr int tail_rows = Config::cluster_n > 1 || Config::tile_m < 48 ? 0 : Config::tile_m <= 64 ? 16 : 32;
-    static constexpr int w_bytes = Config::direct > 0 ? 0 : Config::row_warpgroups * Config::tile_bytes;
+    static constexpr int w_bytes = Config::direct > 0 ? 0 : Config::row_warpgroups * tile_bytes<Config>;
     static constexpr int k_block_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
     static constexpr int stage_bytes = Config::span * k_block_bytes;
     static constexpr int ring_bytes = Config::stages * stage_bytes;
@@ -128,7 +131,7 @@ template <class Config, int n> struct Narrow : Config {
 template <class Config, int n> constexpr bool of_experts<Narrow<Config, n>> = of_experts<Config>;
 template <class Config, int n> constexpr Gate gate_of<Narrow<Config, n>> = gate_of<Config>;
 // Whether x is bf16 as fp16, with a scale a row (halve.cuh).
-template <class Config> constexpr bool halved = of_experts<Config> && Config::operand == Operand::f16 && Config::bfloat_out;
+template <class Config> constexpr bool halved = of_experts<Config> && Config::operand == Operand::f16 && bf16_out<Config>;
 template <class Config> using PlaceOf = typename Choose<of_experts<Config>, ExpertPlace, TilePlace>::type;
 
 // Rasterization: bands of `raster` row tiles, walked token tile by token tile, so that concurrent CTAs share X and W in L2.

@@ -18,18 +18,9 @@ from anybit.kernels.common.types import Code
 from anybit.kernels.gemm_kernel import Operands, Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout
+from anybit.kernels.packed import packed_problem as few
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
-from anybit.kernels.packed.packed_problem import (
-    SIZES,
-    FewFacts,
-    Params,
-    arguments,
-    facts,
-    legal,
-    ring,
-    why_not_config,
-    why_not_few,
-)
+from anybit.kernels.packed.packed_problem import FewFacts, Params, arguments
 
 traits = Traits("sm90_packed_gemv", Target.bytes, arguments, gathers=True)
 MOST_TOKENS = 4
@@ -79,7 +70,7 @@ class RotaryPagesParams(NormParams, header="packed/sm90_gemv/sm90_packed_gemv_pa
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
-    if (reason := why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)) is not None:
+    if (reason := few.why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)) is not None:
         return reason
     if config is None:
         return None
@@ -87,7 +78,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
         return f"a cluster has 1, 2 or 4 blocks, not {config.cluster_k}"
     if config.x_resident != (config.x_stages * config.warps * config.cluster_k >= problem.k_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
-    return why_not_config(problem, config, shared_bytes(config))
+    return few.why_not_config(problem, config, shared_bytes(config))
 
 
 def _columns(c: FewFacts) -> int:
@@ -146,9 +137,9 @@ def fitted(
     units, blocks = p.units_of(p.device.clusters(cluster)), -(-p.k_blocks // (warps * cluster))
     stage_units = min(stage_units, units)
     chunks, stage = -(-units // stage_units), warps * stage_units * packed_layout.unit_bytes(p.weights)
-    stages, prologue = ring(kibibytes << 10, stage, blocks * chunks, prefetch)
+    stages, prologue = few.ring(kibibytes << 10, stage, blocks * chunks, prefetch)
     return Config(
-        **facts(p, Config), tile_m=packed_layout.power_of_two(p.m), warps=warps, stage_units=stage_units,
+        **few.facts(p, Config), tile_m=packed_layout.power_of_two(p.m), warps=warps, stage_units=stage_units,
         chunks=chunks, stages=stages, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks,
         prologue_stages=prologue, trigger=trigger, cluster_k=cluster,
     )  # fmt: skip
@@ -156,8 +147,7 @@ def fitted(
 
 def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
-    kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
-    sizes = (kibibytes, *(one for one in SIZES if one < kibibytes))
+    sizes = few.sizes(c, c.stage_units)
     for at_hand, size in itertools.product((p.k_blocks, 2) if c.x_resident else (c.x_stages,), sizes):
         yield fitted(p, c.warps, c.stage_units, size, at_hand, c.prologue_stages, c.trigger, c.cluster_k)
 
@@ -166,13 +156,13 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
     shapes = itertools.product((8, 16), (1, 2, 3, 4), (48, 72, 96), (4,), (1, 2, 4), (0,), (1, 2))
     candidates = (fitted(problem, *shape) for shape in shapes)
-    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+    return few.legal(problem, default(problem), why_not, candidates)
 
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
     """Pipelines of as much shared memory as fits, where nothing was measured. Raises KernelError if there is none."""
-    return packed_layout.first_legal(problem, (fitted(problem, 8, 2, size) for size in SIZES), why_not)
+    return packed_layout.first_legal(problem, (fitted(problem, 8, 2, size) for size in few.SIZES), why_not)
 
 
 NORM_TOKENS = 2

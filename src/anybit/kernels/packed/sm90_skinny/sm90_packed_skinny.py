@@ -11,18 +11,9 @@ from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout
+from anybit.kernels.packed import packed_problem as few
 from anybit.kernels.packed.packed_layout import round_up
-from anybit.kernels.packed.packed_problem import (
-    SIZES,
-    FewFacts,
-    Params,
-    arguments,
-    facts,
-    legal,
-    ring,
-    why_not_config,
-    why_not_few,
-)
+from anybit.kernels.packed.packed_problem import FewFacts, Params, arguments
 
 MOST_TOKENS = 16
 """Most tokens: above, other kernels are faster, and shared memory and registers run out here."""
@@ -57,13 +48,13 @@ class Config(FewFacts):
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
     p = problem
-    if (reason := why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)) is not None:
+    if (reason := few.why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)) is not None:
         return reason
     if p.activations.quantized and p.tile_columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
         return f"sums over K = {p.k} of {p.weights.bits}-bit weights and int8 activations may not fit int32"
     if config is None:
         return None
-    return _why_not_split(p, config) or why_not_config(p, config, shared_bytes(config))
+    return _why_not_split(p, config) or few.why_not_config(p, config, shared_bytes(config))
 
 
 def _why_not_split(p: LinearProblem, c: Config) -> str | None:
@@ -113,8 +104,7 @@ def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
 
 def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
-    kibibytes = -(-c.warps * c.stages * c.row_units * c.unit_bytes >> 10)
-    for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
+    for size in few.sizes(c, c.row_units):
         one = fitted(p, c.warps, c.warps // c.split_k_warps, c.row_units, size, c.prologue_stages)
         yield replace(one, chain=c.chain)
 
@@ -123,13 +113,13 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
     shapes = itertools.product((8, 16), (1, 2), (1, 2, 3, 4), (48, 72, 96, 160), (1, 2, 4))
     candidates = (fitted(problem, *shape) for shape in shapes)
-    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+    return few.legal(problem, default(problem), why_not, candidates)
 
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
     """Pipelines of as much shared memory as fits, where nothing was measured. Raises KernelError if there is none."""
-    return packed_layout.first_legal(problem, (fitted(problem, 8, 1, 2, size) for size in SIZES), why_not)
+    return packed_layout.first_legal(problem, (fitted(problem, 8, 1, 2, size) for size in few.SIZES), why_not)
 
 
 def fitted(p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0) -> Config:
@@ -137,11 +127,11 @@ def fitted(p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibyt
     mine, k_warps, tile_m = -(-p.block_units // row_warps), warps // row_warps, packed_layout.power_of_two(p.m)
     row_units, blocks = min(row_units, mine), -(-p.k_blocks // k_warps)
     chunks, stage = -(-mine // row_units), warps * row_units * packed_layout.unit_bytes(p.weights)
-    stages, prologue = ring(kibibytes << 10, stage, blocks * chunks, prefetch)
+    stages, prologue = few.ring(kibibytes << 10, stage, blocks * chunks, prefetch)
     whole = tile_m <= 8 and warps * blocks * tile_m * 256 <= p.device.shared_bytes // 4
     late = stages < blocks * chunks and warps == 8 and tile_m <= 2
     return Config(
-        **facts(p, Config), tile_m=tile_m, warps=warps, split_k_warps=k_warps, row_units=row_units,
+        **few.facts(p, Config), tile_m=tile_m, warps=warps, split_k_warps=k_warps, row_units=row_units,
         row_chunks=chunks, stages=stages, x_stages=blocks if whole else min(blocks, 2), trigger=int(late),
         prologue_stages=prologue, x_resident=whole or blocks <= 2,
     )  # fmt: skip

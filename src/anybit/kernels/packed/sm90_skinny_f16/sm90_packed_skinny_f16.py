@@ -10,18 +10,9 @@ from anybit.kernels.block.quantize_activations import Target
 from anybit.kernels.gemm_kernel import Traits
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed import packed_layout
+from anybit.kernels.packed import packed_problem as few
 from anybit.kernels.packed.packed_layout import UNIT_ROWS, round_up
-from anybit.kernels.packed.packed_problem import (
-    SIZES,
-    FewFacts,
-    Params,
-    arguments,
-    facts,
-    legal,
-    ring,
-    why_not_config,
-    why_not_few,
-)
+from anybit.kernels.packed.packed_problem import FewFacts, Params, arguments
 
 MOST_TOKENS = 32
 """Most tokens: above, sums take too many registers, and sm90_packed_gemm is faster."""
@@ -60,10 +51,10 @@ class Config(FewFacts):
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""
-    reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_gemm.py")
+    reason = few.why_not_few(problem, MOST_TOKENS, "sm90_packed_gemm.py")
     if reason is not None or config is None:
         return reason
-    return _why_not_tile(config) or why_not_config(problem, config, shared_bytes(config))
+    return _why_not_tile(config) or few.why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(c: Config) -> str | None:
@@ -120,9 +111,9 @@ def fitted(
     stage_units = min(stage_units, mine)
     chunks, rounds = -(-mine // stage_units), -(-p.k_blocks // (k_warps * cluster))
     stage = row_warps * k_warps * stage_units * packed_layout.unit_bytes(p.weights)
-    stages, prologue = ring(kibibytes << 10, stage, rounds * chunks, prefetch)
+    stages, prologue = few.ring(kibibytes << 10, stage, rounds * chunks, prefetch)
     return Config(
-        **facts(p, Config), tile_m=round_up(p.m, 8), row_warps=row_warps, split_k_warps=k_warps, block_units=units,
+        **few.facts(p, Config), tile_m=round_up(p.m, 8), row_warps=row_warps, split_k_warps=k_warps, block_units=units,
         stage_units=stage_units, chunks=chunks, stages=stages, x_stages=max(1, min(x_stages, rounds)),
         prologue_stages=prologue, cluster_k=cluster, min_blocks_per_sm=min_blocks_per_sm,
     )  # fmt: skip
@@ -136,8 +127,7 @@ _WARPS = ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4))
 
 def refit(p: LinearProblem, c: Config) -> Iterator[Config]:
     """A config of another problem for this one: the same warps and copies, with less and less shared memory."""
-    kibibytes = -(-c.warps * c.stages * c.stage_units * c.unit_bytes >> 10)
-    for size in (kibibytes, *(one for one in SIZES if one < kibibytes)):
+    for size in few.sizes(c, c.stage_units):
         warps = c.row_warps, c.split_k_warps, c.stage_units
         yield fitted(p, *warps, size, c.x_stages, c.cluster_k, c.prologue_stages, c.min_blocks_per_sm)
 
@@ -146,10 +136,10 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config worth trying; the default first."""
     shapes = itertools.product(_WARPS, (1, 2), (1, 2), (48, 72, 96), (1, 2, 4))
     candidates = (fitted(problem, *warps, units, size, x, cluster) for warps, units, cluster, size, x in shapes)
-    return legal(default(problem), candidates, lambda config: why_not(problem, config))
+    return few.legal(problem, default(problem), why_not, candidates)
 
 
 @functools.cache
 def default(problem: LinearProblem) -> Config:
     """Pipelines of as much shared memory as fits, where nothing was measured. Raises KernelError if there is none."""
-    return packed_layout.first_legal(problem, (fitted(problem, 4, 2, 2, size, 2) for size in SIZES), why_not)
+    return packed_layout.first_legal(problem, (fitted(problem, 4, 2, 2, size, 2) for size in few.SIZES), why_not)
