@@ -173,10 +173,10 @@ def quantize_folder(
     if (overrides or search) and method not in mixed:
         what = "a search for widths works" if search else "overrides work"
         raise OptionError(f"method {method} has one scheme for all layers; {what} with {', '.join(mixed)}")
-    from anybit.quantization.pipeline.stream import Job
+    from anybit.quantization.pipeline.stream import Job, silent
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
-    rest |= {"nested": nested, "overwrite": overwrite, "progress": progress, "options": options}
+    rest |= {"nested": nested, "overwrite": overwrite, "progress": progress or silent, "options": options}
     job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, trust_remote_code, **rest)
     if method == "distill" and (reason := _too_large(job)) is not None:
         if named:
@@ -185,8 +185,7 @@ def quantize_folder(
         warnings.warn(f"{reason}; this run takes rtn", stacklevel=2)
         options = {name: value for name, value in options.items() if name in (*METHODS["rtn"].settings, *inputs)}
         job = replace(job, method=method, options=options)
-    if progress is not None:
-        _say_how_long(job, progress)
+    _say_how_long(job)
     if search:
         from anybit.quantization.pipeline.allocate import OPTIONS, allocate
 
@@ -208,7 +207,7 @@ def _too_large(job: "Job") -> str | None:
     return why_not(job.model, learned, job.options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _say_how_long(job: "Job", progress: "Progress") -> None:
+def _say_how_long(job: "Job") -> None:
     """Report the expected time of a run of more than half a minute."""
     import torch
 
@@ -223,8 +222,8 @@ def _say_how_long(job: "Job", progress: "Progress") -> None:
     expected = METHODS[job.method].expected(weights, gpu)
     size = f"{job.method} of {weights / 1e6:,.0f} million weights"
     if learning is not None and learning.minutes:
-        progress(f"{size}: within {duration(60 * learning.minutes)}", 0, weights)
+        job.progress(f"{size}: within {duration(60 * learning.minutes)}", 0, weights)
     elif expected is None:
-        progress(f"{size}: the first block shows how long it takes", 0, weights)
+        job.progress(f"{size}: the first block shows how long it takes", 0, weights)
     elif expected > 30:
-        progress(f"{size}: about {duration(expected)} on {'an H200' if gpu else 'two CPU cores'}", 0, weights)
+        job.progress(f"{size}: about {duration(expected)} on {'an H200' if gpu else 'two CPU cores'}", 0, weights)

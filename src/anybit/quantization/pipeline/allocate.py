@@ -104,10 +104,7 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None, c
     text = first_of(sequences_of(job, options, tokens), tokens) if given else []
     if given and not text:
         raise TextError("widths are chosen by what they cost on a text, and this one has no tokens")
-    if job.progress is not None:
-        job.progress(
-            f"choosing widths by what they cost on {tokens} tokens", 0, sum(layer.n * layer.k for layer in free)
-        )
+    job.progress(f"choosing widths by what they cost on {tokens} tokens", 0, sum(layer.n * layer.k for layer in free))
     device = torch.device(options.where)
     model = LazyModel.of(job, device)
     if not given:
@@ -315,13 +312,12 @@ def _measure(
     for names, x, share in zip(samples.units, samples.inputs, samples.shares, strict=True):
         sums = {width: [0.0, 0.0] for width in formats}
         for name in names:
-            weight = model.weight(name).to(x.device, _kind(job, name))
+            weight = model.weight(name).to(x.device, job.dtype_of(name))
             for width, format in formats.items():
                 sums[width][0] += _stored(job, layers[name], format)
                 sums[width][1] += share and share * loss_of(weight, format, x, samples.gradients[name])
             done += weight.numel()
-            if job.progress is not None:
-                job.progress(f"measuring {name}", done, total)
+            job.progress(f"measuring {name}", done, total)
         units.append([Choice(dict.fromkeys(names, width), bits, loss) for width, (bits, loss) in sums.items()])
     return units
 
@@ -342,10 +338,6 @@ def _slope(before: Choice, after: Choice) -> float:
     return (before.loss - after.loss) / (after.bits - before.bits)
 
 
-def _kind(job: Job, name: str) -> torch.dtype:
-    return job.source.entries[job.names[job.tied.get(name, f"{name}.weight")]].dtype
-
-
 def stored_bytes(n: int, k: int, format: WeightFormat, scale_bytes: int = 2) -> int:
     """Bytes of the tensors of a layer of n outputs and k inputs in a checkpoint."""
     sizes = {"weight_scale": scale_bytes, "weight_shape": 8}
@@ -354,7 +346,7 @@ def stored_bytes(n: int, k: int, format: WeightFormat, scale_bytes: int = 2) -> 
 
 def _stored(job: Job, layer: LinearLayer, format: WeightFormat) -> float:
     """Bits of a layer's tensors in a checkpoint."""
-    return 8.0 * stored_bytes(layer.n, layer.k, format, max(_kind(job, layer.name).itemsize, 2))
+    return 8.0 * stored_bytes(layer.n, layer.k, format, max(job.dtype_of(layer.name).itemsize, 2))
 
 
 def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: float | None) -> float:

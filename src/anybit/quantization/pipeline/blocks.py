@@ -1,12 +1,13 @@
 """Run a transformer's blocks one at a time: their inputs, and which linear layers share an input."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CalibrationError, one_line
@@ -20,8 +21,7 @@ class _Stop(Exception):  # noqa: N818  control flow, not an error
     """Raised by a hook to end a forward pass early."""
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """The arguments with which a model calls one of its blocks, except hidden states."""
 
     args: tuple[Any, ...]
@@ -29,7 +29,8 @@ class Call:
 
     def to(self, device: torch.device) -> "Call":
         """The same call with its tensors on another device."""
-        return Call(_moved(self.args, device), _moved(self.kwargs, device))
+        found: Call = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, self)
+        return found
 
 
 class Store:
@@ -158,6 +159,21 @@ def unreached(layers: Collection[str], why: str = "") -> CalibrationError:
     )
 
 
+@contextmanager
+def watching(modules: Mapping[str, nn.Module], look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """A context in which ``look`` gets the names and inputs of modules, before these run."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args: look(name, args[0])
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def run_block(block: nn.Module, x: Tensor, call: Call) -> Tensor:
     """The output hidden states of a block."""
     out = block(x, *call.args, **call.kwargs)
@@ -173,23 +189,16 @@ def stages(
     found: list[list[str]] = []
     seen: list[Tensor] = []  # kept alive, so that no address is reused
 
-    def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            for stage, tensor in zip(found, seen, strict=True):
-                if tensor.data_ptr() == args[0].data_ptr() and tensor.shape == args[0].shape:
-                    stage.append(name)
-                    return
-            found.append([name])
-            seen.append(args[0])
+    def record(name: str, own: Tensor) -> None:
+        for stage, tensor in zip(found, seen, strict=True):
+            if tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape:
+                stage.append(name)
+                return
+        found.append([name])
+        seen.append(own)
 
-        return record
-
-    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
-    try:
+    with watching(linears, record):
         run_block(block, x, call)
-    finally:
-        for handle in handles:
-            handle.remove()
     missing = linears.keys() - {name for stage in found for name in stage} - set(optional)
     if missing:
         raise unreached(missing)
@@ -218,17 +227,12 @@ def input_of(block: nn.Module, module: nn.Module, x: Tensor, call: Call) -> Tens
     """The input of one linear layer of a block, [tokens, K]; nothing after it runs."""
     found: list[Tensor] = []
 
-    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found.append(args[0])
+    def record(name: str, own: Tensor) -> None:
+        found.append(own)
         raise _Stop
 
-    handle = module.register_forward_pre_hook(record)
-    try:
+    with suppress(_Stop), watching({"": module}, record):
         run_block(block, x, call)
-    except _Stop:
-        pass
-    finally:
-        handle.remove()
     return found[0].reshape(-1, found[0].shape[-1])
 
 
@@ -238,28 +242,6 @@ def run_and_look(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The inputs of some linear layers of a block, [tokens, K] each by name, and the block's output."""
     found: dict[str, Tensor] = {}
-
-    def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found[name] = args[0].reshape(-1, args[0].shape[-1])
-
-        return record
-
-    handles = [module.register_forward_pre_hook(hook(name)) for name, module in modules.items()]
-    try:
+    with watching(modules, found.__setitem__):
         out = run_block(block, x, call)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found, out
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """A nested value with all its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_moved(item, device) for item in value)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    return value
+    return {name: own.reshape(-1, own.shape[-1]) for name, own in found.items()}, out

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,18 +58,12 @@ class Statistics:
         return corrected.to(weight.dtype)
 
 
-class LayerQuantizer(Protocol):
-    """Quantizes a layer, or several with the same input, stacked along N: rows are independent.
+LayerQuantizer = Callable[[Tensor, Statistics | None, str], QuantizedWeight]
+"""Quantizes a layer, or several with the same input, stacked along N: rows are independent.
 
-    weight: float32 [N, K].  statistics: of the input; None for an expert that too few tokens reach, which is rounded to
-    nearest.  name: of the layer or layers, for errors.
-    """
-
-    def __call__(self, weight: Tensor, statistics: Statistics | None, name: str) -> QuantizedWeight:
-        """Quantize the weight."""
-        ...
-
-
+Called with a weight, float32 [N, K]; the statistics of its input, or None for an expert that too few tokens reach and
+that is rounded to nearest; and the name of the layer or layers, for errors.
+"""
 Progress = Callable[[int, int, float], None]
 
 
@@ -184,7 +177,8 @@ class _Run:
         self.rare: dict[str, None] = {}
         self.resume = None
         if settings.resume is not None:
-            key = fingerprint(model, batches, schemes, names, settings)
+            told = [sorted(names), settings.drift, settings.batch_tokens, settings.options]
+            key = fingerprint(model, batches, schemes, told)
             self.resume = resuming.Folder(settings.resume, key)
 
     def _enter(self, index: int, x: Tensor) -> None:
@@ -374,15 +368,10 @@ def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> No
         module.register_forward_pre_hook(rounded)
 
 
-def fingerprint(
-    model: LazyModel, batches: list[Tensor], schemes: Quantization, names: set[str], settings: Calibration
-) -> str:
-    """A hash of what a resumed run must share with the interrupted one: weights, text, scheme and options."""
-    digest = hashlib.sha256()
-    others = {layer: str(scheme) for layer, scheme in schemes.overrides.items()}
-    scheme = [str(schemes.scheme), others] if others else str(schemes.scheme)
-    head = [scheme, sorted(names), settings.drift, settings.batch_tokens, settings.options]
-    digest.update(json.dumps(head, default=str, sort_keys=True).encode())
+def fingerprint(model: LazyModel, batches: list[Tensor], schemes: Quantization, told: object) -> str:
+    """A hash of what a resumed run must share with the interrupted one: weights, text, schemes and what is told."""
+    head = [schemes.scheme, dict(schemes.overrides), told]
+    digest = hashlib.sha256(json.dumps(head, default=str, sort_keys=True).encode())
     for tokens in batches:
         digest.update(str(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
     for name, parameter in model.parameters():

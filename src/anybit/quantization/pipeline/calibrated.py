@@ -45,7 +45,7 @@ from anybit.quantization.pipeline.calibrate import (
 from anybit.quantization.pipeline.lazy import LazyModel
 from anybit.quantization.pipeline.options import Learning, Options
 from anybit.quantization.pipeline.resume import SavedState, make_folder, remembered
-from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
+from anybit.quantization.pipeline.stream import Changes, Job, Saved, silent, write_quantized
 from anybit.quantization.pipeline.text import checked_sequences, read_sequences, read_text, tokenized
 from anybit.scheme import Scheme
 
@@ -76,6 +76,8 @@ def run(job: Job) -> Saved:
     if options.spill is not None:
         make_folder(options.spill, "spill", "activations")
     model = LazyModel.of(job)
+    if learning is not None:
+        model.whole()
     if writes:
         text = _generated(job, model, [], options, "start", options.calibration_tokens)
     used = first_of(text, options.calibration_tokens)
@@ -101,14 +103,14 @@ def run(job: Job) -> Saved:
         return weight.with_group_index() if scattered and weight.group_index is None else weight
 
     # Writing is fast beside calibration: it reports no progress.
-    return replace(write_quantized(replace(job, progress=None), quantize, changes), learned=told)
+    return replace(write_quantized(replace(job, progress=silent), quantize, changes), learned=told)
 
 
 def _nearest(
     job: Job, model: LazyModel, weights: dict[str, QuantizedWeight], options: Options
 ) -> dict[str, QuantizedWeight]:
     """Weights, and all layers and embeddings that have none yet rounded to nearest."""
-    kind, found = _scale_dtype(job), dict(weights)
+    kind, found = job.scale_dtype, dict(weights)
     for layer in (*job.layers, *job.embeddings):
         if layer.name not in weights:
             own = model.weight(layer.name).to(options.where)
@@ -120,7 +122,7 @@ def _nearest(
 
 def _calibrated(job: Job, model: LazyModel, text: list[Tensor], options: Options) -> dict[str, QuantizedWeight]:
     """The layers inside the blocks, by GPTQ."""
-    kind = _scale_dtype(job)
+    kind = job.scale_dtype
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
 
     def quantizer(weight: Tensor, statistics: Statistics | None, name: str) -> QuantizedWeight:
@@ -132,8 +134,7 @@ def _calibrated(job: Job, model: LazyModel, text: list[Tensor], options: Options
         return gptq.quantize(weight, statistics.hessian, format, settings, name)
 
     def tell(done: int, total: int, left: float) -> None:
-        if job.progress is not None:
-            job.progress(f"block {done} of {total}", done, total)
+        job.progress(f"block {done} of {total}", done, total)
 
     calibration = Calibration(
         drift=options.drift > 0,
@@ -187,8 +188,7 @@ def _learned(
         saved = SavedState(options.resume, "learning", _fingerprint(job, model, text, told))
 
     def tell(done: int, total: int, loss: float) -> None:
-        if job.progress is not None:
-            job.progress(f"learning, KL divergence {loss:.3f} nats", done, total)
+        job.progress(f"learning, KL divergence {loss:.3f} nats", done, total)
 
     def scheme_of(name: str) -> Scheme:
         return job.scheme_of(name) if name else job.scheme
@@ -219,8 +219,7 @@ def _generated(
     """
 
     def tell(done: int) -> None:
-        if job.progress is not None:
-            job.progress(f"generating text, {done} tokens so far", 0, 1)
+        job.progress(f"generating text, {done} tokens so far", 0, 1)
 
     def write() -> list[Tensor]:
         began, rows = time.monotonic(), []
@@ -244,7 +243,7 @@ def _generated(
 
 
 def _fingerprint(job: Job, model: LazyModel, text: list[Tensor], told: dict[str, object]) -> str:
-    return fingerprint(model, text, Quantization(job.scheme, overrides=job.overrides), set(), Calibration(options=told))
+    return fingerprint(model, text, Quantization(job.scheme, overrides=job.overrides), told)
 
 
 def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], options: Options) -> Changes:
@@ -254,7 +253,7 @@ def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], op
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
     settings = options.scale_learning(job.scheme)
-    if settings.steps or options.learning(job.method, job.scheme) is not None:
+    if settings.steps:
         lazy.whole()  # now rather than later
     layers = {layer.name for layer in job.layers}
     home = lazy.device
@@ -280,8 +279,7 @@ def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], op
         put_scales(lazy, remembered(saved, learn))
 
     def tell(done: int, total: int, loss: float) -> None:
-        if job.progress is not None:
-            job.progress(f"learning scales, KL divergence {loss:.3f} nats", done, total)
+        job.progress(f"learning scales, KL divergence {loss:.3f} nats", done, total)
 
     if method == "smooth":
         smooth(lazy, batches, options.strength, job.scheme)
@@ -395,11 +393,3 @@ def first_of(sequences: list[Tensor], tokens: int) -> list[Tensor]:
         chosen.append(sequence[:tokens])
         tokens -= len(chosen[-1])
     return chosen
-
-
-def _scale_dtype(job: Job) -> torch.dtype:
-    """The dtype of stored scales: the source weights' if that has 16 bits, else float32, as in RTN."""
-    first = f"{job.layers[0].name}.weight"
-    stored = job.names[job.tied.get(job.layers[0].name, first)]
-    kind = job.source.entries[stored].dtype
-    return kind if kind.itemsize == 2 else torch.float32

@@ -18,6 +18,7 @@ from anybit.errors import CalibrationError, CheckpointError
 from anybit.models.blocks import find_blocks
 from anybit.models.experts import conversions
 from anybit.models.modules import skeleton, without_rescaling
+from anybit.quantization.pipeline.blocks import watching
 from anybit.quantization.pipeline.stream import Job
 
 if TYPE_CHECKING:
@@ -157,17 +158,12 @@ class LazyModel:
         """
         found: dict[str, Tensor] = {}
 
-        def look(layer: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found[layer] = merge(layer, args[0].detach().flatten(0, -2), found.get(layer))
+        def look(layer: str, x: Tensor) -> None:
+            found[layer] = merge(layer, x.detach().flatten(0, -2), found.get(layer))
 
-        handles = [self.model.get_submodule(name).register_forward_pre_hook(partial(look, name)) for name in layers]
-        try:
-            with self.running() as model:
-                for tokens in batches:
-                    model.base_model(input_ids=tokens.to(self.device), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with watching({name: self.model.get_submodule(name) for name in layers}, look), self.running() as model:
+            for tokens in batches:
+                model.base_model(input_ids=tokens.to(self.device), use_cache=False)
         for name, result in found.items():
             if not bool(result.isfinite().all()):
                 raise CalibrationError(f"the inputs of {name} hold NaN or infinity during calibration")

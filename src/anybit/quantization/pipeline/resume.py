@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -19,10 +18,6 @@ from anybit.codes.packing import QuantizedWeight
 from anybit.errors import CalibrationError
 from anybit.scheme import WeightFormat
 
-_OTHERS = (
-    "{} holds blocks of another calibration (another model, text, scheme or options): "
-    "name another folder, or remove this one"
-)
 Note = dict[str, Any]
 """What a file says besides its tensors, as JSON."""
 _PARTS = ("words", "scale", "zero", "group_index", "indices")
@@ -33,13 +28,9 @@ class Folder:
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
-        make_folder(path)
-        note = path / "calibration"
-        found = _read(note)
-        if found is None:
-            _write(note, {"key": key}, {})
-        elif found[0].get("key") != key:
-            raise CalibrationError(_OTHERS.format(path))
+        note = SavedState(path, "calibration", key)
+        if note.read() is None:
+            note.write({}, {})
 
     def read(self, index: int, formats: Mapping[str, WeightFormat]) -> dict[str, QuantizedWeight] | None:
         """The layers of a finished block, or None, also if its file is damaged: the block is then redone."""
@@ -57,12 +48,8 @@ class Folder:
 
     def write(self, index: int, layers: dict[str, QuantizedWeight]) -> None:
         """Store a finished block, atomically."""
-        tensors: dict[str, Tensor] = {}
-        for name, weight in layers.items():
-            for part in _PARTS:
-                tensor = getattr(weight, part)
-                if isinstance(tensor, torch.Tensor):
-                    tensors[f"{name}.{part}"] = tensor.contiguous()
+        parts = {f"{name}.{part}": getattr(weight, part) for name, weight in layers.items() for part in _PARTS}
+        tensors = {name: tensor.contiguous() for name, tensor in parts.items() if tensor is not None}
         shapes = {name: list(weight.shape) for name, weight in layers.items()}
         _write(self._file(index), {"key": self.key, "block": index, "shapes": shapes}, tensors)
 
@@ -78,13 +65,16 @@ class SavedState:
 
     def __init__(self, path: Path, name: str, key: str) -> None:
         make_folder(path)  # fail before the work, not after
-        self._folder, self._file, self._key = path, path / name, key
+        self._file, self._key = path / name, key
 
     def read(self) -> tuple[Note, dict[str, Tensor]] | None:
         """The note and the tensors, or None. Raises CalibrationError if they have another key."""
         found = _read(self._file)
         if found is not None and found[0].get("key") != self._key:
-            raise CalibrationError(_OTHERS.format(self._folder))
+            raise CalibrationError(
+                f"{self._file.parent} holds blocks of another calibration (another model, text, scheme or options): "
+                "name another folder, or remove this one"
+            )
         return found
 
     def write(self, note: Note, tensors: Mapping[str, Tensor]) -> None:

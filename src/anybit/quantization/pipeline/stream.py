@@ -50,6 +50,10 @@ Progress = Callable[[str, int, int], None]
 """Called with the layer just done, weights done, and weights in all."""
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody hears of."""
+
+
 @dataclass(frozen=True, eq=False)
 class Changes:
     """What a method changed about a model besides quantizing it.
@@ -118,7 +122,7 @@ class Job:
     embeddings: list[LinearLayer] = field(default_factory=list)
     nested: Sequence[int] = ()
     overwrite: bool = False
-    progress: Progress | None = None
+    progress: Progress = silent
     shard_bytes: int = SHARD_BYTES
     options: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
@@ -175,6 +179,16 @@ class Job:
         """The scheme of one layer."""
         return self.overrides.of(layer) or self.scheme
 
+    def dtype_of(self, layer: str) -> torch.dtype:
+        """The dtype in which the source stores the weight of a layer."""
+        return self.source.entries[self.names[self.tied.get(layer, f"{layer}.weight")]].dtype
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of stored scales: the source weights' if that has 16 bits, else float32, as in RTN."""
+        kind = self.dtype_of(self.layers[0].name)
+        return kind if kind.itemsize == 2 else torch.float32
+
 
 def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None = None) -> Saved:
     """Write a job's model: linear layers through ``quantize``, everything else unchanged but for ``changes``."""
@@ -199,8 +213,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
             writer.add(stored.hub(f"{layer.name}.{suffix}"), part)
             quantized_bytes += part.nbytes
         done += layer.n * layer.k
-        if job.progress is not None:
-            job.progress(layer.name, done, total)
+        job.progress(layer.name, done, total)
 
     with new_folder(job.output, job.overwrite, job.source.path) as folder:
         with ShardWriter(folder, map(stored.hub, names), job.shard_bytes) as writer:
