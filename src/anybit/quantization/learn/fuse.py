@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,23 +18,16 @@ if TYPE_CHECKING:
 # Most versions of a function: parts of banks have many shapes.
 _MOST = 64
 
-F = TypeVar("F", bound=Callable[..., Any])
+Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function that does the same in fewer kernels."""
 
 
-class Fuse(Protocol):
-    """Makes a function that does the same in fewer kernels."""
-
-    def __call__(self, function: F) -> F:
-        """The function, compiled or as it is."""
-        ...
-
-
-def unfused(function: F) -> F:
+def unfused(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself."""
     return function
 
 
-def fused(function: F) -> F:
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function compiled by torch.compile, for each of its shapes; as it is if that fails, of which torch warns."""
     compiled = torch.compile(function, dynamic=False)
 
@@ -42,7 +35,7 @@ def fused(function: F) -> F:
         with torch._dynamo.config.patch(recompile_limit=_MOST, suppress_errors=True):
             return compiled(*args, **kwargs)
 
-    return cast(F, call)
+    return call
 
 
 def can_capture(model: "PreTrainedModel") -> bool:

@@ -1,6 +1,5 @@
 """The quantization methods, by name. A method's dependencies are imported when it runs."""
 
-import importlib
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -18,36 +17,33 @@ if TYPE_CHECKING:
 class Method:
     """A quantization method.
 
-    summary: one line for help texts.  function: runs a job (``quantization.pipeline.stream.Job``), as
-    ``module.function`` within ``anybit.quantization``; it ends in ``write_quantized``.
-    calibrated: whether it needs a calibration text.  mixed: whether it supports per-layer schemes.
+    summary: one line for help texts.
     pace: about how many seconds a million weights take with default settings, on two CPU cores and on an H200 (which
-    takes ``_START`` more), from runs of 0.1 and 7 billion weights, or of the most similar method; None: unknown.
+    takes ``_START`` more), from runs of 0.1 and 7 billion weights, or of the most similar method.
+    calibrated: whether it needs a calibration text.  mixed: whether it supports per-layer schemes.
     settings: names of its own options.
     """
 
     summary: str
-    function: str
+    pace: tuple[float, float]
     calibrated: bool = False
     mixed: bool = False
-    pace: tuple[float, float] | None = None
     settings: tuple[str, ...] = ()
 
-    def expected(self, weights: int, gpu: bool) -> float | None:
-        """About how many seconds a model of so many weights takes; None if nobody timed it."""
-        if self.pace is None:
-            return None
+    def expected(self, weights: int, gpu: bool) -> float:
+        """About how many seconds a model of so many weights takes."""
         return _START + self.pace[1] * weights / 1e6 if gpu else self.pace[0] * weights / 1e6
 
     def run(self, job: "Job") -> "Saved":
-        """Run a job."""
-        module, _, name = self.function.rpartition(".")
-        saved: Saved = getattr(importlib.import_module(f"anybit.quantization.{module}"), name)(job)
-        return saved
+        """Run a job (``quantization.pipeline.stream.Job``)."""
+        if self.calibrated:
+            from anybit.quantization.pipeline.calibrated import run
+        else:
+            from anybit.quantization.pipeline.stream import run_rtn as run
+        return run(job)
 
 
 _START = 16.0
-_CALIBRATED = "pipeline.calibrated.run"
 _INPUTS = ("text", "sequences", "tokens", "device")
 _SETTINGS = (
     *("length", "start", "drift", "order", "damping", "passes", "resume", "spill", "seed"),
@@ -56,28 +52,21 @@ _SETTINGS = (
 _SMOOTH = ("strength", "scale_steps", "between_rate")
 METHODS: dict[str, Method] = {
     "rtn": Method(
-        "rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn", mixed=True, pace=(0.05, 0.05),
-        settings=("search",),
+        "rounds to nearest, with a search for the scales", (0.05, 0.05), mixed=True, settings=("search",)
     ),
     "gptq": Method(
-        "error feedback, calibrated on a text; also for 2:4 sparse schemes", _CALIBRATED, True, mixed=True,
-        pace=(2.0, 0.02), settings=_SETTINGS,
+        "error feedback, calibrated on a text; also for 2:4 sparse schemes", (2.0, 0.02), True, True, _SETTINGS
     ),
     "distill": Method(
-        "rounds (2:4: gptq), then learns the original model's predictions, for 20 minutes on a GPU", _CALIBRATED, True,
-        mixed=True, pace=(12.0, 0.3), settings=(*_SETTINGS, "choosing", *_SMOOTH),
+        "rounds (2:4: gptq), then learns the original model's predictions, for 20 minutes on a GPU", (12.0, 0.3),
+        True, True, (*_SETTINGS, "choosing", *_SMOOTH),
     ),
     "smooth": Method(
-        "moves outliers of activations into the weights, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
-        settings=(*_SETTINGS, *_SMOOTH),
+        "moves outliers of activations into the weights, then gptq", (5.0, 1.0), True, False, (*_SETTINGS, *_SMOOTH)
     ),
-    "rotate": Method(
-        "spreads outliers by a Hadamard rotation, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
-        settings=_SETTINGS,
-    ),
+    "rotate": Method("spreads outliers by a Hadamard rotation, then gptq", (5.0, 1.0), True, False, _SETTINGS),
     "smooth_rotate": Method(
-        "smooths and rotates the input of every layer, then gptq", _CALIBRATED, True, pace=(5.0, 1.0),
-        settings=(*_SETTINGS, *_SMOOTH),
+        "smooths and rotates the input of every layer, then gptq", (5.0, 1.0), True, False, (*_SETTINGS, *_SMOOTH)
     ),
 }  # fmt: skip
 
@@ -223,7 +212,5 @@ def _say_how_long(job: "Job") -> None:
     size = f"{job.method} of {weights / 1e6:,.0f} million weights"
     if learning is not None and learning.minutes:
         job.progress(f"{size}: within {duration(60 * learning.minutes)}", 0, weights)
-    elif expected is None:
-        job.progress(f"{size}: the first block shows how long it takes", 0, weights)
     elif expected > 30:
         job.progress(f"{size}: about {duration(expected)} on {'an H200' if gpu else 'two CPU cores'}", 0, weights)

@@ -41,54 +41,43 @@ class Store:
     """
 
     def __init__(self, folder: Path | None = None, budget: int = 8 << 30) -> None:
-        self._memory: dict[int, Tensor] = {}
-        self._folder, self._budget, self._held = folder, budget, 0
-        self._spilled: set[int] = set()
+        self._folder, self._budget = folder, budget
+        self._held: dict[int, Tensor | Path] = {}
         self._scratch: Scratch | None = None
 
     def __setitem__(self, key: int, value: Tensor) -> None:
-        old = self._memory.pop(key, None)
-        self._held -= 0 if old is None else old.nbytes
         value = value.detach()
-        if self._folder is not None and self._held + value.nbytes > self._budget:
-            value = value.cpu()
-            try:
-                if self._scratch is None:
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                    self._scratch = Scratch(self._folder)
-                torch.save(value, self._path(key))
-            except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a disk is full
-                raise CalibrationError(
-                    f"option spill: {value.nbytes} bytes of activations cannot be written into {self._folder} "
-                    f"({one_line(error)}): name a folder with more space, or use fewer tokens"
-                ) from error
-            self._spilled.add(key)
-            return
-        self._spilled.discard(key)
-        self._memory[key] = value
-        self._held += value.nbytes
+        self._held.pop(key, None)
+        held = sum(tensor.nbytes for tensor in self._held.values() if isinstance(tensor, Tensor))
+        if self._folder is None or held + value.nbytes <= self._budget:
+            self._held[key] = value
+        else:
+            self._held[key] = self._spilled(self._folder, key, value.cpu())
 
     def __getitem__(self, key: int) -> Tensor:
-        if key in self._spilled:
-            tensor: Tensor = torch.load(self._path(key), weights_only=True)
-            return tensor
-        return self._memory[key]
+        held = self._held[key]
+        found: Tensor = held if isinstance(held, Tensor) else torch.load(held, weights_only=True)
+        return found
 
-    def __len__(self) -> int:
-        return len(self._memory) + len(self._spilled)
-
-    def _path(self, key: int) -> Path:
-        assert self._scratch is not None
-        return self._scratch.path / f"{key}.pt"
+    def _spilled(self, folder: Path, key: int, value: Tensor) -> Path:
+        try:
+            if self._scratch is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._scratch = Scratch(folder)
+            torch.save(value, file := self._scratch.path / f"{key}.pt")
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a disk is full
+            raise CalibrationError(
+                f"option spill: {value.nbytes} bytes of activations cannot be written into {folder} "
+                f"({one_line(error)}): name a folder with more space, or use fewer tokens"
+            ) from error
+        return file
 
     def clear(self) -> None:
         """Remove all tensors and files."""
+        self._held.clear()
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
-        self._memory.clear()
-        self._spilled.clear()
-        self._held = 0
 
 
 @torch.no_grad()
@@ -223,25 +212,15 @@ def expert_stages(block: nn.Module, prefix: str, names: Collection[str]) -> list
 
 
 @torch.no_grad()
-def input_of(block: nn.Module, module: nn.Module, x: Tensor, call: Call) -> Tensor:
-    """The input of one linear layer of a block, [tokens, K]; nothing after it runs."""
-    found: list[Tensor] = []
+def inputs_of(block: nn.Module, modules: Mapping[str, nn.Module], x: Tensor, call: Call) -> dict[str, Tensor]:
+    """The inputs of some linear layers of a block, [tokens, K] each by name; nothing after the last of them runs."""
+    found: dict[str, Tensor] = {}
 
     def record(name: str, own: Tensor) -> None:
-        found.append(own)
-        raise _Stop
+        found[name] = own.reshape(-1, own.shape[-1])
+        if len(found) == len(modules):
+            raise _Stop
 
-    with suppress(_Stop), watching({"": module}, record):
+    with suppress(_Stop), watching(modules, record):
         run_block(block, x, call)
-    return found[0].reshape(-1, found[0].shape[-1])
-
-
-@torch.no_grad()
-def run_and_look(
-    block: nn.Module, modules: dict[str, nn.Module], x: Tensor, call: Call
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The inputs of some linear layers of a block, [tokens, K] each by name, and the block's output."""
-    found: dict[str, Tensor] = {}
-    with watching(modules, found.__setitem__):
-        out = run_block(block, x, call)
-    return {name: own.reshape(-1, own.shape[-1]) for name, own in found.items()}, out
+    return found

@@ -11,7 +11,7 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,45 +247,15 @@ class _Run:
                     weights[layer] = weight
                     set_weight(linears[layer], weights[layer].dequantize())
 
-        def put_all(stages: list[list[str]]) -> None:
-            for stage in stages:
-                put(stage, self._statistics(block, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls))
-
-        put_all(stages[:place])
-        for run in runs:
-            found = self._routed_statistics(block, {stage[0]: linears[stage[0]] for stage in run}, calls)
+        for run in [*([stage] for stage in stages[:place]), *runs, *([stage] for stage in stages[place:])]:
+            found = self._statistics(block, {stage[0]: linears[stage[0]] for stage in run}, seen, calls, routed)
             for stage in run:
                 put(stage, found.pop(stage[0], None))
-        put_all(stages[place:])
         return weights
 
     def _round_inputs(self, linears: dict[str, nn.Module]) -> None:
         for layer, module in linears.items():
             _round_inputs({layer: module}, self.schemes.scheme_of(layer).activations)
-
-    def _routed_statistics(
-        self, block: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
-    ) -> dict[str, Statistics]:
-        """Statistics of experts' inputs, each of the tokens that the quantized model routes to it.
-
-        Without drift: the original model may route other tokens there. None of those that too few tokens reach.
-        """
-        hessians: dict[str, Tensor] = {}
-        tokens: Counter[str] = Counter()
-        for i in range(self.count):
-            found, _ = walk.run_and_look(block, layers, self.quantized[i].to(self.device), calls[i])
-            for name, x in found.items():
-                product = x.float().T @ x.float()
-                hessians[name] = hessians[name].add_(product) if name in hessians else product
-                tokens[name] += len(x)
-        enough = {}
-        for name in layers:
-            if tokens[name] < MINIMUM_TOKENS or not bool(hessians[name].diagonal().any()):
-                self.rare[name.rpartition(".")[0]] = None
-                continue
-            _check_finite(hessians[name], name)
-            enough[name] = Statistics(hessians[name] / tokens[name], None, tokens[name])
-        return enough
 
     def _advance_reference(
         self, block: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]
@@ -295,35 +265,51 @@ class _Run:
             return {}
         seen = {name: self._store(4) for name in layers}
         for i in range(self.count):
-            found, out = walk.run_and_look(block, layers, self.reference[i].to(self.device), calls[i])
+            found: dict[str, Tensor] = {}
+            with walk.watching(layers, found.__setitem__):
+                out = walk.run_block(block, self.reference[i].to(self.device), calls[i])
             for name, x in found.items():
-                seen[name][i] = x
+                seen[name][i] = x.reshape(-1, x.shape[-1])
             self.reference[i] = out.to(self.reference[i].device)
         return seen
 
     def _statistics(
-        self, block: nn.Module, module: nn.Module, layer: str, original: walk.Store | None, calls: list[walk.Call]
-    ) -> Statistics:
-        """Statistics of a layer's input in the quantized block; original: its inputs in the original model."""
-        hessian: Tensor | None = None
-        drift: Tensor | None = None
-        tokens = 0
+        self,
+        block: nn.Module,
+        layers: dict[str, nn.Module],
+        seen: dict[str, walk.Store],
+        calls: list[walk.Call],
+        routed: Collection[str],
+    ) -> dict[str, Statistics]:
+        """Statistics of the inputs of some layers in the quantized block.
+
+        seen: inputs in the original model, by layer.  routed: experts' layers, whose inputs are the tokens that the
+        quantized model routes to them, without drift: the original may route others. None of those that too few reach.
+        """
+        hessians: dict[str, Tensor] = {}
+        drifts: dict[str, Tensor] = {}
+        tokens: Counter[str] = Counter()
         for i in range(self.count):
-            x = walk.input_of(block, module, self.quantized[i].to(self.device), calls[i]).float()
-            tokens += len(x)
-            product = x.T @ x
-            hessian = product if hessian is None else hessian.add_(product)
-            if original is not None:
-                y = original[i].to(self.device).float()
-                product = (y - x).T @ x
-                drift = product if drift is None else drift.add_(product)
-        if original is not None:
-            original.clear()
-        assert hessian is not None
-        _check_finite(hessian, layer)
-        if not bool(hessian.diagonal().any()):
-            raise walk.unreached([layer], ", whose inputs are all zero")
-        return Statistics(hessian / tokens, None if drift is None else drift / tokens, tokens)
+            inputs = walk.inputs_of(block, layers, self.quantized[i].to(self.device), calls[i])
+            for name, x in ((name, x.float()) for name, x in inputs.items()):
+                tokens[name] += len(x)
+                _add(hessians, name, x.T @ x)
+                if name in seen:
+                    _add(drifts, name, (seen[name][i].to(self.device).float() - x).T @ x)
+        enough = {}
+        for name in layers:
+            if name in seen:
+                seen.pop(name).clear()
+            if name not in routed or tokens[name] >= MINIMUM_TOKENS:
+                _check_finite(hessians[name], name)
+                if bool(hessians[name].diagonal().any()):
+                    drift = drifts[name] / tokens[name] if name in drifts else None
+                    enough[name] = Statistics(hessians[name] / tokens[name], drift, tokens[name])
+                    continue
+            if name not in routed:
+                raise walk.unreached([name], ", whose inputs are all zero")
+            self.rare[name.rpartition(".")[0]] = None
+        return enough
 
     @torch.no_grad()
     def _advance(
@@ -337,6 +323,10 @@ class _Run:
             if name is not None and not bool(out.isfinite().all()):
                 raise CalibrationError(f"the outputs of {name} hold NaN or infinity after it was quantized")
             stream[i] = out.to(stream[i].device)
+
+
+def _add(sums: dict[str, Tensor], name: str, product: Tensor) -> None:
+    sums[name] = sums[name].add_(product) if name in sums else product
 
 
 def _check_finite(hessian: Tensor, layer: str) -> None:

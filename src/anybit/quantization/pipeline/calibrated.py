@@ -298,7 +298,6 @@ def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], op
             f"{type(lazy.model).__name__} does not support method {method}: its logits changed by {apart:.0%}, and "
             "must not change; use gptq"
         )
-    lazy.to(home)
     heads = {f"{head}.weight": weight for head, weight in tied_heads(job.model).items()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in lazy.parameters():
@@ -307,7 +306,8 @@ def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], op
         if not inside and (name in job.names or method == "rotate"):
             # In the source's dtype; an untied head in its embedding's.
             own = job.names.get(heads.get(name, name))
-            tensors[name] = tensor.to(job.source.entries[own].dtype if own else job.source.dtype)
+            tensors[name] = tensor.to(home, job.source.entries[own].dtype if own else job.source.dtype)
+    lazy.to(home)
     return Changes(tensors, config, hadamard)
 
 
