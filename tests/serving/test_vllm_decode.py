@@ -12,6 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 
 from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.models.mistral import MistralAttention
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -23,6 +25,7 @@ from anybit.errors import KernelError, OptionError
 from anybit.ops import pages
 from anybit.ops.compile_ahead import CompiledAhead
 from anybit.ops.kv import Masks
+from anybit.scheme import Scheme
 from anybit.vllm import decode, kv_cache, rotary, warmup
 from anybit.vllm.config import AnyBitConfig
 
@@ -218,6 +221,16 @@ def test_decode_is_left_to_vllm_for_other_layers(words: dict[str, Any], config: 
     layer_of()
     layer = layer_of("m.1.attn", **words)
     assert layer.attn_backend is FlashAttentionBackend and type(layer.impl) is FlashAttentionImpl
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rope_of_mistral_is_anybits_unless_queries_are_scaled(scaled: bool, config: Any) -> None:
+    parent: Any = MistralAttention.__new__(MistralAttention)
+    torch.nn.Module.__init__(parent)
+    parent.attn, parent.do_llama_4_scaling = layer_of(), scaled
+    parent.rotary_emb = RotaryEmbedding(DIM, DIM, CAPACITY, 10000.0, True, torch.float16)
+    found = rotary.heads_of(parent, torch.float16, Scheme.parse("w4a16"), plain=True)
+    assert found == (None if scaled else rotary.Heads(HEADS, KV_HEADS, DIM, paired=True))
 
 
 @pytest.mark.parametrize("option", [{"anybit_attention": False}, "not a dictionary", {}])

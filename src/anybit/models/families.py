@@ -25,10 +25,13 @@ class Family:
     window_in_config: bool = False
 
 
+_LLAMA = ((*_QKV, *_OUTPUT), (*_QKV, "use_rope", *_OUTPUT))  # the second is Granite's from 0.32 on
+_SCALED = ("do_llama_4_scaling", "_get_llama_4_attn_scale", "to", "dtype")  # where the first is false
+_MISTRAL = ((*_QKV, _OUTPUT[0], *_SCALED, *_OUTPUT[1:]),)
 _QWEN3 = ((*_QKV, "view", "shape", "head_dim", "q_norm", "k_norm", *_OUTPUT),)
 FAMILIES = {
-    "llama": Family("LlamaDecoderLayer", "llama"),
-    "mistral": Family("MistralDecoderLayer", "llama", window_in_config=True),
+    "llama": Family("LlamaDecoderLayer", "llama", _LLAMA),
+    "mistral": Family("MistralDecoderLayer", "llama", _MISTRAL, window_in_config=True),
     "qwen2": Family(
         "Qwen2DecoderLayer",
         "qwen2",
@@ -49,6 +52,8 @@ ROUTERS = ("Qwen3MoeTopKRouter", "MixtralTopKRouter")
 false."""
 VLLM_ATTENTION = {names: family.qk_norm for family in FAMILIES.values() for names in family.attention}
 """Names used in the code of vLLM's attention forwards that anybit can replace -> whether each head is normed."""
+VLLM_FLAGS = ("qk_norm", "do_llama_4_scaling")
+"""Attributes of those attentions that must be false, where they have them."""
 VLLM_MLP = (
     ("gate_up_proj", "act_fn", "down_proj"),
     ("gate_up_proj", "maybe_fused_act_quant", "act_fn", "down_proj"),  # 0.32: the helper calls act_fn for our layers

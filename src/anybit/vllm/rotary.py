@@ -29,7 +29,7 @@ from vllm.utils.torch_utils import (
 )
 from vllm.v1.attention.backend import AttentionType
 
-from anybit.models.families import VLLM_ATTENTION
+from anybit.models.families import VLLM_ATTENTION, VLLM_FLAGS
 from anybit.ops import pages
 from anybit.ops.elementwise import paired_channels
 from anybit.scheme import Scheme
@@ -61,7 +61,7 @@ def heads_of(parent: "LlamaAttention | None", dtype: torch.dtype, scheme: Scheme
     norms = None if parent is None else _norms_heads(type(parent).forward.__code__)
     attention: Attention = getattr(parent, "attn", None)
     rotary: RotaryEmbedding = getattr(parent, "rotary_emb", None)
-    if norms is None or getattr(parent, "qk_norm", False) or type(attention) is not Attention:
+    if norms is None or any(getattr(parent, flag, False) for flag in VLLM_FLAGS) or type(attention) is not Attention:
         return None
     if not (stores_pages(attention, dtype) and _is_plain(rotary, attention.head_size)):
         return None
