@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases_models import save_byte_tokenizer, save_tiny, tokens_of
+from tests.cases_folders import configure, quantization_of
+from tests.cases_models import layers_of, save_byte_tokenizer, save_tiny, schemes_of, tokens_of
 from tests.checkpoints.test_without_anybit import without_anybit
 from tests.test_docs import save_model
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,6 @@ from typer.testing import CliRunner
 
 import anybit
 from anybit.checkpoints.configuration import settings_of
-from anybit.checkpoints.folder import read_json
 from anybit.cli import app
 from anybit.codes.nested import sliced
 from anybit.errors import AnyBitError, CheckpointError, OptionError, SchemeError
@@ -22,10 +22,6 @@ from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.vllm.server import Server
 from anybit.vllm.serving_source import vllm_folder
-
-
-def layers_of(model: Any) -> dict[str, Any]:
-    return {name: layer.quantized_weight() for name, layer in model.named_modules() if hasattr(layer, "scheme")}
 
 
 def nested(root: Path, scheme: str = "w8a16g32asym", **more: Any) -> Path:
@@ -55,9 +51,10 @@ def test_a_width_is_a_model_of_its_own(tmp_path: Path) -> None:
     found = {width: load_model(folder, width=width) for width in (2, 3, 4, 8)}
     assert [str(one.scheme) for one in found.values()] == [f"w{width}a16g32asym" for width in found]
     for width, one in found.items():
-        for name, weight in layers_of(one.model).items():
-            wanted = before[name] if width == 8 else sliced(before[name], width)
-            assert torch.equal(weight.dequantize(), wanted.dequantize()), (width, name)
+        for name, layer in layers_of(one.model).items():
+            whole_weight = before[name].quantized_weight()
+            wanted = whole_weight if width == 8 else sliced(whole_weight, width)
+            assert torch.equal(layer.dequantize(), wanted.dequantize()), (width, name)
     assert len({tuple(tokens_of(one.model)) for one in found.values()}) == 4
     for width, to in ((3, "compressed-tensors"), (4, "anybit"), (4, "compressed-tensors")):
         run("convert", folder, "--width", width, "--to", to, "-o", tmp_path / f"{to} {width}")
@@ -73,11 +70,7 @@ def test_a_width_is_a_model_of_its_own(tmp_path: Path) -> None:
 def test_overrides_in_another_format_stay(tmp_path: Path) -> None:
     overrides = {"lm_head": "w8a16", "*.down_proj": "w8a16g32asym", "model.embed_tokens": "w6a16"}
     folder = nested(tmp_path, overrides=overrides)
-    schemes = {
-        name: str(layer.scheme)
-        for name, layer in load_model(folder, width=3).model.named_modules()
-        if hasattr(layer, "scheme")
-    }
+    schemes = schemes_of(load_model(folder, width=3).model)
     assert schemes.pop("lm_head") == "w8a16" and schemes.pop("model.embed_tokens") == "w6a16"
     assert set(schemes.values()) == {"w3a16g32asym"}
 
@@ -105,7 +98,7 @@ def test_commands_take_a_width(tmp_path: Path) -> None:
     assert len({row["perplexity"] for row in rows}) == 3
     assert json.loads(run("info", folder, "--json"))["nested"] == [2, 3, 4]
     with vllm_folder(Server(str(folder), width=3)) as (path, options):
-        settings = settings_of(read_json(path / "config.json")["quantization_config"])
+        settings = settings_of(quantization_of(path))
         assert settings is not None and settings["scheme"] == "w3a16g32asym" and "nested" not in settings
         assert options == [] and (path / "tokenizer.json").is_file()
     assert not path.exists()
@@ -113,23 +106,23 @@ def test_commands_take_a_width(tmp_path: Path) -> None:
 
 def test_saving_keeps_the_widths(tmp_path: Path) -> None:
     folder = nested(tmp_path)
-    anybit.load(folder).save_pretrained(tmp_path / "again")
-    save_byte_tokenizer(tmp_path / "again")
-    assert str(load_model(tmp_path / "again", width=2).scheme) == "w2a16g32asym"
-    anybit.load(folder, width=3).save_pretrained(tmp_path / "three")
-    save_byte_tokenizer(tmp_path / "three")
-    assert str(load_model(tmp_path / "three").scheme) == "w3a16g32asym"
+    for saved, width in ((None, 2), (3, None)):
+        place = tmp_path / f"saved as {saved}"
+        anybit.load(folder, width=saved).save_pretrained(place)
+        save_byte_tokenizer(place)
+        assert str(load_model(place, width=width).scheme) == f"w{saved or width}a16g32asym"
 
 
 def test_what_has_no_such_width_is_refused(tmp_path: Path) -> None:
     folder = nested(tmp_path)
-    with pytest.raises(CheckpointError, match="nested has the widths 2, 3, 4, 8, not 5"):
-        load_model(folder, width=5)
-    with pytest.raises(CheckpointError, match=r"source has no slice of 3 bits: .* --nested 2,3,4, which makes"):
-        load_model(tmp_path / "source", width=3)
     (tmp_path / "x.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="a GGUF file, which has one width"):
-        load_model(tmp_path / "x.gguf", width=3)
+    for place, width, says in (
+        (folder, 5, "nested has the widths 2, 3, 4, 8, not 5"),
+        (tmp_path / "source", 3, r"source has no slice of 3 bits: .* --nested 2,3,4, which makes"),
+        (tmp_path / "x.gguf", 3, "a GGUF file, which has one width"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            load_model(place, width=width)
     written = ("--width", 3, "--to", "anybit", "-o", tmp_path / "out")
     assert "x.gguf is a GGUF file, which has one width" in refused("convert", tmp_path / "x.gguf", *written)
     assert "name a folder for them with --output" in refused("convert", folder, "--width", 3, "--to", "anybit")
@@ -142,9 +135,8 @@ def test_what_has_no_such_width_is_refused(tmp_path: Path) -> None:
         quantize_folder(tmp_path / "source", tmp_path / "out", "w8a16", nested=[4], bits=4)
     with pytest.raises(SchemeError, match="2:4 sparse"):
         quantize_folder(tmp_path / "source", tmp_path / "out", "w8a16s24", nested=[4])
-    config = read_json(folder / "config.json")
+    own = quantization_of(folder)["anybit"]
     for value, says in (([9], "no slice of 9"), ("2", "must be a list of widths"), ([None], "no slice of None")):
-        config["quantization_config"]["anybit"]["nested"] = value
-        (folder / "config.json").write_text(json.dumps(config))
+        configure(folder, {"anybit": own | {"nested": value}})
         with pytest.raises(CheckpointError, match=says):
             load_model(folder)
