@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,7 +19,8 @@ class Sources(dict[str, Path]):
         self.root = root
 
     def __missing__(self, architecture: str) -> Path:
-        self[architecture] = save_tiny(architecture, self.root / architecture)
+        with torch.random.fork_rng(devices=[]):  # a test's own numbers do not depend on who asks first
+            self[architecture] = save_tiny(architecture, self.root / architecture)
         return self[architecture]
 
 
