@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.cases_calibration import Interrupted, interrupt, sequences
-from tests.cases_folders import Sources, config_of, quantization_of
+from tests.cases_folders import Sources, config_of, configure, quantization_of
 from tests.cases_models import alike, imitate, layers_of, logits_of, save_byte_tokenizer, save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, RwkvConfig
@@ -419,3 +419,11 @@ def test_a_model_that_cannot_be_walked_is_refused(llama: Path, tmp_path: Path, m
     says = r"LlamaForCausalLM cannot be calibrated block by block \(not enough .*\): use method rtn"
     with pytest.raises(CalibrationError, match=says):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=FAST)
+
+
+def test_a_folder_of_method_onebit_is_refused(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, out := tmp_path / "out", "w1a16")
+    configure(out, {"input_scale": True})
+    for door in (Folder, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match="written by method onebit, which is gone: quantize the original mod"):
+            door(out)

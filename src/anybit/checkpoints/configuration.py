@@ -83,6 +83,11 @@ class Quantization:
         text, group_index = settings.get("scheme"), settings.get("group_index", False)
         if not isinstance(text, str):
             raise CheckpointError(f"{place} names anybit, but no scheme")
+        if "input_scale" in settings:
+            raise CheckpointError(
+                f"{place} has input_scale: the model was written by method onebit, which is gone: quantize the "
+                "original model again, for example to w1a16 with method gptq"
+            )
         unknown = sorted(set(settings) - _SETTINGS)
         if unknown:
             raise CheckpointError(
