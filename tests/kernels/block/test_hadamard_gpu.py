@@ -1,5 +1,8 @@
 """The Hadamard transform's kernel on a GPU."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,18 +34,11 @@ def kernels_used():
     found = {
         kernel.kernel(kernel.default(kernel.Problem(1, k, d))) for k in SIZES for d in (torch.float16, torch.bfloat16)
     }
-    for k in ROTATED:
-        for i, (format, target) in enumerate(CODED):
-            for rotated in (False, True):
-                problem = quantize_activations.Problem(
-                    5, k, format, (torch.float16, torch.bfloat16)[i % 2], target=target, rotated=rotated
-                )
-                found |= {
-                    quantize_activations.kernel(config)
-                    for config in (
-                        quantize_activations.configs(problem) if rotated else [quantize_activations.default(problem)]
-                    )
-                }
+    for k, (i, (format, target)) in itertools.product(ROTATED, enumerate(CODED)):
+        dtype = (torch.float16, torch.bfloat16)[i % 2]
+        plain = quantize_activations.Problem(5, k, format, dtype, target=target)
+        configs = quantize_activations.configs(replace(plain, rotated=True))
+        found |= {quantize_activations.kernel(one) for one in (quantize_activations.default(plain), *configs)}
     return list(found)
 
 
@@ -77,14 +73,21 @@ def test_rotated_while_coded_is_rotated_and_coded(case, k):
         assert same(found, wanted), config
 
 
+def layers(scheme, k):
+    """Two equal layers; the second rotates its input."""
+    weight = quantize_weight(
+        torch.randn(64, k, generator=torch.Generator().manual_seed(2)), Scheme.parse(scheme).weights
+    )
+    plain, turned = (QuantLinear.from_weight(weight.to("cuda"), scheme).prepare() for _ in range(2))
+    turned.hadamard = True
+    return plain, turned
+
+
 @pytest.mark.parametrize("scheme", ["w4a4", "w2a3-xasym", "w4a8", "w4a8g64"])
 def test_layers_rotate_what_a_norm_or_an_activation_gives(scheme):
     """With and without a separate launch for the rotation, a layer computes the same, bit for bit."""
-    k, n, parsed = 1536, 64, Scheme.parse(scheme)
-    weight = quantize_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(2)), parsed.weights)
-    plain = QuantLinear.from_weight(weight.to("cuda"), scheme).prepare()
-    turned = QuantLinear.from_weight(weight.to("cuda"), scheme).prepare()
-    turned.hadamard = True
+    k = 1536
+    plain, turned = layers(scheme, k)
     g = torch.Generator().manual_seed(3)
     x, other = (torch.randn(2, 9, k, generator=g).to("cuda", torch.float16) for _ in range(2))
     gamma, both = torch.rand(k, generator=g).to("cuda", torch.float16), torch.cat([x, other], -1)
@@ -100,11 +103,8 @@ def test_layers_rotate_what_a_norm_or_an_activation_gives(scheme):
 
 
 def test_sizes_that_no_kernel_rotates_are_rotated_before():
-    k, parsed = 44, Scheme.parse("w4a8")
-    weight = quantize_weight(torch.randn(64, k, generator=torch.Generator().manual_seed(2)), parsed.weights)
-    plain = QuantLinear.from_weight(weight.to("cuda"), "w4a8").prepare()
-    turned = QuantLinear.from_weight(weight.to("cuda"), "w4a8").prepare()
-    turned.hadamard = True
+    k = 44
+    plain, turned = layers("w4a8", k)
     assert ops.rotation_refused(k, torch.float16)
     x = torch.randn(3, k, device="cuda", dtype=torch.float16)
     assert torch.equal(turned(x), plain(ops.hadamard(x)))
