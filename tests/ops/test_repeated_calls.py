@@ -194,6 +194,9 @@ def test_tokens_are_stored_by_the_launches_of_their_kernel(driver: Driver, token
             expected = driver.take()
             kv.store(cache.view(layer), rows, k, v)
             assert driver.take() == expected and len(expected) == 1 + (tokens == 300)
+            odd = torch.zeros(k.numel() + 1).half()[1:].view(k.shape)  # its copy is stored
+            kv.store(cache.view(layer), rows, odd, v)
+            assert [launch.values["v"] for launch in driver.take()] == [v.data_ptr()] * len(expected)
     assert len(plans.PLANS) == 2
 
 

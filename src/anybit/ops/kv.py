@@ -128,7 +128,6 @@ def store(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor, layer: int
     0, 1, 2 ...  layer: for errors.  One launch (two for a prompt), at fixed addresses and without synchronization.
     Raises KernelError if no kernel supports the layout.
     """
-    k, v = _aligned(k, 8), _aligned(v, 8)
     if kv_page.debugging():
         run(storing(view, rows, k, v), view.pages.get_device(), layer)
         return
@@ -137,6 +136,10 @@ def store(view: LayerView, rows: Tensor | None, k: Tensor, v: Tensor, layer: int
     key = key_of(("kv_store", *cache), (k, v, rows))
     plan = PLANS.get(key)
     if plan is None:
+        dense = _aligned(k, 8), _aligned(v, 8)
+        if dense[0] is not k or dense[1] is not v:
+            store(view, rows, *dense, layer)
+            return
         plan = PLANS[key] = new_plan((), k.device, *_STORED)
         slots: dict[str, Any] = {
             name: Slot(name) for name, one in zip(_STORED, tensors, strict=True) if one is not None
