@@ -155,7 +155,10 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Page format constants that every kernel over pages is compiled with (``kv_page::Format``)."""
+    """Page format constants that every kernel over pages is compiled with (``kv_page::Format``).
+
+    front, slots: residual pages of a row of an external pool, and tokens of each (``kv_rows``); 0 without a pool.
+    """
 
     key_bits: int
     value_bits: int
@@ -167,12 +170,15 @@ class BlockConfig:
     head_dim: int
     bf16: bool
     fp4: bool
+    front: int
+    slots: int
 
 
-def constants(layout: PageLayout, bf16: bool) -> dict[str, Any]:
+def constants(layout: PageLayout, bf16: bool, front: int, slots: int) -> dict[str, Any]:
     """The fields of ``BlockConfig`` for these pages; bf16 is the type of the residual and of 16-bit pages."""
     names = ("by_channel", "chunk", "channel_group", "block", "page", "head_dim")
     known = {"key_bits": layout.bits(True), "value_bits": layout.bits(False), "bf16": bf16, "fp4": layout.format.float4}
+    known |= {"front": front, "slots": slots}
     return known | {name: getattr(layout, name) for name in names}
 
 

@@ -95,8 +95,6 @@ class Config(BlockConfig):
     l2_late: int = 0
     merge_warps: int = 1
     pair_blocks: int = 0
-    front: int = 0
-    slots: int = 0
     plain: bool = False
 
 
@@ -171,43 +169,29 @@ def shared_bytes(config: Config, layout: PageLayout) -> int:
 
 
 def make(
-    problem: Problem,
-    device: Device,
-    warps: int,
-    stages: int,
-    *,
-    query_tiles: int = 0,
-    min_blocks_per_sm: int = 1,
-    paired: bool | None = None,
-    checked: bool = False,
-    bulk: bool = True,
-    chunk: int = 0,
-) -> Config:
-    """The config of a problem with these warps and stages. query_tiles: 0, paired: None, chunk: 0 for automatic.
+    problem: Problem, device: Device, warps: int, stages: int, *, min_blocks_per_sm: int = 1,
+    paired: bool | None = None, checked: bool = False, bulk: bool = True, chunk: int = 0,
+) -> Config:  # fmt: skip
+    """The config of a problem with these warps and stages. paired: None, chunk: 0 for automatic.
 
     bulk: use bulk copies if the device has them.  chunk: tokens per chunk of the residual or of plain pages.
     """
     layout, format = problem.layout, problem.layout.format
-    if query_tiles == 0:
-        # Two query tiles share the work of dequantization, if registers suffice.
-        roomy = layout.block <= 64 and layout.head_dim <= 128
-        query_tiles = 2 if problem.rows > 8 and roomy else 1
+    # Two query tiles share the work of dequantization, if registers suffice.
+    roomy = layout.block <= 64 and layout.head_dim <= 128 and not format.float4
+    query_tiles = 2 if problem.rows > 8 and roomy else 1
     # Up to four queries take two of the MMA's eight columns each, and keys use integer tensor cores.
     pairs = problem.rows <= 4 and format.key_bits in (2, 4) and layout.head_dim <= 128
     paired = format.float4 or (pairs if paired is None else paired)
-    query_tiles = 1 if format.float4 else query_tiles
     rows = min(problem.rows, (4 if paired else 8) * query_tiles)
-    sizes = constants(layout, problem.bf16)
+    sizes = constants(layout, problem.bf16, problem.front, problem.slots)
+    sizes |= {name: getattr(problem, name) for name in ("softcap", "alibi", "group", "queries")}
     if problem.plain:
         sizes |= {"page": problem.plain}
     return Config(
         **sizes,
         windowed=problem.sliding,
-        softcap=problem.softcap,
-        alibi=problem.alibi,
         residual_tokens=chunk or residual_tokens(layout),
-        group=problem.group,
-        queries=problem.queries,
         query_tiles=query_tiles,
         paired=paired,
         rows=rows,
@@ -219,8 +203,6 @@ def make(
         bulk=bulk and device.capability >= 90,
         keep_in_l2=problem.rows > rows,
         checked=checked,
-        front=problem.front,
-        slots=problem.slots,
         plain=problem.plain > 0,
     )
 

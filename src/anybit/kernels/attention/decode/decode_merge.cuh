@@ -137,26 +137,22 @@ template <class Config> struct RowSum {
     // This lane's channels of a row in shared memory, or in global memory (other CTAs': ld.cg).
     DEVICE static void from_shared(float (&row)[width], uint32_t shared) {
         UNROLL for (int k = 0; k < width; k += vector) {
-            if constexpr (vector == 4) {
-                const uint4 w = ptx::ld_shared_v4(shared + 4 * k);
-                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
-            } else if constexpr (vector == 2) {
-                const uint2 w = ptx::ld_shared_v2(shared + 4 * k);
-                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y);
-            } else row[k] = ptx::ld_shared_f32(shared + 4 * k);
+            if constexpr (vector == 4) put(row + k, ptx::ld_shared_v4(shared + 4 * k));
+            else if constexpr (vector == 2) put(row + k, ptx::ld_shared_v2(shared + 4 * k));
+            else row[k] = ptx::ld_shared_f32(shared + 4 * k);
         }
     }
     DEVICE static void from_global(float (&row)[width], const float* at) {
         UNROLL for (int k = 0; k < width; k += vector) {
-            if constexpr (vector == 4) {
-                const uint4 w = ptx::ld_global_cg_v4(at + k);
-                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
-            } else if constexpr (vector == 2) {
-                const uint2 w = ptx::ld_global_cg_v2(at + k);
-                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y);
-            } else row[k] = __uint_as_float(ptx::ld_global_cg_u32(at + k));
+            if constexpr (vector == 4) put(row + k, ptx::ld_global_cg_v4(at + k));
+            else if constexpr (vector == 2) put(row + k, ptx::ld_global_cg_v2(at + k));
+            else row[k] = __uint_as_float(ptx::ld_global_cg_u32(at + k));
         }
     }
+    DEVICE static void put(float* row, const uint4& w) {
+        row[0] = __uint_as_float(w.x), row[1] = __uint_as_float(w.y), row[2] = __uint_as_float(w.z), row[3] = __uint_as_float(w.w);
+    }
+    DEVICE static void put(float* row, const uint2& w) { row[0] = __uint_as_float(w.x), row[1] = __uint_as_float(w.y); }
     DEVICE void leave(float* to) const {
         to += first;
         UNROLL for (int k = 0; k < width; k += vector) {

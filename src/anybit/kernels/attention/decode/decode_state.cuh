@@ -124,6 +124,20 @@ template <class Config> struct State {
     }
 };
 
+// The float16 factor by which the largest value of column g's query becomes `most`.
+template <int depth> DEVICE uint16_t factor_to(float most, const uint32_t (&v)[depth][2]) {
+    uint32_t largest = ptx::abs_f16x2(v[0][0]);
+    UNROLL for (int i = 1; i < 2 * depth; ++i) largest = ptx::max_f16x2(largest, ptx::abs_f16x2(v[i / 2][i % 2]));
+    largest = ptx::max_f16x2(largest, largest >> 16 | largest << 16);
+    largest = ptx::max_f16x2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = ptx::max_f16x2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    return ptx::cvt_f16_f32(fminf(most * ptx::rcp_approx(kv_page::low_f16(largest)), 32768.0f));
+}
+// In the accumulator a lane holds another query, that of columns 2t and 2t + 1: 1 / its factor.
+DEVICE float inverse_of_column(uint16_t factor) {
+    return ptx::rcp_approx(ptx::cvt_f32_f16(static_cast<uint16_t>(__shfl_sync(0xffffffffu, static_cast<uint32_t>(factor), threadIdx.x % 4 * 8))));
+}
+
 // Queries split into two int8 values, for 2- and 4-bit keys on integer MMA: one AND extracts four codes of a word, and
 // int32 sums are exact. Even columns hold a query's high bytes, odd columns its low bytes:
 // value = (high + low / 254) / factor, with `factor` such that the largest value of a query is 127.
@@ -136,14 +150,8 @@ template <class Config> struct Bytes {
     // v: column g's query, float16 pairs of channels (4t, 4t + 1) and (4t + 2, 4t + 3) of every depth tile.
     DEVICE void make(const uint32_t (&v)[depth][2]) {
         const bool low = threadIdx.x / 4 % 2;
-        uint32_t most = ptx::abs_f16x2(v[0][0]);
-        UNROLL for (int i = 1; i < 2 * depth; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(v[i / 2][i % 2]));
-        most = ptx::max_f16x2(most, most >> 16 | most << 16);
-        most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        const uint16_t factor = ptx::cvt_f16_f32(fminf(127.0f * ptx::rcp_approx(kv_page::low_f16(most)), 32768.0f));
-        // In the accumulator this lane holds another query, that of columns 2t and 2t + 1: fetch its factor.
-        inverse = ptx::rcp_approx(ptx::cvt_f32_f16(static_cast<uint16_t>(__shfl_sync(0xffffffffu, static_cast<uint32_t>(factor), threadIdx.x % 4 * 8)))) * (1.0f / low_unit);
+        const uint16_t factor = factor_to(127.0f, v);
+        inverse = inverse_of_column(factor) * (1.0f / low_unit);
         const uint32_t times = factor | static_cast<uint32_t>(factor) << 16, times_low = low ? times : 0u;
         // 1536 + x rounds x to an integer in float16 (ulp 1), and the low byte of the encoding is that integer's.
         const uint32_t magic = 0x66006600u, sign = low ? 0xbc00bc00u : 0x3c003c00u, back = low ? 0x66006600u : 0xe600e600u;

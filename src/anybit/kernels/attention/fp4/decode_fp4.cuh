@@ -47,13 +47,8 @@ template <class Config> struct Fp4Query {
     float inverse;  // 1 / the factor query t was multiplied by
 
     DEVICE void make(const uint32_t (&q)[Config::head_dim / 16][2]) {
-        uint32_t most = ptx::abs_f16x2(q[0][0]);
-        UNROLL for (int i = 1; i < Config::head_dim / 8; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(q[i / 2][i % 2]));
-        most = ptx::max_f16x2(most, most >> 16 | most << 16);
-        most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        const uint16_t factor = ptx::cvt_f16_f32(fminf(1024.0f * ptx::rcp_approx(kv_page::low_f16(most)), 32768.0f));
-        inverse = ptx::rcp_approx(ptx::cvt_f32_f16(static_cast<uint16_t>(__shfl_sync(0xffffffffu, static_cast<uint32_t>(factor), threadIdx.x % 4 * 8))));
+        const uint16_t factor = factor_to(1024.0f, q);
+        inverse = inverse_of_column(factor);
         const uint32_t times = factor | static_cast<uint32_t>(factor) << 16;
         UNROLL for (int s = 0; s < steps; ++s) {
             uint32_t x[2][4];

@@ -32,10 +32,7 @@ template <class Config> struct Packer : Loader<Config> {
             high = most(high, __shfl_xor_sync(0xffffffffu, high, across));
         }
     };
-    DEVICE static float widen(uint32_t v) {
-        if constexpr (Config::bf16) return ptx::cvt_f32_bf16(static_cast<uint16_t>(v));
-        else return ptx::cvt_f32_f16(static_cast<uint16_t>(v));
-    }
+    DEVICE static float widen(uint32_t v) { return values::low_float<Config::bf16>(v); }
     // Float16 elements are coded two at a time in float16: (x - zero) is rounded once, and one FMA multiplies by the
     // inverse scale and rounds to an integer. Runs that are not `plain` use float32.
     static constexpr bool halves = !Config::bf16;

@@ -49,8 +49,6 @@ class Config(BlockConfig):
     threads: int
     checked: bool = False
     single: bool = False
-    front: int = 0
-    slots: int = 0
     ragged: bool = False
 
 
@@ -86,22 +84,20 @@ class Params:
     starts: Pointer = None
 
 
-def default(problem: Problem, threads: int = 0, checked: bool = False) -> Config:
-    """The config of a problem. threads: 0 for automatic.
+def default(problem: Problem, checked: bool = False) -> Config:
+    """The config of a problem.
 
     A block of 64 tokens is four tiles of 16, for four warps; keys by channel have eight tiles of channels.
     """
-    if threads == 0:
-        threads = 128 if problem.layout.block == 64 and not problem.layout.by_channel else _THREADS
-    single = problem.tokens == 1 and not problem.ragged
+    p = problem
+    threads = 128 if p.layout.block == 64 and not p.layout.by_channel else _THREADS
+    single = p.tokens == 1 and not p.ragged
     return Config(
-        **constants(problem.layout, problem.bf16),
+        **constants(p.layout, p.bf16, p.front, p.slots),
         threads=threads,
         checked=checked,
         single=single,
-        front=problem.front,
-        slots=problem.slots,
-        ragged=problem.ragged,
+        ragged=p.ragged,
     )
 
 
@@ -140,11 +136,5 @@ def grid(problem: Problem, packs: bool = True) -> tuple[int, int, int]:
 @cache
 def kernel(config: Config) -> Kernel:
     """The kernel of a config."""
-    return Kernel(
-        "attention/kv_quantize/kv_quantize.cuh",
-        "kv_quantize::kernel",
-        config,
-        Params,
-        config.threads,
-        shared_bytes(config),
-    )
+    header, size = "attention/kv_quantize/kv_quantize.cuh", shared_bytes(config)
+    return Kernel(header, "kv_quantize::kernel", config, Params, config.threads, size)

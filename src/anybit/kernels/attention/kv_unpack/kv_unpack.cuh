@@ -6,6 +6,7 @@
 #define ANYBIT_KV_UNPACK_CUH
 
 #include "attention/kv_page.cuh"
+#include "common/values.cuh"
 
 namespace kv_unpack {
 
@@ -44,13 +45,9 @@ template <class Config> struct Half {
                 else x[h][p] = w[tile / 2] >> 2 * (4 * p + 2 * (tile % 2) + h) & 0x00030003u;
             }
     }
-    DEVICE static uint32_t narrow(float low, float high) {
-        if constexpr (Config::bf16) return ptx::cvt_bf16x2_f32(low, high);
-        else return ptx::cvt_f16x2_f32(low, high);
-    }
     // Dequantizes the two codes of a word.
     DEVICE static uint32_t values_of(uint32_t codes, float scale_low, float zero_low, float scale_high, float zero_high) {
-        return narrow(fmaf(scale_low, static_cast<float>(codes & 0xffffu), zero_low), fmaf(scale_high, static_cast<float>(codes >> 16), zero_high));
+        return ::values::round_pair<Config::bf16>(fmaf(scale_low, static_cast<float>(codes & 0xffffu), zero_low), fmaf(scale_high, static_cast<float>(codes >> 16), zero_high));
     }
 
     // ---- keys: a lane's words are four channels of tokens g and g + 8

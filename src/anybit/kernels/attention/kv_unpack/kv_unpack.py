@@ -31,8 +31,6 @@ class Config(BlockConfig):
     """A kernel config."""
 
     threads: int
-    front: int
-    slots: int
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class Params:
 
 def default(problem: Problem) -> Config:
     """The config of a problem."""
-    known = constants(problem.layout, problem.bf16)
-    return Config(**known, threads=256, front=problem.front, slots=problem.slots)
+    return Config(**constants(problem.layout, problem.bf16, problem.front, problem.slots), threads=256)
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:
