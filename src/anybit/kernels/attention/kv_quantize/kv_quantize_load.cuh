@@ -28,6 +28,15 @@ template <class Config> struct Loader {
         const uint4 v = ptx::ld_global_cg_v4(from.tile(slot) + (j * 32 + threadIdx.x % 32) * 8);
         w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
     }
+    DEVICE static void ring_keys(uint32_t (&x)[2][2], const From& from, int token, int j) {
+        uint32_t w[4];
+        ring_tile(w, from, token, j);
+        x[0][0] = w[0]; x[1][0] = w[1]; x[0][1] = w[2]; x[1][1] = w[3];
+    }
+    DEVICE static void put(uint32_t (&x)[2], const uint16_t* four) {  // four channels of a token
+        const uint2 v = *reinterpret_cast<const uint2*>(four);
+        x[0] = v.x; x[1] = v.y;
+    }
     // Single-token steps: whether the new token is among those before `end` (as their last). All others are in the ring.
     DEVICE static bool newest_here(const From& from, int end) { return from.old - from.begin < end; }
     // Loads 16 * tiles tokens from `token` on, 16 channels.
@@ -36,11 +45,7 @@ template <class Config> struct Loader {
         if constexpr (Config::single) {
             // Tiles are contiguous and wrap at the ring's end.
             if constexpr (Config::front > 0) {
-                UNROLL for (int i = 0; i < tiles; ++i) {
-                    uint32_t w[4];
-                    ring_tile(w, from, token + 16 * i, j);
-                    x[i][0][0] = w[0]; x[i][1][0] = w[1]; x[i][0][1] = w[2]; x[i][1][1] = w[3];
-                }
+                UNROLL for (int i = 0; i < tiles; ++i) ring_keys(x[i], from, token + 16 * i, j);
             } else {
                 constexpr int step = 16 * Config::head_dim;
                 const uint16_t* at = from.ring + (from.slot + token) * Config::head_dim + (j * 32 + lane) * 8;
@@ -51,74 +56,54 @@ template <class Config> struct Loader {
                     x[i][0][0] = v.x; x[i][1][0] = v.y; x[i][0][1] = v.z; x[i][1][1] = v.w;
                 }
             }
-            if (newest_here(from, token + 16 * tiles) && g == 7) {
-                const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * j + 4 * t);
-                x[tiles - 1][1][0] = v.x; x[tiles - 1][1][1] = v.y;
-            }
+            if (newest_here(from, token + 16 * tiles) && g == 7) put(x[tiles - 1][1], from.fresh + 16 * j + 4 * t);
             return;
         }
         if (from.old <= from.begin + token) {  // all new (prefill)
             const uint16_t* at = row(from, token + g) + 16 * j + 4 * t;
             const int64_t step = static_cast<int64_t>(8) * from.token_stride;
-            UNROLL for (int i = 0; i < 2 * tiles; ++i) {
-                const uint2 v = *reinterpret_cast<const uint2*>(at + i * step);
-                x[i / 2][i % 2][0] = v.x; x[i / 2][i % 2][1] = v.y;
-            }
+            UNROLL for (int i = 0; i < 2 * tiles; ++i) put(x[i / 2][i % 2], at + i * step);
             return;
         }
         // All ring loads issue before anything waits; tiles that are partly new get their new rows afterwards.
         UNROLL for (int i = 0; i < tiles; ++i)
-            if (from.old - from.begin - token - 16 * i > 0) {
-                uint32_t w[4];
-                ring_tile(w, from, token + 16 * i, j);
-                x[i][0][0] = w[0]; x[i][1][0] = w[1]; x[i][0][1] = w[2]; x[i][1][1] = w[3];
-            }
+            if (from.old - from.begin - token - 16 * i > 0) ring_keys(x[i], from, token + 16 * i, j);
         UNROLL for (int i = 0; i < tiles; ++i) {
             const int held = from.old - from.begin - token - 16 * i;
             if (held < 16)
                 UNROLL for (int h = 0; h < 2; ++h)
-                    if (g + 8 * h >= held) {
-                        const uint2 v = *reinterpret_cast<const uint2*>(row(from, token + 16 * i + g + 8 * h) + 16 * j + 4 * t);
-                        x[i][h][0] = v.x; x[i][h][1] = v.y;
-                    }
+                    if (g + 8 * h >= held) put(x[i][h], row(from, token + 16 * i + g + 8 * h) + 16 * j + 4 * t);
         }
     }
     // Loads 16 tokens from `token` on, 16 * deep channels from channel tile `first` on.
     template <int deep> DEVICE static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, held = from.old - from.begin - token;
         if (Config::single || held > 0)
-            UNROLL for (int j = 0; j < deep; ++j) {
-                uint32_t w[4];
-                ring_tile(w, from, token, first + j);
-                x[j][0][0] = w[0]; x[j][1][0] = w[1]; x[j][0][1] = w[2]; x[j][1][1] = w[3];
-            }
+            UNROLL for (int j = 0; j < deep; ++j) ring_keys(x[j], from, token, first + j);
         if constexpr (Config::single) {
             if (newest_here(from, token + 16) && g == 7)
-                UNROLL for (int j = 0; j < deep; ++j) {
-                    const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * (first + j) + 4 * t);
-                    x[j][1][0] = v.x; x[j][1][1] = v.y;
-                }
+                UNROLL for (int j = 0; j < deep; ++j) put(x[j][1], from.fresh + 16 * (first + j) + 4 * t);
             return;
         }
         if (held < 16)
             UNROLL for (int h = 0; h < 2; ++h)
                 if (g + 8 * h >= held) {
                     const uint16_t* at = row(from, token + g + 8 * h) + 16 * first + 4 * t;
-                    UNROLL for (int j = 0; j < deep; ++j) {
-                        const uint2 v = *reinterpret_cast<const uint2*>(at + 16 * j);
-                        x[j][h][0] = v.x; x[j][h][1] = v.y;
-                    }
+                    UNROLL for (int j = 0; j < deep; ++j) put(x[j][h], at + 16 * j);
                 }
+    }
+    DEVICE static void ring_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
+        uint32_t w[span / 16][4];
+        UNROLL for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
+        UNROLL for (int j = 0; j < span / 16; ++j)
+            UNROLL for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
     }
     // Loads channels first .. first + span - 1 of 16 tokens; new tokens go through shared memory (ldmatrix).
     DEVICE static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, held = from.old - from.begin - token;
         const uint32_t stage = ptx::shared_address(ptx::dynamic_shared()) + threadIdx.x / 32 * (16 * pitch);
         if constexpr (Config::single) {
-            uint32_t w[span / 16][4];
-            UNROLL for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
-            UNROLL for (int j = 0; j < span / 16; ++j)
-                UNROLL for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+            ring_values(x, from, token, first);
             if (newest_here(from, token + 16) && g == 7)
                 UNROLL for (int m = 0; m < span / 8; ++m) x[1][m] = *reinterpret_cast<const uint32_t*>(from.fresh + first + 8 * m + 2 * (lane % 4));
             return;
@@ -138,10 +123,7 @@ template <class Config> struct Loader {
             }
         }
         if (held > 0) {
-            uint32_t w[span / 16][4];
-            UNROLL for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
-            UNROLL for (int j = 0; j < span / 16; ++j)
-                UNROLL for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+            ring_values(x, from, token, first);
         }
         if (held < 16) {
             ptx::cp_async_wait_all();
