@@ -101,14 +101,20 @@ def why_not_config(problem: LinearProblem, config: Facts, shared_bytes: int) -> 
 class LargeFacts(Facts):
     """``Facts`` of kernels for many tokens: two consumer warpgroups, and one that loads and stores.
 
-    Results leave through ``epilogue_stages`` buffers of ``epilogue_tile`` tokens.
+    Results leave through ``epilogue_stages`` buffers of ``epilogue_tile`` tokens; tma_store: by TMA.
     """
 
     tile_m: int
     epilogue_tile: int
     epilogue_stages: int
 
+    tma_store = True
     threads = 384
+
+    @property
+    def tma_rows(self) -> int:
+        """Tokens per TMA store box; 0 if threads store results."""
+        return self.epilogue_tile if self.tma_store else 0
 
 
 def why_not_epilogue(config: LargeFacts, tiles: tuple[int, ...]) -> str | None:

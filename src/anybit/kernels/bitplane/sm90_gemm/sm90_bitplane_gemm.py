@@ -38,11 +38,6 @@ class Config(LargeFacts):
     epilogue_stages: int = 3
     tail_tile_m: int = 0
 
-    @property
-    def tma_rows(self) -> int:
-        """Tokens per TMA store box; 0 if threads store results."""
-        return self.epilogue_tile if self.tma_store else 0
-
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot run ``problem``, in a sentence; None if it can."""

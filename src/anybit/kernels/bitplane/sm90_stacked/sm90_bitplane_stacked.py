@@ -35,11 +35,6 @@ class Config(LargeFacts):
     epilogue_tile: int = 32
     epilogue_stages: int = 3
 
-    @property
-    def tma_rows(self) -> int:
-        """Tokens per TMA store box."""
-        return self.epilogue_tile
-
 
 _PLANES = 2
 """Planes side by side: one would gain nothing; four leave registers only for narrow tiles."""
