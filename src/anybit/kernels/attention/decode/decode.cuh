@@ -238,7 +238,7 @@ template <class Config> struct Queries {
 
 template <class Config, class Block>
 DEVICE void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Queries<Config>& queries,
-                State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width], bool first) {
+                State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width]) {
     Block block;
     const uint32_t keys = pipeline.take();
     block.scores(keys, queries, logits);
@@ -285,7 +285,7 @@ DEVICE void attend_items(const Params& p, Pipeline<Config>& pipeline, Cursor<Con
             if constexpr (Packed<Config>::general) load_columns<Config>(p, at, column);
         }
         if (at.packed()) {
-            attend<Config, typename PackedBlock<Config, Config::fp4>::Type>(pipeline, at, queries, state, logits, column, i == from);
+            attend<Config, typename PackedBlock<Config, Config::fp4>::Type>(pipeline, at, queries, state, logits, column);
             if ((Config::split ? at.item : i) % 4 == 3) state.fold();
         } else {
             state.settle();
@@ -294,7 +294,7 @@ DEVICE void attend_items(const Params& p, Pipeline<Config>& pipeline, Cursor<Con
                 queries.load(p, at, true);
             }
             if constexpr (!Packed<Config>::general) load_columns<Config>(p, at, column);
-            attend<Config, Block<Config, Residual<Config>>>(pipeline, at, queries, state, logits, column, i == from);
+            attend<Config, Block<Config, Residual<Config>>>(pipeline, at, queries, state, logits, column);
         }
         const int done = i;
         i += at.ends();

@@ -106,6 +106,8 @@ template <class Config> DEVICE void write_part(float* part, float* part_state, c
         }
 }
 
+DEVICE softmax::State state_of(uint2 stored) { return {__uint_as_float(stored.x), __uint_as_float(stored.y)}; }
+
 template <class Config> DEVICE void sum_lanes(State<Config>& state) {
     UNROLL for (int n = 0; n < Config::query_tiles; ++n)
         UNROLL for (int x = 0; x < Shape<Config>::width; ++x) State<Config>::sum_rows(state.sum[n][x]);
@@ -225,17 +227,11 @@ template <class Config> DEVICE void merge_parts(const Params& p, int pair, int r
         softmax::State state;
         if (lane < here) {
             const int part = base + lane;
-            const uint2 found = ptx::ld_global_cg_v2(states + static_cast<int64_t>(part) * state_stride + (part == 0 ? offset * (state_stride / pitch) : 0));
-            state.reference = __uint_as_float(found.x);
-            state.sum = __uint_as_float(found.y);
+            state = state_of(ptx::ld_global_cg_v2(states + static_cast<int64_t>(part) * state_stride + (part == 0 ? offset * (state_stride / pitch) : 0)));
         }
         softmax::State extra;  // of those few parts
         const int more = max(min(count - base - here, few), 0);
-        if (lane < more) {
-            const uint2 found = ptx::ld_global_cg_v2(states + static_cast<int64_t>(base + 32 + lane) * state_stride);
-            extra.reference = __uint_as_float(found.x);
-            extra.sum = __uint_as_float(found.y);
-        }
+        if (lane < more) extra = state_of(ptx::ld_global_cg_v2(states + static_cast<int64_t>(base + 32 + lane) * state_stride));
         // The running total merges as one more part.
         float most = fmaxf(fmaxf(total.reference, state.reference), extra.reference);
         UNROLL for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));

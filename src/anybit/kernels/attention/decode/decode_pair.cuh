@@ -62,11 +62,7 @@ template <class Config> DEVICE void merge_sent(const Params& p, const PairLayout
         const int task = own * L::blocks + rank, piece = task % Config::merge_warps;
         ptx::mbarrier_wait_parity(shared.arrived(), 0);
         softmax::State state;
-        if (lane < parts) {
-            const uint2 found = ptx::ld_shared_v2(shared.task(own) + L::states + lane * 8);
-            state.reference = __uint_as_float(found.x);
-            state.sum = __uint_as_float(found.y);
-        }
+        if (lane < parts) state = state_of(ptx::ld_shared_v2(shared.task(own) + L::states + lane * 8));
         const float weight = softmax::merge_lanes(state);
         RowSum<Config> sum(piece);
         const uint32_t from = shared.task(own) + (sum.first - piece * L::channels) * 4;
