@@ -46,7 +46,7 @@ class Target(Enum):
 class Problem:
     """Activations [m, k] in ``dtype`` -> codes in ``format``. aligned: rows are 16-byte aligned, and k % 8 == 0.
 
-    rotated: apply the Hadamard transform (``kernels.elementwise.hadamard``) before quantization, in the shared memory
+    rotated: apply the Hadamard transform (``kernels.block.hadamard``) before quantization, in the shared memory
     of ``device``; None: of one with enough.
     """
 
