@@ -71,10 +71,10 @@ def few() -> list[jit.Kernel]:
     eight = replace(problem, m=8, activations=A8)
     return [
         sm90_packed_gemv.kernel(sm90_packed_gemv.default(problem)),
-        sm90_packed_gemv.norm_kernel(norm),
-        sm90_packed_gemv.norm_kernel(norm, silu=True),
-        sm90_packed_gemv.rotary_kernel(qkv),
-        sm90_packed_gemv.rotary_kernel(qkv, pages=True),
+        sm90_packed_gemv.kernel(norm, sm90_packed_gemv.NormParams),
+        sm90_packed_gemv.kernel(norm, sm90_packed_gemv.NormParams, silu=True),
+        sm90_packed_gemv.kernel(qkv, sm90_packed_gemv.RotaryParams),
+        sm90_packed_gemv.kernel(qkv, sm90_packed_gemv.RotaryPagesParams),
         sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(replace(problem, m=16))),
         *(sm90_packed_skinny.kernel(sm90_packed_skinny.default(one)) for one in (replace(problem, n=4096), eight)),
         digits()[1],

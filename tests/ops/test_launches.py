@@ -130,7 +130,7 @@ def test_products_that_norm_their_inputs(scheme: str, silu: bool, driver: Driver
             made = fused._norm_linear(x, residual, gamma, 1e-5, tensors, None, str(spec), silu)
             assert [one.shape for one in made] == [(m, N // (1 + silu)), (m, K)]
             names = [launch.kernel.entry for launch in driver.take()]
-            fused_names = ["sm90_packed_gemv_norm" + "_silu" * silu]
+            fused_names = ["sm90_packed_gemv<NormParams, Gate::silu>" if silu else "sm90_packed_gemv<NormParams>"]
             assert names == fused_names if driver.device.capability >= 90 else len(names) == 2 + silu
 
 
@@ -162,7 +162,7 @@ def test_products_that_turn_and_store(batch: int, driver: Driver) -> None:
     if made is not None:
         assert made[0].shape == (batch, heads[0], dim) and made[1].shape == x.shape
         (launch,) = driver.take()
-        assert launch.kernel.entry == "sm90_packed_gemv_norm_rotary" and launch.values["ring"] == ring.data_ptr()
+        assert launch.kernel.entry == "sm90_packed_gemv<RotaryParams>" and launch.values["ring"] == ring.data_ptr()
     q = elementwise._rotate_store_cuda(torch.randn(batch, 4 * dim).half(), *step.operands(), None, None, 1e-5, False)
     assert q.shape == (batch, heads[0], dim) and driver.launches
 
@@ -233,7 +233,7 @@ def test_products_whose_inputs_are_made_while_they_are_coded(scheme: str, rotate
                         assert y.shape == (*x.shape[:-1], N // (1 + silu))
                         assert total.shape == x.shape and total.is_contiguous() and total.data_ptr() != x.data_ptr()
                         names = [launch.kernel.entry for launch in driver.take()]
-                        inside = names[-1].endswith("_silu")
+                        inside = names[-1].endswith("<Gate::silu>")
                         assert len(names) == 2 + (silu and not inside) and names[0] == "quantize"
                         assert name != "packed" or (silu and driver.device.arch == "sm_90a") <= inside <= silu
                 assert fused._hadamard_linear(x, tensors, None, text).shape == (*x.shape[:-1], N)

@@ -263,7 +263,7 @@ def test_fused_and_small_calls_launch_the_same_again(driver, made, monkeypatch, 
     if m == 3:  # the map's choice
         gemm = entries[0][1]
         assert gemm in ("sm90_packed_skinny", "sm90_packed_skinny_f16")
-    ends = [gemm + "_silu"] if coded or m == 300 else [gemm, "silu_mul"]
+    ends = [gemm + "<Gate::silu>"] if coded or m == 300 else [gemm, "silu_mul"]
     before = "quantize" if coded else "add_rms_norm"
     assert entries[:2] == [[before, gemm], [before, *ends]]
     assert entries[2:] == [
@@ -296,7 +296,7 @@ def test_layers_with_activation_order_end_with_silu_too(driver: Driver, made: li
     for _ in range(3):
         assert product.linear(x, layer.tensors, None, layer.spec_text, silu=True).shape == (m, N // 2)
         entries = [launch.kernel.entry.removesuffix("_f16") for launch in driver.take()]
-        assert entries == (["packed::sm90_packed_gemm_silu"] if m == 300 else ["sm90_packed_skinny", "silu_mul"])
+        assert entries == (["packed::sm90_packed_gemm<Gate::silu>"] if m == 300 else ["sm90_packed_skinny", "silu_mul"])
     assert len(made) == 1
 
 

@@ -24,9 +24,10 @@ class Kernel:
     `template <class Config> __global__ void entry(const __grid_constant__ Params p)`.
 
     header: the .cuh file, a path below the package's kernels folder or an absolute one.  entry: the template's name,
-    with its namespace.  config: its fields become the constants of `struct Config`.  params: the dataclass of its
-    parameters (anybit.jit.params).  threads: of a block.  shared_bytes: dynamic shared memory of a block.  cluster:
-    blocks of a cluster, along x.  The last three are constants of Config on the device, too.
+    with its namespace, and with its arguments behind the config: "sum" or "sum<float>".  config: its fields become the
+    constants of `struct Config`.  params: the class of its parameters, see ``Params``.  threads: of a block.
+    shared_bytes: dynamic shared memory of a block.  cluster: blocks of a cluster, along x.  The last three are
+    constants of Config on the device, too.
     """
 
     header: str
@@ -60,7 +61,8 @@ class Kernel:
     @property
     def expression(self) -> str:
         """The template instantiation in C++."""
-        return f"{self.entry}<Config>"
+        name, _, more = self.entry.partition("<")
+        return f"{name}<Config, {more}" if more else f"{name}<Config>"
 
     @cached_property
     def source(self) -> str:

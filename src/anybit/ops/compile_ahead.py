@@ -160,4 +160,4 @@ def kernels_of(kind: LayerKind, tensors: list[Tensor], tokens: int) -> Iterator[
         turn = rope_pages.Problem(tokens, query_heads, key_heads, dim, kind.dtype, paired)
         yield rope_pages.kernel(rope_pages.default(turn))
         if paired and (config := norm_config(asked, x, norm)) is not None:
-            yield sm90_packed_gemv.rotary_kernel(config, pages=True)
+            yield sm90_packed_gemv.kernel(config, sm90_packed_gemv.RotaryPagesParams)

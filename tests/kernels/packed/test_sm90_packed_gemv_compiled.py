@@ -16,6 +16,7 @@ from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.packed.sm90_gemm import sm90_packed_gemm
 from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
+from anybit.kernels.packed.sm90_gemv.sm90_packed_gemv import NormParams, RotaryParams
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import Scheme, WeightFormat
@@ -68,15 +69,17 @@ def test_e2m1_takes_eight_instructions_for_eight_codes() -> None:
 def test_digits_of_a_norm(bits: int, m: int) -> None:
     for n, k in in_turn((6144, 4096), (28672, 4096), at=bits + m):
         it = problem(bits, m, n, k)
-        check(sm90_packed_gemv.norm_kernel(sm90_packed_gemv.norm_default(it)), "sm_90a", has="IMMA", lacks="HMMA")
+        check(
+            sm90_packed_gemv.kernel(sm90_packed_gemv.norm_default(it), NormParams), "sm_90a", has="IMMA", lacks="HMMA"
+        )
 
 
 def test_digits_that_end_with_something_else() -> None:
     """Fused SiLU, whose division is a call, or rotary embedding and store: no spills."""
     for bits, m in ((4, 1), (3, 2), (1, 2)):
         gate_up, qkv = (sm90_packed_gemv.norm_default(problem(bits, m, n, 4096)) for n in (28672, 6144))
-        check(sm90_packed_gemv.rotary_kernel(qkv), "sm_90a", has="IMMA", lacks="HMMA")
-        silu = sm90_packed_gemv.norm_kernel(gate_up, silu=True)
+        check(sm90_packed_gemv.kernel(qkv, RotaryParams), "sm_90a", has="IMMA", lacks="HMMA")
+        silu = sm90_packed_gemv.kernel(gate_up, NormParams, silu=True)
         compiled = jit.cached(silu, "sm_90a")
         assert compiled.spill_bytes == compiled.stack_bytes == 0 and compiled.registers * silu.threads <= 65536
 

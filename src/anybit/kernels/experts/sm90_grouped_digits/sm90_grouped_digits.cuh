@@ -19,13 +19,12 @@ struct GroupedParams {
     int32_t experts, n, k_blocks, row_tiles;
 };
 
-namespace packed {
-
-// gated: rows of the weight alternate between eight of gate and eight of up; Y has what joins them.
-template <class C, bool gated, Gate gate = Gate::silu> DEVICE void grouped_digits(const GroupedParams& p) {
+// gate: of a weight whose rows alternate between eight of gate and eight of up; Y has what joins them. Or none.
+template <class C, Gate... gate> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits(const __grid_constant__ GroupedParams p) {
+    using namespace packed;
     using S = DigitsShape<C>;
     static_assert(C::threads == S::warps * 32 && C::shared_bytes >= S::bytes && C::cluster_k == 1, "the twin counts otherwise");
-    constexpr bool bf16 = C::operand == Operand::bf16;
+    constexpr bool bf16 = C::operand == Operand::bf16, gated = sizeof...(gate) > 0;
     ptx::griddepcontrol_launch_dependents();
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
     const int item = static_cast<int>(blockIdx.y);
@@ -64,28 +63,12 @@ template <class C, bool gated, Gate gate = Gate::silu> DEVICE void grouped_digit
         if constexpr (gated) {
             const int first_quad = quad / 2 * 4 + quad % 2;
             const uint2 a = four(token, first_quad), b = four(token, first_quad + 2);
-            v = uint2{values::join_pair<gate, bf16>(a.x, b.x), values::join_pair<gate, bf16>(a.y, b.y)};
+            v = uint2{values::join_pair<gate..., bf16>(a.x, b.x), values::join_pair<gate..., bf16>(a.y, b.y)};
         } else {
             v = four(token, quad);
         }
         if (n < p.n) *reinterpret_cast<uint2*>(p.y + static_cast<size_t>(begin + token) * p.n + n) = v;
     }
-}
-
-}  // namespace packed
-
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits(const __grid_constant__ GroupedParams p) {
-    packed::grouped_digits<C, false>(p);
-}
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits_silu(const __grid_constant__ GroupedParams p) {
-    packed::grouped_digits<C, true>(p);
-}
-
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits_gelu_tanh(const __grid_constant__ GroupedParams p) {
-    packed::grouped_digits<C, true, Gate::gelu_tanh>(p);
-}
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_grouped_digits_swigluoai(const __grid_constant__ GroupedParams p) {
-    packed::grouped_digits<C, true, Gate::swigluoai>(p);
 }
 
 #endif  // ANYBIT_SM90_GROUPED_DIGITS_CUH

@@ -76,7 +76,7 @@ def default(product: LinearProblem, mean: float) -> Config:
 
 def kernel(config: Config, gate: Gate | None = None) -> jit.Kernel:
     """The kernel of a config. gate: of gate_up."""
-    entry = "sm90_grouped_digits" + (f"_{gate.value}" if gate else "")
+    entry = "sm90_grouped_digits" + (f"<Gate::{gate.name}>" if gate else "")
     return jit.Kernel(
         f"{_FOLDER}/sm90_grouped_digits.cuh", entry, config, GroupedParams, config.warps * 32, shared_bytes(config)
     )

@@ -8,28 +8,12 @@
 
 namespace packed {
 
-template <class Config> DEVICE void grouped_gemm(const Params& p) {
+// gate: what the epilogue joins gate and up by, as sm90_packed_gemm's; of down none.
+template <class Config, Gate... gate>
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm(const __grid_constant__ Params p) {
     static_assert(!PackedGemmShape<Config>::reduces && Config::cluster_n == 1 && !Config::halves && Config::direct == 0 &&
                   Config::block_tiles == 0 && !Config::tensor_store, "a persistent walk over experts");
-    packed_gemm<OfExperts<Config>>(p);
-}
-
-template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm(const __grid_constant__ Params p) {
-    grouped_gemm<Config>(p);
-}
-// Epilogues that join gate and up, as sm90_packed_gemm_silu's.
-template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm_silu(const __grid_constant__ Params p) {
-    grouped_gemm<EndingWithSilu<Config>>(p);
-}
-template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm_gelu_tanh(const __grid_constant__ Params p) {
-    grouped_gemm<EndingWithSilu<Config, Gate::gelu_tanh>>(p);
-}
-template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_grouped_gemm_swigluoai(const __grid_constant__ Params p) {
-    grouped_gemm<EndingWithSilu<Config, Gate::swigluoai>>(p);
+    packed_gemm<OfExperts<EndOf<Config, gate...>>>(p);
 }
 
 }  // namespace packed

@@ -213,7 +213,7 @@ def kernel(config: Config, gate: Gate | None = None) -> jit.Kernel:
     """The kernel of a config. gate: of gate_up, which its epilogue joins."""
     return jit.Kernel(
         header="experts/sm90_grouped_gemm/sm90_grouped_gemm.cuh",
-        entry="packed::sm90_grouped_gemm" + (f"_{gate.value}" if gate else ""),
+        entry="packed::sm90_grouped_gemm" + (f"<Gate::{gate.name}>" if gate else ""),
         config=config,
         params=sm90_packed_gemm.Params,
         threads=config.threads,

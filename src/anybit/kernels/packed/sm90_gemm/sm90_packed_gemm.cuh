@@ -398,15 +398,11 @@ DEVICE void packed_gemm(const P& p) {
     }
 }
 
-template <class Config>
+// gate: of an epilogue gate(a) * up, whose Y is [tokens, rows / 2]; or none.
+template <class Config, Gate... gate>
 __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm(const __grid_constant__ Params p) {
-    packed_gemm<Config>(p);
-}
-// Epilogue silu(gate) * up: Y is [tokens, rows / 2].
-template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm_silu(const __grid_constant__ Params p) {
-    static_assert(!Config::tensor_store, "a tensor map stores whole rows");
-    packed_gemm<EndingWithSilu<Config>>(p);
+    static_assert(!Config::tensor_store, "Y has a tensor map");
+    packed_gemm<EndOf<Config, gate...>>(p);
 }
 // Epilogue stores Y by TMA.
 template <class Config>

@@ -193,7 +193,7 @@ def kernel(config: Config, silu: bool = False) -> jit.Kernel:
     """
     return jit.Kernel(
         header="packed/sm90_gemm/sm90_packed_gemm.cuh",
-        entry="packed::sm90_packed_gemm" + "_store" * config.tensor_store + "_silu" * silu,
+        entry="packed::sm90_packed_gemm" + "_store" * config.tensor_store + "<Gate::silu>" * silu,
         config=config,
         params=StoreParams if config.tensor_store else Params,
         threads=config.threads,

@@ -39,7 +39,10 @@ namespace packed {
 
 // Fused silu(gate) * up, or another gate. Weight rows alternate between eight of gate and eight of up, so that a thread, which holds rows g
 // and g + 8, has both. Y has half as many columns as there are weight rows.
-template <class Config, Gate gate = Gate::silu> struct EndingWithSilu : Config {};
+template <class Config, Gate gate> struct EndingWithSilu : Config {};
+template <class Config, Gate... gate> struct EndingOf { using type = Config; };
+template <class Config, Gate gate> struct EndingOf<Config, gate> { using type = EndingWithSilu<Config, gate>; };
+template <class Config, Gate... gate> using EndOf = typename EndingOf<Config, gate...>::type;
 template <class Config> constexpr bool ends_with_silu = false;
 template <class Config, Gate gate> constexpr bool ends_with_silu<EndingWithSilu<Config, gate>> = true;
 template <class Config> constexpr Gate gate_of = Gate::silu;

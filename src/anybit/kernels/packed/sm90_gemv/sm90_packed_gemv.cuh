@@ -94,9 +94,6 @@ DEVICE void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages],
         }
 }
 
-// Fused epilogues.
-enum class Epilogue { nothing, silu, rotary };
-
 // Rotary epilogue: each thread rotates `turns` pairs of outputs, rows r and r + 8 of a unit, and stores them.
 template <class C, class P> struct Rotary {
     using S = DigitShape<C>;
@@ -149,8 +146,9 @@ template <class C, class P> struct Rotary {
     }
 };
 
-template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_digits(const P& p) {
-    using S = packed::GemvShape<C>;
+template <class C, class P, bool silu> DEVICE void multiply_digits(const P& p) {
+    using S = GemvShape<C>;
+    constexpr bool norm = !same<P, Params>, rotates = norm && !same<P, NormParams>;
     static_assert(C::threads == C::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
     if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
@@ -206,7 +204,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
         fetch();
     }
     for (int i = static_cast<int>(threadIdx.x); i < S::rows; i += C::threads) {
-        float2 row = packed::row_factors<C::operand == Operand::f16>(p, first * 16 + i);
+        float2 row = row_factors<C::operand == Operand::f16>(p, first * 16 + i);
         if constexpr (S::floats) row.x *= scale_of_pair<C::code, false>;
         ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x), __float_as_uint(row.y)});
     }
@@ -219,22 +217,22 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
     }
     ptx::griddepcontrol_wait();
     Rotary<C, P> rotary;
-    if constexpr (epilogue == Epilogue::rotary) rotary.load(p, first, mine);
+    if constexpr (rotates) rotary.load(p, first, mine);
 
     {
-        packed::Incoming<C> incoming[C::x_stages];  // issue all loads before the first conversion
+        Incoming<C> incoming[C::x_stages];  // issue all loads before the first conversion
         UNROLL for (int i = 0; i < C::x_stages; i++)
             if (i < rounds) incoming[i].load(p, first_block + i * dealt, lane);
         if constexpr (norm) normalize<C>(p, incoming, gamma, rounds, warp, shared + S::slots, lane);
         UNROLL for (int i = 0; i < C::x_stages; i++) {
             if (i >= rounds) continue;
             if (S::at_once || i == 0) incoming[i].store(slot + i * S::slot_bytes, lane);
-            else packed::keep<C>(incoming[i], kept + (i - 1) * S::kept_bytes, lane);
+            else keep<C>(incoming[i], kept + (i - 1) * S::kept_bytes, lane);
         }
     }
     __syncwarp();
 
-    packed::ByteTable<C::code> table;
+    ByteTable<C::code> table;
     table.load();
     float sums[S::units][S::token_tiles][2];
     UNROLL for (int u = 0; u < S::units; u++)
@@ -242,20 +240,20 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
 
     uint32_t next = kept, stage = 0, phase = 0;  // next: the block after this round's
     for (int i = 0; i < rounds; i++) {
-        typename packed::Choose<S::floats, packed::FloatProduct<C>, packed::DigitProduct<C>>::type product;
+        typename Choose<S::floats, FloatProduct<C>, DigitProduct<C>>::type product;
         product.take(slot + (S::at_once ? i * S::slot_bytes : 0), lane);
         if constexpr (!S::at_once) __syncwarp();
         if constexpr (S::kept > 0) {  // other warps multiply meanwhile
             if (i + 1 < rounds) {
-                packed::Incoming<C> coming;
-                packed::recall<C>(coming, next, lane);
+                Incoming<C> coming;
+                recall<C>(coming, next, lane);
                 coming.convert(slot, lane);
             }
         }
-        packed::Incoming<C> incoming;
+        Incoming<C> incoming;
         if constexpr (!C::x_resident)
             if (i + C::x_stages < rounds) incoming.load(p, first_block + (i + C::x_stages) * dealt, lane);
-        packed::unroll<0, C::chunks>([&](auto which) {
+        unroll<0, C::chunks>([&](auto which) {
             constexpr int chunk = decltype(which)::value;
             if (C::chunks == 1 || chunk < chunks) {
                 ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
@@ -276,7 +274,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
         });
         if constexpr (!C::x_resident) {
             if (i + C::x_stages < rounds) {
-                if constexpr (S::kept > 0) packed::keep<C>(incoming, next, lane);
+                if constexpr (S::kept > 0) keep<C>(incoming, next, lane);
                 else incoming.store(slot, lane);
             }
         }
@@ -284,7 +282,7 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
         next = next + S::kept_bytes == kept + S::kept * S::kept_bytes ? kept : next + S::kept_bytes;
     }
 
-    packed::store_sums<C>(sums, ring, lane);  // over each warp's drained ring
+    store_sums<C>(sums, ring, lane);  // over each warp's drained ring
     __syncthreads();
     const auto add_warps = [&](int token, int row) {
         float sum = 0;
@@ -311,9 +309,9 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
         const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
         return C::operand == Operand::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
     };
-    if constexpr (epilogue == Epilogue::rotary) {
+    if constexpr (rotates) {
         rotary.store(p, first, result);
-    } else if constexpr (epilogue == Epilogue::silu) {  // a unit's rows: eight of gate, eight of up
+    } else if constexpr (silu) {  // a unit's rows: eight of gate, eight of up
         constexpr int half = S::rows / 2;
         UNROLL for (int from = 0; from < half * C::tile_m; from += C::threads) {
             const int i = from + static_cast<int>(threadIdx.x), token = i / half, place = i % half, row = place / 8 * 16 + place % 8;
@@ -332,21 +330,10 @@ template <class C, bool norm, Epilogue epilogue, class P> DEVICE void multiply_d
 
 }  // namespace packed
 
-template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv(const __grid_constant__ Params p) {
-    packed::multiply_digits<C, false, packed::Epilogue::nothing>(p);
-}
-template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
-    packed::multiply_digits<C, true, packed::Epilogue::nothing>(p);
-}
-// silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
-template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
-    packed::multiply_digits<C, true, packed::Epilogue::silu>(p);
-}
-template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm_rotary(const __grid_constant__ RotaryParams p) {
-    packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
-}
-template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv_norm_pages(const __grid_constant__ RotaryPagesParams p) {
-    packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
+// P: NormParams to normalize x first, RotaryParams or RotaryPagesParams to rotate and store the outputs, too. gate: silu(gate) * up;
+// rows alternate between eight of gate and eight of up, y has half as many columns.
+template <class C, class P = Params, Gate... gate> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_gemv(const __grid_constant__ P p) {
+    packed::multiply_digits<C, P, (sizeof...(gate) > 0)>(p);
 }
 
 #endif  // ANYBIT_SM90_PACKED_GEMV_CUH

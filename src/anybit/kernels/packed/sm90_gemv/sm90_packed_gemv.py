@@ -1,6 +1,6 @@
 """y = x W^T for up to 4 tokens, as int8 products of fixed-point digits of x. Host side of sm90_packed_gemv.cuh.
 
-``norm_kernel`` fuses RMSNorm(x + residual) into the product: blocks hold whole rows of x anyway.
+It can fuse RMSNorm(x + residual) into the product: blocks hold whole rows of x anyway.
 """
 
 import functools
@@ -111,15 +111,14 @@ def shared_bytes(config: Config) -> int:
     return max(c.warps * a_warp + rows * 8 + received, c.min_shared_bytes)
 
 
-def kernel(config: Config) -> jit.Kernel:
-    """The kernel of a config."""
-    return _kernel(config, "", Params)
-
-
-def _kernel(config: Config, end: str, params: type) -> jit.Kernel:
-    name, c = traits.name, config
-    header = f"packed/sm90_gemv/{name}.cuh"
-    return jit.Kernel(header, name + end, c, params, c.warps * 32, shared_bytes(c), c.cluster_k)
+def kernel(config: Config, params: type[Params] = Params, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config. params: with a fused norm ``NormParams``, with RoPE, too, ``RotaryParams`` or
+    ``RotaryPagesParams``.  silu: with a SiLU epilogue, behind a norm.
+    """
+    c, more = config, (params.__name__, "Gate::silu") if silu else (params.__name__,) if params is not Params else ()
+    entry = traits.name + f"<{', '.join(more)}>" * bool(more)
+    header = f"packed/sm90_gemv/{traits.name}.cuh"
+    return jit.Kernel(header, entry, c, params, c.warps * 32, shared_bytes(c), c.cluster_k)
 
 
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
@@ -193,11 +192,6 @@ def norm_default(problem: LinearProblem, like: Config | None = None) -> Config:
     raise KernelError(reason)
 
 
-def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
-    """The kernel of a config, with a fused norm and optionally a SiLU epilogue."""
-    return _kernel(config, "_norm_silu" if silu else "_norm", NormParams)
-
-
 def norm_arguments(
     operands: Operands, problem: LinearProblem, gamma: Pointer, epsilon: float, residual: Pointer = None,
     residual_sum: Pointer = None,
@@ -216,17 +210,7 @@ def norm_arguments(
 
 def norm_launch(problem: LinearProblem, config: Config, arguments: NormParams, silu: bool = False) -> jit.Launch:
     """A launch with a fused norm, or with RoPE, too, by the type of its arguments."""
-    if isinstance(arguments, RotaryParams | RotaryPagesParams):
-        made = rotary_kernel(config, isinstance(arguments, RotaryPagesParams))
-    else:
-        made = norm_kernel(config, silu)
-    return jit.Launch(made, arguments, grid(problem, config), pdl=True)
-
-
-def rotary_kernel(config: Config, pages: bool = False) -> jit.Kernel:
-    """The kernel of a config with a fused norm, and an epilogue that applies RoPE and stores K and V."""
-    entry, params = ("pages", RotaryPagesParams) if pages else ("rotary", RotaryParams)
-    return _kernel(config, f"_norm_{entry}", params)
+    return jit.Launch(kernel(config, type(arguments), silu), arguments, grid(problem, config), pdl=True)
 
 
 def rotary_arguments(norm: NormParams, step: RopeStoreArgs | RopePagesArgs) -> RotaryParams | RotaryPagesParams:

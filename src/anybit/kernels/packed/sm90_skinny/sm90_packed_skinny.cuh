@@ -172,10 +172,11 @@ template <class C> struct Warp {
     }
 };
 
-// silu: fused silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
-template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
+// gate: fused silu(gate) * up; rows alternate between eight of gate and eight of up, y has half as many columns.
+template <class C, Gate... gate> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_skinny(const __grid_constant__ Params p) {
     using T = Traits<C>;
     using W = Warp<C>;
+    constexpr bool silu = sizeof...(gate) > 0;
     static_assert(C::threads == C::warps * 32 && C::warps % C::split_k_warps == 0, "warps are k_warps times row warps");
     static_assert(C::shared_bytes >= C::warps * T::ring_bytes + T::x_bytes + T::factor_bytes + T::barrier_bytes, "the twin counts shared memory differently");
 
@@ -328,13 +329,6 @@ template <class C, bool silu> DEVICE void multiply_few(const Params& p) {
                 p.y[static_cast<size_t>(token) * p.n + n] = rounded(v);
         }
     }
-}
-
-template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_skinny(const __grid_constant__ Params p) {
-    multiply_few<C, false>(p);
-}
-template <class C> __global__ void __launch_bounds__(C::threads, 1) sm90_packed_skinny_silu(const __grid_constant__ Params p) {
-    multiply_few<C, true>(p);
 }
 
 #endif  // ANYBIT_SM90_PACKED_SKINNY_CUH

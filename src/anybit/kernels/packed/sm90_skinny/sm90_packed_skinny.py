@@ -82,7 +82,7 @@ def shared_bytes(config: Config) -> int:
 
 def kernel(config: Config, silu: bool = False) -> jit.Kernel:
     """The kernel of a config. silu: with a SiLU epilogue; see ``Traits``."""
-    entry = "sm90_packed_skinny" + "_silu" * silu
+    entry = "sm90_packed_skinny" + "<Gate::silu>" * silu
     return jit.Kernel(
         "packed/sm90_skinny/sm90_packed_skinny.cuh", entry, config, Params, config.warps * 32, shared_bytes(config)
     )
