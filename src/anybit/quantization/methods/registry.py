@@ -188,12 +188,11 @@ def quantize_folder(
 
 def _too_large(job: "Job") -> str | None:
     """Why the GPU of a distillation has no room for it, or None."""
-    import torch
-
     from anybit.quantization.methods.distill import why_not
+    from anybit.quantization.pipeline.options import Options
 
     learned = sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings))
-    return why_not(job.model, learned, job.options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return why_not(job.model, learned, Options.of(job.options).where)
 
 
 def _say_how_long(job: "Job") -> None:
@@ -201,13 +200,12 @@ def _say_how_long(job: "Job") -> None:
     import torch
 
     weights = sum(layer.n * layer.k for layer in job.layers)
-    usual = "cuda" if METHODS[job.method].calibrated and torch.cuda.is_available() else "cpu"
-    gpu = torch.device(job.options.get("device") or usual).type == "cuda"
-    learning = None
+    gpu, learning = torch.device(job.options.get("device") or "cpu").type == "cuda", None
     if METHODS[job.method].calibrated:
         from anybit.quantization.pipeline.options import Options
 
-        learning = Options.of(job.options).learning(job.method, job.scheme)
+        options = Options.of(job.options)
+        gpu, learning = options.on_gpu, options.learning(job.method, job.scheme)
     expected = METHODS[job.method].expected(weights, gpu)
     size = f"{job.method} of {weights / 1e6:,.0f} million weights"
     if learning is not None and learning.minutes:

@@ -182,10 +182,8 @@ def _learned(
     if 10 * sum(map(len, full)) > 9 * sum(map(len, text)):
         text = full  # every step has the same shape, and is replayed as one CUDA graph
     repeats = max(sum(map(len, generated)) // (4 * sum(map(len, text))), 1)
-    saved = None
-    if options.resume is not None:
-        told = {"learning": str(learning), "text": sum(map(len, text)), "start": options.start, "nested": job.nested}
-        saved = SavedState(options.resume, "learning", _fingerprint(job, model, text, told))
+    told = {"learning": str(learning), "text": sum(map(len, text)), "start": options.start, "nested": job.nested}
+    saved = _saved(job, model, options, "learning", text, told)
 
     def tell(done: int, total: int, loss: float) -> None:
         job.progress(f"learning, KL divergence {loss:.3f} nats", done, total)
@@ -235,15 +233,18 @@ def _generated(
 
     if tokens == 0:
         return []
-    saved = None
-    if options.resume is not None:
-        told: dict[str, object] = {"tokens": tokens, "length": options.length, "seed": options.seed}
-        saved = SavedState(options.resume, name, _fingerprint(job, model, text, told))
-    return list(remembered(saved, write)[0])
+    told = {"tokens": tokens, "length": options.length, "seed": options.seed}
+    return list(remembered(_saved(job, model, options, name, text, told), write)[0])
 
 
-def _fingerprint(job: Job, model: LazyModel, text: list[Tensor], told: dict[str, object]) -> str:
-    return fingerprint(model, text, Quantization(job.scheme, overrides=job.overrides), told)
+def _saved(
+    job: Job, model: LazyModel, options: Options, name: str, text: list[Tensor], told: object
+) -> SavedState | None:
+    """A file of the resume folder, if there is one, for what a model, a text and what is told determine."""
+    if options.resume is None:
+        return None
+    schemes = Quantization(job.scheme, overrides=job.overrides)
+    return SavedState(options.resume, name, fingerprint(model, text, schemes, told))
 
 
 def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], options: Options) -> Changes:
@@ -267,16 +268,13 @@ def _prepare(job: Job, lazy: LazyModel, method: str, sequences: list[Tensor], op
         if not settings.steps:
             return
         told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
-        saved = None
-        if options.resume is not None:
-            saved = SavedState(options.resume, "before", _fingerprint(job, lazy, batches, told))
         rotated = method == "smooth_rotate"
 
         def learn() -> list[Tensor]:
             return learn_scales(lazy.whole(), sequences, job.scheme.activations, rotated, settings, tell)
 
         # A resumed run takes learned scales from the resume folder.
-        put_scales(lazy, remembered(saved, learn))
+        put_scales(lazy, remembered(_saved(job, lazy, options, "before", batches, told), learn))
 
     def tell(done: int, total: int, loss: float) -> None:
         job.progress(f"learning scales, KL divergence {loss:.3f} nats", done, total)
