@@ -63,7 +63,7 @@ def test_resumed_equals_uninterrupted(tmp_path, stop_after):
     model, tokens = tiny(), sequences()
     settings = Calibration(resume=tmp_path / "resume", spill=tmp_path / "spill", budget=20_000)
 
-    def interrupt(done, total, left):
+    def interrupt(done, total):
         if done == stop_after:
             raise Interrupted
 

@@ -8,7 +8,6 @@ results.
 
 import hashlib
 import json
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -64,7 +63,6 @@ LayerQuantizer = Callable[[Tensor, Statistics | None, str], QuantizedWeight]
 Called with a weight, float32 [N, K]; the statistics of its input, or None for an expert that too few tokens reach and
 that is rounded to nearest; and the name of the layer or layers, for errors.
 """
-Progress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ def calibrate(
     names: set[str],
     quantizer: LayerQuantizer,
     settings: Calibration | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     overrides: Mapping[str, Scheme] | None = None,
 ) -> dict[str, QuantizedWeight]:
     """Quantize the named linear layers inside a model's blocks; the model itself is not changed.
@@ -122,20 +120,17 @@ def calibrate(
     model: a causal language model of transformers.  sequences: token ids, any lengths.
     names: full names of the layers to quantize; those outside the blocks are ignored.
     overrides: per-layer schemes, by name or pattern; the quantizer gets layers of one scheme at a time.
-    progress: called after each block with blocks done, blocks in all, and the seconds left.
+    progress: called after each block with blocks done, and blocks in all.
     Returns the quantized weights by name. Raises CalibrationError, naming the layer, and TextError for a short text.
     """
     settings = settings or Calibration()
     batches = batched(sequences, settings.batch_tokens)
     run = _Run(model, batches, Quantization(scheme, overrides=Overrides(overrides or {})), names, quantizer, settings)
-    started = time.monotonic()
-    fresh = 0
     try:
         for index in range(len(run.calls)):
-            fresh += run.block(index)
+            run.block(index)
             if progress is not None:
-                left = (time.monotonic() - started) / max(fresh, 1) * (len(run.calls) - index - 1)
-                progress(index + 1, len(run.calls), left)
+                progress(index + 1, len(run.calls))
     finally:
         run.finish()
     if run.rare:
@@ -197,8 +192,8 @@ class _Run:
         for store in self.stores:
             store.clear()
 
-    def block(self, index: int) -> bool:
-        """Quantize a block and advance both streams past it; False if it came from the resume folder."""
+    def block(self, index: int) -> None:
+        """Quantize a block, or take it from the resume folder, and advance both streams past it."""
         name = f"{self.prefix}.{index}"
         block = self.model.block(index, self.device)
         linears = linear_modules(block, name, self.names)
@@ -218,7 +213,6 @@ class _Run:
         if saved is None and self.resume is not None:
             self.resume.write(index, weights)
         self.done.update(weights)
-        return saved is None
 
     @torch.no_grad()
     def _quantize(

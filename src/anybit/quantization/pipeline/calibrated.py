@@ -133,7 +133,7 @@ def _calibrated(job: Job, model: LazyModel, text: list[Tensor], options: Options
         weight = statistics.corrected(weight, options.drift)
         return gptq.quantize(weight, statistics.hessian, format, settings, name)
 
-    def tell(done: int, total: int, left: float) -> None:
+    def tell(done: int, total: int) -> None:
         job.progress(f"block {done} of {total}", done, total)
 
     calibration = Calibration(
