@@ -125,6 +125,7 @@ def test_a_feed_forward_launches_what_its_layers_do(driver: Driver, monkeypatch,
         known |= {f"{place} {i}": one for i, one in enumerate((*one.tensors[:4], bias)) if one is not None}
     x, residual, gamma = torch.randn(m, 192).half(), torch.randn(m, HIDDEN).half(), torch.randn(HIDDEN).half()
     known |= {"x": x, "residual": residual, "gamma": gamma}
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
     made, new_empty = list[Tensor](), Tensor.new_empty  # kept, so that no address is used twice
 
     def kept(self: Tensor, *size: Any, **how: Any) -> Tensor:
@@ -161,12 +162,14 @@ def places(driver: Driver, known: dict[str, Tensor]) -> list[Any]:
     ]
 
 
-def test_what_no_plan_joins_is_left_to_ops(driver: Driver) -> None:
+def test_what_no_plan_joins_is_left_to_ops(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [cases_launches.prepared("w4a8", *size) for size in ((HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))]
     layers = [fused.Layer(one.tensors, None, one.spec_text, False) for one in made]
     x, gamma = torch.randn(3, HIDDEN).half(), torch.randn(HIDDEN).half()
     call = partial(fused.feed_forward, x, x, gamma, 1e-5, silu=True)
     with torch.inference_mode():
+        assert call(layers) is None  # on a CPU
+        monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
         assert call(layers) is not None and driver.take()
         others = [
             [layers[0]._replace(bias=torch.randn(HIDDEN)), *layers[1:]],  # in another type
@@ -180,7 +183,8 @@ def test_what_no_plan_joins_is_left_to_ops(driver: Driver) -> None:
         assert fused.feed_forward(many, many, gamma, 1e-5, layers, silu=True) is None
         with torch.profiler.profile():
             assert call(layers) is None
-    assert call(layers) is None  # gradients
+    gamma.requires_grad_()
+    assert call(layers) is None
     assert not driver.launches
 
 

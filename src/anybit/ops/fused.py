@@ -155,12 +155,11 @@ def feed_forward(
     None if that is no plan, or someone looks at the ops: then call ``linear``, ``norm_linear``, and ``silu_linear``
     or ``linear``.
     """
-    if not (x.is_cuda and alone(x)):
+    biases = [one.bias for one in layers]
+    if not (x.is_cuda and alone(x, residual, gamma, *biases)):
         return None
     kinds = tuple([(spec, rotated, weight[3].shape) for weight, _, spec, rotated in layers])
-    key = key_of(
-        ("feed_forward", epsilon, silu, kinds), (x, residual, gamma, *[one.bias for one in layers]), layers[0].weight
-    )
+    key = key_of(("feed_forward", epsilon, silu, kinds), (x, residual, gamma, *biases), layers[0].weight)
     plan = PLANS.get(key)
     if plan is None:
         check_norm(residual, residual, gamma)
