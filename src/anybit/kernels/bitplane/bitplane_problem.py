@@ -14,8 +14,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Int32, Int64, Pointer
-from anybit.jit.tensor_map import Matrix, TensorMap
+from anybit.jit.tensor_map import Matrix
 from anybit.kernels.bitplane import bitplane_layout
 from anybit.kernels.block.quantize_activations import Packed, Target, rows_aligned
 from anybit.kernels.common.types import Code, Output
@@ -180,27 +179,8 @@ def bytes_to_limit(blocks: int, shared_bytes: int, device: Device) -> int | None
     return max(0, -(-(most + 1 - shared_bytes) // 128) * 128)
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see bitplane_terms.cuh."""
-
-    y_map: TensorMap
-    weights: Pointer
-    activations: Pointer
-    weight_scale: Pointer
-    correction: Pointer
-    weight_zero: Pointer
-    bias: Pointer
-    activation_scale: Pointer
-    activation_sum: Pointer
-    activation_zero: Pointer
-    y: Pointer
-    y_stride: Int64
-    m: Int32
-    n: Int32
-    rows_m: Int32
-    rows_n: Int32
-    chunks: Int32
+class Params(jit.Params, header="bitplane/bitplane_terms.cuh"):
+    """The arguments of one launch."""
 
 
 def arguments(operands: Operands, problem: LinearProblem, config: Facts) -> Params:

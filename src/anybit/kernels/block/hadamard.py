@@ -10,7 +10,6 @@ from anybit import jit
 from anybit.codes import hadamard
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
-from anybit.jit import Float32, Int64, Pointer
 
 # Larger orders of the dense factor are better left to a GEMM.
 MOST_ORDER = 64
@@ -40,15 +39,8 @@ class Config:
     is_bf16: bool
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see hadamard.cuh."""
-
-    x: Pointer
-    signs: Pointer
-    y: Pointer
-    x_stride: Int64
-    factor: Float32
+class Params(jit.Params, header="block/hadamard.cuh"):
+    """The arguments of one launch."""
 
 
 def why_not(problem: Problem) -> str | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError, sixteen_bits
-from anybit.jit import Float32, Int32, Int64, Launch, Pointer
+from anybit.jit import Launch, Pointer
 
 VECTOR = 8
 WARP = 32
@@ -38,19 +38,8 @@ class Config:
     paired: bool = False
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see norm_act.cuh."""
-
-    x: Pointer
-    residual: Pointer
-    residual_sum: Pointer
-    gamma: Pointer
-    y: Pointer
-    x_stride: Int64
-    residual_stride: Int64
-    k: Int32
-    epsilon: Float32
+class Params(jit.Params, header="block/norm_act.cuh"):
+    """The arguments of one launch."""
 
 
 def why_not(problem: Problem) -> str | None:

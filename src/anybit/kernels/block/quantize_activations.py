@@ -12,7 +12,7 @@ from anybit import jit
 from anybit.codes.hadamard import factor
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
-from anybit.jit import Float32, Int32, Int64, Launch, Pointer, Slot
+from anybit.jit import Launch, Pointer, Slot
 from anybit.kernels.bitplane import bitplane_layout
 from anybit.kernels.block import hadamard
 from anybit.kernels.common.types import Code
@@ -80,26 +80,11 @@ class Config:
     power: int = 1
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see quantize_activations.cuh."""
+class Params(jit.Params, header="block/quantize_activations.cuh"):
+    """The arguments of one launch."""
 
-    x: Pointer
-    residual: Pointer
-    residual_sum: Pointer
-    gamma: Pointer
-    codes: Pointer
-    scale: Pointer
-    sum: Pointer
-    zero: Pointer
-    x_stride: Int64
-    residual_stride: Int64
-    k: Int32
-    padded_k: Int32
-    padded_rows: Int32
-    epsilon: Float32
-    factor: Float32 = 0.0
-    signs: Pointer = None
+    factor = 0.0
+    signs = None
 
 
 class Packed:

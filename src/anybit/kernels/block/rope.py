@@ -8,7 +8,6 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError, sixteen_bits
-from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.block.norm_act import paired_rows
 
 WARP = 32
@@ -48,26 +47,8 @@ class Config:
     paired: bool = False
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see rope.cuh."""
-
-    qkv: Pointer
-    cosine: Pointer
-    sine: Pointer
-    q_gamma: Pointer
-    k_gamma: Pointer
-    q: Pointer
-    k: Pointer
-    residual: Pointer
-    lengths: Pointer
-    sequences: Pointer
-    qkv_stride: Int64
-    query_heads: Int32
-    key_heads: Int32
-    tokens: Int32
-    ring: Int32
-    epsilon: Float32
+class Params(jit.Params, header="block/rope.cuh"):
+    """The arguments of one launch."""
 
 
 Norms = tuple[Tensor | None, Tensor | None, float]
@@ -176,6 +157,6 @@ def launches(problem: Problem, params: Params) -> list[jit.Launch]:
             for name, size in rows.items():
                 if isinstance(at := getattr(params, name), jit.Slot):
                     places[name] = replace(at, offset=count * size)
-        config, mine = default(some), replace(params, **places)  # type: ignore[arg-type]
+        config, mine = default(some), replace(params, **places)
         made.append(jit.Launch(kernel(config), mine, grid(some, config), pdl=True))
     return made

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.block import rope
 from anybit.kernels.block.rope import Problem as Problem
 
@@ -28,29 +27,8 @@ class Config:
     paired: bool
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see rope_pages.cuh."""
-
-    qkv: Pointer
-    table: Pointer
-    positions: Pointer
-    slots: Pointer
-    q_gamma: Pointer
-    k_gamma: Pointer
-    q: Pointer
-    keys: Pointer
-    values: Pointer
-    qkv_stride: Int64
-    page_stride: Int64
-    token_stride: Int64
-    head_stride: Int64
-    query_heads: Int32
-    key_heads: Int32
-    tokens: Int32
-    page_tokens: Int32
-    stored: Int32
-    epsilon: Float32
+class Params(jit.Params, header="block/rope_pages.cuh"):
+    """The arguments of one launch."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from functools import cache
 from torch import Tensor
 
 from anybit import jit
-from anybit.jit import Float32, Int32, Int64, Pointer
 
 CHANNELS = 32
 """The most channels per launch, which a thread holds in registers."""
@@ -27,25 +26,8 @@ class Config:
     choosing: bool = False
 
 
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see gptq_update.cuh."""
-
-    values: Pointer
-    reference: Pointer
-    coupling: Pointer
-    scale: Pointer
-    zero: Pointer
-    codes: Pointer
-    errors: Pointer
-    mask: Pointer
-    diagonal: Pointer
-    value_stride: Int64
-    reference_stride: Int64
-    coupling_stride: Int64
-    channels: Int32
-    columns: Int32
-    top: Float32
+class Params(jit.Params, header="gptq/gptq_update.cuh"):
+    """The arguments of one launch."""
 
 
 def default(referenced: bool, masked: bool = False, choosing: bool = False) -> Config:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
+from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Float32, Int32, Int64, Kernel, Pointer
+from anybit.jit import Kernel
 from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 MOST_QUERIES = 16
@@ -98,43 +99,11 @@ class Config(BlockConfig):
     plain: bool = False
 
 
-@dataclass(frozen=True)
-class Params:
-    """The twin of ``decode::Params``; decode_schedule.cuh says what each one is."""
+class Params(jit.Params, header="attention/decode/decode_schedule.cuh"):
+    """The arguments of one launch."""
 
-    pages: Pointer
-    residual: Pointer
-    table: Pointer
-    lengths: Pointer
-    sequences: Pointer
-    q: Pointer
-    out: Pointer
-    lse: Pointer
-    sinks: Pointer
-    slopes: Pointer
-    partial: Pointer
-    partial_state: Pointer
-    arrivals: Pointer
-    errors: Pointer
-    q_batch_stride: Int64
-    q_token_stride: Int32
-    q_head_stride: Int32
-    batch: Int32
-    kv_heads: Int32
-    table_width: Int32
-    ring: Int32
-    window: Int32
-    sliding: Int32
-    pages_count: Int32
-    sequences_count: Int32
-    scale: Float32
-    cap: Float32
-    uncap: Float32
-    page_stride: Int64 = 0
-    starts: Pointer = None
-    values: Pointer = None
-    token_stride: Int64 = 0
-    head_stride: Int64 = 0
+    page_stride = token_stride = head_stride = 0
+    starts = values = None
 
 
 def residual_tokens(layout: PageLayout) -> int:

@@ -7,8 +7,9 @@ prompt takes two, because its newest tokens would overwrite residual slots that 
 from dataclasses import dataclass
 from functools import cache
 
+from anybit import jit
 from anybit.device import Device
-from anybit.jit import Int32, Int64, Kernel, Pointer
+from anybit.jit import Kernel
 from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 _THREADS = 256
@@ -52,36 +53,11 @@ class Config(BlockConfig):
     ragged: bool = False
 
 
-@dataclass(frozen=True)
-class Params:
-    """The twin of ``kv_quantize::Params``."""
+class Params(jit.Params, header="attention/kv_quantize/kv_quantize_tokens.cuh"):
+    """The arguments of one launch."""
 
-    k: Pointer
-    v: Pointer
-    pages: Pointer
-    residual: Pointer
-    table: Pointer
-    lengths: Pointer
-    sequences: Pointer
-    k_batch_stride: Int64
-    v_batch_stride: Int64
-    k_token_stride: Int32
-    k_head_stride: Int32
-    v_token_stride: Int32
-    v_head_stride: Int32
-    tokens: Int32
-    kv_heads: Int32
-    table_width: Int32
-    ring: Int32
-    window: Int32
-    packs: Int32
-    keeps: Int32
-    pages_count: Int32
-    sequences_count: Int32
-    errors: Pointer
-    stored: Int32 = 0
-    page_stride: Int64 = 0
-    starts: Pointer = None
+    stored = page_stride = 0
+    starts = None
 
 
 def default(problem: Problem, checked: bool = False) -> Config:

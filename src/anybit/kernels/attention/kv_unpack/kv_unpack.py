@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import cache
 
+from anybit import jit
 from anybit.device import Device
-from anybit.jit import MOST_BLOCKS, Int32, Int64, Kernel, Pointer
+from anybit.jit import MOST_BLOCKS, Kernel
 from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 _MOST_JOBS = MOST_BLOCKS[1]
@@ -33,27 +34,8 @@ class Config(BlockConfig):
     threads: int
 
 
-@dataclass(frozen=True)
-class Params:
-    """The twin of ``kv_unpack::Params``."""
-
-    pages: Pointer
-    table: Pointer
-    lengths: Pointer
-    starts: Pointer
-    jobs: Pointer
-    k: Pointer
-    v: Pointer
-    out: Pointer
-    page_stride: Int64
-    k_token_stride: Int32
-    k_head_stride: Int32
-    v_token_stride: Int32
-    v_head_stride: Int32
-    kv_heads: Int32
-    table_width: Int32
-    ring: Int32
-    pages_count: Int32
+class Params(jit.Params, header="attention/kv_unpack/kv_unpack.cuh"):
+    """The arguments of one launch."""
 
 
 def default(problem: Problem) -> Config:
