@@ -213,7 +213,7 @@ def parts_compared(model: PreTrainedModel, errors: list[float]) -> Iterator[None
         errors.append(apart(shares, taken / taken.sum(-1, keepdim=True) if renormalize else taken))
         return y, total, ids, shares
 
-    norm_and_route, feed_forward = fuse.norm_router, fuse.feed_forward
+    norm_and_route = fuse.norm_router
 
     def expected(layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         return reference.linear(x, layer.quantized_weight(), layer.scheme.activations, layer.bias).float()
@@ -272,12 +272,11 @@ def parts_compared(model: PreTrainedModel, errors: list[float]) -> Iterator[None
         compare_experts(mixture)
     implement(decode)
     fuse.norm_router = norm_router
-    fuse.feed_forward = lambda *_: None  # else its layers are one plan, whose parts cannot be seen
     try:
         yield
     finally:
         implement(kernel)
-        fuse.norm_router, fuse.feed_forward = norm_and_route, feed_forward
+        fuse.norm_router = norm_and_route
         for mixture in mixtures:
             del mixture.__dict__["forward"]
         for layer in layers:

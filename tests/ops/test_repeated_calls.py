@@ -4,7 +4,6 @@ import sys
 import time
 import timeit
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,85 +106,6 @@ def test_plans_launch_what_kernels_do(driver: Driver, made: list[object], text: 
                 got = torch.ops.anybit.linear(x, layer.tensors, bias, layer.spec_text)
                 assert without_bias(taken(driver, x=x, y=got, **weights_of(layer))) == expected
         assert len(made) == 1
-
-
-HIDDEN, INNER = 256, 320
-
-
-@pytest.mark.parametrize("m", [1, 2, 20, 300])
-@pytest.mark.parametrize("text", ["w4a16g32", "w3a16g64asym", "w4a8", "w4a8fp", "w2a2"])
-@torch.inference_mode()
-def test_a_feed_forward_launches_what_its_layers_do(driver: Driver, monkeypatch, text: str, m: int) -> None:
-    """One plan of three layers, in their order and with their parameters; only scratch memory lies elsewhere."""
-    layers, known = list[fused.Layer](), dict[str, Tensor]()
-    for place, (n, k) in enumerate(((HIDDEN, 192), (2 * INNER, HIDDEN), (HIDDEN, INNER))):
-        one = cases_launches.prepared(text, n, k, place).in_fused(True)
-        bias = None if text == "w2a2" or place == 1 else torch.randn(n).half()
-        layers.append(fused.Layer(one.tensors, bias, one.spec_text, False))
-        known |= {f"{place} {i}": one for i, one in enumerate((*one.tensors[:4], bias)) if one is not None}
-    x, residual, gamma = torch.randn(m, 192).half(), torch.randn(m, HIDDEN).half(), torch.randn(HIDDEN).half()
-    known |= {"x": x, "residual": residual, "gamma": gamma}
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
-    made, new_empty = list[Tensor](), Tensor.new_empty  # kept, so that no address is used twice
-
-    def kept(self: Tensor, *size: Any, **how: Any) -> Tensor:
-        made.append(new_empty(self, *size, **how))
-        return made[-1]
-
-    monkeypatch.setattr(Tensor, "new_empty", kept)
-    output, both, down = layers
-    for silu in (True, False) if one.spec.activations.quantized else (True,):
-        attended = product.linear(x, *output[:3])
-        gated, total = fused._norm_linear(attended, residual, gamma, 1e-5, *both[:3], silu)
-        y = product.linear(gated, *down[:3]) if silu else fused._silu_linear(gated, *down[:3])
-        expected = places(driver, known | {"y": y, "total": total})
-        for _ in range(2):
-            found = fused.feed_forward(x, residual, gamma, 1e-5, layers, silu)
-            assert found is not None and [one.shape for one in found] == [y.shape, total.shape]
-            assert places(driver, known | {"y": found[0], "total": found[1]}) == expected
-
-
-def places(driver: Driver, known: dict[str, Tensor]) -> list[Any]:
-    """Launches since the last time, with known tensors by name and scratch memory by when it is first seen."""
-    names: dict[object, str] = {tensor.data_ptr(): name for name, tensor in known.items() if tensor.numel()}
-    before = len(names)
-
-    def name(value: Any) -> Any:
-        if isinstance(value, bytes):  # a tensor map: its address, and what it is made of
-            return name(int.from_bytes(value[:8], "little")), value[8:]
-        scratch = isinstance(value, int) and value > 1 << 32
-        return names.setdefault(value, f"scratch {len(names) - before}") if scratch else value
-
-    return [
-        (launch.kernel, launch.grid, launch.how, {field: name(value) for field, value in launch.values.items()})
-        for launch in driver.take()
-    ]
-
-
-def test_what_no_plan_joins_is_left_to_ops(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [cases_launches.prepared("w4a8", *size) for size in ((HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))]
-    layers = [fused.Layer(one.tensors, None, one.spec_text, False) for one in made]
-    x, gamma = torch.randn(3, HIDDEN).half(), torch.randn(HIDDEN).half()
-    call = partial(fused.feed_forward, x, x, gamma, 1e-5, silu=True)
-    with torch.inference_mode():
-        assert call(layers) is None  # on a CPU
-        monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
-        assert call(layers) is not None and driver.take()
-        others = [
-            [layers[0]._replace(bias=torch.randn(HIDDEN)), *layers[1:]],  # in another type
-            [layers[0]._replace(bias=torch.randn(8).half()), *layers[1:]],
-            [layers[1], layers[1], layers[2]],
-            [layers[0], layers[1], layers[1]],
-        ]
-        assert [call(other) for other in others] == [None] * len(others)
-        assert fused.feed_forward(x[:, ::2], x, gamma, 1e-5, layers, silu=True) is None
-        many = torch.randn(1, HIDDEN).half().expand(4096, HIDDEN).contiguous()
-        assert fused.feed_forward(many, many, gamma, 1e-5, layers, silu=True) is None
-        with torch.profiler.profile():
-            assert call(layers) is None
-    gamma.requires_grad_()
-    assert call(layers) is None
-    assert not driver.launches
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 300])

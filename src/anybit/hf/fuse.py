@@ -35,7 +35,6 @@ from anybit.ops.elementwise import (
     rotate,
     rotate_store,
 )
-from anybit.ops.fused import feed_forward
 from anybit.ops.kv import Masks
 from anybit.ops.router import norm_router
 
@@ -158,18 +157,12 @@ class FusedLayer(nn.Module):
                 out = cache.attend_new(self.layer_idx, q, k, v, attention_mask, self.masks)
             else:
                 out = self._attend(now.attend, q, k, v, attention_mask, cache, kwargs)
-        out, output, gate_up = out.reshape(len(x), -1), self.output, self.gate_up
-        if gate_up is None:
-            return self._mixed(output(out), residual, now)
-        norm, silu, down = self.post_attention_layernorm, self.pairs is not None, self.down
-        gamma, epsilon = norm.weight, _epsilon(norm)
-        if isinstance(gate_up, QuantLinear):
-            layers = output.operands, gate_up.operands, down.operands
-            found = feed_forward(out, residual, gamma, epsilon, layers, silu)
-            if found is not None:
-                return Hidden(*found, now)
-        gated, residual = gate_up.norm_linear(output(out), residual, gamma, epsilon, silu)
-        return Hidden(down(gated) if silu else down.silu_linear(gated), residual, now)
+        attended = self.output(out.reshape(len(x), -1))
+        if self.gate_up is None:
+            return self._mixed(attended, residual, now)
+        norm, silu = self.post_attention_layernorm, self.pairs is not None
+        gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
+        return Hidden(self.down(gated) if silu else self.down.silu_linear(gated), residual, now)
 
     def _begin(
         self, x: Tensor, mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor], cache: Cache | None

@@ -22,7 +22,6 @@ from anybit.codes.packing import (
 from anybit.errors import LayerError, dtype_name
 from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import rotate_store
-from anybit.ops.fused import Layer
 from anybit.scheme import Scheme, WeightFormat, is_whole
 
 _Kind = TypeVar("_Kind", nn.Parameter, nn.Parameter | None)
@@ -337,13 +336,6 @@ class QuantLinear(nn.Module):
             return rotate_store(qkv.view(-1, self.out_features), step, paired=True), total
         ops.refuse_tangents(x)
         return ops.norm_rotate_store(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, step)
-
-    @property
-    def operands(self) -> Layer:
-        """The layer as ``ops.fused.feed_forward`` takes it."""
-        prepared = self._prepared or self.prepare()._prepared
-        assert prepared is not None
-        return Layer(prepared.tensors, self.bias, prepared.spec_text, self.hadamard)
 
     def silu_linear(self, gate_up: Tensor) -> Tensor:
         """Apply the layer to silu(gate) * up: [..., 2 in_features] -> [..., out_features]."""

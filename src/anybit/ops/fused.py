@@ -3,15 +3,14 @@
 On a GPU all launches of such an op are one plan (``ops.product``); elsewhere ops run one after another.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.choose.families import Layout
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Slot
@@ -24,8 +23,8 @@ from anybit.ops import product
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import check_input, copy_of, dense_bias
 from anybit.ops.elementwise import STEP, add_rms_norm, check_norm, check_step, rms_norm, rotate_store, silu_mul
-from anybit.ops.library import alone, calls, define, under_autocast
-from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
+from anybit.ops.library import calls, define, under_autocast
+from anybit.ops.plans import PLANS, Rows, key_of, new_plan
 from anybit.ops.product import Norm
 from anybit.scheme import ActivationFormat
 
@@ -105,7 +104,7 @@ def norm_turn(
             asked = product.asked_of(layer, weight, bias)
             config = product.norm_config(asked, rows, norm) if layer.n % packed_layout.UNIT_ROWS == 0 else None
             if config is not None:
-                problem, arguments = product.norm_arguments(asked, rows, Slot("y"), norm)
+                problem, arguments = product.norm_arguments(asked, rows, norm)
                 slots: dict[str, Any] = {name: Slot(name) for name in names if getattr(step, name) is not None}
                 turned = replace(sm90_packed_gemv.rotary_arguments(arguments, step), **slots)
                 plan.launches.append(sm90_packed_gemv.norm_launch(problem, config, turned))
@@ -130,81 +129,6 @@ def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: 
     """Linear of ``anybit::hadamard`` of x: [..., K] -> [..., N]."""
     y: Tensor = calls.hadamard_linear(x, weight, bias, spec)
     return y
-
-
-class Layer(NamedTuple):
-    """A prepared layer, as ``linear`` and ``norm_linear`` take it. rotated: ``anybit::hadamard`` comes first."""
-
-    weight: list[Tensor]
-    bias: Tensor | None
-    spec: str
-    rotated: bool
-
-
-_MOST_TOGETHER = 2048
-"""Most tokens of products in one plan: with more, Python is not what takes time, and the scratch memory is large."""
-
-
-def feed_forward(
-    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, layers: Sequence[Layer], silu: bool
-) -> tuple[Tensor, Tensor] | None:
-    """(y, total) of a block from its attention on, by the launches of three layers in one plan: x, residual [m, ...].
-
-    total = output(x) + residual.  y = down(silu(gate) * up) of gate and up, a layer of RMSNorm(total).
-    layers: output, gate and up, down.  silu: outputs of gate and up are interleaved eight by eight.
-    None if that is no plan, or someone looks at the ops: then call ``linear``, ``norm_linear``, and ``silu_linear``
-    or ``linear``.
-    """
-    biases = [one.bias for one in layers]
-    if not (x.is_cuda and alone(x, residual, gamma, *biases)):
-        return None
-    kinds = tuple([(spec, rotated, weight[3].shape) for weight, _, spec, rotated in layers])
-    key = key_of(("feed_forward", epsilon, silu, kinds), (x, residual, gamma, *biases), layers[0].weight)
-    plan = PLANS.get(key)
-    if plan is None:
-        check_norm(residual, residual, gamma)
-        plan = PLANS[key] = _feed_forward_plan(
-            x, residual, Norm(epsilon, True, _aligned(gamma, residual)), layers, silu
-        )
-    if not plan.launches:
-        return None
-    operands = [one for weight, bias, _, _ in layers for one in (bias, *weight[:4])]
-    total = x.new_empty(residual.shape)
-    return plan.call(x, gamma, residual, total, *operands), total
-
-
-def _feed_forward_plan(x: Tensor, residual: Tensor, norm: Norm, layers: Sequence[Layer], silu: bool) -> OpPlan:
-    """Without launches if an operand does not fit, as ops will say, or has to be laid out first."""
-    output, both, down = (LinearSpec.parse(one.spec) for one in layers)
-    names = "output ", "gate_up ", "down "
-    asked = [
-        replace(product.asked_of(spec, one.weight, one.bias), of=name)
-        for one, spec, name in zip(layers, (output, both, down), names, strict=True)
-    ]
-    m, slots = len(x), [name + operand for name in names for operand in product.OPERANDS]
-    none, plan = (new_plan((m, down.n), x.device, "gamma", "residual", "total", *slots) for _ in range(2))
-    fits = x.shape == (m, output.k) and residual.shape == (m, output.n) == (m, both.k) and both.n == 2 * down.k
-    fits = fits and m <= _MOST_TOGETHER and x.is_contiguous() and residual.is_contiguous() and x.dtype == residual.dtype
-    fits = fits and x.dtype in (torch.float16, torch.bfloat16) and (silu or down.activations.quantized)
-    if not (fits and all(_ready(x, *each) for each in zip(layers, asked, strict=True))):
-        return none
-    rows, width = Rows.of(x), down.k if silu else both.n
-    attended, gated = plan.room(2 * m * output.n), plan.room(2 * m * width)
-    product.product(plan, asked[0], rows, attended, rotated=layers[0].rotated)
-    product.normed(plan, asked[1], Rows.dense(m, both.k, rows, attended), gated, norm, silu, layers[1].rotated)
-    source = Source.plain if silu else Source.silu_mul
-    rows = Rows.dense(m, width, rows, gated)
-    product.product(plan, asked[2], rows, Slot("y"), source=source, rotated=layers[2].rotated)
-    return none if plan.ordered else plan
-
-
-def _ready(x: Tensor, one: Layer, asked: product.Asked) -> bool:
-    """Whether one plan runs a layer on x's device, with its bias as it is."""
-    bias = (torch.float32 if asked.layout is Layout.planes else x.dtype), True
-    fits = one.bias is None or (
-        asked.bias == bias and one.bias.shape == (asked.spec.n,) and one.bias.device == x.device
-    )
-    return fits and one.weight[0].device == x.device and _planned(x, one.weight, asked.spec, one.rotated)
 
 
 def _planned(x: Tensor, weight: list[Tensor], spec: LinearSpec, rotated: bool) -> bool:

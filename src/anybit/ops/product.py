@@ -25,8 +25,9 @@ from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import check_input, copy_of, dense_bias
 from anybit.ops.plans import PLANS, OpPlan, Rows, key_of, new_plan
 
-OPERANDS = ("bias", "weight 0", "weight 1", "weight 2", "weight 3")
-SLOTS = (*OPERANDS, "gamma", "residual", "total")
+WEIGHT = ("weight 0", "weight 1", "weight 2", "weight 3")
+_WEIGHT = Slot(WEIGHT[0]), Slot(WEIGHT[1]), Slot(WEIGHT[2]), Slot(WEIGHT[3])
+SLOTS = ("bias", *WEIGHT, "gamma", "residual", "total")
 """What ``OpPlan.call`` gets for a layer besides x: ``total`` is x + residual."""
 
 
@@ -49,14 +50,12 @@ class Asked:
     """What a layer's launches depend on, besides its rows.
 
     bias: its dtype, and whether it is dense.  columns: of weights in an activation order; 0: in natural order.
-    of: what its slots begin with, in a plan of several layers.
     """
 
     spec: LinearSpec
     layout: Layout
     bias: tuple[torch.dtype, bool] | None
     columns: int = 0
-    of: str = ""
 
     def problem(self, rows: Rows) -> LinearProblem:
         """The product of rows as the layer gets them."""
@@ -66,12 +65,6 @@ class Asked:
             rows.m, spec.n, k, spec.weights, spec.activations, rows.dtype, rows.gpu, self.columns > 0, self.columns,
             rows.aligned or quantized,  # codes always are
         )  # fmt: skip
-
-    def operands(self, rows: Rows, y: Slot, y_stride: int) -> Operands:
-        """What its kernel gets: slots, and the output [m, ...] whose rows are ``y_stride`` values apart."""
-        bias, *weight = (Slot(self.of + name) for name in OPERANDS)
-        first, second, third, fourth = weight
-        return Operands(rows.at, rows.stride, (first, second, third, fourth), y, y_stride, bias if self.bias else None)
 
     def in_order(self, rows: Rows) -> Rows:
         """Rows after ``packed_layout.in_order``."""
@@ -98,7 +91,7 @@ def product(
     ends = silu and spec.n % packed_layout.UNIT_ROWS == 0 and kernel.traits.silu(config) is not None
     n = spec.n // 2 if ends else spec.n
     out = plan.room(2 * m * n) if silu and not ends else y
-    operands = asked.operands(rows, out, n)
+    operands = Operands(rows.at, rows.stride, _WEIGHT, out, n, Slot("bias") if asked.bias else None)
     if quantized:
         codes = _codes(plan, problem, kernel.traits.target, rows, source, norm, rotated)
         operands = replace(
@@ -154,15 +147,13 @@ def rms_norm(plan: OpPlan, rows: Rows, norm: Norm, y: Slot) -> None:
         )
 
 
-def normed(
-    plan: OpPlan, asked: Asked, rows: Rows, y: Slot, norm: Norm, silu: bool = False, rotated: bool = False
-) -> None:
+def normed(plan: OpPlan, asked: Asked, rows: Rows, norm: Norm, silu: bool = False, rotated: bool = False) -> None:
     """Add RMSNorm(x + residual), and the product of the result (``product``)."""
-    whole = not silu or asked.spec.n % packed_layout.UNIT_ROWS == 0
+    y, whole = Slot("y"), not silu or asked.spec.n % packed_layout.UNIT_ROWS == 0
     if asked.spec.activations.quantized:
         product(plan, asked, rows, y, silu, Source.rms_norm, norm, rotated)
     elif (config := norm_config(asked, rows, norm)) is not None and whole:
-        problem, arguments = norm_arguments(asked, rows, y, norm)
+        problem, arguments = norm_arguments(asked, rows, norm)
         plan.launches.append(sm90_packed_gemv.norm_launch(problem, config, arguments, silu))
     else:
         between = plan.room(2 * rows.m * rows.k)
@@ -185,10 +176,11 @@ def norm_config(asked: Asked, rows: Rows, norm: Norm) -> sm90_packed_gemv.Config
         return None
 
 
-def norm_arguments(asked: Asked, rows: Rows, y: Slot, norm: Norm) -> tuple[LinearProblem, sm90_packed_gemv.NormParams]:
+def norm_arguments(asked: Asked, rows: Rows, norm: Norm) -> tuple[LinearProblem, sm90_packed_gemv.NormParams]:
     """The problem and arguments of a GEMV with a fused norm."""
     problem, (gamma, residual, total) = asked.problem(rows), norm.slots
-    operands = asked.operands(rows, y, asked.spec.n)
+    bias = Slot("bias") if asked.bias else None
+    operands = Operands(rows.at, rows.stride, _WEIGHT, Slot("y"), asked.spec.n, bias)
     return problem, sm90_packed_gemv.norm_arguments(operands, problem, gamma, norm.epsilon, residual, total)
 
 
@@ -206,7 +198,7 @@ def layer_plan(
     if norm is None:
         product(plan, asked, rows, Slot("y"), silu, source, rotated=rotated)
     else:
-        normed(plan, asked, rows, Slot("y"), norm, silu, rotated)
+        normed(plan, asked, rows, norm, silu, rotated)
     dtype = torch.float32 if asked.layout is Layout.planes else rows.dtype
 
     def prepare(x: Tensor, more: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor | None, ...]]:

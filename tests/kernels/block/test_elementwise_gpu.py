@@ -11,7 +11,6 @@ from anybit.kernels.block.rope import RopeStoreArgs
 from anybit.kernels.block.rope_pages import RopePagesArgs
 from anybit.ops import elementwise, pages
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
-from anybit.ops.fused import feed_forward
 from anybit.scheme import Scheme
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -102,27 +101,6 @@ def test_codes_made_by_norms_and_silu(scheme, backend, m):
     pairs.append((layer.silu_linear(gate_up), layer(silu_mul(gate_up))))
     for got, wanted in pairs:  # norms round alike except for a sum's last bit, which may flip a code
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=0.3)
-
-
-@pytest.mark.parametrize(("scheme", "silu"), [("w4a16g128", True), ("w4a8", True), ("w4a8fp", True), ("w4a8", False)])
-@pytest.mark.parametrize("m", [1, 2, 20, 128, 600])
-@torch.inference_mode()
-def test_a_feed_forward_is_that_of_its_layers(scheme, silu, m):
-    parsed, hidden, inner = Scheme.parse(scheme), 1024, 1536
-    output, both, down = (
-        QuantLinear.from_weight(
-            quantize_weight(torch.randn(n, k, device="cuda").half() * 0.05, parsed.weights), parsed, None, "packed"
-        ).prepare()
-        for n, k in ((hidden, 512), (2 * inner, hidden), (hidden, inner))
-    )
-    residual, gamma = torch.randn(m, hidden, device="cuda").half(), torch.rand(hidden, device="cuda").half()
-    operands = [layer.operands for layer in (output, both, down)]
-    for _ in range(5):
-        x = torch.randn(m, 512, device="cuda").half()
-        y, total = feed_forward(x + 0, residual, gamma, 1e-5, operands, silu)
-        gated, expected = both.norm_linear(output(x + 0), residual, gamma, 1e-5, silu)
-        assert torch.equal(total, expected)
-        assert torch.equal(y, down(gated) if silu else down.silu_linear(gated))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
