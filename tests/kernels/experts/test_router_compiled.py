@@ -5,7 +5,14 @@ import pytest
 from anybit.kernels.experts.router import router
 from machine_code import check
 
-SHAPES = [(1, 2048, 128, 8), (64, 2048, 128, 8), (64, 4096, 8, 2), (64, 7168, 256, 8), (64, 2048, 512, 10)]
+SHAPES = [
+    (1, 2048, 128, 8),
+    (64, 2048, 128, 8),
+    (64, 4096, 8, 2),
+    (64, 7168, 256, 8),
+    (64, 2048, 512, 10),
+    (1, 4096, 512, 10),
+]
 
 
 @pytest.mark.parametrize(("tokens", "hidden", "experts", "top"), SHAPES)

@@ -107,8 +107,7 @@ template <class C> DEVICE void choose_of_cluster(const Params& p, uint32_t share
 
 }  // namespace router
 
-// Without a norm ptxas would rather spill than take the registers that many experts' weights need.
-template <class C> __global__ void __launch_bounds__(C::threads, C::norm ? 0 : 1) route(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads) route(const __grid_constant__ Params p) {
     using namespace values;
     using S = router::Shape<C>;
     static_assert(C::shared_bytes == S::bytes, "rows, partial sums, logits, squares");
@@ -118,18 +117,19 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::norm ? 0 : 1
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, rank = blockIdx.x % C::cluster;
     const int first_expert = rank / C::k_parts * rows, first_k = (rank % C::k_parts * warps + warp) * 32 + lane % 4 * 8;
 
-    const auto load = [&](int chunk, uint4 (&w)[C::tiles][2]) {
+    const auto load = [&](int chunk, uint4 (&w)[C::tiles][2], auto&& get) {
         const int k = first_k + chunk * S::chunk;
         UNROLL for (int tile = 0; tile < C::tiles; tile++)
             UNROLL for (int half = 0; half < 2; half++) {
                 const int expert = first_expert + tile * 16 + half * 8 + lane / 4;
-                // Not ld.global.nc, which may sink below the wait.
-                w[tile][half] = load8<true>(p.weight + static_cast<size_t>(expert) * C::hidden, k, expert < p.experts ? C::hidden : 0);
+                const bool there = expert < p.experts && k < C::hidden;
+                w[tile][half] = there ? get(p.weight + static_cast<size_t>(expert) * C::hidden + k) : uint4{0, 0, 0, 0};
             }
     };
     ptx::griddepcontrol_launch_dependents();
     uint4 held[resident][C::tiles][2];
-    UNROLL for (int c = 0; c < resident; c++) load(c, held[c]);
+    // Not ld.global.nc, which may sink below the wait.
+    UNROLL for (int c = 0; c < resident; c++) load(c, held[c], ptx::ld_global_cg_v4);
     uint4 gamma[C::vectors];
     UNROLL for (int v = 0; v < C::vectors; v++)
         if (C::norm) gamma[v] = load8<true>(p.gamma, 8 * (v * C::threads + thread), C::hidden);
@@ -199,7 +199,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::norm ? 0 : 1
         UNROLL for (int c = 0; c < resident; c++) add(c, held[c]);
         _Pragma("unroll 1") for (int c = resident; c < C::chunks; c++) {
             uint4 w[C::tiles][2];
-            load(c, w);
+            load(c, w, ptx::ld_global_nc_v4);
             add(c, w);
         }
         UNROLL for (int tile = 0; tile < C::tiles; tile++)
