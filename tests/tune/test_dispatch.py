@@ -263,7 +263,9 @@ def test_few_tokens_may_run_blocks_of_which_two_fit_a_multiprocessor() -> None:
     assert preserves_pdl_overlap(one, padded, own)
 
 
-@pytest.mark.parametrize(("scheme", "m"), [("w2a2", 1), ("w2a4", 24), ("w4a16g128", 4), ("w4a8", 2000)])
+@pytest.mark.parametrize(
+    ("scheme", "m"), [("w2a2", 1), ("w2a4", 24), ("w4a16g128", 4), ("w8a16e4m3", 4), ("w4a8", 2000)]
+)
 def test_a_search_tries_what_would_run_what_won_nearby_and_every_family(scheme: str, m: int) -> None:
     one, by = product(scheme, m, n=28000), Map([SHIPPED_MAP])
     tried = promising(one, 6, by, 8)

@@ -27,7 +27,7 @@ FIGURES = {
 }
 LAYERS = ((5120, 25600), (1000, 1032))
 TOKENS = (1, 16, 2048)
-SCHEMES = ("w2a16g128", "w4a16g32e2m1", "w4a8", "w2a2")
+SCHEMES = ("w2a16g128", "w4a16g32e2m1", "w8a16e4m3", "w4a8", "w2a2")
 WGMMA = ("sm90_packed_gemm", *(name for name in FAMILIES if name.startswith("sm90_bitplane")))
 
 

@@ -141,6 +141,8 @@ class KernelFamily:
 
         Configs for few tokens follow a layer's shape, so those of other shapes are always refitted.
         """
+        if self.why_not(product) is not None:
+            return None
         found = replace(config, **_facts(self, product))
         few = isinstance(config, packed_problem.FewFacts)
         if few and product.act_order and product.activations.quantized:
@@ -148,7 +150,7 @@ class KernelFamily:
         same = not few or (there.n, there.k) == (product.n, product.k)
         if same and self.why_not(product, found) is None:
             return found
-        if not hasattr(self.module, "refit") or self.why_not(product) is not None:
+        if not hasattr(self.module, "refit"):
             return None
         tried = (self._ready(one, product) for one in self.module.refit(product, found))
         return next((one for one in tried if self.why_not(product, one) is None), None)
