@@ -234,6 +234,15 @@ def test_projections_that_begin_at_odd_places_are_copied(driver: Driver, monkeyp
     assert qkv.data_ptr() % 16 and launch.values["qkv"] % 16 == 0
 
 
+def test_no_tokens_are_rotated_by_no_launch(driver: Driver) -> None:
+    qkv, table = torch.zeros(0, 2 * 8 * 64).half()[:, ::2], torch.zeros(0, 64).half()
+    q, k = elementwise._rotate_cuda(qkv, table, table, 4, 2, None, None, 0.0, False)
+    ring, lengths = torch.zeros(1, 2, 2, 32 * 64).half(), torch.ones(1, dtype=torch.int32)
+    stored = elementwise._rotate_store_cuda(qkv, table, table, ring, lengths, None, 4, 2, 0, None, None, 0.0, False)
+    assert (q.shape, k.shape, stored.shape) == ((0, 4, 64), (0, 2, 64), (0, 4, 64))
+    assert not driver.launches
+
+
 def test_who_looks_at_ops_sees_them(driver: Driver) -> None:
     layer, x = prepared("w4a8"), torch.randn(4, K).half()
     ops.linear(x, layer)

@@ -194,7 +194,7 @@ def _turn(
         tokens, dim = cosine.shape
         _check_heads(qkv, tokens, query_heads, key_heads, dim)
         check_rotary(qkv, cosine, sine, q_gamma, k_gamma)
-        if not (qkv.stride(1) == 1 and cosine.is_contiguous() and sine.is_contiguous()):
+        if tokens and not (qkv.stride(1) == 1 and cosine.is_contiguous() and sine.is_contiguous()):
             dense = qkv.contiguous(), cosine.contiguous(), sine.contiguous()
             return _turn(*dense, query_heads, key_heads, norms, paired, k, step)
         plan = new_plan((tokens, query_heads, dim), qkv.device, *_TURNED)
@@ -206,7 +206,7 @@ def _turn(
             qkv=Slot("x"), q=Slot("y"), **slots, qkv_stride=qkv.stride(0), query_heads=query_heads, key_heads=key_heads,
             tokens=each, ring=1 if step is None else step.ring_tokens, epsilon=epsilon,
         )  # fmt: skip
-        plan.launches += rope.launches(problem, params)
+        plan.launches += rope.launches(problem, params) if tokens else ()
         PLANS[key] = plan
     return plan.call(qkv, *tensors)
 
