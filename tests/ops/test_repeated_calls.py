@@ -261,6 +261,29 @@ def test_who_looks_at_ops_sees_them(driver: Driver) -> None:
     assert any(event.name == "anybit::linear" for event in trace.events())
 
 
+class Wrapped(Tensor):
+    """A tensor without memory of its own, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> "Wrapped":
+        return Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(str(func))
+
+
+@torch.inference_mode()
+def test_subclasses_of_tensors_see_ops_of_which_they_are_any_operand(driver: Driver, monkeypatch) -> None:
+    x, gamma = torch.randn(4, K).half(), torch.randn(K).half()
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    elementwise.rms_norm(x, torch.nn.Parameter(gamma), 1e-5)
+    assert [launch.kernel.entry for launch in driver.take()] == ["add_rms_norm"]
+    with pytest.raises(NotImplementedError, match=r"anybit\.rms_norm"):
+        elementwise.rms_norm(x, Wrapped(gamma), 1e-5)
+    assert not driver.launches
+
+
 def test_a_plan_holds_no_tensor_of_a_call(driver: Driver) -> None:
     for text in ("w4a16g128", "w4a8", "w2a2"):
         ops.linear(torch.randn(4, K).half(), prepared(text), torch.randn(N).half())

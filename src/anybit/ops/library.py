@@ -9,6 +9,8 @@ from torch import Tensor
 
 Function = Callable[..., Any]
 COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_PASSED_ON = frozenset((Tensor, torch.nn.Parameter, list, bool, int, float, str, torch.dtype, type(None)))
+"""Types of arguments that the dispatcher passes on as they are: it converts others, or asks a subclass of tensors."""
 calls = SimpleNamespace()
 """Every op by its name, as ``torch.ops.anybit``; in plain eager mode on a GPU, a call is one of the implementation."""
 
@@ -32,8 +34,10 @@ def define(
 
 
 def alone(x: Tensor, *rest: Any) -> bool:
-    """Whether torch's dispatcher can be bypassed: no compiler, mode, transform, autocast, profiler or gradient."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
+    """Whether torch's dispatcher can be bypassed: no compiler, mode, transform, autocast, profiler or gradient, and no
+    argument that it would change.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not _PASSED_ON.issuperset(map(type, rest)):
         return False
     if torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in (x, *rest)):
         return False
