@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.models.granite import GraniteAttention
 from vllm.model_executor.models.mistral import MistralAttention
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -223,14 +224,21 @@ def test_decode_is_left_to_vllm_for_other_layers(words: dict[str, Any], config: 
     assert layer.attn_backend is FlashAttentionBackend and type(layer.impl) is FlashAttentionImpl
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_rope_of_mistral_is_anybits_unless_queries_are_scaled(scaled: bool, config: Any) -> None:
-    parent: Any = MistralAttention.__new__(MistralAttention)
+@pytest.mark.parametrize(
+    ("kind", "flag", "plain"),
+    [(MistralAttention, "do_llama_4_scaling", False), (GraniteAttention, "use_rope", True)],
+)
+@pytest.mark.parametrize("taken", [True, False])
+def test_rope_is_anybits_unless_queries_are_scaled_or_not_turned(
+    kind: Any, flag: str, plain: bool, taken: bool, config: Any
+) -> None:
+    parent: Any = kind.__new__(kind)
     torch.nn.Module.__init__(parent)
-    parent.attn, parent.do_llama_4_scaling = layer_of(), scaled
+    parent.attn = layer_of()
+    setattr(parent, flag, plain is taken)
     parent.rotary_emb = RotaryEmbedding(DIM, DIM, CAPACITY, 10000.0, True, torch.float16)
     found = rotary.heads_of(parent, torch.float16, Scheme.parse("w4a16"), plain=True)
-    assert found == (None if scaled else rotary.Heads(HEADS, KV_HEADS, DIM, paired=True))
+    assert found == (rotary.Heads(HEADS, KV_HEADS, DIM, paired=True) if taken else None)
 
 
 @pytest.mark.parametrize("option", [{"anybit_attention": False}, "not a dictionary", {}])

@@ -52,8 +52,8 @@ ROUTERS = ("Qwen3MoeTopKRouter", "MixtralTopKRouter")
 false."""
 VLLM_ATTENTION = {names: family.qk_norm for family in FAMILIES.values() for names in family.attention}
 """Names used in the code of vLLM's attention forwards that anybit can replace -> whether each head is normed."""
-VLLM_FLAGS = ("qk_norm", "do_llama_4_scaling")
-"""Attributes of those attentions that must be false, where they have them."""
+VLLM_FLAGS = {"qk_norm": False, "do_llama_4_scaling": False, "use_rope": True}
+"""Attributes of those attentions -> what they must be, where they have them."""
 VLLM_MLP = (
     ("gate_up_proj", "act_fn", "down_proj"),
     ("gate_up_proj", "maybe_fused_act_quant", "act_fn", "down_proj"),  # 0.32: the helper calls act_fn for our layers

@@ -61,7 +61,8 @@ def heads_of(parent: "LlamaAttention | None", dtype: torch.dtype, scheme: Scheme
     norms = None if parent is None else _norms_heads(type(parent).forward.__code__)
     attention: Attention = getattr(parent, "attn", None)
     rotary: RotaryEmbedding = getattr(parent, "rotary_emb", None)
-    if norms is None or any(getattr(parent, flag, False) for flag in VLLM_FLAGS) or type(attention) is not Attention:
+    other = any(bool(getattr(parent, flag, wanted)) != wanted for flag, wanted in VLLM_FLAGS.items())
+    if norms is None or other or type(attention) is not Attention:
         return None
     if not (stores_pages(attention, dtype) and _is_plain(rotary, attention.head_size)):
         return None
