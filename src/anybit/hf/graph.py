@@ -249,9 +249,8 @@ class Decoder:
         if not static:
             return AnyBitCache(kv, config=self.config, capacity=capacity)
         capacity = -(-(capacity + 1) // _ROUND) * _ROUND
-        weights, modules = list[tuple[int, bool]](), [self.model]
-        for module in modules:  # and its children: without the sets of ``Module.modules``
-            modules += [child for child in module._modules.values() if child is not None]
+        weights = list[tuple[int, bool]]()
+        for module in self.model.modules():
             if isinstance(module, QuantLinear):
                 weights.append((-1 if module._prepared is None else module._prepared.number, False))
             weights += [(p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None]

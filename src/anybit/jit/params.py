@@ -38,10 +38,7 @@ Int64 = Annotated[int, CType("q", 8)]
 Float32 = Annotated[float, CType("f", 4)]
 TensorMap = Annotated[Any, CType("128s", 128)]
 """A `ptx::TensorMap`: a ``Matrix``, or the map's bytes."""
-_TYPES = {
-    "int": Int32, "int32_t": Int32, "int64_t": Int64, "float": Float32,
-    "ptx::TensorMap": TensorMap,
-}  # fmt: skip
+_TYPES = {"int": Int32, "int32_t": Int32, "int64_t": Int64, "float": Float32, "ptx::TensorMap": TensorMap}
 
 
 class Params:

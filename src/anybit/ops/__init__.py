@@ -28,7 +28,7 @@ from anybit.ops.fused import norm_linear as norm_linear
 from anybit.ops.fused import norm_rotate_store as norm_rotate_store
 from anybit.ops.fused import rotation_refused as rotation_refused
 from anybit.ops.fused import silu_linear as silu_linear
-from anybit.ops.library import COMPLIANT, alone, calls, define, under_autocast
+from anybit.ops.library import COMPLIANT, calls, define, under_autocast
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.scheme import ActivationFormat
@@ -129,8 +129,6 @@ def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
 
     On a GPU dtype must be float16 or bfloat16, and an id out of range gives NaN; on a CPU it raises IndexError.
     """
-    if alone(ids) and ids.device == prepared.tensors[0].device:
-        return backends[prepared.spec.backend].rows(ids, prepared.tensors, prepared.spec, dtype)
     found: Tensor = calls.rows(ids, prepared.tensors, dtype, prepared.spec_text)
     return found
 
