@@ -317,7 +317,7 @@ def test_a_plain_router_is_anybits(other: str, caplog: pytest.LogCaptureFixture)
     for changes, told in (
         ({"shared_experts": nn.Identity()}, "shared experts run beside the routed ones"),
         ({"router": FusedTopKRouter(TOP, EXPERTS, "sigmoid", True)}, "no kernel for a FusedTopKRouter of sigmoid"),
-        ({"gate": None}, "the model multiplies by the router's weight itself"),
+        ({"gate": None}, "their block has no gate"),
         ({"gate": nn.Linear(HIDDEN, EXPERTS)}, "the router's weight is in a Linear"),
         ({"gate": made(GateLinear, HIDDEN, EXPERTS, bias=True, prefix="m.gate", config=None)}, "router has a bias"),
         ({"gate": made(GateLinear, HIDDEN, EXPERTS, out_dtype=torch.float64, prefix="", config=None)}, "logits are"),

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from anybit.hf.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
-from anybit.vllm import routing
+from anybit.vllm import fusion, routing
 from cases_vllm_experts import KINDS, save_mixture
 
 pytestmark = [
@@ -40,7 +40,8 @@ SIZES = {
 }  # fmt: skip
 ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
-    "phimoe": "PhiMoEForCausalLM", "olmoe": "OlmoeForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM",
+    "phimoe": "PhiMoEForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM",
 }  # fmt: skip
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
@@ -73,10 +74,11 @@ def configured(folder: Path) -> Any:
     ("kind", "words", "reason"),
     [
         ("qwen3_moe", {}, None),
-        ("mixtral", {}, "the model multiplies by the router's weight itself"),
-        ("qwen2_moe", {}, "the model multiplies by the router's weight itself"),
-        ("phimoe", {}, "the model multiplies by the router's weight itself"),
-        ("olmoe", {}, "the model multiplies by the router's weight itself"),
+        ("mixtral", {}, None),
+        ("qwen2_moe", {}, "shared experts run beside the routed ones"),
+        ("phimoe", {}, "anybit has no kernel for a CustomRoutingRouter of its own"),
+        ("olmoe", {}, None),
+        ("granitemoe", {}, None),
         ("deepseek_v2", LATENT, "shared experts run beside the routed ones"),
     ],
 )
@@ -90,25 +92,54 @@ def test_routers_of_models_are_taken_or_left_for_a_reason(
     config = configured(tmp_path)
     with set_current_vllm_config(config), torch.device("meta"):
         model = initialize_model(config)
+    for gate in (module for module in model.modules() if isinstance(module, GateLinear)):
+        gate.quant_method.process_weights_after_loading(gate)
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     assert len(runners) == 2
     assert {routing.why_not(runner, config) for runner in runners} == {reason}
 
 
-def test_a_loaded_block_answers_as_anybit_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_loaded_block_answers_as_anybit_does(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of a folder that vLLM's loader reads, its runner with anybit's router and experts."""
-    quantize_folder(save_mixture("qwen3_moe", tmp_path / "source"), tmp_path / "q", "w4a16g32")
+    quantize_folder(save_mixture(kind, tmp_path / "source"), tmp_path / "q", "w4a16g32")
     config = configured(tmp_path / "q")
     with set_current_vllm_config(config), caplog.at_level(logging.INFO, "vllm.anybit"):
         model = get_model(vllm_config=config)
     assert "choose the experts" not in caplog.text
     theirs = load_model(tmp_path / "q", dtype=torch.float32).model
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiled(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        graphs.append(graph)
+        return graph
+
     for layer, own in zip(model.model.layers, theirs.model.layers, strict=True):
-        runner = layer.mlp.experts
-        assert runner._forward_entry.__func__ is routing._routed
+        block = layer.mlp if kind == "qwen3_moe" else layer.block_sparse_moe
         with torch.inference_mode(), set_forward_context(None, config):
-            found, expected = layer.mlp(x), own.mlp(x[None])
+            found, expected = torch.compile(block, fullgraph=True, backend=compiled)(x), own.mlp(x[None])
         torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
-        runner.gate.out_dtype = torch.float64
-        assert "logits are not computed in torch.float32" in str(routing.why_not(runner, config))
+        calls = [str(node.target) for node in graphs[-1].graph.nodes if node.op == "call_function"]
+        assert [name for name in calls if "anybit" in name] == ["anybit.router", "anybit.experts"]
+        assert not any("linear" in name for name in calls)  # the model's own product, which nothing reads
+
+
+@pytest.mark.parametrize("part", ["none", "rows", "logits"])
+def test_a_block_that_changes_what_its_experts_get_keeps_its_router(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = torch.nn.Linear(8, 4, bias=False), torch.nn.Module()
+            self.experts.gate = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (logits, _), rows = self.gate(x), x.clone() if part == "rows" else x
+            return self.experts(rows, router_logits=logits * 2 if part == "logits" else logits)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: (x @ self.weight.T, None))
+    fusion.watch()
+    block = Block()
+    assert routing._gate_of(block.experts) is (block.gate if part == "none" else None)

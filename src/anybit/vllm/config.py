@@ -192,6 +192,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if self._source is not None:
             streams.note(self._source)
         prefix = prefix.removeprefix(_DRAFT)
+        fusion.watch()
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if isinstance(layer, ParallelLMHead):
@@ -208,7 +209,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             raise LayerError(
                 f"vLLM fuses {' + '.join(names)}, of which {kept[0]} is not quantized: quantize all of them, or none"
             )
-        fusion.watch()
         fusion.install()
         parts = [Part(name, self._scheme_of(name), name in self.hadamard) for name in names]
         coded = {str(part.scheme.activations) for part in parts}

@@ -58,10 +58,10 @@ class SiluMul(nn.Module):
 
 @cache
 def watch() -> None:
-    """Record the parents of projections while a model is built: a layer does not know its siblings."""
+    """Record the parents of projections and experts while a model is built: a layer does not know its siblings."""
 
     def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and name in ("qkv_proj", "gate_up_proj", "down_proj"):
+        if child is not None and name in ("qkv_proj", "gate_up_proj", "down_proj", "experts"):
             _parents[child] = ref(parent)
 
     register_module_module_registration_hook(note)
