@@ -18,6 +18,7 @@ from torch import Tensor
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
 from vllm.config import get_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers import linear  # noqa: E402
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
     ColumnParallelLinear,
@@ -167,6 +168,29 @@ def test_floats_are_quantized_while_they_are_loaded(rank: Any) -> None:
     assert torch.equal(outputs(layer, x), expected(x))
     other = ColumnParallelLinear(64, 48, bias=False, prefix="kept", quant_config=config)
     assert isinstance(other.quant_method, UnquantizedLinearMethod)
+
+
+def test_layers_of_one_models_own_are_quantized_while_loading_or_refused(rank: Any) -> None:
+    """MiniMax-M3's queries, keys and values with its indexer's: five layers, of which vLLM names three."""
+    own = getattr(linear, "MinimaxM3QKVParallelLinearWithIndexer", None)
+    if own is None:
+        pytest.skip("vLLM 0.26 has none")
+    rows = {"q": 128, "k": 64, "v": 64, "index_q": 64, "index_k": 32}
+    weights, x = {shard: torch.randn(n, 64) for shard, n in rows.items()}, torch.randn(3, 64)
+    for number in range(2):
+        rank(number, 2)
+        layer = own(64, 32, 4, 2, 2, 32, prefix="a.qkv_proj", quant_config=configured("w4a16g32", None))
+        for shard, weight in weights.items():
+            layer.weight.weight_loader(layer.weight, weight, shard)
+        shares = [weight.chunk(1 if shard == "index_k" else 2)[-number] for shard, weight in weights.items()]
+        quantized = quantize_weight(torch.cat(shares), Scheme.parse("w4a16g32").weights)
+        assert torch.equal(outputs(layer, x), QuantLinear.from_weight(quantized, "w4a16g32")(x))
+    stored = configured("w4a16g32", ["a.q_proj", "a.k_proj", "a.v_proj", "a.qkv_proj"])
+    with pytest.raises(LayerError, match="as only its MinimaxM3QKVParallelLinearWithIndexer does: serve it without"):
+        own(64, 32, 4, 2, 2, 32, prefix="a.qkv_proj", quant_config=stored)
+    rank(0, 1)
+    with pytest.raises(LayerError, match=r"fuses 5 layers into one, of which it names 3, a\.q_proj .* one scheme"):
+        own(64, 32, 4, 2, 2, 32, prefix="a.qkv_proj", quant_config=stored)
 
 
 def test_layers_may_have_schemes_of_their_own(rank: Any) -> None:

@@ -19,10 +19,11 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.safetensors import read_header
-from anybit.errors import CheckpointError, OptionError
+from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.vllm.config import AnyBitConfig
 from cases_damage import MUTATIONS, copy
@@ -161,6 +162,18 @@ def test_a_model_of_the_hub_is_checked_before_a_layer_is_made(
         build()
     config.load_config.load_format = "dummy"
     build()
+
+
+def test_codes_that_no_layer_takes_are_refused(
+    folders: dict[str, Path], loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's Step3 says not that gate_up_proj is two layers, and its loader skips tensors that it does not know."""
+    monkeypatch.setattr(LlamaForCausalLM, "packed_modules_mapping", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+    told = (
+        r"takes the codes of model\.layers\.0\.mlp\.gate_proj, beside which it has .*gate_up_proj in 16 bits: .*--keep"
+    )
+    with pytest.raises(LayerError, match=told):
+        loader(folders["packed"])
 
 
 def test_weights_that_vllm_makes_up_are_no_codes(folders: dict[str, Path]) -> None:

@@ -75,6 +75,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self.stored: list[str] | None = None
         self.warmup = WarmUp({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self.coded_embedding = False
+        self._taken: set[str] = set()
         self._on_hub: tuple[str, bool, str | None] | None = None
         self._source: streams.Source | None = None
         self._mapper: WeightsMapper | None = None
@@ -195,13 +196,15 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         fusion.watch()
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
+        names = self._parts(prefix)
+        self._taken.update(names)
+        streams.check_with(self._check_taken)
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)
         if isinstance(layer, VocabParallelEmbedding):
             return self._embedding_method(prefix)
         if not isinstance(layer, LinearBase):
             return None
-        names = self._parts(prefix)
         kept = [name for name in names if not self._quantizes(name)]
         if kept == names:
             return UnquantizedLinearMethod()
@@ -221,6 +224,20 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return AnyBitOnlineLinearMethod(parts, self.warmup)
         return AnyBitLinearMethod(parts, self.warmup, self.group_index)
 
+    def _check_taken(self, model: nn.Module) -> None:
+        """Raise LayerError for a layer of 16 bits that fuses layers of codes, as loaders of some models skip those."""
+        plain = {
+            name.rpartition(".")[0]: name
+            for name, module in model.named_modules()
+            if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod
+        }
+        for name in sorted({*(self.stored or ())} - self._taken):
+            if (layer := plain.get(name.rpartition(".")[0])) is not None:
+                raise LayerError(
+                    f"no layer of vLLM's {type(model).__name__} takes the codes of {name}, beside which it has {layer} "
+                    f"in 16 bits: quantize the model with `--keep {name}`"
+                )
+
     def _scheme_of(self, name: str) -> Scheme:
         """The scheme of one layer."""
         found = self.overrides.of(name) or self.scheme
@@ -239,6 +256,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             _logger.info_once("anybit: experts of which the checkpoint has no codes stay in 16 bits")
             return UnquantizedFusedMoEMethod(layer.moe_config)
         names = {name for names in names_of(layer, prefix) for name in names}
+        self._taken |= names
         if (odd := min(names ^ stored, default=None)) is not None:
             lacks = f"has codes of {min(stored)}, and none of {odd}" if odd in names else f"has codes of {odd}"
             raise LayerError(
@@ -271,6 +289,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         """
         name = name or next((one for one in self.overrides if one.rpartition(".")[2] in EMBEDDINGS), "")
         if name in (self.stored or ()):
+            self._taken.add(name)
             self.coded_embedding = True
             return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.warmup, self.group_index)
         if name in self.overrides:

@@ -11,6 +11,10 @@ from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
     LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
@@ -26,6 +30,12 @@ from anybit.vllm import fusion, parameters, rotary
 from anybit.vllm.product import ANOTHER_LAYOUT, Product
 from anybit.vllm.warmup import WarmUp
 
+_KINDS = (
+    ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+)  # fmt: skip
+_LOADERS = [kind.weight_loader for kind in _KINDS]
+"""Of the classes whose ways to share a layer between ranks are this module's."""
+_ONLINE = "serve the original model with one scheme, `anybit serve MODEL --scheme w4a16g128`"
 _GROUPED = ("weight_scale", "weight_zero_point", "weight_minimum")
 
 
@@ -62,11 +72,6 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         outputs, split = list(output_partition_sizes), input_size_per_partition != input_size
         layer.anybit_inputs, layer.anybit_outputs, layer.anybit_split = input_size_per_partition, outputs, split
         layer.anybit_whole_inputs, layer.anybit_start = input_size, layer.tp_rank * input_size_per_partition * split
-        if len(self.parts) not in (1, len(outputs)):
-            raise LayerError(
-                f"vLLM fuses {len(outputs)} layers into one, and the checkpoint has {len(self.parts)} of them, "
-                f"{self.name}: serve the original model with --quantization anybit and a scheme instead"
-            )
         self._register(layer, params_dtype, weight_loader)
 
     @abstractmethod
@@ -75,6 +80,11 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
     def _each(self, layer: LinearBase) -> list[tuple[Part, int, int]]:
         """(part, first output, number of outputs) of every layer that vLLM fuses."""
         outputs = layer.anybit_outputs
+        if len(self.parts) not in (1, len(outputs)):
+            raise LayerError(
+                f"vLLM fuses {len(outputs)} layers into one, of which it names {len(self.parts)}, {self.name}: "
+                f"{_ONLINE}"
+            )
         parts = self.parts if len(self.parts) == len(outputs) else self.parts * len(outputs)
         return list(zip(parts, accumulate(outputs[:-1], initial=0), outputs, strict=True))
 
@@ -184,6 +194,11 @@ class AnyBitLinearMethod(_Method):
 
         vLLM loads into those of the first format; those of others, whose names end in a number, get theirs from them.
         """
+        if layer.tp_size > 1 and type(layer).weight_loader not in _LOADERS:
+            raise LayerError(
+                f"vLLM shares {self.name} between ranks as only its {type(layer).__name__} does: serve it without "
+                f"--tensor-parallel-size, or {_ONLINE}"
+            )
         kinds: dict[WeightFormat, _Kind] = {}
         for part, _, n in self._each(layer):
             kind = kinds.setdefault(part.scheme.weights, _Kind(part.scheme.weights))

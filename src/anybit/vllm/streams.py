@@ -8,7 +8,7 @@ format.
 import copy
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,6 +85,14 @@ class Source:
 _streamed: dict[str, Source] = {}
 """By vLLM's model name. An entry alone does not decide: another engine may run that model on vLLM's kernels."""
 
+_checks: list[Callable[[nn.Module], None]] = []
+"""Of the model that was built last, before its tensors are read."""
+
+
+def check_with(check: Callable[[nn.Module], None]) -> None:
+    """Call ``check`` with the model being built, once it is whole."""
+    _checks[:] = [check]
+
 
 def note(source: Source) -> None:
     """Load the model being built from ``source``. Raises OptionError for a --load-format that cannot."""
@@ -121,6 +129,9 @@ def install() -> None:
     def get_all_weights(
         self: DefaultModelLoader, model_config: ModelConfig, model: nn.Module
     ) -> Iterator[tuple[str, Tensor]]:
+        if model_config.quantization == METHOD:
+            for check in _checks:
+                check(model)
         if model_config.quantization != METHOD or model_config.model not in _streamed:
             return stored(self, model_config, model)  # type: ignore[no-any-return]
         self.counter_before_loading_weights = time.perf_counter()
