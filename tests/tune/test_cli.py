@@ -149,26 +149,6 @@ def test_tuning_overwrites_no_file_that_is_no_map(tmp_path, measured, run, monke
     assert not (tmp_path / "new").exists(), "nothing is created if nothing is measured"
 
 
-def test_tuning_uses_gpus_of_one_kind(model, tmp_path, run, monkeypatch) -> None:
-    used: list[Sequence[str]] = []
-
-    def search_on(gpus: Sequence[str], *_: object, **__: object) -> Policy:
-        used.append(gpus)
-        return empty()
-
-    kinds = ["NVIDIA H200", "NVIDIA A100", "NVIDIA H200"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: kinds[i])
-    monkeypatch.setattr("anybit.tune.search.search_on", search_on)
-    words = ("tune", model, "-s", "w4a8", "--most-tokens", "1", "-o", str(tmp_path / "map.json"), "--gpus")
-    assert run(*words, "2")[0] == 0
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
-    assert run(*words, "2")[0] == 0
-    assert used == [["0", "2"], ["5", "7"]]
-    code, _, err = run(*words, "3")
-    assert code == 1 and "--gpus 3 is too many: torch sees 2 of the first one's kind, NVIDIA H200" in err
-
-
 def test_tuning_takes_coarse_counts_first_and_ends_in_time(model, tmp_path, run, monkeypatch) -> None:
     parts: list[tuple[set[int], float]] = []
 

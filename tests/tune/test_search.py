@@ -24,7 +24,7 @@ from anybit.errors import KernelError
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.tune import search as searching
 from anybit.tune.processes import Worker
-from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search, search_on
+from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search
 from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
 from cases_tune import product
 
@@ -160,32 +160,6 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     )
     assert seen == [str(product(m=4))]
     assert found.points == read(path).points == 3
-
-
-class NamedRunner(FakeRunner):
-    """Records in a folder which GPU it sees."""
-
-    folder: ClassVar[Path]
-
-    def prepare(self, product: LinearProblem) -> FakeBench:
-        (self.folder / f"{product.n} on {os.environ.get('CUDA_VISIBLE_DEVICES')}").touch()
-        return super().prepare(product)
-
-
-def test_layers_are_measured_on_several_gpus_and_written_into_one_map(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(NamedRunner, "folder", tmp_path, raising=False)
-    wanted = [product(m=m, n=n) for n in (1024, 2048, 4096) for m in (1, 64)]
-    bad = excluded_name(wanted[3], candidates_of(wanted[3], NONE, Options(each=2))[2])
-    monkeypatch.setattr(FakeRunner, "troubles", {bad: "wrong"})
-    how, path = Options(each=2, jobs=2), tmp_path / "map.json"
-    seen: list[str] = []
-    found = search_on(("0", "GPU-7"), wanted, path, how, factory=NamedRunner, report=lambda text, *_: seen.append(text))
-    assert {file.name for file in tmp_path.glob("* on *")} == {"1024 on None", "2048 on GPU-7", "4096 on None"}
-    assert seen == [str(one) for one in wanted if one.n != 2048]
-    assert found.points == read(path).points == len(wanted)
-    assert bad in found.excluded
-    assert {(n, m) for (_, _, n, _), points in found.layers.items() for m in points} == {(p.n, p.m) for p in wanted}
 
 
 def test_no_product_is_begun_after_its_time(tmp_path: Path) -> None:

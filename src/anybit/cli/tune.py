@@ -4,7 +4,6 @@ import contextlib
 import fnmatch
 import itertools
 import math
-import os
 import re
 import time
 from dataclasses import asdict, replace
@@ -58,7 +57,6 @@ def tune(
         typer.Option(min=0, help="Start nothing new after this many seconds; run again to continue. By default 270."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the map already has.")] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="Measure on this many GPUs at once, all of the same model.")] = 1,
     ranks: Ranks = 1,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
     trust_remote_code: options.Trust = False,
@@ -80,11 +78,10 @@ def tune(
     from anybit.choose import policy as policies
     from anybit.choose.space import GRID, STEPS, LinearProblem
     from anybit.device import Device
-    from anybit.tune.search import Options, search_on
+    from anybit.tune.search import Options, search
 
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
-    used = _alike(gpus)
     if to is not None:
         policies.check_target(to)
     with status(f"Reading {model}"):
@@ -109,7 +106,7 @@ def tune(
             if part:
                 how = replace(wide, seconds=left)
                 try:
-                    policy = search_on(used, part, partial(_map, to), how, hints=hints, report=update)
+                    policy = search(part, partial(_map, to), how, hints=hints, report=update)
                 except KeyboardInterrupt:
                     errors.print("interrupted; what was measured is kept, and the same command goes on")
                     raise
@@ -199,20 +196,6 @@ def _map(to: Path | None, gpu: str) -> Path:
     if measured != gpu:
         raise KernelError(f"{to} was measured on {measured}, and this is {gpu}: choose another file with --output")
     return to
-
-
-def _alike(count: int) -> list[str]:
-    """The first ``count`` GPUs of the first one's model, for CUDA_VISIBLE_DEVICES. KernelError for too few."""
-    import torch
-
-    if count == 1:
-        return ["0"]
-    kinds = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    alike = [i for i, kind in enumerate(kinds) if kind == kinds[0]]
-    if count > len(alike):
-        raise KernelError(f"--gpus {count} is too many: torch sees {len(alike)} of the first one's kind, {kinds[0]}")
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return [names[i] if names else str(i) for i in alike[:count]]
 
 
 def _checked(dtype: str | None) -> str | None:

@@ -47,7 +47,9 @@ class Worker:
     def start(self, limit: float = 120.0) -> None:
         """Start the process and wait for its description of the GPU. Raises KernelError if it fails."""
         self.stop()
-        self._pool = apart(1)
+        # Forking is fast, but children forked after CUDA is initialized cannot use it.
+        how = "spawn" if _cuda_has_begun() else _QUICK_START
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context(how), die_with_parent)
         try:
             self.facts = self._run(limit, _begin, self._factory)
         except CrashError as error:
@@ -91,13 +93,6 @@ class Worker:
             self.stop()
             said = {BrokenProcessPool: "it crashed", TimeoutError: f"it hung for {limit:g} s"}.get(type(error))
             raise CrashError(said or f"{error}".partition("\n")[0] or type(error).__name__) from error
-
-
-def apart(count: int) -> ProcessPoolExecutor:
-    """Processes that may use CUDA, and end with this one."""
-    # Forking is fast, but children forked after CUDA is initialized cannot use it.
-    how = "spawn" if _cuda_has_begun() else _QUICK_START
-    return ProcessPoolExecutor(count, multiprocessing.get_context(how), die_with_parent)
 
 
 _runner: Runner

@@ -16,7 +16,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from anybit.choose.builtin import FEW_TOKENS
 from anybit.choose.choose import Map
@@ -24,7 +23,7 @@ from anybit.choose.families import Candidate
 from anybit.choose.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.choose.space import clearly_faster, defaults_of, hints_of, preserves_pdl_overlap, promising
 from anybit.kernels.linear_problem import LinearProblem
-from anybit.tune.processes import CrashError, Worker, apart, compile_one, compilers, die_with_parent
+from anybit.tune.processes import CrashError, Worker, compile_one, compilers, die_with_parent
 from anybit.tune.roofline import floor_us
 from anybit.tune.worker import Runner, Time, TimingBudget
 
@@ -184,39 +183,6 @@ def search(
             save(policy, path)
         known.merge(policy)
         return replace(known, origin=policy.origin)
-
-
-def search_on(
-    gpus: Sequence[str],
-    products: Sequence[LinearProblem],
-    path: Path | Callable[[str], Path],
-    options: Options,
-    **more: Any,
-) -> Policy:
-    """``search`` on several GPUs of one model, named as in CUDA_VISIBLE_DEVICES; a layer's products stay on one GPU.
-
-    The first GPU's search runs, and reports, here; each other one runs in a process that writes to the same file.
-    """
-    if len(gpus) == 1:
-        return search(products, path, options, **more)
-    layers = list(dict.fromkeys((product.n, product.k) for product in products))
-    mine, *others = ([p for p in products if (p.n, p.k) in layers[i :: len(gpus)]] for i in range(len(gpus)))
-    how = replace(options, jobs=max(1, (options.jobs or os.cpu_count() or 1) // len(gpus)))
-    with apart(len(others)) as pool:
-        unseen = more | {"report": None}
-        jobs = [pool.submit(_on, gpu, part, path, how, unseen) for gpu, part in zip(gpus[1:], others, strict=True)]
-        found = search(mine, path, how, **more)
-        for job in jobs:
-            found.merge(job.result())
-    return found
-
-
-def _on(
-    gpu: str, products: Sequence[LinearProblem], path: Path | Callable[[str], Path], options: Options,
-    more: dict[str, Any],
-) -> Policy:  # fmt: skip
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process initializes CUDA
-    return search(products, path, options, **more)
 
 
 def together(products: Sequence[LinearProblem]) -> list[LinearProblem]:
