@@ -1,6 +1,6 @@
 """Random products of packed weights for tests of all their kernels: weights, activations, expected results."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 import emulate
 from anybit.codes.packing import QuantizedWeight, table_of
 from anybit.device import Device
-from anybit.jit import Kernel
 from anybit.kernels.gemm_kernel import C, GemmKernel, Operands
 from anybit.kernels.linear_problem import LinearProblem
 from anybit.kernels.multiply import multiply
@@ -63,16 +62,6 @@ class PackedCase:
     def error(self, y: Tensor) -> float:
         """Mean relative error of y."""
         return float((y.double() - self.expected).abs().mean() / self.expected.abs().mean().clamp(min=1e-6))
-
-
-def kernels_of(cases: Iterable[tuple[Any, ...]]) -> list[Kernel]:
-    """The kernels of (kernel, m, n, k, format, dtype, activation order ...) with default configs, for precompile.py."""
-    found = set()
-    for module, m, n, k, format, dtype, ordered, *_ in cases:
-        ordered, aligned = ordered and format.group is not None, k * dtype.itemsize % 16 == 0
-        asked = problem(m, n, k, format, dtype, act_order=ordered, aligned=aligned)
-        found.add(module.kernel(module.default(asked)))
-    return list(found)
 
 
 def problem(

@@ -2,9 +2,7 @@
 
 import os
 import random
-import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +126,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
             item.add_marker("gpu")
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """A few selected tests compile for themselves, as xdist's workers do; whole files are worth the pool."""
-    if hasattr(session.config, "workerinput"):
-        return
-    files = Counter(
-        item.module.__name__
-        for item in session.items
-        if isinstance(item, pytest.Function) and hasattr(item.module, "kernels_used")
-    )
-    names = [name for name, count in files.items() if count > 5]
-    if not names or session.config.option.collectonly:
-        return
-    import torch
-
-    if torch.cuda.is_available():
-        subprocess.run([sys.executable, str(Path(__file__).parent / "kernels" / "precompile.py"), *names], check=False)

@@ -19,17 +19,15 @@ sys.path[:0] = [str(TESTS / "kernels"), str(TESTS), str(TESTS / "emulator")]
 import torch  # noqa: E402
 
 from anybit.cache.attention import decode_kernel, decode_reference  # noqa: E402
-from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels.bitplane import bitplane  # noqa: E402
 from anybit.kernels.bitplane.bitplane_problem import Facts  # noqa: E402
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm  # noqa: E402
 from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Stationary  # noqa: E402
-from anybit.kernels.block import quantize_activations as activation_kernel  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import assert_codes_equal, quantized  # noqa: E402
-from cases_bitplane import H200, TOKENS_A, check_on_gpu, default, gemm, resident, rings, skinny, stacked  # noqa: E402
+from cases_bitplane import H200, TOKENS_A, check_on_gpu, gemm, resident, rings, skinny, stacked  # noqa: E402
 from cases_decode import Case, relative_error  # noqa: E402
 
 CASES = [
@@ -90,21 +88,6 @@ def problem_of(m: int, n: int, k: int, text: str) -> LinearProblem:
     """A product with 16-bit results."""
     scheme = Scheme.parse(text)
     return LinearProblem(m, n, k, scheme.weights, scheme.activations, device=H200)
-
-
-def kernels_used() -> list[Kernel]:
-    found = set()
-    for m, n, k, scheme in problems():
-        for output in (Output.s32, Output.f16):
-            problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200)
-            for config in (default(problem), sm80_bitplane_gemm.default(problem)):
-                found.add(bitplane.family_of(config).kernel(config))
-        found.add(
-            activation_kernel.kernel(
-                activation_kernel.default(activation_kernel.Problem(m, k, scheme.activations, aligned=k % 8 == 0))
-            )
-        )
-    return [*found, *(bitplane.family_of(config).kernel(config) for _, config in ways())]
 
 
 def kv() -> None:

@@ -16,7 +16,6 @@ import torch  # noqa: E402
 
 from anybit import jit  # noqa: E402
 from anybit.device import Device  # noqa: E402
-from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels.block.rope import RopeStoreArgs  # noqa: E402
 from anybit.kernels.gemm_kernel import GemmKernel  # noqa: E402
 from anybit.kernels.linear_problem import LinearProblem  # noqa: E402
@@ -27,7 +26,7 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv  # noqa: E402
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16  # noqa: E402
 from anybit.ops.elementwise import silu_mul  # noqa: E402
 from anybit.scheme import WeightFormat  # noqa: E402
-from cases_packed import TOLERANCE, PackedCase, check_on_gpu, kernels_of, operands, product  # noqa: E402
+from cases_packed import TOLERANCE, PackedCase, check_on_gpu, operands, product  # noqa: E402
 
 W4 = WeightFormat(4, "sym", 128)
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -60,11 +59,6 @@ LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
     (60, 192, 4096, (64, 1, 2, 1, 1)),
 ]
 WAYS = {"large": LARGE}
-
-
-def kernels_used() -> list[Kernel]:
-    large = [sm90_packed_gemm.config_for(LinearProblem(m, n, k, W4), *cut) for m, n, k, cut in LARGE]
-    return [*kernels_of(case for cases in FEW.values() for case in cases), *map(sm90_packed_gemm.kernel, large)]
 
 
 def launch(

@@ -4,39 +4,15 @@ import pytest
 import torch
 
 from anybit.errors import KernelError, LayerError
-from anybit.jit import Kernel
-from anybit.kernels.bitplane import bitplane
-from anybit.kernels.block import quantize_activations
-from anybit.kernels.linear_problem import LinearProblem
 from anybit.layers.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight
-from cases_bitplane import default
 
 SCHEMES = ["w4a4", "w1a2", "w3a5asym-xasym"]
 if EXHAUSTIVE:
     SCHEMES += ["w2a4", "w8a8", "w1a1", "w2a2bipolar-xbipolar", "w4a8asym"]
 
 SHAPES = [(576, 576, False), (37, 1031, True)]
-TOKENS = [1, 10, 70]
-
-
-def kernels_used() -> list[Kernel]:
-    asked = [(s, n, k, m) for s in SCHEMES for n, k, _ in SHAPES for m in TOKENS]
-    found = set()
-    for scheme, n, k, m in asked:
-        parsed = Scheme.parse(scheme)
-        bucket = 1 << (m - 1).bit_length()
-        config = default(LinearProblem(bucket, n, k, parsed.weights, parsed.activations))
-        found.add(bitplane.family_of(config).kernel(config))
-        found.add(
-            quantize_activations.kernel(
-                quantize_activations.default(
-                    quantize_activations.Problem(bucket, k, parsed.activations, aligned=k % 8 == 0)
-                )
-            )
-        )
-    return list(found)
 
 
 def layer_of(scheme: str, n: int, k: int, bias: bool = False) -> tuple[QuantLinear, QuantLinear]:

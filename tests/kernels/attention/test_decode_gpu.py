@@ -1,7 +1,6 @@
 """Decode attention and packing on a GPU against exact attention over what the cache holds.
 
-A third of the cases; all of them with ANYBIT_EXHAUSTIVE=1. To compile first: `python
-tests/kernels/precompile.py tests.kernels.attention.test_decode_gpu`.
+A third of the cases; all of them with ANYBIT_EXHAUSTIVE=1.
 """
 
 import os
@@ -11,12 +10,8 @@ import torch
 
 from anybit.cache import attention
 from anybit.cache.attention import decode_kernel, decode_reference
-from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Kernel
-from anybit.kernels.attention.decode import decode
-from anybit.kernels.attention.kv_quantize import kv_quantize
-from cases_decode import CASES, Case, problem, relative_error
+from cases_decode import CASES, Case, relative_error
 
 CHOSEN = CASES if os.environ.get("ANYBIT_EXHAUSTIVE") else CASES[::3]
 OUTLIERS = [
@@ -24,17 +19,6 @@ OUTLIERS = [
     for format in ("kv4g128", "kv2g128", "kv4g128t", "kv2g128t", "kv8t")
     for heads, bf16 in ((8, False), (16, True))
 ]
-
-
-def kernels_used() -> list[Kernel]:
-    device, found = Device.named("sm_90a"), set()
-    for case in [*CHOSEN, *OUTLIERS]:
-        asked = problem(case)
-        found.add(decode.kernel(decode.default(asked, device), asked.layout))
-        for tokens in (1, 2):
-            stored = kv_quantize.Problem(asked.layout, 1, case.kv_heads, tokens, asked.ring, asked.window, case.bf16)
-            found.add(kv_quantize.kernel(kv_quantize.default(stored)))
-    return sorted(found, key=lambda kernel: str(kernel.config))
 
 
 @pytest.mark.parametrize("case", [*CHOSEN, *OUTLIERS], ids=str)

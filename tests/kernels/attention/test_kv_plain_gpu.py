@@ -5,8 +5,6 @@ import random
 import pytest
 import torch
 
-from anybit.device import Device
-from anybit.jit import Kernel
 from anybit.ops import kv, kv_plain
 from cases_plain import CASES, TOLERANCE, Case, Pool, attention
 
@@ -15,13 +13,6 @@ LARGE = [
     Case(heads=32, kv_heads=8, lengths=(40_000, 3), bf16=True),
     Case(heads=64, kv_heads=8, lengths=(5000, 64, 4097) * 11),
 ]
-
-
-def kernels_used() -> list[Kernel]:
-    device, found = Device.named("sm_90a"), set[Kernel]()
-    for case in [*CASES, *LARGE]:
-        found.add(kv_plain.kernels_for(case.problem, device)[-1])
-    return sorted(found, key=lambda kernel: str(kernel.config))
 
 
 def attend(case: Case, pool: Pool, overlaps: bool = True) -> None:

@@ -4,26 +4,10 @@ import pytest
 import torch
 
 from anybit.cache.blocks import Pool, step
-from anybit.device import Device
-from anybit.jit import Kernel
 from anybit.ops import kv, kv_rows
 from anybit.ops.kv_rows import PAGE
 from anybit.vllm.kv_step import run
 from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, batch_of, paged_attention, unpacked
-
-
-def kernels_used() -> list[Kernel]:
-    device, found = Device.named("sm_90a"), set()
-    for case in [*DECODE, *FEW, *RAGGED, *DRAFTED]:
-        most = max(case.new) if case.slack and case not in RAGGED else 1
-        count = len(case.new) + (case in DRAFTED)
-        of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
-        found.update(kv_rows.kernels_for(*of, 4096, count, device, most))
-    for case in STEPS:
-        of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
-        batch = batch_of(Step(case), 100)
-        found.update(kv_rows.kernels_for(*of, 1024, batch.decodes, device, batch.queries))
-    return sorted(found, key=lambda kernel: str(kernel.config))
 
 
 def alike(there: Step, here: Step) -> None:

@@ -3,7 +3,6 @@
 import pytest
 
 from anybit.device import Device
-from anybit.jit import Kernel
 from anybit.kernels.bitplane.sm80_gemm import sm80_bitplane_gemm
 from anybit.kernels.common.types import Output
 from anybit.kernels.linear_problem import LinearProblem
@@ -31,21 +30,6 @@ def problem_of(m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], o
 
 def sampled(problem: LinearProblem) -> tuple[sm80_bitplane_gemm.Config, ...]:
     return sm80_bitplane_gemm.configs(problem)[:: 1 if EXHAUSTIVE else 5]
-
-
-def kernels_used() -> list[Kernel]:
-    found = set()
-    shapes = [(19, 72, 1100, p, q, code_of(p, q), Output.f16) for p, q in WIDTHS]
-    shapes += [(33, 136, 2500, 3, 2, (w, x), o) for w in CODES for x in CODES for o in OUTPUTS]
-    for shape in RAGGED:
-        shapes += [(*shape, 2, 2, ("sym", "sym"), Output.f16), (*shape, 1, 4, ("bipolar", "asym"), Output.f16)]
-    for m, n, k, p, q, codes, output in shapes:
-        for each in {output, Output.s32}:
-            found.add(sm80_bitplane_gemm.kernel(sm80_bitplane_gemm.default(problem_of(m, n, k, p, q, codes, each))))
-    for p, q in EVERY_CONFIG:
-        problem = problem_of(70, 200, 3000, p, q, ("asym", "asym"), Output.s32)
-        found |= {sm80_bitplane_gemm.kernel(config) for config in sampled(problem)}
-    return list(found)
 
 
 def run(

@@ -15,7 +15,6 @@ import torch
 from anybit.codes import reference
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Kernel
 from anybit.kernels.bitplane import bitplane, bitplane_layout
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_gemm.sm90_bitplane_gemm import Schedule
@@ -30,7 +29,6 @@ from cases_bitplane import (
     assert_right,
     check_on_gpu,
     code_pairs,
-    default,
     gemm,
     multiply,
     operands,
@@ -100,23 +98,6 @@ def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.
 def exact_problems(p: int, q: int, w: str, x: str) -> list[LinearProblem]:
     scheme = Scheme(WeightFormat(p, w), ActivationFormat(q, x))
     return [asked(m, 200, 1100, scheme) for m in (11, 150)]
-
-
-def kernels_used() -> list[Kernel]:
-    problems = [one for case in EXACT for one in exact_problems(*case)]
-    problems += [asked(m, 136, 2048, "w2a2") for m in TOKENS] + [asked(*e, "w3a2asym-xbipolar") for e in EDGES]
-    problems += [asked(m, 264, 1500, "w2a3-xasym", output) for m in (20, 300) for output in OUTPUTS]
-    problems += [asked(m, 28672, 4096, "w1a1", Output.f16) for m in (64, 4096)]
-    problems += [asked(33, 320, 1300, "w4a4", Output.f16)]
-    problems += [replace(one, y_aligned=False) for one in problems]  # unaligned rows of Y
-    configs: set[Any] = {default(problem) for problem in problems}
-    configs |= {make(asked(300, 328, 2100, "w2a3asym"), **change) for make, change in VARIANTS}
-    configs |= {gemm(asked(1000, 6000, 2100, "w1a1", Output.f16), tma_store=True, **change) for change in CUTS}
-    configs |= {resident(asked(64, 4096, 4096, "w2a2", Output.f16), **change) for change in AT_ONCE}
-    for rows, stages, tma_store in itertools.product((32, 64), (2, 3), (True, False)):
-        problem = asked(300, 328, 2100, "w2a3asym", Output.f16)
-        configs.add(gemm(problem, 128, tma_store=tma_store, epilogue_tile=rows, epilogue_stages=stages))
-    return [bitplane.family_of(config).kernel(config) for config in configs]
 
 
 @pytest.mark.parametrize(("p", "q", "w", "x"), EXACT)

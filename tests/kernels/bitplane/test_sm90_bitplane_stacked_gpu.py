@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from anybit.errors import KernelError
-from anybit.jit import Kernel
 from anybit.kernels.bitplane.sm90_gemm import sm90_bitplane_gemm
 from anybit.kernels.bitplane.sm90_stacked import sm90_bitplane_stacked
 from anybit.kernels.bitplane.sm90_stacked.sm90_bitplane_stacked import Config, Stationary
@@ -32,14 +31,6 @@ def schemes() -> list[str]:
     """Weights of 1 to 8 bits, and all pairs of codes."""
     pairs = [f"w3a2{'' if w == 'sym' else w}{'' if x == 'sym' else '-x' + x}" for w, x in code_pairs()]
     return [*(f"w{bits}a2" for bits in range(1, 9)), *pairs]
-
-
-def kernels_used() -> list[Kernel]:
-    configs = {sm90_bitplane_stacked.default(asked(*shape, scheme)) for shape in SHAPES for scheme in ("w1a2", "w2a2")}
-    configs |= {sm90_bitplane_stacked.default(asked(700, 1032, 2100, scheme)) for scheme in schemes()}
-    configs |= {stacked(asked(1030, 4104, 2100, "w2a2"), tile_m, **change) for tile_m, change in WAYS}
-    configs |= {sm90_bitplane_stacked.default(asked(300, 264, 1500, "w2a2-xasym", Output.bf16))}
-    return [sm90_bitplane_stacked.kernel(config) for config in configs]
 
 
 def check(problem: LinearProblem, config: Config | None = None, *, padding: int = 0, bias: bool = False) -> None:

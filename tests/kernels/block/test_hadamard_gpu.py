@@ -1,8 +1,5 @@
 """The Hadamard transform's kernel on a GPU."""
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -28,18 +25,6 @@ CODED = [
     (ActivationFormat(8, "sym"), Target.bytes),
     (ActivationFormat(8, "float"), Target.bytes),
 ]
-
-
-def kernels_used():
-    found = {
-        kernel.kernel(kernel.default(kernel.Problem(1, k, d))) for k in SIZES for d in (torch.float16, torch.bfloat16)
-    }
-    for k, (i, (format, target)) in itertools.product(ROTATED, enumerate(CODED)):
-        dtype = (torch.float16, torch.bfloat16)[i % 2]
-        plain = quantize_activations.Problem(5, k, format, dtype, target=target)
-        configs = quantize_activations.configs(replace(plain, rotated=True))
-        found |= {quantize_activations.kernel(one) for one in (quantize_activations.default(plain), *configs)}
-    return list(found)
 
 
 def same(found: quantize_activations.Packed, wanted: quantize_activations.Packed) -> bool:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from anybit.jit import Kernel
 from anybit.kernels.bitplane import bitplane_layout
 from anybit.kernels.block import quantize_activations as activation_kernel
 from anybit.kernels.block.quantize_activations import Source, Target
@@ -18,16 +17,6 @@ BYTE_FORMATS = [
 ]
 # Widths that share few configs: every config is compiled for every format.
 SHAPES = [(1, 1), (1, 7), (3, 576), (5, 1024), (4097, 64), (17, 4096), (9, 1031)] + [(2, 14336)] * EXHAUSTIVE
-
-
-def kernels_used() -> list[Kernel]:
-    found = set()
-    for dtype in (torch.float16, torch.bfloat16):
-        for m, k in [*SHAPES, (10, 136)]:
-            for format, target in [*((f, Target.planes) for f in FORMATS), *((f, Target.bytes) for f in BYTE_FORMATS)]:
-                problem = activation_kernel.Problem(m, k, format, dtype, Source.plain, target, k % 8 == 0)
-                found.add(activation_kernel.kernel(activation_kernel.default(problem)))
-    return list(found)
 
 
 def matrix(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -3,21 +3,11 @@
 import pytest
 import torch
 
-from anybit.kernels.gptq import gptq_update as kernel
 from anybit.ops.gptq_update import sweep
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.grid import Grid
 from anybit.scheme import WeightFormat
 from cases_calibration import layer_error, sweep_case
-
-
-def kernels_used():
-    masks = [(False, False), (True, False), (False, True)]
-    return [
-        kernel.kernel(kernel.default(referenced, *mask))
-        for referenced in (False, True)
-        for mask in masks[: 3 - referenced]
-    ]
 
 
 @pytest.mark.parametrize("referenced", [False, True])

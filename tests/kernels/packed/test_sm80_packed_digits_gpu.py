@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from anybit.jit import Kernel, Slot
-from anybit.kernels.gemm_kernel import Operands, launches
 from anybit.kernels.multiply import multiply
 from anybit.kernels.packed.sm80_digits import sm80_packed_digits
 from anybit.scheme import WeightFormat
@@ -33,16 +31,6 @@ CASES: list[Case] = [
     (64, 2048, 4096, WeightFormat(2, "asym", 64), BRAIN, False, True),
     (39, 1000, 2880, WeightFormat(3, "bipolar", None), HALF, False, True),
 ]
-
-
-def kernels_used() -> list[Kernel]:
-    found, slot = set(), Slot("x")
-    for m, n, k, format, dtype, ordered, _ in CASES:
-        asked = problem(m, n, k, format, dtype, act_order=ordered, aligned=k % 8 == 0)
-        given = Operands(slot, k, (slot,) * 4, slot, n, scratch=(slot, None))
-        config = sm80_packed_digits.default(asked)
-        found |= {launch.kernel for launch in launches(sm80_packed_digits, given, asked, config)}
-    return list(found)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

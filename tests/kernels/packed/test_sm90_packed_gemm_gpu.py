@@ -187,7 +187,3 @@ def test_activation_order() -> None:
     exact = x.double() @ weight.dequantize(torch.float64).T
     y = product(case, packed, gathered.contiguous(), None)
     assert (y.double() - exact).abs().mean() / exact.abs().mean() < 1e-3
-
-
-def kernels_used() -> list:
-    return [sm90_packed_gemm.kernel(case.config) for case in CASES]

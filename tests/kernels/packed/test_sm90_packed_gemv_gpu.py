@@ -8,7 +8,6 @@ import torch
 
 from anybit.codes.packing import QuantizedWeight
 from anybit.device import Device
-from anybit.jit import Kernel
 from anybit.kernels.gemm_kernel import GemmKernel
 from anybit.kernels.multiply import multiply
 from anybit.kernels.packed import packed_problem, packed_tiles
@@ -17,7 +16,7 @@ from anybit.kernels.packed.sm90_gemv import sm90_packed_gemv
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.kernels.packed.sm90_skinny_f16 import sm90_packed_skinny_f16
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, check_on_gpu, kernels_of, product, unpack
+from cases_packed import FOREIGN, check_on_gpu, product, unpack
 
 HALVES = (torch.float16, torch.bfloat16)
 Case = tuple[GemmKernel[Any], int, int, int, WeightFormat, torch.dtype, bool, bool]
@@ -70,10 +69,6 @@ SPARSE: list[Case] = [
     )
 ]
 CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *TABLES, *SPARSE]
-
-
-def kernels_used() -> list[Kernel]:
-    return kernels_of(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,17 +4,12 @@ import pytest
 import torch
 
 from anybit.codes.packing import QuantizedWeight
-from anybit.jit import Kernel
 from anybit.kernels.packed import packed_tiles
 from anybit.kernels.packed.sm90_skinny import sm90_packed_skinny
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, PackedCase, check_on_gpu, kernels_of, product
+from cases_packed import FOREIGN, PackedCase, check_on_gpu, product
 
 DTYPES = [torch.float16, torch.bfloat16, torch.int8]
-
-
-def kernels_used() -> list[Kernel]:
-    return kernels_of((sm90_packed_skinny, *case) for case in CASES)
 
 
 Case = tuple[int, int, int, WeightFormat, torch.dtype, bool, bool]
@@ -54,7 +49,6 @@ MACHETE: list[Case] = [
 OTHER_TOOLS: list[Case] = [
     (3 + i % 9, 320, 712, format, DTYPES[i % 2], i % 3 == 0, True) for i, format in enumerate(FOREIGN)
 ]
-CASES = [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS, *MACHETE]
 
 
 @pytest.mark.parametrize("case", [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS], ids=str)
