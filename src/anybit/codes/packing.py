@@ -42,22 +42,23 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     _check_bits(bits)
     period, width = _period(bits)
     periods = -(-codes.shape[-1] // period)
-    parts = torch.nn.functional.pad(codes.to(torch.uint8), (0, periods * period - codes.shape[-1]))
+    parts = torch.nn.functional.pad(codes.to(torch.uint8), (0, periods * period - codes.shape[-1])).flatten()
     if 8 % bits == 0:  # neighbours become one, until they fill bytes
-        parts = parts.flatten()
         for wide in (1, 2, 4)[bits.bit_length() - 1 :]:
             pairs = parts.view(torch.int16)
             parts = (pairs >> (8 - wide)).bitwise_or_(pairs).to(torch.uint8)
         words = parts.view(torch.int32).view(*codes.shape[:-1], periods * width)
-    else:
-        rows = parts.view(*codes.shape[:-1], periods, period)
-        words = rows.new_zeros(*codes.shape[:-1], periods, width, dtype=torch.int32)
-        for position in range(period):
-            word, offset = divmod(position * bits, WORD)
-            code = rows[..., position].int()
-            words[..., word] |= code << offset
-            if offset + bits > WORD:
-                words[..., word + 1] |= code >> (WORD - offset)
+    else:  # four neighbours become one
+        for wide, pair in ((8, torch.int16), (16, torch.int32)):
+            pairs = parts.view(pair)
+            parts = torch.sub(pairs, pairs >> wide, alpha=(1 << wide) - (1 << bits * wide // 8))
+        fours = parts.view(*codes.shape[:-1], periods, period // 4)
+        words = fours.new_zeros(*codes.shape[:-1], periods, width)
+        for position in range(period // 4):
+            word, offset = divmod(4 * position * bits, WORD)
+            words[..., word] |= fours[..., position] << offset
+            if offset + 4 * bits > WORD:
+                words[..., word + 1] |= fours[..., position] >> (WORD - offset)
         words = words.flatten(-2)
     return words[..., : words_per_row(codes.shape[-1], bits)].contiguous()
 
