@@ -70,30 +70,40 @@ class Running:
 
 
 @contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port for a server to listen on, which the system gives to no other program meanwhile: it stays bound."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@contextlib.contextmanager
 def served(model: Path, log: Path, *options: str, seconds: float = 120) -> Iterator[Running]:
     """`anybit serve MODEL`, from when it says that it is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "anybit", "serve", str(model), "--port", str(port), *options]
-    with log.open("wb") as out:
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(held_port())
+        command = [sys.executable, "-m", "anybit", "serve", str(model), "--port", str(port), *options]
+        out = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": path})
-    running = Running(model, f"http://127.0.0.1:{port}", process, log)
-    try:
+        stack.callback(_end, process)
+        running = Running(model, f"http://127.0.0.1:{port}", process, log)
         end = time.monotonic() + seconds
         while "ready; try it" not in running.said:
             assert process.poll() is None, f"the server ended: {running.said}"
             assert time.monotonic() < end, f"the server is not up after {seconds} s: {running.said}"
             time.sleep(0.2)
         yield running
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def check_answers(server: Running) -> None:

