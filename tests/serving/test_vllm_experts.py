@@ -62,8 +62,9 @@ def routed(config: AnyBitConfig, tp: tuple[int, int] = (0, 1), ep: tuple[int, in
 
     layer = {name: words.pop(name) for name in ("apply_router_weight_on_input",) if name in words}
     parallel = FusedMoEParallelConfig(
-        tp_size=tp[1], tp_rank=tp[0], ep_size=ep[1], ep_rank=ep[0], use_ep=ep[1] > 1, pcp_size=1, pcp_rank=0, dp_size=1,
-        dp_rank=0, sp_size=1, all2all_backend="allgather_reducescatter", enable_eplb=words.pop("enable_eplb", False),
+        tp_size=tp[1], tp_rank=tp[0], ep_size=ep[1], ep_rank=ep[0], use_ep=ep[1] > 1, pcp_size=1, pcp_rank=0,
+        dp_size=words.pop("dp", 1), dp_rank=0, sp_size=1,
+        all2all_backend=words.pop("all2all", "allgather_reducescatter"), enable_eplb=words.pop("enable_eplb", False),
     )  # fmt: skip
     places = ExpertMapManager(
         max_num_batched_tokens=8, top_k=TOP, global_num_experts=EXPERTS, num_redundant_experts=0, num_expert_group=None,
@@ -223,6 +224,8 @@ def test_experts_of_a_16_bit_checkpoint_are_quantized_while_it_loads(other: str,
     ("words", "told"),
     [
         ({"enable_eplb": True}, "codes cannot move between ranks: leave out --enable-eplb"),
+        ({"dp": 2}, "ranks on a CPU cannot send each other tokens: leave out --data-parallel-size"),
+        ({"dp": 2, "all2all": "nixl_ep"}, "--all2all-backend allgather_reducescatter only, not by nixl_ep"),
         ({"is_lora_enabled": True}, "LoRA works with experts in 16 bits only"),
         ({"apply_router_weight_on_input": True}, "the input of one expert a token, not of 2"),
         ({"activation": "swiglustep"}, "not by swiglustep: leave the experts in 16 bits"),

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
+from vllm.platforms import current_platform
 
 from anybit.codes.packing import QuantizedWeight, layer_shapes, unstack
 from anybit.codes.rtn import quantize_weight
@@ -34,6 +35,7 @@ from anybit.vllm.warmup import WarmUp
 _logger = init_logger("vllm.anybit")
 _SHARDS = {"w1": 0, "w3": 1, "w2": 2}
 """vLLM's names of gate, up and down -> their places in ``names``."""
+_GATHERED = "allgather_reducescatter"
 
 
 @dataclass(frozen=True)
@@ -401,9 +403,13 @@ def names_of(layer: RoutedExperts, prefix: str) -> list[tuple[str, ...]]:
 
 def _why_not(layer: RoutedExperts) -> str | None:
     """Why a layer's experts cannot be served quantized, in a sentence."""
-    moe = layer.moe_config
-    if moe.moe_parallel_config.enable_eplb:
+    moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    if parallel.enable_eplb:
         return "anybit's codes cannot move between ranks: leave out --enable-eplb"
+    if parallel.dp_size > 1 and parallel.all2all_backend != _GATHERED:
+        return f"tokens of other ranks come by --all2all-backend {_GATHERED} only, not by {parallel.all2all_backend}"
+    if parallel.dp_size > 1 and current_platform.is_cpu():
+        return "vLLM's ranks on a CPU cannot send each other tokens: leave out --data-parallel-size"
     if getattr(moe, "is_lora_enabled", False):
         return "vLLM's LoRA works with experts in 16 bits only: leave out --enable-lora, or merge the adapter"
     if layer.apply_router_weight_on_input and moe.experts_per_token != 1:
