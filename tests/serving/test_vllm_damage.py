@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
@@ -174,6 +174,13 @@ def test_codes_that_no_layer_takes_are_refused(
     )
     with pytest.raises(LayerError, match=told):
         loader(folders["packed"])
+
+
+def test_a_classifier_does_without_the_codes_of_a_head() -> None:
+    config, model = AnyBitConfig("w4a16g32"), torch.nn.Module()
+    config.stored, model.score = ["lm_head"], torch.nn.Module()
+    model.score.quant_method = UnquantizedLinearMethod()
+    config._check_taken(model)
 
 
 def test_weights_that_vllm_makes_up_are_no_codes(folders: dict[str, Path]) -> None:

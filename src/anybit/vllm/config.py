@@ -229,7 +229,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         plain = {
             name.rpartition(".")[0]: name
             for name, module in model.named_modules()
-            if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod
+            if "." in name and type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod
         }
         for name in sorted({*(self.stored or ())} - self._taken):
             if (layer := plain.get(name.rpartition(".")[0])) is not None:
