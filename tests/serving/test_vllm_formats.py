@@ -275,9 +275,9 @@ def test_another_engine_of_the_process_gets_the_files_as_they_are(monkeypatch: p
     monkeypatch.setattr(streams, "tensors_of", lambda *_: "as anybit saves")
     streams.install()
     loader, config = SimpleNamespace(), SimpleNamespace(model="m", dtype=None, quantization="anybit")
-    assert streams.DefaultModelLoader.get_all_weights(loader, config, None) == "as anybit saves"
+    assert streams.DefaultModelLoader.get_all_weights(loader, config, torch.nn.Module()) == "as anybit saves"
     config.quantization = "gptq_marlin"
-    assert streams.DefaultModelLoader.get_all_weights(loader, config, None) == "as stored"
+    assert streams.DefaultModelLoader.get_all_weights(loader, config, torch.nn.Module()) == "as stored"
 
 
 def test_config_refuses_formats_it_cannot_read(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def install() -> None:
         self: DefaultModelLoader, model_config: ModelConfig, model: nn.Module
     ) -> Iterator[tuple[str, Tensor]]:
         if model_config.quantization == METHOD:
-            for check in _checks:
-                check(model)
+            while _checks:
+                _checks.pop()(model)
         if model_config.quantization != METHOD or model_config.model not in _streamed:
             return stored(self, model_config, model)  # type: ignore[no-any-return]
         self.counter_before_loading_weights = time.perf_counter()
