@@ -186,7 +186,8 @@ def experts_error(layer: Module) -> float:
     from timing import worst_of
 
     method: Any = layer.quant_method
-    spec, products = ExpertsSpec.parse(method._spec), [product.weight(layer) for product in method._products]
+    (kind,) = method.here
+    spec, products = ExpertsSpec.parse(kind.spec), [product.weight(layer) for product in kind.products]
     weights = [backends["packed"].restore(one, of) for one, of in zip(products, (spec.gate_up, spec.down), strict=True)]
     worst = 0.0
     for tokens in (1, 40):
