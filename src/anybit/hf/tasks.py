@@ -49,8 +49,8 @@ def accuracies(loaded: Loaded, tasks: Sequence[str], limit: int | None = None) -
         found = simple_evaluate(model, tasks=names, num_fewshot=0, limit=limit, task_manager=manager, log_samples=False)
     except Exception as error:  # data sets fail to load in many ways
         raise OptionError(f"lm-eval cannot run {', '.join(names)}: {one_line(error)}") from error
-    headings = " "  # a key of groups that have no accuracy of their own
-    return [_accuracy(task, found) for task, result in found["results"].items() if headings not in result]
+    # Groups without an accuracy of their own have no metric, whose names are "acc,none".
+    return [_accuracy(task, found) for task, result in found["results"].items() if any("," in key for key in result)]
 
 
 def _accuracy(task: str, found: dict[str, dict[str, dict[str, Any]]]) -> Accuracy:
