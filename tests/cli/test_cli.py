@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -232,6 +233,8 @@ def test_without_a_text_the_baseline_writes_one(run: Any, model: Path, text: Pat
     assert same["same_token"] == 1 and same["divergence"] == pytest.approx(0, abs=1e-6)
     assert first["text"] == f"written by {model}" and first["windows"] == 3 and first["bos"]
     assert first["divergence"] == again["divergence"] > 1e-3 and first["divergence"] != other["divergence"]
+    apart = abs(first["divergence"] - other["divergence"])
+    assert 0 < apart < 3 * math.hypot(first["divergence_error"], other["divergence_error"])
     for baseline in ([], ["--baseline", tmp_path / "w2"]):
         code, _, err = run("eval", tmp_path / "w2", *baseline)
         assert code and "eval needs a text: name a file with --text, or with --baseline a model in 16 bits" in err
@@ -382,6 +385,16 @@ def test_perplexity_is_what_it_says(model: Path) -> None:
     same = evaluate.agreement(loaded.model, loaded.model, rows)
     assert (same.same, same.positions) == (1.0, 96)
     assert abs(same.divergence) < 1e-6
+    bump = torch.randn(259, generator=torch.Generator().manual_seed(0))
+    bumped = lambda ids, **_: SimpleNamespace(logits=loaded.model(ids).logits + bump * (ids % 7 == 0)[..., None])  # noqa: E731
+    bumped.device = torch.device("cpu")  # type: ignore[attr-defined]
+    whole = evaluate.agreement(bumped, loaded.model, rows)  # type: ignore[arg-type]
+    parts = [evaluate.agreement(bumped, loaded.model, row[None]) for row in rows]  # type: ignore[arg-type]
+    for figure in ("same", "divergence"):
+        each = [getattr(part, figure) for part in parts]
+        assert getattr(whole, figure) == pytest.approx(statistics.mean(each))
+        assert getattr(whole, f"{figure}_error") == pytest.approx(statistics.stdev(each) / 3**0.5) != 0
+        assert getattr(parts[0], f"{figure}_error") is None
 
 
 def test_weights_and_kv_cache_are_evaluated_together(run: Any, model: Path, text: Path, tmp_path: Path) -> None:

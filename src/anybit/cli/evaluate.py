@@ -132,7 +132,8 @@ def evaluate(
             with progress_bar(f"Comparing {model}", counted=True) as update:
                 tell = partial(update, f"comparing {model}")
                 compared = measure.agreement(loaded.model, other.model, rows, tell, cache, _cache(other, context))
-            figures |= {"baseline": baseline, "same_token": compared.same, "divergence": compared.divergence}
+            figures |= {"baseline": baseline, "same_token": compared.same, "same_token_error": compared.same_error}
+            figures |= {"divergence": compared.divergence, "divergence_error": compared.divergence_error}
         found.append(figures)
         del loaded  # before the next one is loaded
     if picture is not None:
@@ -159,9 +160,7 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
     elif "tasks" in first:
         rows[0] += [f"{task['task']} ({task['questions']})" for task in first["tasks"]]
         for row, one in zip(rows[1:], found, strict=True):
-            for task in one["tasks"]:
-                error = "" if task["error"] is None else f" ± {task['error']:.1%}"
-                row.append(f"{task['value']:.1%}{error}")
+            row += [_within(task["value"], task["error"], ".1%") for task in one["tasks"]]
         print_table(rows)
     elif len(found) == 1:
         output.print(
@@ -170,18 +169,25 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
         )
         if "baseline" in first:
             output.print(
-                f"same next token as {first['baseline']} in {first['same_token']:.1%} of positions; "
-                f"KL divergence {first['divergence']:.4f} nats"
+                f"same next token as {first['baseline']} in "
+                f"{_within(first['same_token'], first['same_token_error'], '.1%')} of positions; "
+                f"KL divergence {_within(first['divergence'], first['divergence_error'], '.4f')} nats"
             )
     else:
         compared = "baseline" in first
         rows[0] += ["bits per weight", "perplexity", *(["same token", "KL, nats"] if compared else [])]
         for row, one in zip(rows[1:], found, strict=True):
             row += [f"{one['bits_per_weight']:.2f}", f"{one['perplexity']:.2f}"]
-            row += [f"{one['same_token']:.1%}", f"{one['divergence']:.4f}"] if compared else []
+            for name, form in (("same_token", ".1%"), ("divergence", ".4f")) if compared else ():
+                row.append(_within(one[name], one[f"{name}_error"], form))
         print_table(rows)
         against = f"; same token and KL divergence against {first['baseline']}" if compared else ""
         output.print(f"\n{_windows(found[-1])}{against}")
+
+
+def _within(value: float, error: float | None, form: str) -> str:
+    """A figure and its standard error."""
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
 def _windows(one: dict[str, Any]) -> str:

@@ -43,12 +43,15 @@ class Perplexity:
 class Agreement:
     """How often two models predict the same next token, and how far apart their distributions are.
 
-    same: share of positions with the same top-1 token.  divergence: mean KL(baseline || model), nats.
+    same: share of positions with the same top-1 token.  divergence: mean KL(baseline || model), nats.  Their standard
+    errors are over windows, which differ as much as those of other seeds do; None of one window.
     """
 
     same: float
     divergence: float
     positions: int
+    same_error: float | None
+    divergence_error: float | None
 
 
 def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos: int | None = None) -> Tensor:
@@ -121,16 +124,17 @@ def agreement(
 
     Every position counts. cache, baseline_cache, chunk, progress: as in ``perplexity``.
     """
-    same, divergence, positions = 0, 0.0, 0
+    found = torch.empty(2, len(windows), dtype=torch.float64)
     for i, window in enumerate(windows):
         ours = _logits(model, window, cache, chunk).log_softmax(-1)
         theirs = _logits(baseline, window, baseline_cache, chunk).log_softmax(-1).to(ours.device)
-        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-        divergence += float(nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True))
-        positions += len(window)
+        found[0, i] = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
+        found[1, i] = nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True) / len(window)
         if progress is not None:
             progress(i + 1, len(windows))
-    return Agreement(same / positions, divergence / positions, positions)
+    same, divergence = found.mean(1).tolist()
+    errors = (found.std(1) / len(windows) ** 0.5).tolist() if len(windows) > 1 else (None, None)
+    return Agreement(same, divergence, windows.numel(), *errors)
 
 
 def bits_per_weight(model: nn.Module) -> float:
