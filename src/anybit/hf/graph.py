@@ -17,12 +17,11 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import logging
@@ -30,12 +29,11 @@ from transformers.utils import logging
 from anybit.cache import kvcache
 from anybit.errors import LayerError
 from anybit.hf import greedy
-from anybit.hf.bypass import Bypassed, hooked
 from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_attention import NAME, NotCausalError
 from anybit.hf.cache_name import CACHE, cache_of
+from anybit.hf.step_graph import GreedyGraph, StepGraph
 from anybit.layers.linear import QuantLinear
-from anybit.ops.capture import capture
 from anybit.scheme import KVFormat
 
 logger = logging.get_logger("anybit")
@@ -46,115 +44,6 @@ _STEP_ARGUMENTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep",
     "return_dict", "cache_position",
 }  # fmt: skip
-
-
-class StepGraph:
-    """A step of one token per row over one static cache: eager the first time (to compile), captured the second.
-
-    ids, positions: int64 [rows, 1], the graph's input buffers.
-    """
-
-    def __init__(self, model: PreTrainedModel, forward: Callable[..., ModelOutput], cache: AnyBitCache) -> None:
-        store = cache._store()
-        self.forward = forward
-        self._cache = weakref.ref(cache)  # else no graph, and so no cache, would ever be freed
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        rotary = getattr(decoder, "rotary_emb", None)
-        self.rotary: Any = rotary if hasattr(rotary, "in_tables") else None
-        with torch.inference_mode(False):
-            self.ids = torch.zeros(len(cache.rows), 1, dtype=torch.long, device=store.device)
-            self.positions = torch.zeros_like(self.ids)
-        self.stream = torch.cuda.Stream(store.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: Tensor | None = None
-        self.parts = list(model.children())
-        modules = [module for part in self.parts for module in part.modules()]
-        self.attributes = [module.__dict__ for module in modules if not isinstance(module, Bypassed)]
-        self.seen, self.hooked = (-1, -1), False
-
-    def _has_hooks(self) -> bool:
-        """Whether modules have hooks, or forwards set on instances, which a replay would not call."""
-        seen = RemovableHandle.next_id, sum(map(len, self.attributes))  # both grow by what may be one
-        if self.hooked or seen != self.seen:
-            self.seen, self.hooked = seen, any(map(hooked, self.parts))
-        return self.hooked
-
-    @property
-    def cache(self) -> AnyBitCache:
-        """The cache, which whoever runs a step holds."""
-        found = self._cache()
-        assert found is not None
-        return found
-
-    def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
-        """Logits [rows, 1, vocabulary] after tokens ``ids``; the next step overwrites them."""
-        self.ids.copy_(ids)
-        if isinstance(positions, int):
-            self.positions.fill_(positions)
-        else:
-            self.positions.copy_(positions)
-        return self._advance()
-
-    def _advance(self) -> Tensor:
-        self.cache.count(1)
-        self.cache.packs_later = True  # by ``counted`` below: packing is not part of the graph, the same for all steps
-        try:
-            if self._has_hooks():
-                return self._run()
-            if self.graph is None:
-                self._first_steps()
-            else:
-                self.graph.replay()
-        finally:
-            self.cache.counted()
-            self.cache.packs_later = False
-        assert self.logits is not None
-        return self.logits
-
-    def _first_steps(self) -> None:
-        current = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(current)
-        if self.logits is None:
-            with torch.cuda.stream(self.stream):
-                self.logits = self._run()
-        else:
-            graph = torch.cuda.CUDAGraph()
-            with capture(graph, self.stream):
-                self.logits = self._run()
-            self.graph = graph
-        current.wait_stream(self.stream)
-        if self.graph is not None:
-            self.graph.replay()
-
-    def _run(self) -> Tensor:
-        # Positions are below the cache's capacity, so tables of that size cover them.
-        if self.rotary is not None:
-            self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
-        try:
-            call = {"input_ids": self.ids, "position_ids": self.positions, "use_cache": True, CACHE: self.cache}
-            logits: Tensor = self.forward(**call).logits
-        finally:
-            if self.rotary is not None:
-                self.rotary.in_tables = False
-        return logits
-
-
-class GreedyGraph(StepGraph):
-    """A greedy step: it writes its argmax token and the next position into its own input buffers."""
-
-    def tokens(self, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
-        """Yield the tokens of each step, int64 [rows, 1]; the next step overwrites them."""
-        self.ids.copy_(first)
-        self.positions.copy_(positions)
-        while True:
-            self._advance()
-            yield self.ids
-
-    def _run(self) -> Tensor:
-        logits = super()._run()
-        self.ids.copy_(logits[:, -1].float().argmax(-1, keepdim=True))
-        self.positions.add_(1)
-        return logits
 
 
 class Decoder:
