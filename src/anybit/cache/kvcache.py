@@ -206,7 +206,8 @@ class KVCache(Independent):
             self.lengths[self.row_index(tuple(change.entries))] = counted
 
     def _int32(self, values: Sequence[object]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+        # The driver copies pageable memory before it returns: waiting for the GPU's work so far would gain nothing.
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
     def _unpack(self, action: Unpack) -> None:
         row, first = self.row_index((action.sequence,)), action.begin - action.begin % self.layout.page

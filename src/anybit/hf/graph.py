@@ -4,10 +4,11 @@
 
 - ``generate`` creates an ``AnyBitCache``: a static one for ``cache_implementation="static"``, in 16 bits or in the
   scheme's KV format; by default a growing one, if the scheme has a KV format.
-- a step of one token per row over a static AnyBitCache is captured once and then replayed.
+- a step of one token per row over a static AnyBitCache is captured once and then replayed, and so are short first
+  prompts of fused models, padded to a multiple of 32 tokens (``PromptGraph``).
 
-Greedy generation does not wait for the host between tokens (``greedy.py``). Prefill, and steps that ask for more than
-logits, run eagerly.
+Greedy generation does not wait for the host between tokens (``greedy.py``). Other prompts, and passes that ask for more
+than the last token's logits, run eagerly.
 """
 
 import contextlib
@@ -29,10 +30,11 @@ from transformers.utils import logging
 from anybit.cache import kvcache
 from anybit.errors import LayerError
 from anybit.hf import greedy
+from anybit.hf.bypass import refuse_records
 from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_attention import NAME, NotCausalError
 from anybit.hf.cache_name import CACHE, cache_of
-from anybit.hf.step_graph import GreedyGraph, StepGraph
+from anybit.hf.step_graph import GreedyGraph, PromptGraph, StepGraph
 from anybit.layers.linear import QuantLinear
 from anybit.scheme import KVFormat
 
@@ -40,6 +42,9 @@ logger = logging.get_logger("anybit")
 
 _SIXTEEN_BITS = KVFormat.parse("kv16")
 _ROUND = 512  # static capacities are rounded up to this, so that calls of similar lengths share a graph
+_BUCKET, _LONGEST = 32, 512
+"""Prompts are padded to a multiple of the first, which a cache's slack takes back exactly. They are captured up to the
+second, of all rows: beyond, a GPU takes longer than the host, and graphs more memory."""
 _STEP_ARGUMENTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep",
     "return_dict", "cache_position",
@@ -59,6 +64,7 @@ class Decoder:
         self.caches: dict[tuple[object, ...], AnyBitCache] = {}
         self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
         self.greedy: weakref.WeakKeyDictionary[AnyBitCache, GreedyGraph] = weakref.WeakKeyDictionary()
+        self.prompts: weakref.WeakKeyDictionary[AnyBitCache, dict[int, PromptGraph]] = weakref.WeakKeyDictionary()
         self._weights: list[tuple[int, bool]] = []
         self.attention, self._turns = threading.RLock(), threading.RLock()
         self._ended: torch.cuda.Event | None = None
@@ -114,10 +120,11 @@ class Decoder:
         try:
             with _packed(cache.config):
                 ids = kwargs.get("input_ids")
-                if args or not isinstance(ids, Tensor) or not _is_step(cache, ids, kwargs):
+                graph = None if args or not isinstance(ids, Tensor) else self.graph(cache, ids, kwargs)
+                if graph is None or not isinstance(ids, Tensor):
                     return self.forward(*args, **kwargs)
                 positions = kwargs.get("position_ids")
-                logits = self.step(cache, ids, positions if isinstance(positions, Tensor) else cache.seen)
+                logits = graph(ids, positions if isinstance(positions, Tensor) else cache.seen).clone()
                 return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         except NotCausalError:  # before any layer has run
             if cache.packed_attention or cache.unpadded:
@@ -131,6 +138,7 @@ class Decoder:
         self.caches.clear()
         self.graphs.clear()
         self.greedy.clear()
+        self.prompts.clear()
 
     def cache(self, rows: int, capacity: int, static: bool, keep: bool) -> AnyBitCache:
         """An empty cache for a ``generate`` call. keep: the caller keeps it, so it must not be reused."""
@@ -182,12 +190,26 @@ class Decoder:
                 ids = next(made)
             yield ids
 
-    def step(self, cache: AnyBitCache, ids: Tensor, positions: Tensor | int) -> Tensor:
-        """Logits [rows, 1, vocabulary] of a step of one token per row."""
-        graph = self.graphs.get(cache)
-        if graph is None:
-            graph = self.graphs[cache] = StepGraph(self.model, self.forward, cache)
-        return graph(ids, positions).clone()
+    def graph(self, cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> StepGraph | None:
+        """The graph of a pass over tokens ``ids``: of a step of one token per row, or of a prompt; None for others."""
+        if not _is_plain(cache, ids, kwargs):
+            return None
+        if ids.shape[1] == 1 and cache.takes_step(1):
+            graph = self.graphs.get(cache)
+            if graph is None:
+                graph = self.graphs[cache] = StepGraph(self.model, self.forward, cache)
+            return graph
+        tokens = -(-ids.shape[1] // _BUCKET) * _BUCKET
+        if not (0 < tokens * len(ids) <= _LONGEST and _is_first_prompt(cache, ids, kwargs)):
+            return None
+        graphs = self.prompts.setdefault(cache, {})
+        prompt = graphs.get(tokens)
+        if prompt is None:
+            prompt = graphs[tokens] = PromptGraph(self.model, self.forward, cache, tokens, graphs)
+        if not prompt.usable or prompt._has_hooks():  # hooks see no padding
+            return None
+        refuse_records(self.model.get_decoder(), None, kwargs)  # a replay would not
+        return prompt
 
 
 class _Plain:
@@ -284,14 +306,23 @@ def uninstall(model: PreTrainedModel) -> None:
             del model.__dict__[name]
 
 
-def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> bool:
-    """Whether a call is a step of one token per row over a static cache on a GPU that asks only for logits."""
-    if not (cache.static and ids.is_cuda and ids.shape[1] == 1 and ids.shape[0] == len(cache.rows)):
+def _is_plain(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> bool:
+    """Whether a pass of some tokens per row over a static cache on a GPU asks only for logits."""
+    if not (cache.static and ids.is_cuda and ids.shape[0] == len(cache.rows)) or kwargs.get("return_dict") is False:
         return False
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         return False
-    extra = {name for name, value in kwargs.items() if value is not None and value is not False}
-    return extra <= _STEP_ARGUMENTS and cache.takes_step(1)
+    return {name for name, value in kwargs.items() if value is not None and value is not False} <= _STEP_ARGUMENTS
+
+
+def _is_first_prompt(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> bool:
+    """Whether a pass is a prompt without padding, into an empty cache, that asks for the last token's logits."""
+    if cache.seen or cache.store is None or cache.slack < _BUCKET or not cache.packed_attention:
+        return False
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
+    if not isinstance(keep, int) or keep != 1:
+        return False
+    return mask is None or (isinstance(mask, Tensor) and mask.shape == ids.shape and bool(mask.all()))
 
 
 def serves(model: PreTrainedModel) -> bool:

@@ -1,7 +1,7 @@
-"""Steps of a model over one static cache as CUDA graphs: of one token per row, and greedy ones."""
+"""Passes of a model over one static cache as CUDA graphs: a step of one token per row, a greedy one, a short prompt."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +13,19 @@ from transformers.modeling_outputs import ModelOutput
 from anybit.hf.bypass import Bypassed, hooked
 from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_name import CACHE
+from anybit.layers.experts import Experts
 from anybit.ops.capture import capture
 
 
 class StepGraph:
     """A step of one token per row over one static cache: eager the first time (to compile), captured the second.
 
-    ids, positions: int64 [rows, 1], the graph's input buffers.
+    ids, positions: int64 [rows, tokens], the graph's input buffers.
     """
 
-    def __init__(self, model: PreTrainedModel, forward: Callable[..., ModelOutput], cache: AnyBitCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, forward: Callable[..., ModelOutput], cache: AnyBitCache, tokens: int = 1
+    ) -> None:
         store = cache._store()
         self.forward = forward
         self._cache = weakref.ref(cache)  # else no graph, and so no cache, would ever be freed
@@ -30,9 +33,10 @@ class StepGraph:
         rotary = getattr(decoder, "rotary_emb", None)
         self.rotary: Any = rotary if hasattr(rotary, "in_tables") else None
         with torch.inference_mode(False):
-            self.ids = torch.zeros(len(cache.rows), 1, dtype=torch.long, device=store.device)
+            self.ids = torch.zeros(len(cache.rows), tokens, dtype=torch.long, device=store.device)
             self.positions = torch.zeros_like(self.ids)
-        self.stream = torch.cuda.Stream(store.device)
+        self.more: dict[str, Tensor] = {}  # arguments of the pass besides
+        self.stream, self.pool = torch.cuda.Stream(store.device), None  # type: torch.cuda.Stream, Any
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self.parts = list(model.children())
@@ -64,8 +68,10 @@ class StepGraph:
         return self._advance()
 
     def _advance(self) -> Tensor:
-        self.cache.count(1)
-        self.cache.packs_later = True  # by ``counted`` below: packing is not part of the graph, the same for all steps
+        tokens = self.ids.shape[1]
+        self.cache.count(tokens)
+        # By ``counted`` below: packing is not part of a step's graph, the same for all steps.
+        self.cache.packs_later = tokens == 1
         try:
             if self._has_hooks():
                 return self._run()
@@ -87,7 +93,7 @@ class StepGraph:
                 self.logits = self._run()
         else:
             graph = torch.cuda.CUDAGraph()
-            with capture(graph, self.stream):
+            with capture(graph, self.stream, self.pool):
                 self.logits = self._run()
             self.graph = graph
         current.wait_stream(self.stream)
@@ -100,7 +106,7 @@ class StepGraph:
             self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
         try:
             call = {"input_ids": self.ids, "position_ids": self.positions, "use_cache": True, CACHE: self.cache}
-            logits: Tensor = self.forward(**call).logits
+            logits: Tensor = self.forward(**call, **self.more).logits
         finally:
             if self.rotary is not None:
                 self.rotary.in_tables = False
@@ -122,4 +128,39 @@ class GreedyGraph(StepGraph):
         logits = super()._run()
         self.ids.copy_(logits[:, -1].float().argmax(-1, keepdim=True))
         self.positions.add_(1)
+        return logits
+
+
+class PromptGraph(StepGraph):
+    """First prompts of up to ``tokens`` tokens of each row, in a fused model without experts.
+
+    They are padded on the right, where causal attention does not see it, and the padding is removed from the cache. A
+    length's first prompt so pays for no capture. others: of the same cache; they run in turn and share their memory.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, forward: Callable[..., ModelOutput], cache: AnyBitCache, tokens: int,
+        others: Mapping[int, "PromptGraph"],
+    ) -> None:  # fmt: skip
+        super().__init__(model, forward, cache, tokens)
+        experts = any(isinstance(module, Experts) for module in model.modules())
+        # Fused models have tables of angles; float4 pages are written at addresses that the host chooses.
+        self.usable = self.rotary is not None and not experts and not cache.format.float4
+        first = next(iter(others.values()), None)
+        self.stream, self.pool = (
+            (self.stream, torch.cuda.graph_pool_handle()) if first is None else (first.stream, first.pool)
+        )
+        with torch.inference_mode(False):
+            self.more["logits_to_keep"] = self.last = self.ids.new_zeros(1)
+
+    def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
+        """Logits [rows, 1, vocabulary] after ``ids``, up to ``tokens`` a row; the next prompt overwrites them."""
+        tokens = ids.shape[1]
+        self.ids[:, :tokens] = ids
+        self.positions[:, :tokens] = (
+            torch.arange(tokens, device=ids.device) if isinstance(positions, int) else positions
+        )
+        self.last.fill_(tokens - 1)
+        logits = self._advance()
+        self.cache.crop(self.ids.shape[1] - tokens)
         return logits

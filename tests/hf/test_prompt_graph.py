@@ -1,0 +1,141 @@
+"""First prompts padded to a graph's length: the padding changes no token, and nothing of it stays in the cache."""
+
+import pytest
+import torch
+import transformers as hf
+
+import anybit
+from anybit import AnyBitCache
+from anybit.cache import attention
+from anybit.errors import LayerError
+from anybit.hf import graph
+from cases_cache import SIZES, folder_of
+from cases_cache import prompt as on_device
+
+
+class OnGPU(torch.Tensor):
+    """Tokens that say they are on a GPU."""
+
+    is_cuda = True
+
+
+def prompt(rows, tokens):
+    return on_device(rows, tokens).cpu()
+
+
+def quantized(folder, scheme):
+    config = anybit.AnyBitConfig(scheme)
+    return hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folder_of(hf.LlamaConfig(**SIZES), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def model(folder, request, monkeypatch):
+    """A fused model on the CPU, whose prompts and steps run as their graphs would, without capture."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graph.StepGraph, "_first_steps", lambda self: setattr(self, "logits", self._run()))
+    monkeypatch.setattr(attention, "attend_prompts", attend_exactly)
+    made = anybit.fuse(quantized(folder, getattr(request, "param", "w4a16g32")))
+    made.set_attn_implementation("anybit")
+    return made
+
+
+def attend_exactly(q, k, v, masks):
+    """``attention.attend_prompts`` in float64: torch's rounds rows otherwise if there are more behind them."""
+    wide = [x.double() for x in (q, k, v)]
+    return torch.stack(
+        [attention.attend(a, b.transpose(0, 1), c.transpose(0, 1), masks)[0] for a, b, c in zip(*wide, strict=True)]
+    ).to(q.dtype)
+
+
+def cache_of(model, kv="kv16", rows=1, **options):
+    """A static cache that held other tokens before."""
+    cache = AnyBitCache(kv, config=model.config, capacity=512, static=True, **options)
+    with torch.no_grad():
+        model(torch.full((rows, 300), 5), past_key_values=cache)
+    cache.reset()
+    return cache
+
+
+@torch.inference_mode()
+def logits_of(model, cache, ids, steps=0, **call):
+    """Logits after a prompt, and of greedy steps behind it: [rows, 1 + steps, vocabulary]."""
+    made = [model(input_ids=ids, past_key_values=cache, logits_to_keep=1, **call).logits]
+    for _ in range(steps):
+        made.append(model(made[-1][:, -1:].argmax(-1), past_key_values=cache).logits)
+    return torch.cat(made, 1)
+
+
+@pytest.mark.parametrize("kv", ["kv16", "kv4", "k4v2g32"])
+@pytest.mark.parametrize("model", ["w4a16g32", "w4a8", "w2a2"], indirect=True)
+def test_padding_changes_nothing(model, kv):
+    exact, padded = cache_of(model, kv), cache_of(model, kv)
+    for tokens in (1, 31, 32, 119, 127, 128, 129):
+        ids = prompt(1, tokens)
+        wanted = logits_of(model, exact, ids, steps=12)
+        found = logits_of(model, padded, ids.as_subclass(OnGPU), steps=12, attention_mask=torch.ones_like(ids))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+        assert padded.seen == exact.seen == tokens + 12
+        for one, other in zip(padded.store.ledger.entries, exact.store.ledger.entries, strict=True):
+            assert (one.length, len(one.pages)) == (other.length, len(other.pages)) and one.oldest <= other.oldest
+        assert torch.equal(padded.store.lengths, exact.store.lengths)
+        assert torch.equal(padded.store.table < 0, exact.store.table < 0)
+        padded.reset()
+        exact.reset()
+    assert set(model._anybit_decoder.prompts[padded]) == {32, 128, 160}
+    assert exact not in model._anybit_decoder.prompts
+
+
+def test_rows_of_one_length(model):
+    exact, padded, ids = cache_of(model, rows=3), cache_of(model, rows=3), prompt(3, 119)
+    wanted = logits_of(model, exact, ids, steps=12)
+    found = logits_of(model, padded, ids.as_subclass(OnGPU), steps=12, position_ids=torch.arange(119)[None])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert 128 in model._anybit_decoder.prompts[padded]
+
+
+def test_what_is_no_first_prompt_runs_eagerly(model):
+    decoder, ids = model._anybit_decoder, prompt(1, 9).as_subclass(OnGPU)
+
+    def graph_of(cache, ids=ids, **kwargs):
+        cache.config._attn_implementation = "anybit"
+        with torch.inference_mode():
+            return decoder.graph(cache, ids, {"input_ids": ids, "logits_to_keep": 1, **kwargs})
+
+    cache, padding = cache_of(model), torch.ones(1, 9)
+    padding[0, 0] = 0
+    assert isinstance(graph_of(cache), graph.PromptGraph)
+    assert graph_of(cache, attention_mask=padding) is None
+    assert graph_of(cache, attention_mask=torch.ones(1, 10)) is None
+    assert graph_of(cache, logits_to_keep=0) is graph_of(cache, logits_to_keep=torch.tensor([8])) is None
+    assert graph_of(cache, output_attentions=True) is graph_of(cache, inputs_embeds=torch.ones(1, 9, 128)) is None
+    assert graph_of(cache, prompt(1, 513).as_subclass(OnGPU)) is graph_of(cache, prompt(1, 9)) is None
+    assert graph_of(cache_of(model, rows=17), prompt(17, 3).as_subclass(OnGPU)) is None  # more than 512 in all
+    assert graph_of(cache_of(model, slack=0)) is None
+    assert graph_of(AnyBitCache("kv16", config=model.config, capacity=64, static=True)) is None  # not allocated yet
+    handle = model.lm_head.register_forward_hook(lambda *_: None)
+    assert graph_of(cache) is None
+    handle.remove()
+    assert isinstance(graph_of(cache), graph.PromptGraph)
+    model.config.output_hidden_states = True
+    with pytest.raises(LayerError, match="no hidden_states to record"):
+        graph_of(cache)
+    model.config.output_hidden_states = False
+    logits_of(model, cache, prompt(1, 4))
+    assert graph_of(cache) is None  # a prompt after others
+
+
+def test_prompts_of_models_that_are_not_fused_run_eagerly(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    model = quantized(folder, "w4a16g32-kv4")
+    model.set_attn_implementation("anybit")
+    ids = prompt(1, 9).as_subclass(OnGPU)
+    with torch.inference_mode():
+        assert model._anybit_decoder.graph(cache_of(model), ids, {"logits_to_keep": 1}) is None
