@@ -134,8 +134,8 @@ class GreedyGraph(StepGraph):
 class PromptGraph(StepGraph):
     """First prompts of up to ``tokens`` tokens of each row, in a fused model without experts.
 
-    They are padded on the right, where causal attention does not see it, and the padding is removed from the cache. A
-    length's first prompt so pays for no capture. others: of the same cache; they run in turn and share their memory.
+    They are padded on the right, where causal attention does not look, and the cache takes the padding back. As with
+    steps, the first runs eagerly and the second is captured. others: of the cache; they run in turn and share memory.
     """
 
     def __init__(
