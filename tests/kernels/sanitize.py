@@ -39,7 +39,7 @@ RINGS: dict[str, Any] = {"weight_chunks": 2, "activation_chunks": 2}
 # share k, several tiles of stacked planes.
 Way = tuple[int, int, int, str, Callable[..., Facts], dict[str, Any]]
 WAYS: list[Way] = [
-    (150, 264, 1100, "w1a1", gemm, {"tile_m": 128, "tma_store": True, "tail_tile_m": 64, "epilogue_stages": 4}),
+    (150, 264, 1100, "w1a1", gemm, {"tile_m": 128, "tma_store": True, "epilogue_stages": 4}),
     (300, 264, 2100, "w2a2", gemm, {"tile_m": 256, "tma_store": True} | RINGS),
     (70, 72, 2100, "w2a2", skinny, TOKENS_A | rings(6, 3, 3)),
     (9, 72, 2100, "w1a2", skinny, {"tile_b": 16, "cluster_k": 2}),

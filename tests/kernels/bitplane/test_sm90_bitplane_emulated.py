@@ -94,10 +94,9 @@ def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, c
         ("w1a1", 70, 200, 2100, {"tile_m": 64, "schedule": Schedule.cooperative}),
         ("w2a3asym-xasym", 50, 140, 3000, {"tile_m": 64}),
         ("w3a1bipolar-xasym", 130, 100, 1000, {"tile_m": 128}),
-        ("w2a1", 300, 300, 1100, {"tile_m": 128, "tail_tile_m": 64}),  # the remaining tile has one piece with tokens
-        ("w1a1", 120, 300, 1100, {"tile_m": 128, "tail_tile_m": 64, "schedule": Schedule.pingpong}),
+        ("w2a1", 300, 300, 1100, {"tile_m": 128}),
         ("w1a2", 100, 300, 2000, {"tile_m": 64, "schedule": Schedule.pingpong, **RINGS}),
-        ("w1a2", 200, 100, 1100, {"tile_m": 256, "tail_tile_m": 64}),  # less than a wave: all of it is split
+        ("w1a2", 200, 100, 1100, {"tile_m": 256}),
     ],
 )
 def test_gemm_multiplies_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:

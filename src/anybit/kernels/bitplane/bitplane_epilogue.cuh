@@ -213,7 +213,7 @@ template <class Config, class Shared, class Tiles> DEVICE void store_results(con
     for (Tiles tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
 #pragma unroll 1
-        for (int first = 0; first < tiles.width(); first += Config::epilogue_tile) {
+        for (int first = 0; first < Config::tile_m; first += Config::epilogue_tile) {
             ptx::mbarrier_wait_parity(epilogue.filled(buffer), parity);
             if (token + first < p.m && row < p.n)
                 ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, epilogue.shared + buffer * W::buffer_bytes);

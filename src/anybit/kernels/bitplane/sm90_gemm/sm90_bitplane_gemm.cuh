@@ -28,49 +28,23 @@ template <class Config>
 using GemmShared = LargeShared<Config, Config::weight_chunks * Config::weight_bits, Config::activation_chunks * Config::activation_bits, 1>;
 
 // Persistent tile scheduler. CTAs take every gridDim.x-th tile, tokens fastest, so that concurrent CTAs share weights.
-// With `tail_tile_m`, tiles left over by whole waves are cut into smaller token tiles, to shorten the last wave.
 template <class Config> struct Tiles {
-    static constexpr int pieces = Config::tail_tile_m ? Config::tile_m / Config::tail_tile_m : 1;
     int rows_m, token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
-    int tail = 0, tails = 0, first_tail = 0;  // this tail piece, number of pieces, tile of the first one
 
     DEVICE explicit Tiles(const Params& p)
         : rows_m(p.rows_m), token_tiles((p.m + Config::tile_m - 1) / Config::tile_m), weight_tiles((p.n + 127) / 128) {
         const int tiles = token_tiles * weight_tiles, blocks = gridDim.x, block = blockIdx.x;
         token_tile = block % token_tiles, weight_tile = block / token_tiles;
-        if constexpr (Config::tail_tile_m > 0) {
-            left = tiles / blocks, first_tail = left * blocks, tail = block, tails = (tiles - first_tail) * pieces;
-            if (left == 0) cut();
-        } else {
-            left = block < tiles ? (tiles - block + blocks - 1) / blocks : 0;
-        }
+        left = block < tiles ? (tiles - block + blocks - 1) / blocks : 0;
         token_step = blocks % token_tiles, weight_step = blocks / token_tiles;
     }
-    DEVICE bool more() const { return left > 0 || tail < tails; }
-    DEVICE bool small() const { return Config::tail_tile_m > 0 && left <= 0; }
-    DEVICE int width() const { return small() ? Config::tail_tile_m : Config::tile_m; }
-    // Moves to piece `tail`, or to this CTA's next one that has tokens.
-    DEVICE void cut() {
-        for (; tail < tails; tail += gridDim.x) {
-            const int tile = first_tail + tail / pieces;
-            token_tile = tile % token_tiles, weight_tile = tile / token_tiles;
-            if (token() < rows_m) return;
-        }
-    }
+    DEVICE bool more() const { return left > 0; }
     DEVICE void next() {  // without divisions, which are slow
-        if constexpr (Config::tail_tile_m > 0) {
-            if (left <= 1) {
-                if (left <= 0) tail += gridDim.x;
-                left = 0;
-                cut();
-                return;
-            }
-        }
         left--;
         token_tile += token_step, weight_tile += weight_step;
         if (token_tile >= token_tiles) token_tile -= token_tiles, weight_tile++;
     }
-    DEVICE int token() const { return token_tile * Config::tile_m + (small() ? tail % pieces * Config::tail_tile_m : 0); }
+    DEVICE int token() const { return token_tile * Config::tile_m; }
     DEVICE int row() const { return weight_tile * 128; }
 };
 
@@ -83,7 +57,7 @@ template <class Config> DEVICE void gemm_load(const Params& p, uint32_t shared) 
     for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row();
         const uint32_t weight_bytes = max(0, min(S::rows, p.rows_n - row)) * planes::row_bytes;
-        const int rows = min(tiles.width(), p.rows_m - token);
+        const int rows = min(Config::tile_m, p.rows_m - token);
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const bool down = (p.chunks - chunk) & 1;
             auto load_weights = [&](int order) {
@@ -135,7 +109,8 @@ struct GemmConsumer : LargeConsumer<Config, GemmShared<Config>, Config::weight_c
         return uniform ? Base::at(descriptor, bytes) : ptx::wgmma_advance(descriptor, bytes);
     }
 
-    template <int tokens> DEVICE void tile(int row, int token) {
+    DEVICE void tile(int row, int token) {
+        constexpr int tokens = Config::tile_m;
         int32_t acc[tokens / 2];
         epilogue.fetch(p, row, token);
         if (pingpong) take_turn();
@@ -190,12 +165,7 @@ template <class Config> DEVICE void gemm_multiply(const Params& p, uint32_t shar
     C consumer(p, shared, warpgroup);
     if (C::pingpong && warpgroup == 1) consumer.pass_turn();
     ptx::griddepcontrol_wait();
-    Tiles<Config> tiles(p);
-    for (; tiles.more() && !tiles.small(); tiles.next())
-        consumer.template tile<Config::tile_m>(tiles.row() + 64 * warpgroup, tiles.token());
-    if constexpr (Config::tail_tile_m > 0) {
-        for (; tiles.more(); tiles.next()) consumer.template tile<Config::tail_tile_m>(tiles.row() + 64 * warpgroup, tiles.token());
-    }
+    for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) consumer.tile(tiles.row() + 64 * warpgroup, tiles.token());
     if (C::pingpong && warpgroup == 0) consumer.take_turn();  // consumes the last pass_turn
 }
 

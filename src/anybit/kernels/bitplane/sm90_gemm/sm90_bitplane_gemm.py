@@ -25,8 +25,7 @@ class Config(LargeFacts):
 
     weight_chunks, activation_chunks: pipeline depth in chunks of k, per operand.  schedule: how the two warpgroups
     share the tensor cores.  epilogue_tile: tokens of results per staging buffer, of which there are
-    ``epilogue_stages``.  tma_store: results are stored by TMA (16-bit, aligned rows of Y).  tail_tile_m: tokens of the
-    smaller tiles into which tiles of the last partial wave are cut (0: not cut).
+    ``epilogue_stages``.  tma_store: results are stored by TMA (16-bit, aligned rows of Y).
     """
 
     tile_m: int
@@ -36,7 +35,6 @@ class Config(LargeFacts):
     tma_store: bool = False
     epilogue_tile: int = 32
     epilogue_stages: int = 3
-    tail_tile_m: int = 0
 
 
 def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
@@ -55,8 +53,6 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
         return refused
     if c.tma_store and (refused := bitplane_problem.why_not_tma(problem)):
         return refused
-    if c.tail_tile_m and (c.tail_tile_m not in (64, 128) or c.tail_tile_m >= c.tile_m):
-        return f"tail_tile_m must be 0, 64 or 128, and less than tile_m = {c.tile_m}, not {c.tail_tile_m}"
     sides = ("weight", c.weight_bits, c.weight_chunks), ("activation", c.activation_bits, c.activation_chunks)
     for side, bits, held in sides:
         if held < 1 or held * bits < 2:
@@ -78,28 +74,22 @@ def shared_bytes(config: Config) -> int:
 def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A persistent block per SM, or per tile if there are fewer."""
     tiles = -(-problem.m // config.tile_m) * -(-problem.n // ROWS)
-    pieces = tiles * (config.tile_m // config.tail_tile_m if config.tail_tile_m else 1)
-    return (min(pieces, problem.device.sms), 1, 1)
+    return (min(tiles, problem.device.sms), 1, 1)
 
 
 def _candidates(problem: LinearProblem) -> Iterator[Config]:
     tma_store = problem.output.is_16bit and problem.n % 8 == 0 and problem.y_aligned
     chunks, staging = (1, 2, 3, 4), ((32, 3), (32, 4), (64, 2), (64, 3))
-    waves = -(-problem.m // 256) * -(-problem.n // ROWS) / problem.device.sms
     for tile_m, weights, activations, (rows, stages), schedule in itertools.product(
         (256, 128, 64), chunks, chunks, staging, Schedule
     ):
-        config = Config(*facts(problem), tile_m, weights, activations, schedule, tma_store, rows, stages)
-        yield config
-        if tile_m == 256 and waves > 1:
-            yield replace(config, tail_tile_m=64)
+        yield Config(*facts(problem), tile_m, weights, activations, schedule, tma_store, rows, stages)
 
 
 def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem."""
     # Configs are slow to enumerate and depend little on M and N: share them between equivalent problems.
-    waves = -(-problem.m // 256) * -(-problem.n // ROWS) / problem.device.sms
-    alike = replace(problem, m=256 * problem.device.sms + 1 if waves > 1 else 1, n=problem.n % 8 or 8)
+    alike = replace(problem, m=1, n=problem.n % 8 or 8)
     return _configs(alike if min(problem.m, problem.n) >= 1 else problem)
 
 
@@ -118,9 +108,8 @@ def default(problem: LinearProblem) -> Config:
 
     def cost(config: Config) -> tuple[float, ...]:
         waves = -(-(-(-problem.m // config.tile_m) * -(-problem.n // ROWS)) // problem.device.sms)
-        plain = config.tail_tile_m > 0, config.schedule is not schedule
         deep = -min(config.weight_chunks, 3) - 2 * min(config.activation_chunks, 3), config.epilogue_tile
-        return waves * (config.tile_m + 24), *plain, *deep, -config.epilogue_stages
+        return waves * (config.tile_m + 24), config.schedule is not schedule, *deep, -config.epilogue_stages
 
     return min(bitplane_problem.legal(problem, why_not(problem), configs(problem)), key=cost)
 

@@ -33,7 +33,6 @@ template <class Config> struct StackedTiles {
         inner = first % inner_tiles, outer = first / inner_tiles;
     }
     DEVICE bool more() const { return left > 0; }
-    static DEVICE int width() { return Config::tile_m; }
     DEVICE void next() {
         left--;
         if (++inner == inner_tiles) inner = 0, outer++;
