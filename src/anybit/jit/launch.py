@@ -190,7 +190,10 @@ def _function(cuda: ModuleType, kernel: Kernel, device: int, code: Compiled) -> 
             library = checked(cuda.cuLibraryLoadData(code.cubin, [], [], 0, [], [], 0), f"loading {code.entry}")
             handle = checked(cuda.cuLibraryGetKernel(library, code.entry.encode()), f"finding {code.entry}")
             number = checked(cuda.cuDeviceGet(device), f"finding device {device}")
-            attributes, settings = cuda.CUfunction_attribute, []
+            attributes = cuda.CUfunction_attribute
+            # Shared memory takes all it can of what it shares with L1: an SM changes that only when it is idle, and the
+            # kernel behind, which starts early, would put two blocks on other SMs.
+            settings = [(attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)]
             if kernel.shared_bytes > 48 << 10:
                 settings.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes))
             if kernel.cluster > 8:
