@@ -1,10 +1,10 @@
 // Which experts each token takes: RMSNorm of x + residual (or x alone), the router's logits, the largest `top` and their
 // softmax, in one launch.
 //
-// A cluster of eight CTAs takes up to eight tokens at a time. Each holds a share of the router's weights in registers, loaded
-// before the rows are there: 16 experts are the rows of mma.m16n8k16, tokens the columns. Where there are fewer than 128 experts,
-// CTAs share K, too. Each CTA then chooses for the tokens of its rank, reading the others' logits. Which k a lane's words stand
-// for does not matter, as long as weights and rows agree: a lane takes eight in a row.
+// A cluster of CTAs takes up to eight tokens at a time. Each holds a share of the router's weights in registers, loaded
+// before the rows are there: 16 experts are the rows of mma.m16n8k16, tokens the columns. Where there are more CTAs than 16
+// experts each, they share K, too. Each then chooses for the token of its rank, by logits that all send it. Which k a lane's
+// words stand for does not matter, as long as weights and rows agree: a lane takes eight in a row.
 //
 // With more tokens than clusters take at once a GEMM is faster, and `take_largest` chooses by its logits.
 #ifndef ANYBIT_ROUTER_CUH
@@ -43,9 +43,9 @@ template <class C> struct Shape {
     static constexpr int chunk = 32 * warps * C::k_parts;  // values of K that all lanes of a cluster take at once
     static constexpr int stride = 2 * C::hidden + 64;      // bytes of a row in shared memory
     static constexpr int partial = C::tokens * stride;     // float [warps, tokens, rows]
-    static constexpr int logits = partial + warps * C::tokens * rows * 4;  // float [tokens, rows]
-    static constexpr int squares = logits + C::tokens * rows * 4;          // float [tokens, 32]
-    static constexpr int bytes = squares + C::tokens * 128;
+    static constexpr int squares = partial + warps * C::tokens * rows * 4;  // float [tokens, 32]
+    static constexpr int received = squares + C::tokens * 128;              // float [cluster, rows], of this CTA's token
+    static constexpr int barrier = received + C::cluster * rows * 4, bytes = barrier + 8;
 };
 
 template <class C> DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -86,8 +86,8 @@ template <bool bf16, bool renormalize, int each> DEVICE void choose(const Params
     }
 }
 
-// Of the cluster's token `at`, by one warp.
-template <class C> DEVICE void choose_of_cluster(const Params& p, uint32_t shared, int at, int token) {
+// Of the logits that the cluster sent, by one warp.
+template <class C> DEVICE void choose_of_cluster(const Params& p, uint32_t shared, int token) {
     using S = Shape<C>;
     constexpr int each = (S::rows * S::expert_parts + 31) / 32;
     uint32_t key[each];
@@ -96,10 +96,8 @@ template <class C> DEVICE void choose_of_cluster(const Params& p, uint32_t share
         key[i] = 0;
         if (expert >= p.experts) continue;
         float sum = 0.f;
-        UNROLL for (int part = 0; part < C::k_parts; part++) {
-            const uint32_t there = ptx::mapa(shared + S::logits, expert / S::rows * C::k_parts + part);
-            sum += __uint_as_float(ptx::ld_shared_cluster_u32(there + (at * S::rows + expert % S::rows) * 4));
-        }
+        UNROLL for (int part = 0; part < C::k_parts; part++)
+            sum += ptx::ld_shared_f32(shared + S::received + ((expert / S::rows * C::k_parts + part) * S::rows + expert % S::rows) * 4);
         key[i] = key_of(values::round_pair<C::is_bf16>(sum, 0.f) & 0xffffu, expert);
     }
     choose<C::is_bf16, C::renormalize>(p, key, token);
@@ -107,10 +105,10 @@ template <class C> DEVICE void choose_of_cluster(const Params& p, uint32_t share
 
 }  // namespace router
 
-template <class C> __global__ void __launch_bounds__(C::threads) route(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) route(const __grid_constant__ Params p) {
     using namespace values;
     using S = router::Shape<C>;
-    static_assert(C::shared_bytes == S::bytes, "rows, partial sums, logits, squares");
+    static_assert(C::shared_bytes == S::bytes, "rows, partial sums, squares, logits, a barrier");
     constexpr int warps = S::warps, rows = S::rows, resident = C::chunks < C::resident ? C::chunks : C::resident;
     constexpr bool bf16 = C::is_bf16;
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
@@ -127,6 +125,16 @@ template <class C> __global__ void __launch_bounds__(C::threads) route(const __g
             }
     };
     ptx::griddepcontrol_launch_dependents();
+    const auto expect = [&]() {
+        if (thread == 0 && rank < C::tokens) ptx::mbarrier_arrive_expect_tx(shared + S::barrier, C::cluster * rows * 4);
+    };
+    if (thread == 0) {
+        ptx::mbarrier_init(shared + S::barrier, 1);
+        ptx::fence_mbarrier_init();
+    }
+    expect();
+    __syncwarp();
+    ptx::barrier_cluster_arrive();
     uint4 held[resident][C::tiles][2];
     // Not ld.global.nc, which may sink below the wait.
     UNROLL for (int c = 0; c < resident; c++) load(c, held[c], ptx::ld_global_cg_v4);
@@ -135,7 +143,9 @@ template <class C> __global__ void __launch_bounds__(C::threads) route(const __g
         if (C::norm) gamma[v] = load8<true>(p.gamma, 8 * (v * C::threads + thread), C::hidden);
     ptx::griddepcontrol_wait();
 
-    for (int first = blockIdx.x / C::cluster * C::tokens; first < p.tokens; first += gridDim.x / C::cluster * C::tokens) {
+    const int step = static_cast<int>(gridDim.x) / C::cluster * C::tokens;
+    uint32_t parity = 0;
+    for (int first = blockIdx.x / C::cluster * C::tokens; first < p.tokens; first += step, parity ^= 1) {
         uint4 x[C::tokens][C::vectors], other[C::tokens][C::vectors];
         UNROLL for (int t = 0; t < C::tokens; t++)
             UNROLL for (int v = 0; v < C::vectors; v++) {
@@ -208,16 +218,21 @@ template <class C> __global__ void __launch_bounds__(C::threads) route(const __g
                 if (t < C::tokens) ptx::st_shared_f32(shared + S::partial + ((warp * C::tokens + t) * rows + row) * 4, sum[tile][i]);
             }
         __syncthreads();
+        ptx::barrier_cluster_wait();  // the others run, and expect this round's logits
         for (int i = thread; i < C::tokens * rows; i += C::threads) {
             float total = 0.f;
             UNROLL for (int w = 0; w < warps; w++) total += ptx::ld_shared_f32(shared + S::partial + (w * C::tokens * rows + i) * 4);
-            ptx::st_shared_f32(shared + S::logits + i * 4, total);
+            const uint32_t there = ptx::mapa(shared + S::received + (rank * rows + i % rows) * 4, i / rows);
+            ptx::st_async_u32(there, __float_as_uint(total), ptx::mapa(shared + S::barrier, i / rows));
         }
+        if (warp == 0 && rank < C::tokens) {
+            ptx::mbarrier_wait_parity_acquire_cluster(shared + S::barrier, parity);
+            if (first + rank < p.tokens) router::choose_of_cluster<C>(p, shared, first + rank);
+        }
+        if (first + step >= p.tokens) break;
+        expect();
+        __syncwarp();
         ptx::barrier_cluster_arrive();
-        ptx::barrier_cluster_wait();
-        if (warp == 0 && rank < C::tokens && first + rank < p.tokens) router::choose_of_cluster<C>(p, shared, rank, first + rank);
-        ptx::barrier_cluster_arrive();  // the others have read this CTA's logits
-        ptx::barrier_cluster_wait();
     }
 }
 

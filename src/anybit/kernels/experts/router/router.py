@@ -12,7 +12,8 @@ from anybit.device import Device
 from anybit.errors import KernelError, sixteen_bits
 from anybit.jit import Pointer
 
-_CLUSTER = 8
+_CLUSTERS = (16, 8)
+"""Blocks of a cluster: of one cluster, and of several."""
 _ROWS = 16
 """Experts of an MMA."""
 _CHUNK = 32
@@ -43,11 +44,12 @@ class Problem:
 class Config:
     """A kernel config.
 
-    tokens: of a cluster at a time.  tiles: of 16 experts a block.  k_parts: blocks that share K.  chunks: of a warp, of
-    which ``resident`` stay in registers.  vectors: of 8 values of a row a thread.
+    cluster: blocks.  tokens: of a cluster at a time.  tiles: of 16 experts a block.  k_parts: blocks that share K.
+    chunks: of a warp, of which ``resident`` stay in registers.  vectors: of 8 values of a row a thread.
     """
 
     threads: int
+    cluster: int
     hidden: int
     tokens: int
     tiles: int
@@ -94,31 +96,38 @@ def config_of(p: Problem) -> Config:
     if (reason := why_not(p)) is not None:
         raise KernelError(f"no kernel for this router: {reason}")
     threads = 256 if p.hidden <= 2048 else 512
-    parts = min(_CLUSTER, 1 << (-(-p.experts // _ROWS) - 1).bit_length())
-    tiles, k_parts = -(-p.experts // (_ROWS * parts)), _CLUSTER // parts
+    one, several = (_fitted(p, threads, cluster) for cluster in _CLUSTERS)
+    return one if p.tokens <= one.tokens else several
+
+
+def _fitted(p: Problem, threads: int, cluster: int) -> Config:
+    parts = min(cluster, 1 << (-(-p.experts // _ROWS) - 1).bit_length())
+    tiles, k_parts = -(-p.experts // (_ROWS * parts)), cluster // parts
     chunks = -(-p.hidden // (_CHUNK * threads // 32 * k_parts))
     vectors = 1 << (-(-p.hidden // (8 * threads)) - 1).bit_length()
     most = max(1, _HELD[threads] // (vectors * (2 if tiles > 2 else 1)))
     tokens = min(most, 1 << (p.tokens - 1).bit_length())
     return Config(
-        threads, p.hidden, tokens, tiles, k_parts, chunks, max(1, _HELD[threads] // tiles), vectors, p.norm,
+        threads, cluster, p.hidden, tokens, tiles, k_parts, chunks, max(1, _HELD[threads] // tiles), vectors, p.norm,
         p.renormalize, p.dtype == torch.bfloat16,
     )  # fmt: skip
 
 
 def most_tokens(p: Problem) -> int:
     """The most tokens that all clusters take at once; with more a GEMM's logits are faster."""
-    return config_of(replace(p, tokens=8)).tokens * (p.device.sms // _CLUSTER)
+    config = config_of(replace(p, tokens=9))
+    return config.tokens * (p.device.sms // config.cluster)
 
 
 def shared_bytes(c: Config) -> int:
-    """Rows, the warps' sums of logits, logits, sums of squares."""
-    return c.tokens * (2 * c.hidden + 64 + (c.threads // 32 + 1) * c.tiles * _ROWS * 4 + 128)
+    """Rows, the warps' sums of logits, sums of squares, all logits of a token, a barrier."""
+    logits = c.tiles * _ROWS * 4
+    return c.tokens * (2 * c.hidden + 64 + c.threads // 32 * logits + 128) + c.cluster * logits + 8
 
 
 def kernel(c: Config) -> jit.Kernel:
     """The kernel of a config."""
-    return jit.Kernel("experts/router/router.cuh", "route", c, Params, c.threads, shared_bytes(c), _CLUSTER)
+    return jit.Kernel("experts/router/router.cuh", "route", c, Params, c.threads, shared_bytes(c), c.cluster)
 
 
 def launch(
@@ -131,11 +140,11 @@ def launch(
     Raises KernelError for a problem that the kernel cannot run.
     """
     config = config_of(p)
-    clusters = min(-(-p.tokens // config.tokens), p.device.sms // _CLUSTER)
+    clusters = min(-(-p.tokens // config.tokens), p.device.sms // config.cluster)
     params = Params(
         x, residual, gamma, weight, total, y, ids, weights, x_stride, p.tokens, p.hidden, p.experts, p.top, epsilon
     )
-    return jit.Launch(kernel(config), params, (_CLUSTER * max(clusters, 1), 1, 1), pdl=True)
+    return jit.Launch(kernel(config), params, (config.cluster * max(clusters, 1), 1, 1), pdl=True)
 
 
 def launch_largest(p: Problem, logits: Pointer, ids: Pointer, weights: Pointer) -> jit.Launch:
