@@ -8,8 +8,8 @@
 //   them chose, in the order of first choice, and is dealt to the warps of a cluster, whose sums meet by st.async in a fixed
 //   order: no atomics. A token that did not choose an expert has digits of zero.
 // - Ids out of range are skipped: they add nothing, and their rows of h are neither written nor read.
-// - gate_up reads ids after griddepcontrol_wait and triggers down only then, so that down finds them complete and fills its ring
-//   of weights before it waits for h.
+// - gate_up reads ids after griddepcontrol_wait and triggers down only then, at once or when few copies are left, so that down
+//   finds them complete and fills its ring of weights before it waits for h.
 #ifndef ANYBIT_SM90_EXPERTS_GEMV_CUH
 #define ANYBIT_SM90_EXPERTS_GEMV_CUH
 
@@ -146,7 +146,7 @@ template <class C> DEVICE void multiply(const ExpertsParams& p) {
         ptx::barrier_cluster_arrive();
     }
     if constexpr (!C::down) ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
+    if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
     if (warp == 0) {
         if constexpr (C::down) list_experts<C>(p, shared, static_cast<int>(lane));
         else list_slots<C>(p, shared, static_cast<int>(lane));
@@ -197,6 +197,7 @@ template <class C> DEVICE void multiply(const ExpertsParams& p) {
         left--;
     };
     for (int i = 0; i < C::stages && left > 0; i++) fetch();
+    if (C::trigger > 0 && left < C::trigger) ptx::griddepcontrol_launch_dependents();
     // Scale and bias of each row of each expert: loaded before x is needed, stored after.
     constexpr int each = (C::places * S::rows + C::threads - 1) / C::threads;
     float2 factor[each];
@@ -274,6 +275,7 @@ template <class C> DEVICE void multiply(const ExpertsParams& p) {
                 }
                 __syncwarp();
                 if (left > 0) fetch();
+                if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
                 if (++stage == C::stages) stage = 0, phase ^= 1;
             }
         });

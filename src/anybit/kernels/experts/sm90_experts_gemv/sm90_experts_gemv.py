@@ -76,7 +76,7 @@ class Config(FewFacts):
 
     places: most experts of a block.  tile_m: tokens that share weights.  blocks: along an expert's rows.
     cluster: blocks that split K (down).  warps: of a block, all along K.  stage_units, chunks, stages, x_stages,
-    x_resident: as those of ``sm90_packed_gemv.Config``.
+    x_resident, trigger: as those of ``sm90_packed_gemv.Config``.
     """
 
     down: bool
@@ -93,6 +93,7 @@ class Config(FewFacts):
     x_resident: bool
     min_blocks_per_sm: int = 1
     sparse: bool = False
+    trigger: int = 0
 
 
 class ExpertsParams(jit.Params, header="experts/sm90_experts_gemv/sm90_experts_gemv.cuh"):
@@ -171,11 +172,11 @@ def blocks_of(p: Problem, tile_m: int, cluster: int = 1) -> int:
     """Blocks along an expert's rows. cluster: blocks that share rows.
 
     gate_up of one token and down, all of whose blocks work: one on each SM, or as few as registers allow. gate_up of
-    more tokens, some of whose blocks end at once: 12 units each.
+    more tokens, some of whose blocks end at once: 12 units each, of table codes 15.
     """
     most = _MOST_UNITS[tile_m]
     if p.tokens > 1 and not p.down:
-        return -(-p.units // min(12, most))
+        return -(-p.units // min(15 if p.weights.tabled else 12, most))
     each = max(1, p.device.sms // (cluster * _rows_of_blocks(p, tile_m)))  # for a block on each SM
     return min(p.units, each * -(-p.units // (each * most)))
 
@@ -231,15 +232,18 @@ def default(problem: Problem) -> Config:
     """The built-in choice. Raises KernelError if there is none."""
     if (reason := why_not(problem)) is not None:
         raise KernelError(reason)
-    tile_m = tile_of(problem)
-    alone = not problem.down and blocks_of(problem, tile_m) * _rows_of_blocks(problem, tile_m) <= problem.device.sms
-    blocks = problem.product.k_blocks * problem.top  # of K, of one token: copies of many rows pay
-    long = problem.down and problem.tokens == 1 and blocks >= _LONG and problem.weights.bits >= 4
-    tables = problem.down and problem.tokens > 1 and problem.weights.tabled  # gpt-oss, 4 tokens: 66.3 us for 69.2
-    warps = 12 if tables else 16 if problem.down and not long else 8
-    for kibibytes in _SIZES if alone or long or tables else _SIZES[1:]:
-        config = fitted(problem, warps, kibibytes)
-        if (reason := why_not(problem, config)) is None:
+    p, tile_m = problem, tile_of(problem)
+    blocks, k_blocks, one, tables = blocks_of(p, tile_m), p.product.k_blocks, p.tokens == 1, p.weights.tabled
+    # Of one block an SM, whose weights do not all fit: Qwen3-30B, where they do, takes 9.95 us for 10.6.
+    alone = not p.down and blocks * _rows_of_blocks(p, tile_m) <= p.device.sms
+    alone = alone and -(-p.units // blocks) * k_blocks * unit_bytes(p.weights) > _SIZES[0] << 10
+    long = p.down and one and k_blocks * p.top >= _LONG and p.weights.bits >= 4  # copies of many rows pay
+    # Few warps of table codes: gpt-oss at 4 tokens takes 64.1 us for 66.5; at one, with a late down, 20.8 for 22.7.
+    warps = (12 if tables else 8 if long else 16) if p.down else 4 if tables and tile_m == 2 else 8
+    sizes = _SIZES if alone or long or (p.down and tables and not one) else _SIZES[2 if warps == 4 else 1 :]
+    for kibibytes in sizes:
+        config = replace(fitted(p, warps, kibibytes), trigger=4 if tables and one and not p.down else 0)
+        if (reason := why_not(p, config)) is None:
             return config
     raise KernelError(reason)
 
