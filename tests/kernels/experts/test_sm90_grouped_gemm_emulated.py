@@ -152,6 +152,12 @@ def test_ragged_tiles(tile_m: int, row_warpgroups: int) -> None:
     assert error(made, run(made, tile_m, row_warpgroups)) < 2e-3
 
 
+def test_even_tiles() -> None:
+    """Tiles of 144 and 136 of an expert's 280 tokens, not of 160 and 120."""
+    made = experts("w4a16g128", ids_of("one", 280, 1, 3), 3, 128, 64, torch.float16)
+    assert error(made, run(made, 160, 1)) < 2e-3
+
+
 def test_a_tokens_nan_stays_in_it() -> None:
     made = experts("w4a16g128", ids_of("uniform", 9, 2, 3), 3, 128, 64)
     assert isinstance(made.operands.x, torch.Tensor)

@@ -72,8 +72,10 @@ template <int count, class Int> DEVICE void wgmma_touch(Int (&d)[count]) {
 #define ANYBIT_OUTS_112(c) ANYBIT_OUTS_96(c), ANYBIT_8(c, 48)
 #define ANYBIT_REGS_128 ANYBIT_REGS_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define ANYBIT_OUTS_128(c) ANYBIT_OUTS_112(c), ANYBIT_8(c, 56)
-#define ANYBIT_REGS_160 ANYBIT_REGS_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define ANYBIT_OUTS_160(c) ANYBIT_OUTS_128(c), ANYBIT_16(c, 64)
+#define ANYBIT_REGS_144 ANYBIT_REGS_128 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define ANYBIT_OUTS_144(c) ANYBIT_OUTS_128(c), ANYBIT_8(c, 64)
+#define ANYBIT_REGS_160 ANYBIT_REGS_144 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define ANYBIT_OUTS_160(c) ANYBIT_OUTS_144(c), ANYBIT_8(c, 72)
 #define ANYBIT_REGS_192 ANYBIT_REGS_160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define ANYBIT_OUTS_192(c) ANYBIT_OUTS_160(c), ANYBIT_16(c, 80)
 #define ANYBIT_REGS_224 ANYBIT_REGS_192 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
@@ -93,6 +95,7 @@ template <int count, class Int> DEVICE void wgmma_touch(Int (&d)[count]) {
     X(96, 48, 49, 50, 51, 52, 53, 54, 55, __VA_ARGS__) \
     X(112, 56, 57, 58, 59, 60, 61, 62, 63, __VA_ARGS__) \
     X(128, 64, 65, 66, 67, 68, 69, 70, 71, __VA_ARGS__) \
+    X(144, 72, 73, 74, 75, 76, 77, 78, 79, __VA_ARGS__) \
     X(160, 80, 81, 82, 83, 84, 85, 86, 87, __VA_ARGS__) \
     X(192, 96, 97, 98, 99, 100, 101, 102, 103, __VA_ARGS__) \
     X(224, 112, 113, 114, 115, 116, 117, 118, 119, __VA_ARGS__) \

@@ -190,8 +190,10 @@ def _expert_cost(problem: Problem, tile_m: int) -> float:
     """The relative time of an expert's tokens, on average over uniform routing; last tiles multiply what they have."""
     mean, cost = problem.slots / problem.experts, 0.0
     for eighth in (-1.15, -0.32, 0.32, 1.15):  # of a normal distribution
-        whole, rest = divmod(max(1, round(mean + eighth * math.sqrt(mean))), tile_m)
-        cost += whole * _width_cost(tile_m) + (_width_cost(round_up(rest, 16)) if rest else 0)
+        tokens = max(1, round(mean + eighth * math.sqrt(mean)))
+        tiles = -(-tokens // tile_m)
+        even = min(round_up(-(-tokens // tiles), 16), tile_m)
+        cost += (tiles - 1) * _width_cost(even) + _width_cost(round_up(tokens - (tiles - 1) * even, 16))
     return cost
 
 

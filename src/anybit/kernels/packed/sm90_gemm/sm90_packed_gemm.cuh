@@ -217,7 +217,7 @@ template <int n> struct Width {
     static constexpr int value = n;
 };
 template <class Config, int n = 32, class Body> DEVICE void at_width(int tokens, const Body& body) {
-    constexpr int next = n < 64 ? 64 : n < 128 ? n + 16 : n + 32;
+    constexpr int next = n < 64 ? 64 : n < 160 ? n + 16 : n + 32;
     if constexpr (next > Config::tile_m || is_sparse<Config>()) body(Width<Config::tile_m>{});
     else if (tokens <= n) body(Width<n>{});
     else at_width<Config, next>(tokens, body);

@@ -145,12 +145,13 @@ DEVICE TilePlace tile_place(const Params& p, int tile) {
 }
 
 // A tile of experts, of which routing wrote `found`: an expert's token tiles run fastest, so that its weights are read from
-// memory once.
+// memory once. They are as even as can be: else some CTAs would have whole tiles alone, and others rests.
 template <class Config> DEVICE ExpertPlace expert_place(const Params& p, int tile, const uint4& found) {
     const int expert = found.x, first = found.z, tokens = found.w;
     const int within = tile - static_cast<int>(found.y) * p.row_tiles, token_tiles = (tokens + Config::tile_m - 1) / Config::tile_m;
-    const int row_tile = within / token_tiles, token_tile = within - row_tile * token_tiles, begin = expert * p.expert_tiles;
-    return {begin + row_tile * Config::row_warpgroups, begin + p.expert_tiles, expert, first + token_tile * Config::tile_m, first + tokens};
+    const int row_tile = within / token_tiles, begin = expert * p.expert_tiles;
+    const int even = min((tokens + 16 * token_tiles - 1) / (16 * token_tiles) * 16, Config::tile_m), token = (within - row_tile * token_tiles) * even;
+    return {begin + row_tile * Config::row_warpgroups, begin + p.expert_tiles, expert, first + token, first + min(token + even, tokens)};
 }
 
 // The same with Config::block_tiles: each CTA owns a contiguous range of 64-row tiles, row_warpgroups at a time.
