@@ -1,5 +1,5 @@
 // Digits of the slots of each token tile, as digitize makes those of tokens. blockIdx.x: at_once blocks of 128 columns;
-// blockIdx.y: a token tile that routing wrote.
+// blockIdx.y: a token tile that routing wrote; blockIdx.z: some of its tokens, a warp each.
 #ifndef ANYBIT_DIGITIZE_SLOTS_CUH
 #define ANYBIT_DIGITIZE_SLOTS_CUH
 
@@ -16,11 +16,12 @@ struct SlotsParams {
 
 template <class C> __global__ void __launch_bounds__(C::threads) digitize_slots(const __grid_constant__ SlotsParams p) {
     using L = packed::DigitLayout<C>;
-    static_assert(C::threads == C::tile_m * 32, "a warp a token");
+    constexpr int warps = C::threads / 32;
+    static_assert(C::tile_m % warps == 0, "a warp a token");
     // The product reads tiles as soon as it starts: before inner values are there, not before routing has ended.
     if constexpr (C::of_tokens) ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
-    const int item = static_cast<int>(blockIdx.y), token = static_cast<int>(ptx::warp_id()), first = static_cast<int>(blockIdx.x) * C::at_once;
+    const int item = static_cast<int>(blockIdx.y), token = static_cast<int>(blockIdx.z) * warps + static_cast<int>(ptx::warp_id()), first = static_cast<int>(blockIdx.x) * C::at_once;
     const uint4 found = ptx::ld_global_cg_v4(p.token_tile + item);
     const int count = static_cast<int>(ptx::ld_global_cg_u32(p.token_tile_count));
     const int slot = static_cast<int>(found.z + (item - found.y) * C::tile_m) + token;

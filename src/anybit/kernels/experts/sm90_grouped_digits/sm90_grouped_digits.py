@@ -92,8 +92,9 @@ def digitize_launch(product: LinearProblem, config: Config, params: SlotsParams,
     fields = {name: getattr(config, name) for name in digitize.Config.__dataclass_fields__}
     at_once = 4 if product.k_blocks <= 32 else 8
     made = SlotsConfig(**fields, of_tokens=params.token is not None, at_once=at_once)
-    code = jit.Kernel(f"{_FOLDER}/digitize_slots.cuh", "digitize_slots", made, SlotsParams, 32 * config.tile_m)
-    return Launch(code, params, (-(-product.k_blocks // at_once), token_tiles, 1), pdl=True)
+    warps = math.gcd(config.tile_m, 8)  # few of a large block's would have a token
+    code = jit.Kernel(f"{_FOLDER}/digitize_slots.cuh", "digitize_slots", made, SlotsParams, 32 * warps)
+    return Launch(code, params, (-(-product.k_blocks // at_once), token_tiles, config.tile_m // warps), pdl=True)
 
 
 def launch(
