@@ -41,11 +41,11 @@ template <class C> struct DigitLayout {
     static_assert(C::tile_m % 4 == 0, "four tokens fill a B operand");
     static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
     static constexpr bool floats = tabled(C::code);
-    // The token of 16 bytes at `at`; 0 for facts, which are of all.
+    // The token of 16 bytes at `at` for mma.sync; 0 for facts, which are of all.
     static __device__ constexpr int token_of(int at) {
         if (at >= facts) return 0;
         if (floats) return at / 2048 * 8 + at / 64 % 2 * 4 + at / 128 % 4;
-        return C::wgmma ? at / 32 % C::tile_m : at / 1024 * 4 + at / 128 % 4;
+        return at / 1024 * 4 + at / 128 % 4;
     }
     static constexpr int token_tiles = C::tile_m / 4, facts = token_tiles * 1024, block_bytes = facts + C::tile_m * (floats ? 4 : flushes * 8);
 };

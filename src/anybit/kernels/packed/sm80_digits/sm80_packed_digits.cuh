@@ -7,7 +7,8 @@
 // - Weights are the A operand of mma.sync (16 rows), which leaves little of the registers' bandwidth to other instructions, or
 //   of wgmma, which does not. A CTA owns whole units of 16 rows. Its warps form a row_warps x k_warps
 //   grid: those of a K slice share digits in shared memory.
-// - Rings of cp.async, a block of columns a stage; weights are on their way before griddepcontrol.wait.
+// - Rings of cp.async, a block of columns a stage; weights are on their way before griddepcontrol.wait. For wgmma bulk
+//   copies, a K slice's at a time: after cp.async it needs a fence, a MEMBAR in SASS, which took 3 to 6 % longer.
 // - Sums stay in registers, meet once in shared memory, then over the CTAs of a cluster, all in a fixed order.
 #ifndef ANYBIT_SM80_PACKED_DIGITS_CUH
 #define ANYBIT_SM80_PACKED_DIGITS_CUH
@@ -34,24 +35,44 @@ template <class C, class Ready> DEVICE void multiply_tile(const DigitTile& tile,
     const int warp = static_cast<int>(ptx::warp_id()), k_warp = warp / C::row_warps;
     // Rotated by k_warp, so that an uneven split of the rows loads the SM's schedulers evenly.
     const int row_warp = (warp + k_warp) % C::row_warps, thread = row_warp * 32 + static_cast<int>(lane);
-    const uint32_t weights = shared + warp * (C::stages * S::slot_bytes), slots = shared + S::digits + k_warp * (C::stages * S::block_bytes);
     const int first = row_warp * tile.units / C::row_warps, mine = (row_warp + 1) * tile.units / C::row_warps - first;
     // Blocks of 128 columns go round-robin to the K warps of all CTAs of the cluster.
     constexpr int dealt = C::cluster_k * C::k_warps;
     const int first_block = rank * C::k_warps + k_warp;
     const int rounds = tile.k_blocks > first_block ? (tile.k_blocks - first_block + dealt - 1) / dealt : 0;
+    constexpr int slot_bytes = C::wgmma ? C::row_warps * S::slot_bytes : S::slot_bytes;  // of a K slice, or of a warp
+    const uint32_t weights = shared + (C::wgmma ? k_warp : warp) * (C::stages * slot_bytes), slots = shared + S::digits + k_warp * (C::stages * S::block_bytes);
+    const uint32_t mine_at = C::wgmma ? first * S::unit_size : 0, arrived = shared + S::barriers + k_warp * (C::stages * 8);
     const int weights_at = static_cast<int>(lane) * 16, digits_at = thread * 16;
-    const uint8_t* weights_ahead = tile.tiles + first_block * tile.stride + static_cast<size_t>(first) * S::unit_size + weights_at;
-    const uint8_t* digits_ahead = tile.digits + static_cast<size_t>(first_block) * S::block_bytes + digits_at;
+    const uint8_t* weights_ahead = tile.tiles + first_block * tile.stride + (C::wgmma ? 0 : static_cast<size_t>(first) * S::unit_size + weights_at);
+    const uint8_t* digits_ahead = tile.digits + static_cast<size_t>(first_block) * S::block_bytes + (C::wgmma ? 0 : digits_at);
     const auto bring_weights = [&](int slot) {
-        copy<S::slot_bytes, 512>(weights + slot * S::slot_bytes + weights_at, weights_ahead, mine * S::unit_size - weights_at, [](int) { return true; });
+        if constexpr (C::wgmma) {
+            if (thread == 0) {
+                const uint32_t bytes = static_cast<uint32_t>(tile.units) * S::unit_size;
+                ptx::mbarrier_arrive_expect_tx(arrived + slot * 8, bytes + S::block_bytes);
+                ptx::cp_async_bulk_load_hint(weights + slot * slot_bytes, weights_ahead, bytes, arrived + slot * 8, ptx::createpolicy_evict_first());
+            }
+        } else {
+            copy<S::slot_bytes, 512>(weights + slot * slot_bytes + weights_at, weights_ahead, mine * S::unit_size - weights_at, [](int) { return true; });
+        }
         weights_ahead += dealt * tile.stride;
     };
     const auto bring_digits = [&](int slot) {
-        copy<S::block_bytes, S::group_threads * 16>(slots + slot * S::block_bytes + digits_at, digits_ahead, S::block_bytes - digits_at,
-                                                    [&](int i) { return tile.tokens < 0 || S::token_of(digits_at + i) < tile.tokens; });
+        if constexpr (C::wgmma) {
+            if (thread == 0) ptx::cp_async_bulk_load(slots + slot * S::block_bytes, digits_ahead, S::block_bytes, arrived + slot * 8);
+        } else {
+            copy<S::block_bytes, S::group_threads * 16>(slots + slot * S::block_bytes + digits_at, digits_ahead, S::block_bytes - digits_at,
+                                                        [&](int i) { return tile.tokens < 0 || S::token_of(digits_at + i) < tile.tokens; });
+        }
         digits_ahead += dealt * S::block_bytes;
     };
+    if constexpr (C::wgmma) {
+        if (thread == 0) {
+            UNROLL for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(arrived + i * 8, 1);
+            ptx::fence_mbarrier_init();
+        }
+    }
     UNROLL for (int i = 0; i < ahead; i++)
         if (i < rounds) bring_weights(i);
     ptx::cp_async_commit_group();
@@ -75,15 +96,16 @@ template <class C, class Ready> DEVICE void multiply_tile(const DigitTile& tile,
 
     Product product;
     int slot = 0, next = ahead;
+    uint32_t phase = 0;
     for (int i = 0; i < rounds; i++) {
-        ptx::cp_async_wait_group<ahead - 1>();
-        if constexpr (C::wgmma) ptx::fence_proxy_async();
+        if constexpr (!C::wgmma) ptx::cp_async_wait_group<ahead - 1>();
         if constexpr (C::row_warps > 1) ptx::bar_sync(k_warp + 1, S::group_threads);
         else __syncwarp();
         if (i + ahead < rounds) bring_weights(next), bring_digits(next);
-        ptx::cp_async_commit_group();
-        product.round(sums, slots + slot * S::block_bytes, weights + slot * S::slot_bytes, mine, row_zeros, lane);
-        if (++slot == C::stages) slot = 0;
+        if constexpr (C::wgmma) ptx::mbarrier_wait_parity(arrived + slot * 8, phase);
+        else ptx::cp_async_commit_group();
+        product.round(sums, slots + slot * S::block_bytes, weights + slot * slot_bytes + mine_at, mine, row_zeros, lane);
+        if (++slot == C::stages) slot = 0, phase ^= 1;
         if (++next == C::stages) next = 0;
     }
 

@@ -119,7 +119,8 @@ def shared_bytes(config: Config) -> int:
     rings = c.stages * (c.warps * c.units * c.unit_bytes + c.k_warps * digitize.block_bytes(c))
     sums = c.k_warps * c.tile_m * (rows + 8) * 4
     received = (c.cluster_k - 1) * (c.tile_m // c.cluster_k) * rows * 4
-    return max(max(rings, sums) + rows * 8 + received + 8, c.min_shared_bytes)
+    barriers = 8 + c.k_warps * c.stages * 8 * c.wgmma
+    return max(max(rings, sums) + rows * 8 + received + barriers, c.min_shared_bytes)
 
 
 def arguments(operands: Operands, problem: LinearProblem, config: Config) -> Params:

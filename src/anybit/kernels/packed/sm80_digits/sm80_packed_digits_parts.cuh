@@ -24,7 +24,8 @@ template <class C> struct DigitsShape : DigitLayout<C> {
     static constexpr int factors = body_bytes > sums_bytes ? body_bytes : sums_bytes;
     static constexpr int received = factors + block_rows * 8;
     static constexpr int share = C::tile_m / C::cluster_k;               // tokens that a CTA finishes
-    static constexpr int sum_barrier = received + (C::cluster_k - 1) * share * block_rows * 4, bytes = sum_barrier + 8;
+    static constexpr int sum_barrier = received + (C::cluster_k - 1) * share * block_rows * 4;
+    static constexpr int barriers = sum_barrier + 8, bytes = barriers + (C::wgmma ? k_warps * C::stages * 8 : 0);
 };
 
 // What a CTA multiplies: `units` units of 16 rows from `tiles` on, those of the next block of columns `stride` bytes behind.

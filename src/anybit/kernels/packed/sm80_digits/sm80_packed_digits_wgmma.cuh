@@ -14,13 +14,17 @@ template <class C> struct WgmmaProduct {
     using S = DigitsShape<C>;
     static constexpr int halves = C::tile_m > 32 ? 2 : 1, tokens = C::tile_m / halves, steps = 4 / S::flushes;
     static constexpr int sets = C::units * S::flushes, jobs = sets * halves;  // of register operands
+    static constexpr bool kept = S::flushes * S::token_tiles <= 8;  // facts in registers
     int32_t part[2][tokens];
     RowFacts<C> rows[2];
+    float2 facts[kept ? S::flushes * S::token_tiles : 1];
 
     // As of MmaProduct; all units, stale ones past the last row, too, as the warps of a warpgroup multiply together.
     DEVICE void round(float (&sums)[C::units][S::token_tiles][2], uint32_t slot, uint32_t units, int,
                                           const uint32_t (&row_zeros)[S::zeros], uint32_t lane) {
         const uint64_t digits = ptx::wgmma_descriptor(slot, ptx::Swizzle::none, 128, 32 * C::tile_m);
+        if constexpr (kept)
+            UNROLL for (int i = 0; i < S::flushes * S::token_tiles; i++) facts[i] = token_fact(slot + S::facts, i * 4 + static_cast<int>(lane & 3));
         uint32_t a[2][steps][4], words[2 * C::bits];
         unroll<0, jobs>([&](auto index) {
             constexpr int j = decltype(index)::value, set = j / halves, u = set / S::flushes, f = set % S::flushes, h = j % halves;
@@ -54,7 +58,8 @@ private:
         int32_t (&product)[tokens] = part[j & 1];
         ptx::wgmma_touch(product);
         UNROLL for (int n = 0; n < tokens / 4; n++) {
-            const float2 fact = token_fact(slot + S::facts, f * C::tile_m + first + n * 4 + static_cast<int>(lane & 3));
+            const int at = f * C::tile_m + first + n * 4;
+            const float2 fact = kept ? facts[at / 4] : token_fact(slot + S::facts, at + static_cast<int>(lane & 3));
             UNROLL for (int r = 0; r < 2; r++)
                 rows[set & 1].add(sums[u][first / 4 + n][r], r, product[4 * n + 2 * r], product[4 * n + 2 * r + 1], fact);
         }
