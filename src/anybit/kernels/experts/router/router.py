@@ -12,8 +12,8 @@ from anybit.device import Device
 from anybit.errors import KernelError, sixteen_bits
 from anybit.jit import Pointer
 
-_CLUSTERS = (16, 8)
-"""Blocks of a cluster: of one cluster, and of several."""
+_MOST_OF_16 = 4
+"""Most clusters of 16 blocks, which not all parts of a GPU have room for; more are of eight."""
 _ROWS = 16
 """Experts of an MMA."""
 _CHUNK = 32
@@ -95,9 +95,8 @@ def config_of(p: Problem) -> Config:
     """The config of a problem. Raises KernelError for one that the kernel cannot run."""
     if (reason := why_not(p)) is not None:
         raise KernelError(f"no kernel for this router: {reason}")
-    threads = 256 if p.hidden <= 2048 else 512
-    one, several = (_fitted(p, threads, cluster) for cluster in _CLUSTERS)
-    return one if p.tokens <= one.tokens else several
+    few = _fitted(p, 512, 16)
+    return few if p.tokens <= _MOST_OF_16 * few.tokens else _fitted(p, 256 if p.hidden <= 2048 else 512, 8)
 
 
 def _fitted(p: Problem, threads: int, cluster: int) -> Config:
@@ -115,7 +114,7 @@ def _fitted(p: Problem, threads: int, cluster: int) -> Config:
 
 def most_tokens(p: Problem) -> int:
     """The most tokens that all clusters take at once; with more a GEMM's logits are faster."""
-    config = config_of(replace(p, tokens=9))
+    config = config_of(replace(p, tokens=64))
     return config.tokens * (p.device.sms // config.cluster)
 
 
