@@ -30,7 +30,7 @@ def quantized(folder, scheme):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return folder_of(hf.LlamaConfig(**SIZES), tmp_path_factory.mktemp("llama"))
+    return folder_of(hf.LlamaConfig(**{**SIZES, "max_position_embeddings": 1024}), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def attend_exactly(q, k, v, masks):
 
 def cache_of(model, kv="kv16", rows=1, **options):
     """A static cache that held other tokens before."""
-    cache = AnyBitCache(kv, config=model.config, capacity=512, static=True, **options)
+    cache = AnyBitCache(kv, config=model.config, capacity=1024, static=True, **options)
     with torch.no_grad():
         model(torch.full((rows, 300), 5), past_key_values=cache)
     cache.reset()
@@ -75,7 +75,7 @@ def logits_of(model, cache, ids, steps=0, **call):
 @pytest.mark.parametrize("model", ["w4a16g32", "w4a8", "w2a2"], indirect=True)
 def test_padding_changes_nothing(model, kv):
     exact, padded = cache_of(model, kv), cache_of(model, kv)
-    for tokens in (1, 31, 32, 119, 127, 128, 129):
+    for tokens in (1, 31, 32, 119, 127, 128, 129, 603):
         ids = prompt(1, tokens)
         wanted = logits_of(model, exact, ids, steps=12)
         found = logits_of(model, padded, ids.as_subclass(OnGPU), steps=12, attention_mask=torch.ones_like(ids))
@@ -88,7 +88,7 @@ def test_padding_changes_nothing(model, kv):
         assert torch.equal(padded.store.table < 0, exact.store.table < 0)
         padded.reset()
         exact.reset()
-    assert set(model._anybit_decoder.prompts[padded]) == {32, 128, 160}
+    assert set(model._anybit_decoder.prompts[padded]) == {32, 128, 160, 608}
     assert exact not in model._anybit_decoder.prompts
 
 
@@ -115,8 +115,10 @@ def test_what_is_no_first_prompt_runs_eagerly(model):
     assert graph_of(cache, attention_mask=torch.ones(1, 10)) is None
     assert graph_of(cache, logits_to_keep=0) is graph_of(cache, logits_to_keep=torch.tensor([8])) is None
     assert graph_of(cache, output_attentions=True) is graph_of(cache, inputs_embeds=torch.ones(1, 9, 128)) is None
-    assert graph_of(cache, prompt(1, 513).as_subclass(OnGPU)) is graph_of(cache, prompt(1, 9)) is None
-    assert graph_of(cache_of(model, rows=17), prompt(17, 3).as_subclass(OnGPU)) is None  # more than 512 in all
+    assert graph_of(cache, prompt(1, 8193).as_subclass(OnGPU)) is graph_of(cache, prompt(1, 9)) is None
+    many = cache_of(model, rows=17)
+    assert graph_of(many, prompt(17, 3).as_subclass(OnGPU)) is None  # padding would cost more than it saves
+    assert isinstance(graph_of(many, prompt(17, 513).as_subclass(OnGPU)), graph.PromptGraph)
     assert graph_of(cache_of(model, slack=0)) is None
     assert graph_of(AnyBitCache("kv16", config=model.config, capacity=64, static=True)) is None  # not allocated yet
     handle = model.lm_head.register_forward_hook(lambda *_: None)

@@ -32,3 +32,7 @@ def test_replayed_prompts_answer_as_eager_ones(tmp_path: Path, scheme: str, rows
     assert set(graphs) == {32, 64, 128, 160} and all(graph.graph is not None for graph in graphs.values())
     if "a16" in scheme:  # other kernels round otherwise, which may part near-ties later on, and turns codes
         assert all(torch.equal(first[0, tokens][:, tokens], first[1, tokens][:, tokens]) for tokens in lengths)
+    _, padded, again = [model.generate(prompt(rows, 601), **call) for _ in range(3)]  # not captured
+    assert torch.equal(padded, again)
+    ((long,),) = [graphs.values() for graphs in decoder.prompts.values()]
+    assert long.ids.shape == (rows, 608) and long.graph is None

@@ -16,6 +16,9 @@ from anybit.hf.cache_name import CACHE
 from anybit.layers.experts import Experts
 from anybit.ops.capture import capture
 
+CAPTURED = 512
+"""Most tokens of a captured prompt, of all rows: beyond, a GPU takes longer than the host, and graphs more memory."""
+
 
 class StepGraph:
     """A step of one token per row over one static cache: eager the first time (to compile), captured the second.
@@ -135,7 +138,8 @@ class PromptGraph(StepGraph):
     """First prompts of up to ``tokens`` tokens of each row, in a fused model without experts.
 
     They are padded on the right, where causal attention does not look, and the cache takes the padding back. As with
-    steps, the first runs eagerly and the second is captured. others: of the cache; they run in turn and share memory.
+    steps, the first runs eagerly and the second is captured, but all run eagerly if rows * tokens exceed ``CAPTURED``.
+    others: of the cache; they run in turn and share memory.
     """
 
     def __init__(
@@ -164,3 +168,9 @@ class PromptGraph(StepGraph):
         logits = self._advance()
         self.cache.crop(self.ids.shape[1] - tokens)
         return logits
+
+    def _first_steps(self) -> None:
+        if self.ids.numel() <= CAPTURED:
+            super()._first_steps()
+        else:
+            self.logits = self._run()
