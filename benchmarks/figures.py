@@ -2,6 +2,7 @@
 
 speed.svg          README: throughput inside vLLM, and decode steps over long contexts
 sizes.svg          schemes: perplexity and decode speed over bits per weight
+widths.svg         design/packed: times of narrow weights at few tokens, and their floors
 experts.svg        experts: time over the floor, by tokens
 packed_roofline.svg, sparse_speedup.svg, serving_rates.svg
                    the MARLIN paper's Fig. 11, its section 5 on Sparse-MARLIN and its serving figure, for an H200
@@ -55,6 +56,26 @@ def roofline(rows: list[Row]) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     save(picture, "packed_roofline.svg")
+
+
+def widths(rows: list[Row]) -> None:
+    """Times by tokens, a curve per width, and the same over the floor."""
+    mine = {(row["scheme"], row["m"]): row for row in rows if row["case"] == "mistral-large qkv"}
+    counts = sorted({m for _, m in mine})
+    picture, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    for scheme in dict.fromkeys(scheme for scheme, _ in mine):
+        us, floor = ([mine[scheme, m][field] for m in counts] for field in ("us", "floor_us"))
+        left.plot(counts, us, marker="o", markersize=3, label=scheme)
+        right.plot(counts, [a / b for a, b in zip(us, floor, strict=True)], marker="o", markersize=3, label=scheme)
+    left.set(title="microseconds, 14336 x 12288, on an H200")
+    right.set(title="of the time that reading and multiplying take")
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="tokens", xticks=counts, xticklabels=counts)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    save(picture, "widths.svg")
 
 
 def sparse(rows: list[Row]) -> None:
@@ -195,6 +216,7 @@ def main() -> None:
     speed(rows_of("serving"), steps)
     sizes(quantized(), rows_of("perplexity", "cpu"), steps)
     roofline([row for row in rows_of("gemm_packed") if "bytes" in row])
+    widths(rows_of("widths"))
     rows = [row for row in rows_of("serving") if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b"]
     served([row for row in rows if (row["ranks"], row["executor"]) == (1, "mp")])  # as `anybit serve` runs vLLM
     sparse(rows_of("sparse"))
