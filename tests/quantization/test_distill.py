@@ -22,7 +22,7 @@ from anybit.quantization.learn.loop import Course, steps_of
 from anybit.quantization.learn.norms import Gains, fuse_norms
 from anybit.quantization.learn.rounding import keys_and_values_through, rounded_through
 from anybit.quantization.learn.static_step import StaticStep
-from anybit.quantization.learn.student import gains_of, placed, student_of, without_rotations
+from anybit.quantization.learn.student import attend_by, gains_of, placed, student_of, without_rotations
 from anybit.quantization.methods import distill as module
 from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.smooth_rotate import smooth_rotate
@@ -383,6 +383,26 @@ def test_failures_are_named():
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(CalibrationError, match="not finite"):
         distill(model, weights, sequences(4), scheme_of)
+
+
+def test_a_captured_step_has_no_mask_that_steps_before_it_lacked(monkeypatch):
+    model, masks = tiny(layers=1), []
+
+    def watched(attend):
+        def attention(module, query, key, value, mask, **settings):
+            masks.append(mask)
+            return attend(module, query, key, value, mask, **settings)
+
+        return attention
+
+    attend_by(model, "watched", watched)
+    tokens = torch.stack(sequences(4)[::3])
+    before = model(tokens, use_cache=False).logits
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(model(tokens, use_cache=False).logits, before)
+    model(tokens[:, :-1], use_cache=False)
+    assert masks[:2] == [None, None] and masks[2] is not None, "only sizes that went without a mask before"
 
 
 def test_fused_norms_compute_the_same():

@@ -131,8 +131,28 @@ def attend_by(model: "PreTrainedModel", kind: str, change: Callable[[Attend], At
     usual = model.config._attn_implementation
     name = f"anybit-{kind}-{usual}"
     AttentionInterface.register(name, change(ALL_ATTENTION_FUNCTIONS[usual]))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
+    AttentionMaskInterface.register(name, _same_when_captured(ALL_MASK_ATTENTION_FUNCTIONS[usual]))
     model.config._attn_implementation = name
+
+
+def _same_when_captured(masks: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Leave a mask out of a CUDA graph where the steps before its capture had none.
+
+    transformers looks for packed sequences, except in a capture, which cannot read them: there it makes a mask. With
+    that, attention would be slower, and compiled code would be compiled again, which a capture does not allow.
+    """
+    without: set[tuple[object, ...]] = set()
+
+    def mask(**asked: object) -> Tensor | None:
+        sizes = tuple(asked.get(name) for name in ("q_length", "kv_length", "local_size"))
+        if sizes in without and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None
+        made = masks(**asked)
+        if made is None:
+            without.add(sizes)
+        return made
+
+    return mask
 
 
 def _attend_through(model: "PreTrainedModel", format: KVFormat) -> None:
