@@ -84,8 +84,9 @@ def test_few_tokens_take_the_count_above_alone() -> None:
 
 
 def test_a_count_on_one_side_does_not_decide() -> None:
-    """Above alone for many tokens, or below alone for few: the layer then asks its neighbours, too."""
-    for scheme, asked, counts, best in (("w4a8", 600, (512, 1024), 512), ("w4a16g128", 4, (6, 2), 6)):
+    """Above alone, or below alone for few tokens: the layer then asks its neighbours, too."""
+    cases = (("w4a8", 600, (512, 1024), 512), ("w4a16g128", 4, (6, 2), 6), ("w4a16g128", 1, (1, 2), 1))
+    for scheme, asked, counts, best in cases:
         own, near = product(scheme, counts[1]), product(scheme, counts[0], n=4608)
         kernel = "sm90_packed_gemm" if asked > 8 else "sm90_packed_skinny_f16"
         slow = "sm90_packed_gemm" if asked > 8 else "sm90_packed_gemv"

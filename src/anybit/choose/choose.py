@@ -106,8 +106,9 @@ class Map:
         each = [self.near(product, one) for one in layouts(product.activations, layout)]
         near = [list(islice((one for one in some if one[1].around(product.m)), _LAYERS)) for some in each]
         nearest = [one for some in near for one in some[:1]]
-        most = math.inf if product.m <= FEW_TOKENS else product.m  # a count above alone does not decide, of many tokens
-        own = [(apart, one) for apart, one in nearest if not apart and any(m <= most for m in one.around(product.m))]
+        own = [
+            (apart, one) for apart, one in nearest if not apart and any(m <= product.m for m in one.around(product.m))
+        ]
         found: list[tuple[float, Candidate, LinearProblem]] = []
         for apart, layer in own if own and not everything else chain(*near):
             for m in layer.around(product.m):
