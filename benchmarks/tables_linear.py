@@ -56,7 +56,7 @@ def packed_widths() -> str:
 
 
 def experts() -> str:
-    """Mixtures down, tokens across: microseconds, and in brackets how many times the floor."""
+    """Mixtures down, tokens across: microseconds, and in brackets how many times the floor; peers of the same run."""
     body, tokens = [], (1, 4, 16, 64, 256, 1024, 4096)
     names = {"qwen3-30b": "Qwen3-30B-A3B", "mixtral": "Mixtral-8x7B", "deepseek-v3": "DeepSeek-V3, 32 experts"}
     for case, words in (names | {"gpt-oss-120b": "gpt-oss-120b, MXFP4"}).items():
@@ -68,6 +68,8 @@ def experts() -> str:
             ]
             if found:
                 body.append([f"{words}, `{scheme}`", *cells])
+            if peers := {m: min(row["baselines"].values()) for m, row in found.items() if row["baselines"]}:
+                body.append(["vLLM, its faster one", *(_rounded(peers[m]) if m in peers else "" for m in tokens)])
     return table(["us (x floor)", *(f"{m:,}" for m in tokens)], body) if body else ""
 
 
