@@ -27,7 +27,6 @@ from anybit.errors import (
     OptionError,
     TextError,
 )
-from anybit.quantization.methods import registry
 from anybit.quantization.methods.registry import METHODS, default_method, quantize_folder
 from anybit.quantization.pipeline.options import Learning, Options
 from anybit.scheme import Scheme
@@ -141,19 +140,6 @@ def test_the_default_method_follows_scheme_and_device(monkeypatch: pytest.Monkey
     assert chosen("w4a16", bits=3.5) == "distill"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert chosen("w2a16g64asym") == "rtn" and chosen("w2a16", device="cuda:0") == "distill"
-
-
-def test_a_default_that_does_not_fit_is_rtn(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "default_method", lambda *_: "distill")
-    monkeypatch.setattr(registry, "_too_large", lambda job: "distill needs more")
-    scheme, options = "w2a16g32asym", FAST | {"minutes": 1, "device": "cpu"}
-    with pytest.raises(CalibrationError, match="distill needs more"):
-        quantize_folder(llama, tmp_path / "named", scheme, "distill", options=options)
-    with pytest.warns(UserWarning, match="distill needs more; this run takes rtn"):
-        quantize_folder(llama, tmp_path / "out", scheme, options=options)
-    quantize_folder(llama, tmp_path / "rtn", scheme, "rtn")
-    a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "rtn"))
-    assert a == b and not (tmp_path / "named").exists()
 
 
 @pytest.mark.parametrize(("scheme", "first"), [("w2a16g32asym", "generating"), ("w2a16g32asyms24", "block 1 of 2")])

@@ -66,19 +66,20 @@ def written_out(config: "PretrainedConfig", shape: Sequence[int], device: torch.
 class KLGradient:
     """Mean KL(teacher || student) in nats over all positions of some batches; gradients accumulate in the student.
 
-    Gradient tensors must keep their addresses between calls. half: run in bfloat16.  fuse: compiles the divergence,
-    and the student's blocks unless gradients have to be repeatable.
+    Gradient tensors must keep their addresses between calls. most: tokens of a pass.  half: run in bfloat16.
+    fuse: compiles the divergence, and the student's blocks unless gradients have to be repeatable.
     """
 
     def __init__(
         self,
         teacher: "PreTrainedModel",
         student: "PreTrainedModel",
+        most: int,
         half: bool,
         fuse: Fuse = unfused,
         repeatable: bool = True,
     ) -> None:
-        self.teacher, self.student, self.half = teacher, student, half
+        self.teacher, self.student, self.most, self.half = teacher, student, most, half
         self.device = device = teacher.device
         self._seen: Counter[tuple[int, ...]] = Counter()
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -91,11 +92,11 @@ class KLGradient:
         self._share = torch.ones((), device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, batches: Sequence[Tensor]) -> float:
-        """Run token ids int64 [B, L] each, in one step; returns the loss over all of them."""
+    def __call__(self, batches: Sequence[Tensor]) -> tuple[float, int]:
+        """Run token ids int64 [B, L] each, in one step; returns the loss over all of them, and how many they are."""
         total = sum(tokens.numel() for tokens in batches)
         self._loss.zero_()
-        for tokens in batches:
+        for tokens in (part for batch in batches for part in batch.split(max(self.most // batch.shape[1], 1))):
             self._share.fill_(tokens.numel() / total)
             if self._stream is None:
                 self._add(tokens)
@@ -104,7 +105,7 @@ class KLGradient:
                     self._on_gpu(tokens)
             else:
                 self._on_gpu(tokens)
-        return float(self._loss)
+        return float(self._loss), total
 
     def _add(self, tokens: Tensor) -> None:
         # No autocast cache: a CUDA graph must not keep cast copies of weights.

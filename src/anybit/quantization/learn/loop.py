@@ -1,19 +1,20 @@
-"""The loop of everything that learns from a teacher's predictions: which text, how fast, how long."""
+"""The loop of everything that learns from the 16-bit model: which text, how fast, how long."""
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from anybit.errors import CalibrationError, TextError
-from anybit.quantization.learn.kl_gradient import KLGradient
 
+Step = TypeVar("Step")
 Progress = Callable[[int, int, float], None]
-"""Called with steps or seconds done, those in all, and the last loss (nats a token)."""
+"""Called with steps or seconds done, those in all, and the last loss (nats a token, or a block's relative error)."""
 
 # Steps that compile and capture.
 _STARTING = 3
@@ -55,30 +56,27 @@ class Course:
 
 
 def learn(
-    gradient: KLGradient,
-    text: Sequence[Tensor],
-    step_tokens: int,
-    run_tokens: int,
+    gradient: Callable[[Step], tuple[float, int]],
+    steps: Iterable[Step],
     course: Course,
     update: Callable[[float], None],
     progress: Progress | None = None,
-    seed: int = 0,
 ) -> None:
-    """Run a course. text: token ids, any lengths.  update: takes a step at a rate, and prepares the next gradients.
+    """Run a course. gradient: of a step; returns its loss, and its tokens.  steps: endless.
+    update: takes a step at a rate, and prepares the next gradients.
 
-    Raises CalibrationError if a loss is not finite, TextError for a text without sequences of at least 2 tokens.
+    A resumed course passes over the steps that it took. Raises CalibrationError if a loss is not finite.
     """
-    steps = itertools.islice(steps_of(text, step_tokens, seed), course.step, None)
+    unseen = itertools.islice(steps, course.step, None)
     started, first = time.monotonic(), course.step + _STARTING
     began = started - course.elapsed
     while not course.over:
-        batches = next(steps)
-        loss = gradient([part for tokens in batches for part in tokens.split(max(run_tokens // tokens.shape[1], 1))])
+        loss, tokens = gradient(next(unseen))
         if not math.isfinite(loss):
             raise CalibrationError(f"the loss of step {course.step} is not finite: lower the learning rates")
         update(course.rate)
         course.step += 1
-        course.tokens += sum(tokens.numel() for tokens in batches)
+        course.tokens += tokens
         took, course.elapsed = time.monotonic() - began - course.elapsed, time.monotonic() - began
         if course.step == first:
             course.starting = time.monotonic() - started

@@ -17,7 +17,7 @@ from anybit.codes import hadamard
 from anybit.models.llama_block import llama_blocks
 from anybit.quantization.learn.adam import Adam
 from anybit.quantization.learn.kl_gradient import KLGradient
-from anybit.quantization.learn.loop import Course, Progress, learn
+from anybit.quantization.learn.loop import Course, Progress, learn, steps_of
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import RoundedThrough, Shared
 from anybit.quantization.learn.student import GivenLinear, placed
@@ -97,8 +97,8 @@ def learn_scales(
             adam.step(log_scale.grad, settings.rate * rate, course.step + 1)
             log_scale.grad.zero_()
 
-    gradient = KLGradient(teacher, student, settings.half)
-    learn(gradient, sequences, settings.step_tokens, settings.step_tokens, course, update, progress)
+    gradient = KLGradient(teacher, student, settings.step_tokens, settings.half)
+    learn(gradient, steps_of(sequences, settings.step_tokens), course, update, progress)
     # Remove the common factor, which per-token activation scales absorb.
     found = [log_scale.detach().cpu() for log_scale in log_scales]
     return [(log_scale - log_scale.mean()).exp() for log_scale in found]

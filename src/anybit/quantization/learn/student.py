@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 """transformers' interface of attention."""
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class GivenLinear(nn.Module):
@@ -49,12 +50,12 @@ class GivenEmbedding(nn.Module):
         return nn.functional.embedding(tokens, self.given).float()
 
 
-def placed(model: "PreTrainedModel", device: torch.device, linear: torch.dtype | None = None) -> "PreTrainedModel":
-    """A copy of a model on a device that shares the tensors that are there already.
+def placed(model: Model, device: torch.device, linear: torch.dtype | None = None) -> Model:
+    """A copy of a model, or of a block, on a device that shares the tensors that are there already.
 
     linear: the dtype of linear layers' weights, if not their own.
     """
-    embedding = model.get_input_embeddings().weight
+    embedding = None if linear is None else model.get_input_embeddings().weight  # type: ignore[operator]
     layers = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))}
     memo: dict[int, object] = {id(buffer): buffer.to(device) for buffer in model.buffers()}
     for parameter in model.parameters():
@@ -64,16 +65,13 @@ def placed(model: "PreTrainedModel", device: torch.device, linear: torch.dtype |
 
 
 def student_of(
-    teacher: "PreTrainedModel",
-    leaves: Mapping[str, Tensor],
-    activations: Callable[[str], ActivationFormat],
-    kv: KVFormat | None,
-) -> "PreTrainedModel":
-    """A copy of a model that reads ``leaves``, weights by layer name, and shares everything else.
+    teacher: Model, leaves: Mapping[str, Tensor], activations: Callable[[str], ActivationFormat], kv: KVFormat | None
+) -> Model:
+    """A copy of a model, or of a block, that reads ``leaves``, weights by layer name, and shares everything else.
 
     activations: the format of a layer's input.  kv: of keys and values; those of kvfp4 are not rounded.
     """
-    student = placed(teacher, teacher.device)
+    student = placed(teacher, next(teacher.parameters()).device)
     rounding: dict[ActivationFormat, Hook] = {}
     rotations: dict[int, Hook] = {}
     shared: dict[object, Shared] = {}
@@ -126,13 +124,14 @@ def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def attend_by(model: "PreTrainedModel", kind: str, change: Callable[[Attend], Attend]) -> None:
-    """Change a model's attention function. kind: tells changes apart; two of the same kind are the same."""
-    usual = model.config._attn_implementation
+def attend_by(model: nn.Module, kind: str, change: Callable[[Attend], Attend]) -> None:
+    """Change the attention function of a model or a block. kind: tells changes apart; two of a kind are the same."""
+    config: Any = next(module.config for module in model.modules() if hasattr(module, "config"))
+    usual = config._attn_implementation
     name = f"anybit-{kind}-{usual}"
     AttentionInterface.register(name, change(ALL_ATTENTION_FUNCTIONS[usual]))
     AttentionMaskInterface.register(name, _same_when_captured(ALL_MASK_ATTENTION_FUNCTIONS[usual]))
-    model.config._attn_implementation = name
+    config._attn_implementation = name
 
 
 def _same_when_captured(masks: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
@@ -155,8 +154,8 @@ def _same_when_captured(masks: Callable[..., Tensor | None]) -> Callable[..., Te
     return mask
 
 
-def _attend_through(model: "PreTrainedModel", format: KVFormat) -> None:
-    """Make a model round its keys and values before attention."""
+def _attend_through(model: nn.Module, format: KVFormat) -> None:
+    """Make a model, or a block, round its keys and values before attention."""
 
     def through(attend: Attend) -> Attend:
         def rounding(

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from anybit.codes.packing import QuantizedWeight
+from anybit.device import memory_of
 from anybit.errors import CalibrationError
 from anybit.models.blocks import weight_of
 from anybit.quantization.learn.fuse import fuser, unfused
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.latent import Rates, banks
-from anybit.quantization.learn.loop import Course, Progress, learn
+from anybit.quantization.learn.loop import Course, Progress, learn, steps_of
 from anybit.quantization.learn.norms import Gains, fuse_norms
 from anybit.quantization.learn.student import placed, student_of, without_rotations
 from anybit.quantization.pipeline.resume import SavedState
@@ -143,8 +144,8 @@ def distill(
         if progress is not None:
             progress(done, total, fmean(losses))
 
-    gradient = KLGradient(teacher, student, settings.half, fuse, repeatable=not settings.seconds)
-    learn(gradient, text, settings.step_tokens, run_tokens, course, update, tell, settings.seed)
+    gradient = KLGradient(teacher, student, run_tokens, settings.half, fuse, repeatable=not settings.seconds)
+    learn(gradient, steps_of(text, settings.step_tokens, settings.seed), course, update, tell)
     hard = {name: weight for bank in learned for name, weight in bank.harden().items()}
     learned_gains = {name: gain.detach().cpu() for name, gain in gains.named.items() if settings.rates.gain}
     return Learned(hard, learned_gains, course)
@@ -162,27 +163,19 @@ def _restore(saved: SavedState, course: Course, state: Mapping[str, Tensor]) -> 
 
 
 def why_not(model: nn.Module, learned: int, device: torch.device | str) -> str | None:
-    """Why a device cannot distill ``learned`` weights of a model, or None."""
-    if torch.device(device).type != "cuda":
+    """Why a device has no room to learn ``learned`` weights of a model at once, or None."""
+    total, needed = memory_of(torch.device(device)), min(_needed(model, learned, torch.device(device)).values())
+    if needed < _SHARE * total:
         return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    needed = _needed(model, learned, half=True)
-    return None if min(needed.values()) < _SHARE * total else _too_large(needed, total)
+    return f"learning all weights at once takes {needed / _SHARE / 2**30:.3g} GiB, and {device} has {total / 2**30:.3g}"
 
 
-def _needed(model: nn.Module, learned: int, half: bool) -> dict[torch.dtype, int]:
+def _needed(model: nn.Module, learned: int, device: torch.device) -> dict[torch.dtype, int]:
     """Bytes by the dtype of latents and moments: teacher, weight and gradient; latent and two moments; the rest."""
     rest = 4 * sum(parameter.numel() for parameter in model.parameters()) - 4 * learned
-    fixed = 6 if half else 12
-    return {kind: learned * (fixed + 3 * kind.itemsize) + rest for kind in (torch.float32, torch.bfloat16)}
-
-
-def _too_large(needed: Mapping[torch.dtype, int], total: int) -> str:
-    least = min(needed.values()) / _SHARE / 2**30
-    return (
-        f"distill needs the whole model on the GPU: {least:.0f} GiB, and this one has {total / 2**30:.0f} GiB; use "
-        "method gptq, which needs one block"
-    )
+    if device.type != "cuda":
+        return {torch.float32: learned * 24 + rest}
+    return {kind: learned * (6 + 3 * kind.itemsize) + rest for kind in (torch.float32, torch.bfloat16)}
 
 
 def _room(
@@ -190,17 +183,17 @@ def _room(
 ) -> tuple[torch.dtype, int]:
     """The dtype of latents and moments, and the tokens per forward pass, that a device has memory for.
 
-    Raises CalibrationError if a GPU has not even enough for 16 bits.
+    Raises CalibrationError if a GPU has not even enough for 16 bits (``learn_block`` needs less).
     """
     device, run_tokens = torch.device(settings.device), settings.step_tokens
     if device.type != "cuda":
         return torch.float32, min(run_tokens, 1024)
+    learned = sum(weight.shape[0] * weight.shape[1] for weight in weights.values())
+    if (reason := why_not(model, learned, device)) is not None:
+        raise CalibrationError(reason)
     # Not free memory, so that every run decides alike.
-    total = torch.cuda.get_device_properties(device).total_memory
-    needed = _needed(model, sum(weight.shape[0] * weight.shape[1] for weight in weights.values()), settings.half)
-    kind = next((kind for kind, size in needed.items() if size < _SHARE * total), None)
-    if kind is None:
-        raise CalibrationError(_too_large(needed, total))
+    total, needed = memory_of(device), _needed(model, learned, device)
+    kind = next(kind for kind, size in needed.items() if size < _SHARE * total)
     config = model.config.get_text_config(decoder=True)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     token = config.num_hidden_layers * (40 * config.hidden_size + 12 * inner) + 10 * config.vocab_size

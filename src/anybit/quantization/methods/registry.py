@@ -111,8 +111,8 @@ def quantize_folder(
 ) -> "Saved":
     """Quantize a model folder into another folder.
 
-    method: one of ``METHODS``; None is ``default_method``'s; where that does not fit the GPU, ``rtn`` with
-    a warning.
+    method: one of ``METHODS``; None is ``default_method``'s. Models that are too large to learn as a whole learn block
+    by block, from a text; without one the default is ``rtn``. Both warn.
     modules_to_not_convert: layers to leave unquantized; by default the output head, and always a head that is tied to
     the embedding. overrides: per-layer schemes, by name or by a pattern such as "*.down_proj"; a name takes precedence
     over patterns, and the last matching pattern over earlier ones. A head that is named is quantized, tied or not.
@@ -127,7 +127,8 @@ def quantize_folder(
     file. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
     Raises CheckpointError for a bad source or output path, LayerError for a layer that does not fit the scheme or a
     name that matches no layer, SchemeError for an unknown scheme or method, OptionError for an unknown option,
-    KernelError for a device that does not exist, CalibrationError if ``distill`` is named and does not fit the GPU.
+    KernelError for a device that does not exist, CalibrationError if ``distill`` is named for a model that is
+    too large to learn as a whole, without a text.
     A failed run leaves no output behind.
     """
     scheme = Scheme.parse(scheme)
@@ -167,13 +168,16 @@ def quantize_folder(
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"nested": nested, "overwrite": overwrite, "progress": progress or silent, "options": options}
     job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, trust_remote_code, **rest)
-    if method == "distill" and (reason := _too_large(job)) is not None:
-        if named:
-            raise CalibrationError(reason)
-        method, inputs = "rtn", (*_INPUTS, "length", "seed") if search else ("device",)
-        warnings.warn(f"{reason}; this run takes rtn", stacklevel=2)
-        options = {name: value for name, value in options.items() if name in (*METHODS["rtn"].settings, *inputs)}
-        job = replace(job, method=method, options=options)
+    if METHODS[method].calibrated and (reason := _too_large(job)) is not None:
+        if "text" in options or "sequences" in options:
+            warnings.warn(f"{reason}: blocks learn one by one, and lose more", stacklevel=2)
+        elif named:
+            raise CalibrationError(f"{reason}: give a text (--text), which blocks learn from one by one")
+        else:
+            warnings.warn(f"{reason}: this run takes rtn; with a text, blocks learn one by one", stacklevel=2)
+            method, inputs = "rtn", (*_INPUTS, "length", "seed") if search else ("device",)
+            options = {name: value for name, value in options.items() if name in (*METHODS["rtn"].settings, *inputs)}
+            job = replace(job, method=method, options=options)
     _say_how_long(job)
     if search:
         from anybit.quantization.pipeline.allocate import OPTIONS, allocate
@@ -187,12 +191,10 @@ def quantize_folder(
 
 
 def _too_large(job: "Job") -> str | None:
-    """Why the GPU of a distillation has no room for it, or None."""
-    from anybit.quantization.methods.distill import why_not
-    from anybit.quantization.pipeline.options import Options
+    """Why there is no room for a job's learning on the whole model, or None."""
+    from anybit.quantization.pipeline.calibrated import too_large
 
-    learned = sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings))
-    return why_not(job.model, learned, Options.of(job.options).where)
+    return too_large(job)
 
 
 def _say_how_long(job: "Job") -> None:

@@ -80,6 +80,14 @@ class Store:
             self._scratch = None
 
 
+class Examples(NamedTuple):
+    """What a block is to learn, by batch: from inputs in the quantized model its outputs in the original."""
+
+    inputs: Store
+    outputs: Store
+    calls: list[Call]
+
+
 @torch.no_grad()
 def first_inputs(
     model: nn.Module,

@@ -64,6 +64,11 @@ Called with a weight, float32 [N, K]; the statistics of its input, or None for a
 that is rounded to nearest; and the name of the layer or layers, for errors.
 """
 
+BlockLearner = Callable[[int, nn.Module, dict[str, QuantizedWeight], walk.Examples], dict[str, QuantizedWeight]]
+"""Learns a block's weights once they are quantized; called with its number, the block as it was, its weights by full
+name, and what it is to learn.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -72,6 +77,7 @@ class Calibration:
     drift: follow the original model's activations too, so that layers can correct for earlier errors (twice the
     forward passes).  device: where blocks are processed, one at a time.  resume: a folder for finished blocks.
     spill: a folder for activations beyond ``budget`` bytes.  batch_tokens: tokens per forward pass.
+    learn: what learns a block before the next one is calibrated; it needs ``drift``.
     """
 
     drift: bool = True
@@ -80,6 +86,7 @@ class Calibration:
     spill: Path | None = None
     budget: int = 8 << 30
     batch_tokens: int = 4096
+    learn: BlockLearner | None = None
     options: dict[str, object] = field(default_factory=dict)
 
 
@@ -202,6 +209,10 @@ class _Run:
         saved = None if self.resume is None else self.resume.read(index, formats)
         if saved is None:
             weights = self._quantize(name, block, linears, calls)
+            if self.settings.learn is not None and linears:
+                assert self.reference is not None
+                examples = walk.Examples(self.quantized, self.reference, calls)
+                weights = self.settings.learn(index, self.model.block(index, self.device), weights, examples)
         else:
             weights = saved
             self._advance(self.reference, block, calls)

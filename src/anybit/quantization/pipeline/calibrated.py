@@ -8,7 +8,8 @@
     smooth_rotate  smoothing and an online rotation of every layer's input, then gptq
 
 ``minutes`` or ``learn_tokens`` add learning to any of them; the last three learn by default on a GPU, if activations
-are quantized. Only learning, and text that the model writes, take the whole model into memory.
+are quantized. Learning, and text that the model writes, take the whole model into memory; models that are too large for
+that learn block by block.
 """
 
 import math
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.folder import without_tokenizer
@@ -30,12 +31,15 @@ from anybit.models.modules import LinearLayer, check_tokens, last_position, tied
 from anybit.quantization.learn.generated import written
 from anybit.quantization.learn.scales import learn_scales
 from anybit.quantization.methods import gptq
-from anybit.quantization.methods.distill import Learned, distill
+from anybit.quantization.methods.distill import Learned, distill, why_not
+from anybit.quantization.methods.learn_block import learn_block
 from anybit.quantization.methods.rotate import rotate
 from anybit.quantization.methods.scaling_pairs import put_scales
 from anybit.quantization.methods.smooth import smooth
 from anybit.quantization.methods.smooth_rotate import readers_of, smooth_rotate
+from anybit.quantization.pipeline.blocks import Examples
 from anybit.quantization.pipeline.calibrate import (
+    BlockLearner,
     Calibration,
     Statistics,
     batched,
@@ -58,6 +62,8 @@ _WRITING, _WRITTEN = 3.0, 1e8
 """Seconds to write a folder, and weights written per second beyond these."""
 _ROTATED = 4
 """Most bits of activations whose layers' inputs ``distill`` smooths and rotates first."""
+_LONGER = 4
+"""How many times as much text as layers are calibrated on blocks learn from, if there is so much."""
 _SAME = 0.05
 """The largest relative change of logits by a transformation that should not change the model's function."""
 
@@ -76,7 +82,11 @@ def run(job: Job) -> Saved:
     if options.spill is not None:
         make_folder(options.spill, "spill", "activations")
     model = LazyModel.of(job)
-    if learning is not None:
+    apart = learning if too_large(job) is not None else None
+    if apart is not None:
+        learning, scales = None, options.scale_steps or 0  # which learn on the whole model
+        options = replace(options, scale_steps=scales, tokens=options.tokens or _LONGER * options.calibration_tokens)
+    elif learning is not None:
         model.whole()
     if writes:
         text = _generated(job, model, [], options, "start", options.calibration_tokens)
@@ -84,10 +94,13 @@ def run(job: Job) -> Saved:
     changes = _prepare(job, model, method, text, options)
     # In minutes the start is forgotten, all but masks, and GPTQ knows nothing of slices.
     brief = learning is None or not learning.minutes or job.scheme.weights.sparse or method != "distill"
-    start = options.start or ("nearest" if not brief or (learning and job.nested) else "gptq")
+    start = options.start or ("nearest" if not brief or ((learning or apart) and job.nested) else "gptq")
     options = replace(options, start=start)
     told: dict[str, float] = {}
-    weights = _nearest(job, model, {}, options) if start == "nearest" else _calibrated(job, model, used, options)
+    if start == "nearest" and apart is None:
+        weights = _nearest(job, model, {}, options)
+    else:
+        weights = _calibrated(job, model, used, options, apart, told)
     if learning is not None:
         learned, told = _learned(job, model, weights, text, [] if writes else text, options, learning)
         weights = learned.weights
@@ -120,13 +133,23 @@ def _nearest(
     return found
 
 
-def _calibrated(job: Job, model: LazyModel, text: list[Tensor], options: Options) -> dict[str, QuantizedWeight]:
-    """The layers inside the blocks, by GPTQ."""
+def too_large(job: Job) -> str | None:
+    """Why a job that learns cannot learn all weights at once, or None."""
+    options, learned = Options.of(job.options), sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings))
+    return None if options.learning(job.method, job.scheme) is None else why_not(job.model, learned, options.where)
+
+
+def _calibrated(
+    job: Job, model: LazyModel, text: list[Tensor], options: Options, learning: Learning | None, told: dict[str, float]
+) -> dict[str, QuantizedWeight]:
+    """The layers inside the blocks, by GPTQ; then each block learns, if that is asked for, of which ``told`` tells."""
     kind = job.scale_dtype
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
 
     def quantizer(weight: Tensor, statistics: Statistics | None, name: str) -> QuantizedWeight:
         format = job.scheme_of(name.partition(", ")[0]).weights
+        if options.start == "nearest":
+            return gptq.nearest(weight, format, kind, name, job.nested if format == job.scheme.weights else ())
         if statistics is None:
             gptq.check_finite(weight, f"the weights of {name}")
             return quantize_weight(weight.to(kind), format)
@@ -137,16 +160,55 @@ def _calibrated(job: Job, model: LazyModel, text: list[Tensor], options: Options
         job.progress(f"block {done} of {total}", done, total)
 
     calibration = Calibration(
-        drift=options.drift > 0,
+        drift=options.drift > 0 or learning is not None,
         device=options.where,
         resume=options.resume,
         spill=options.spill,
-        batch_tokens=16384 if options.on_gpu else 4096,  # less would leave a GPU launch-bound
+        # Less would leave a GPU launch-bound.
+        batch_tokens=learning.settings.step_tokens if learning else 16384 if options.on_gpu else 4096,
+        learn=_in_blocks(job, model, options, learning, told) if learning else None,
         # Not the method: methods that calibrate alike share finished blocks.
-        options={"gptq": str(settings), "drift": options.drift},
+        options={"gptq": str(settings), "drift": options.drift, "start": options.start, "learning": str(learning)},
     )
     names = {layer.name for layer in job.layers}
     return calibrate(model, text, job.scheme, names, quantizer, calibration, tell, job.overrides)
+
+
+def _in_blocks(
+    job: Job, model: LazyModel, options: Options, learning: Learning, told: dict[str, float]
+) -> BlockLearner:
+    """Learn each block in its share of the job's minutes, or from as many tokens as are asked for."""
+    count, settings = len(model.blocks), replace(learning.settings, nested=job.nested)
+    told |= {"tokens": 0, "seconds": 0.0, "seconds_starting": 0.0, "tokens_written": 0, "seconds_writing": 0.0}
+    began = time.perf_counter()
+
+    def learn(
+        index: int, block: nn.Module, weights: dict[str, QuantizedWeight], examples: Examples
+    ) -> dict[str, QuantizedWeight]:
+        course, prefix = settings.course, f"{model.prefix}.{index}."
+        if learning.minutes:
+            rest = (time.perf_counter() - began - told["seconds"]) / (index + 1)  # seconds a block of all else
+            course.seconds = max((_left(job, learning) - rest * (count - 1 - index)) / (count - index), 1.0)
+
+        def tell(done: int, total: int, loss: float) -> None:
+            job.progress(f"block {index + 1} of {count}, learning: error {loss:.2%}", index, count)
+
+        def scheme_of(name: str) -> Scheme:
+            return job.scheme_of(prefix + name) if name else job.scheme
+
+        inside = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+        found = learn_block(block, inside, examples, scheme_of, settings, course, tell)
+        told["tokens"] = max(told["tokens"], course.tokens)
+        told["seconds"] = round(told["seconds"] + course.elapsed, 1)
+        return {prefix + name: weight for name, weight in found.items()}
+
+    return learn
+
+
+def _left(job: Job, learning: Learning) -> float:
+    """The seconds left of a job's minutes, without those that writing the result may take."""
+    writing = _WRITING + sum(layer.n * layer.k for layer in job.layers) / _WRITTEN
+    return 60 * learning.minutes - (time.perf_counter() - job.began) - writing
 
 
 def _learned(
@@ -165,19 +227,13 @@ def _learned(
     Layers outside the blocks, such as the head, start rounded to nearest.
     """
     weights = _nearest(job, model, weights, options)
-
-    def left() -> float:
-        """The seconds left, without those that writing the result may take."""
-        writing = _WRITING + sum(layer.n * layer.k for layer in job.layers) / _WRITTEN
-        return 60 * learning.minutes - (time.perf_counter() - job.began) - writing
-
-    share = left() / 4 if learning.generated is None else math.inf
+    share = _left(job, learning) / 4 if learning.generated is None else math.inf
     began = time.monotonic()
     generated = _generated(job, model, starts, options, "generated", learning.generated, share)
     writing = time.monotonic() - began
     settings = replace(learning.settings, nested=job.nested)
     if learning.minutes:
-        settings = replace(settings, seconds=max(left(), 1.0))
+        settings = replace(settings, seconds=max(_left(job, learning), 1.0))
     full = [sequence for sequence in text if len(sequence) == options.length]
     if 10 * sum(map(len, full)) > 9 * sum(map(len, text)):
         text = full  # every step has the same shape, and is replayed as one CUDA graph
