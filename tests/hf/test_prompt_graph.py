@@ -14,9 +14,10 @@ from cases_cache import prompt as on_device
 
 
 class OnGPU(torch.Tensor):
-    """Tokens that say they are on a GPU."""
+    """Tokens that say they are on a GPU; what is made of them does not."""
 
     is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def prompt(rows, tokens):
@@ -88,7 +89,7 @@ def test_padding_changes_nothing(model, kv):
         assert torch.equal(padded.store.table < 0, exact.store.table < 0)
         padded.reset()
         exact.reset()
-    assert set(model._anybit_decoder.prompts[padded]) == {32, 128, 160, 608}
+    assert set(model._anybit_decoder.prompts[padded]) == {0, 32, 128, 160}
     assert exact not in model._anybit_decoder.prompts
 
 
@@ -98,6 +99,31 @@ def test_rows_of_one_length(model):
     found = logits_of(model, padded, ids.as_subclass(OnGPU), steps=12, position_ids=torch.arange(119)[None])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert 128 in model._anybit_decoder.prompts[padded]
+
+
+def test_padding_says_nothing_of_earlier_prompts(model):
+    """Attention multiplies what is masked by zero, which leaves NaN as it is."""
+    cache, ids = cache_of(model), prompt(1, 20).clamp(max=120)
+    bad = prompt(1, 31).clamp(max=120)
+    bad[0, -1] = 127
+    model.model.embed_tokens.weight.data[127] = torch.nan
+    for asked in (ids, bad, ids):
+        answer = logits_of(model, cache, asked.as_subclass(OnGPU), position_ids=torch.arange(asked.shape[1])[None])
+        assert bool(answer.isfinite().all()) is (asked is ids)
+        cache.reset()
+    (graph,) = model._anybit_decoder.prompts[cache].values()
+    assert torch.equal(graph.ids[0], torch.cat((ids[0], ids[0, -1:].expand(12))))
+    assert torch.equal(graph.positions[0], torch.arange(32).clamp(max=19))
+
+
+def test_prompts_that_are_not_captured_keep_one_buffer(model):
+    cache = cache_of(model, rows=2)
+    for tokens in (513, 544, 545, 700, 513):
+        logits_of(model, cache, prompt(2, tokens).as_subclass(OnGPU))
+        assert cache.seen == tokens
+        cache.reset()
+    (graph,) = model._anybit_decoder.prompts[cache].values()
+    assert graph.ids.shape == graph.positions.shape == (2, 544)
 
 
 def test_what_is_no_first_prompt_runs_eagerly(model):

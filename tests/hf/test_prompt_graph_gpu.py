@@ -34,5 +34,5 @@ def test_replayed_prompts_answer_as_eager_ones(tmp_path: Path, scheme: str, rows
         assert all(torch.equal(first[0, tokens][:, tokens], first[1, tokens][:, tokens]) for tokens in lengths)
     _, padded, again = [model.generate(prompt(rows, 601), **call) for _ in range(3)]  # not captured
     assert torch.equal(padded, again)
-    ((long,),) = [graphs.values() for graphs in decoder.prompts.values()]
-    assert long.ids.shape == (rows, 608) and long.graph is None
+    ((long, graph),) = [one for graphs in decoder.prompts.values() for one in graphs.items()]
+    assert long == 0 and graph.ids.shape == (rows, 608) and graph.graph is None

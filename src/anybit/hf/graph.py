@@ -34,7 +34,7 @@ from anybit.hf.bypass import refuse_records
 from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_attention import NAME, NotCausalError
 from anybit.hf.cache_name import CACHE, cache_of
-from anybit.hf.step_graph import CAPTURED, GreedyGraph, PromptGraph, StepGraph
+from anybit.hf.step_graph import BUCKET, CAPTURED, GreedyGraph, PromptGraph, StepGraph, pads_prompts
 from anybit.layers.linear import QuantLinear
 from anybit.scheme import KVFormat
 
@@ -42,9 +42,8 @@ logger = logging.get_logger("anybit")
 
 _SIXTEEN_BITS = KVFormat.parse("kv16")
 _ROUND = 512  # static capacities are rounded up to this, so that calls of similar lengths share a graph
-_BUCKET, _LONGEST = 32, 8192
-"""First prompts are padded to a multiple of the first, which a cache's slack takes back exactly, up to the second: for
-each new length cuDNN plans its attention anew, in 45 ms on an H200."""
+_LONGEST = 8192
+"""Most tokens of a padded prompt, of a row. For each new length cuDNN plans its attention anew, in 45 ms on an H200."""
 _STEP_ARGUMENTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep",
     "return_dict", "cache_position",
@@ -199,15 +198,17 @@ class Decoder:
             if graph is None:
                 graph = self.graphs[cache] = StepGraph(self.model, self.forward, cache)
             return graph
-        tokens = -(-ids.shape[1] // _BUCKET) * _BUCKET
-        few = 0 < tokens * len(ids) <= CAPTURED or CAPTURED < tokens <= _LONGEST  # else padding would cost too much
-        if not (few and _is_first_prompt(cache, ids, kwargs)):
+        tokens = -(-ids.shape[1] // BUCKET) * BUCKET
+        short = 0 < tokens * len(ids) <= CAPTURED  # else padding few tokens of many rows would cost too much
+        if not ((short or CAPTURED < tokens <= _LONGEST) and _is_first_prompt(cache, ids, kwargs)):
             return None
         graphs = self.prompts.setdefault(cache, {})
-        prompt = graphs.get(tokens)
+        prompt = graphs.get(tokens * short)
         if prompt is None:
-            prompt = graphs[tokens] = PromptGraph(self.model, self.forward, cache, tokens, graphs)
-        if not prompt.usable or prompt._has_hooks():  # hooks see no padding
+            if not pads_prompts(self.model, cache):
+                return None
+            prompt = graphs[tokens * short] = PromptGraph(self.model, self.forward, cache, tokens * short, graphs)
+        if prompt._has_hooks():  # which see no padding
             return None
         refuse_records(self.model.get_decoder(), None, kwargs)  # a replay would not
         return prompt
@@ -318,7 +319,7 @@ def _is_plain(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> 
 
 def _is_first_prompt(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> bool:
     """Whether a pass is a prompt without padding, into an empty cache, that asks for the last token's logits."""
-    if cache.seen or cache.store is None or cache.slack < _BUCKET or not cache.packed_attention:
+    if cache.seen or cache.store is None or cache.slack < BUCKET or not cache.packed_attention:
         return False
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
     if not isinstance(keep, int) or keep != 1:

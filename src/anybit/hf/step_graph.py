@@ -16,6 +16,8 @@ from anybit.hf.cache_name import CACHE
 from anybit.layers.experts import Experts
 from anybit.ops.capture import capture
 
+BUCKET = 32
+"""Prompts are padded to a multiple of so many tokens, which a cache's slack takes back exactly."""
 CAPTURED = 512
 """Most tokens of a captured prompt, of all rows: beyond, a GPU takes longer than the host, and graphs more memory."""
 
@@ -135,10 +137,10 @@ class GreedyGraph(StepGraph):
 
 
 class PromptGraph(StepGraph):
-    """First prompts of up to ``tokens`` tokens of each row, in a fused model without experts.
+    """First prompts of up to ``tokens`` tokens of each row, padded on the right, where causal attention does not look.
 
-    They are padded on the right, where causal attention does not look, and the cache takes the padding back. As with
-    steps, the first runs eagerly and the second is captured, but all run eagerly if rows * tokens exceed ``CAPTURED``.
+    The cache takes the padding back. As with steps, the first prompt runs eagerly and the second is captured.
+    tokens: 0 for prompts longer than ``CAPTURED``, of which all run eagerly, padded to a multiple of ``BUCKET``.
     others: of the cache; they run in turn and share memory.
     """
 
@@ -147,30 +149,41 @@ class PromptGraph(StepGraph):
         others: Mapping[int, "PromptGraph"],
     ) -> None:  # fmt: skip
         super().__init__(model, forward, cache, tokens)
-        experts = any(isinstance(module, Experts) for module in model.modules())
-        # Fused models have tables of angles; float4 pages are written at addresses that the host chooses.
-        self.usable = self.rotary is not None and not experts and not cache.format.float4
         first = next(iter(others.values()), None)
         self.stream, self.pool = (
             (self.stream, torch.cuda.graph_pool_handle()) if first is None else (first.stream, first.pool)
         )
+        self.held = (self.ids, self.positions) if tokens else (None, None)
         with torch.inference_mode(False):
             self.more["logits_to_keep"] = self.last = self.ids.new_zeros(1)
 
     def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
         """Logits [rows, 1, vocabulary] after ``ids``, up to ``tokens`` a row; the next prompt overwrites them."""
         tokens = ids.shape[1]
-        self.ids[:, :tokens] = ids
-        self.positions[:, :tokens] = (
-            torch.arange(tokens, device=ids.device) if isinstance(positions, int) else positions
+        if isinstance(positions, int):
+            positions = torch.arange(tokens, device=ids.device)
+        # By the last token: attention multiplies what it does not look at by zero, and another's NaN would stay NaN.
+        behind, given = -tokens % BUCKET, (ids, positions.expand_as(ids))
+        self.ids, self.positions = (
+            torch.cat((x, x[:, -1:].expand(-1, behind)), 1, out=held) for x, held in zip(given, self.held, strict=True)
         )
         self.last.fill_(tokens - 1)
         logits = self._advance()
-        self.cache.crop(self.ids.shape[1] - tokens)
+        if behind:
+            self.cache.crop(behind)
         return logits
 
     def _first_steps(self) -> None:
-        if self.ids.numel() <= CAPTURED:
+        if self.held[0] is not None:
             super()._first_steps()
         else:
             self.logits = self._run()
+
+
+def pads_prompts(model: PreTrainedModel, cache: AnyBitCache) -> bool:
+    """Whether a model's prompts may run as ``PromptGraph``: it is fused, with tables of angles, and has no experts."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None) if hasattr(model, "get_decoder") else None
+    # float4 pages are written at addresses that the host chooses
+    if not hasattr(rotary, "in_tables") or cache.format.float4:
+        return False
+    return not any(isinstance(module, Experts) for module in model.modules())
