@@ -126,6 +126,23 @@ def test_prompts_that_are_not_captured_keep_one_buffer(model):
     assert graph.ids.shape == graph.positions.shape == (2, 544)
 
 
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(model, monkeypatch):
+    cache, ids = cache_of(model, "kv4"), prompt(1, 140)
+    wanted = logits_of(model, cache, ids, steps=2)
+    cache.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.model.layers[1]), "_head_norms", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            logits_of(model, cache, ids.as_subclass(OnGPU))
+    assert cache.seen == cache.store.length(0) == 0
+    found = logits_of(model, cache, ids.as_subclass(OnGPU), steps=2)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    cache.reset()
+    with pytest.raises(LayerError, match=r"^1025 tokens do not fit a static AnyBitCache of 1024"):
+        logits_of(model, cache, prompt(1, 1025).as_subclass(OnGPU))
+    assert cache.seen == 0
+
+
 def test_what_is_no_first_prompt_runs_eagerly(model):
     decoder, ids = model._anybit_decoder, prompt(1, 9).as_subclass(OnGPU)
 

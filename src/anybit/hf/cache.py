@@ -168,7 +168,7 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
             self._check(shape, layer, total, k)
         except LayerError:
             if counted:
-                self._take_back()
+                self.take_back()
             raise
         if self.store is None and k is not None:
             self._allocate(shape, k, total)
@@ -231,8 +231,8 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
             self._store().extend(self.rows, of_rows)
             self.seen, self._pass = self.seen + tokens, (tokens, of_rows)
 
-    def _take_back(self) -> None:
-        """Remove the tokens that the current forward pass has counted."""
+    def take_back(self) -> None:
+        """Remove the tokens that a forward pass which failed has counted."""
         store, (tokens, of_rows) = self._store(), self._pass
         for row, n in zip(self.rows, of_rows, strict=False):
             store.crop(row, store.length(row) - n)

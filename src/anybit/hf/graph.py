@@ -321,6 +321,8 @@ def _is_first_prompt(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, objec
     """Whether a pass is a prompt without padding, into an empty cache, that asks for the last token's logits."""
     if cache.seen or cache.store is None or cache.slack < BUCKET or not cache.packed_attention:
         return False
+    if ids.shape[1] > cache.store.ledger.capacity:
+        return False  # the error says how many tokens do not fit, without padding
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
     if not isinstance(keep, int) or keep != 1:
         return False

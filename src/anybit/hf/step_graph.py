@@ -78,15 +78,22 @@ class StepGraph:
         # By ``counted`` below: packing is not part of a step's graph, the same for all steps.
         self.cache.packs_later = tokens == 1
         try:
-            if self._has_hooks():
-                return self._run()
-            if self.graph is None:
-                self._first_steps()
-            else:
-                self.graph.replay()
-        finally:
+            logits = self._logits()
             self.cache.counted()
+        except BaseException:
+            self.cache.take_back()
+            raise
+        finally:
             self.cache.packs_later = False
+        return logits
+
+    def _logits(self) -> Tensor:
+        if self._has_hooks():
+            return self._run()
+        if self.graph is None:
+            self._first_steps()
+        else:
+            self.graph.replay()
         assert self.logits is not None
         return self.logits
 
