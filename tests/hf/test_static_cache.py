@@ -347,6 +347,21 @@ def test_torch_compile_sees_one_graph(llama):
     torch.testing.assert_close(results[1], results[0], rtol=5e-3, atol=5e-3)
 
 
+def test_compiled_steps_see_their_own_tokens(llama):
+    """Attention is an op that reads lengths from the cache, which compiled code must have counted before."""
+    torch._dynamo.reset()  # which would compile no more of what other tests have compiled
+    model = quantized(llama, "w4a16g32-kv4")
+    model.set_attn_implementation("anybit")
+    logits, ids = [], prompt(1, 130)
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        cache = AnyBitCache("kv4", config=model.config)
+        with torch.no_grad():
+            passes = [run(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 126), (126, 127), (127, 130))]
+        logits.append(torch.cat(passes, 1))
+        assert cache.seen == 130
+    torch.testing.assert_close(logits[1], logits[0], rtol=5e-3, atol=5e-3)
+
+
 def test_hooks_are_called_at_every_step_of_a_generation(llama):
     model = quantized(llama, "w4a16g32")
     wanted = model.generate(prompt(), **GREEDY)

@@ -54,6 +54,7 @@ def test_modules_to_not_convert_stay_linear(sources: Sources, tmp_path: Path) ->
 
 
 def test_compiled_models_have_one_node_a_layer(sources: Sources) -> None:
+    torch._dynamo.reset()  # which compiles a function a few times in a process, and then no more
     model = load(sources["llama"], "w4a16g64")
     graphs: list[torch.fx.GraphModule] = []
 

@@ -228,7 +228,10 @@ class AnyBitCache(Independent, Cache):  # type: ignore[misc]
         """At layer 0, count the pass's tokens unless ``count`` already has. of_rows: per row, without padding."""
         if layer == 0 and not self._counted_ahead:
             of_rows = [tokens] * len(self.rows) if of_rows is None else of_rows
-            self._store().extend(self.rows, of_rows)
+            extend = self._store().extend
+            if torch.compiler.is_dynamo_compiling():  # compiled code would extend only behind the ops that read lengths
+                extend = torch.compiler.disable(extend)
+            extend(self.rows, of_rows)
             self.seen, self._pass = self.seen + tokens, (tokens, of_rows)
 
     def take_back(self) -> None:
