@@ -143,6 +143,27 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(model, monkeypatch):
     assert cache.seen == 0
 
 
+def test_graphs_over_a_callers_cache_are_forgotten_with_the_weights_that_they_read(model):
+    cache, ids, decoder = cache_of(model), prompt(1, 9).as_subclass(OnGPU), model._anybit_decoder
+
+    def made():
+        logits_of(model, cache, ids)
+        model(input_ids=ids[:, :1].as_subclass(OnGPU), past_key_values=cache)
+        cache.reset()
+        return decoder.prompts[cache][32], decoder.graphs[cache]
+
+    with torch.no_grad():
+        first = made()
+        assert made() == first
+        head = model.lm_head
+        for weight in (head.weight.data.clone(), head.weight.data):
+            head.weight = torch.nn.Parameter(weight, requires_grad=False)
+            second = made()
+            assert not set(first) & set(second)
+            assert made() == second
+            first = second
+
+
 def test_what_is_no_first_prompt_runs_eagerly(model):
     decoder, ids = model._anybit_decoder, prompt(1, 9).as_subclass(OnGPU)
 

@@ -139,20 +139,24 @@ class Decoder:
         self.greedy.clear()
         self.prompts.clear()
 
+    def _check_weights(self) -> None:
+        """Forget if weights moved, run on another backend or have an adapter: graphs would read freed addresses."""
+        weights = list[tuple[int, bool]]()
+        for module in self.model.modules():
+            if isinstance(module, QuantLinear):
+                weights.append((-1 if module._prepared is None else module._prepared.number, False))
+            weights += [(p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None]
+        if weights != self._weights:
+            self.forget()
+            self._weights = weights
+
     def cache(self, rows: int, capacity: int, static: bool, keep: bool) -> AnyBitCache:
         """An empty cache for a ``generate`` call. keep: the caller keeps it, so it must not be reused."""
         kv = self.kv or _SIXTEEN_BITS
         if not static:
             return AnyBitCache(kv, config=self.config, capacity=capacity)
         capacity = -(-(capacity + 1) // _ROUND) * _ROUND
-        weights = list[tuple[int, bool]]()
-        for module in self.model.modules():
-            if isinstance(module, QuantLinear):
-                weights.append((-1 if module._prepared is None else module._prepared.number, False))
-            weights += [(p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None]
-        if weights != self._weights:  # moved, another backend, or an adapter: graphs would read freed addresses
-            self.forget()
-            self._weights = weights
+        self._check_weights()
         key = (rows, capacity, str(self.model.device), self.model.dtype)
         found = self.caches.pop(key, None)
         if found is None:
@@ -193,6 +197,8 @@ class Decoder:
         """The graph of a pass over tokens ``ids``: of a step of one token per row, or of a prompt; None for others."""
         if not _is_plain(cache, ids, kwargs):
             return None
+        if not cache.seen and cache not in self.caches.values():  # the caller's own; ``generate`` has checked for its
+            self._check_weights()
         if ids.shape[1] == 1 and cache.takes_step(1):
             graph = self.graphs.get(cache)
             if graph is None:
