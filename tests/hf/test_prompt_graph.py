@@ -1,5 +1,8 @@
 """First prompts padded to a graph's length: the padding changes no token, and nothing of it stays in the cache."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as hf
@@ -8,7 +11,7 @@ import anybit
 from anybit import AnyBitCache
 from anybit.cache import attention
 from anybit.errors import LayerError
-from anybit.hf import graph
+from anybit.hf import graph, step_graph
 from cases_cache import SIZES, folder_of
 from cases_cache import prompt as on_device
 
@@ -32,6 +35,9 @@ def quantized(folder, scheme):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return folder_of(hf.LlamaConfig(**{**SIZES, "max_position_embeddings": 1024}), tmp_path_factory.mktemp("llama"))
+
+
+FIRST_STEPS = graph.StepGraph._first_steps
 
 
 @pytest.fixture
@@ -162,6 +168,23 @@ def test_graphs_over_a_callers_cache_are_forgotten_with_the_weights_that_they_re
             assert not set(first) & set(second)
             assert made() == second
             first = second
+
+
+def test_checked_kernels_are_not_captured(model, monkeypatch):
+    """They report to the host, which would invalidate a capture."""
+    cache, ids = cache_of(model), prompt(1, 9).as_subclass(OnGPU)
+    stream = SimpleNamespace(wait_stream=lambda other: None, device=None)
+    captures = []
+    for name, fake in (("Stream", stream), ("current_stream", stream), ("CUDAGraph", SimpleNamespace(replay=list))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, fake=fake: fake)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(step_graph, "capture", lambda *_: contextlib.nullcontext(captures.append(1)))
+    monkeypatch.setattr(graph.StepGraph, "_first_steps", FIRST_STEPS)
+    for debug, expected in (("1", 0), ("1", 0), ("0", 1)):
+        monkeypatch.setenv("ANYBIT_DEBUG", debug)
+        logits_of(model, cache, ids)
+        cache.reset()
+        assert len(captures) == expected
 
 
 def test_what_is_no_first_prompt_runs_eagerly(model):
