@@ -44,8 +44,9 @@ proofs_and_rows() {
     step "${tool}_bitplane" 120 compute-sanitizer --tool $tool --report-api-errors no \
       --kernel-name regex=bitplane --kernel-name regex=quantize $PYTHON tests/kernels/sanitize.py
   done
-  # A process a file, eight at once: tests compile what they need.
-  step tests 600 bash -c "$PYTHON -m pytest -q -p no:cacheprovider --collect-only -m gpu tests | sed -n 's/::.*//p' | sort -u |
+  # A process a file, eight at once: tests compile what they need. Files that cannot be collected fail there, with the reason.
+  step tests 600 bash -c "$PYTHON -m pytest -q -p no:cacheprovider --collect-only -m gpu tests | sed -n 's/::.*//p; s/^ERROR \([^ ]*\).*/\1/p' |
+    sort -u |
     xargs -P 8 -n 1 $PYTHON -m pytest -q -p no:cacheprovider -m gpu"
   step packed 300 $PYTHON benchmarks/linear_packed.py --seconds 280
   step steady 150 $PYTHON benchmarks/linear_packed.py --steady 0.5 --models llama-3-8b --tokens 1024 4096 --seconds 140 --again
