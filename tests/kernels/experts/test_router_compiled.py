@@ -1,7 +1,10 @@
 """Machine code of the router: nothing spills, logits on tensor cores."""
 
+from dataclasses import replace
+
 import pytest
 
+from anybit.device import Device
 from anybit.kernels.experts.router import router
 from machine_code import check
 
@@ -20,6 +23,13 @@ SHAPES = [
 def test_nothing_spills(tokens: int, hidden: int, experts: int, top: int, norm: bool) -> None:
     problem = router.Problem(tokens, hidden, experts, top, norm)
     check(router.kernel(router.config_of(problem)), "sm_90a", has="HMMA")
+
+
+@pytest.mark.parametrize("device", [replace(Device.named("sm_90a"), sms=78), Device.named("sm_120a")], ids=str)
+def test_clusters_are_of_eight_where_sixteen_may_not_fit(device: Device) -> None:
+    config = router.config_of(router.Problem(1, 2880, 128, 4, True, device=device))
+    assert config.cluster == 8
+    check(router.kernel(config), "sm_90a", has="HMMA")
 
 
 @pytest.mark.parametrize("experts", [8, 128, 512])

@@ -1,5 +1,7 @@
 """The router on the CPU: norms, ties, NaN, ragged counts of experts and tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,11 +14,12 @@ from cases_experts import HOPPER
 
 def routed(
     x: Tensor, weight: Tensor, top: int, renormalize: bool = True, residual: Tensor | None = None,
-    gamma: Tensor | None = None, seed: int = 0,
+    gamma: Tensor | None = None, seed: int = 0, sms: int = HOPPER.sms,
 ) -> list[Tensor]:  # fmt: skip
     """ids, weights, y and total by the kernel."""
     (tokens, hidden), like = x.shape, {"dtype": x.dtype}
-    problem = router.Problem(tokens, hidden, len(weight), top, gamma is not None, renormalize, x.dtype, HOPPER)
+    device = replace(HOPPER, sms=sms)
+    problem = router.Problem(tokens, hidden, len(weight), top, gamma is not None, renormalize, x.dtype, device)
     ids, weights = torch.full((tokens, top), -7, dtype=torch.int32), torch.zeros(tokens, top)
     y, total = torch.zeros(2, tokens, hidden, **like)
     norm = (residual, gamma, 1e-6, None if residual is None else total, None if gamma is None else y)
@@ -54,6 +57,17 @@ def test_takes_the_experts_that_torch_takes(
     assert (taken * slack >= best).all() and all(len(set(row)) == top for row in ids.tolist())
     expected = taken / taken.sum(-1, keepdim=True) if renormalize else taken
     torch.testing.assert_close(weights.double(), expected, rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize(("experts", "seed"), [(20, 0), (20, 1), (130, 2)])
+def test_a_cluster_takes_rounds_of_tokens(experts: int, seed: int) -> None:
+    x, weight = torch.randn(19, 64).half(), torch.randn(experts, 64).half() / 8
+    ids, weights, *_ = routed(x, weight, 4, seed=seed, sms=8)  # three rounds of eight, the last of three
+    best, expected = (x.float() @ weight.float().T).half().float().topk(4)
+    taken = (x.float() @ weight.float().T).gather(1, ids.long())
+    torch.testing.assert_close(taken, best, rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(weights, torch.softmax(best, -1), rtol=0.02, atol=1e-3)
+    assert (ids == expected).float().mean() > 0.9
 
 
 def test_ties_take_the_first_and_nan_stays_in_its_token() -> None:

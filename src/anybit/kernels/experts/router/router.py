@@ -12,8 +12,8 @@ from anybit.device import Device
 from anybit.errors import KernelError, sixteen_bits
 from anybit.jit import Pointer
 
-_MOST_OF_16 = 4
-"""Most clusters of 16 blocks, which not all parts of a GPU have room for; more are of eight."""
+_MOST_OF_16, _WHOLE = 4, 128
+"""Most clusters of 16 blocks, and the multiprocessors of a GPU whose parts have room for them; others are of eight."""
 _ROWS = 16
 """Experts of an MMA."""
 _CHUNK = 32
@@ -95,8 +95,10 @@ def config_of(p: Problem) -> Config:
     """The config of a problem. Raises KernelError for one that the kernel cannot run."""
     if (reason := why_not(p)) is not None:
         raise KernelError(f"no kernel for this router: {reason}")
-    few = _fitted(p, 512, 16)
-    return few if p.tokens <= _MOST_OF_16 * few.tokens else _fitted(p, 256 if p.hidden <= 2048 else 512, 8)
+    few, roomy = _fitted(p, 512, 16), p.device.arch == "sm_90a" and p.device.sms >= _WHOLE
+    if roomy and p.tokens <= _MOST_OF_16 * few.tokens:
+        return few
+    return _fitted(p, 256 if p.hidden <= 2048 else 512, 8)
 
 
 def _fitted(p: Problem, threads: int, cluster: int) -> Config:
