@@ -220,9 +220,11 @@ def test_graphs_are_freed_with_their_caches(llama, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     decoder.graphs[cache] = graph.StepGraph(model, decoder.forward, cache)
     decoder.greedy[cache] = graph.GreedyGraph(model, decoder.forward, cache)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    decoder.prompts[cache] = {32: graph.PromptGraph(model, decoder.forward, cache, 32, {})}
     del cache
     gc.collect()
-    assert not decoder.graphs and not decoder.greedy
+    assert not decoder.graphs and not decoder.greedy and not decoder.prompts
 
 
 def test_pickling_a_fused_model_says_what_to_do(llama):

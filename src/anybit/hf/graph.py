@@ -118,13 +118,11 @@ class Decoder:
             cache.config = self.config  # an unpickled cache brought a copy
         try:
             with _packed(cache.config):
-                ids = kwargs.get("input_ids")
-                graph = None if args or not isinstance(ids, Tensor) else self.graph(cache, ids, kwargs)
-                if graph is None or not isinstance(ids, Tensor):
-                    return self.forward(*args, **kwargs)
-                positions = kwargs.get("position_ids")
-                logits = graph(ids, positions if isinstance(positions, Tensor) else cache.seen).clone()
-                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+                ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+                if not args and isinstance(ids, Tensor) and (graph := self.graph(cache, ids, kwargs)) is not None:
+                    logits = graph(ids, positions if isinstance(positions, Tensor) else cache.seen).clone()
+                    return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+                return self.forward(*args, **kwargs)
         except NotCausalError:  # before any layer has run
             if cache.packed_attention or cache.unpadded:
                 raise  # the model's own attention is the one that cannot be, or keys and values lack the padding

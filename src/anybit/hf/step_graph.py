@@ -35,9 +35,7 @@ class StepGraph:
         store = cache._store()
         self.forward = forward
         self._cache = weakref.ref(cache)  # else no graph, and so no cache, would ever be freed
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        rotary = getattr(decoder, "rotary_emb", None)
-        self.rotary: Any = rotary if hasattr(rotary, "in_tables") else None
+        self.rotary = _angles(model)
         with torch.inference_mode(False):
             self.ids = torch.zeros(len(cache.rows), tokens, dtype=torch.long, device=store.device)
             self.positions = torch.zeros_like(self.ids)
@@ -114,7 +112,7 @@ class StepGraph:
             self.graph.replay()
 
     def _run(self) -> Tensor:
-        # Positions are below the cache's capacity, so tables of that size cover them.
+        # Positions in the cache are below its capacity, which tables of that size cover; a caller's own must be, too.
         if self.rotary is not None:
             self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
         try:
@@ -190,8 +188,13 @@ class PromptGraph(StepGraph):
 
 def pads_prompts(model: PreTrainedModel, cache: AnyBitCache) -> bool:
     """Whether a model's prompts may run as ``PromptGraph``: it is fused, with tables of angles, and has no experts."""
-    rotary = getattr(model.get_decoder(), "rotary_emb", None) if hasattr(model, "get_decoder") else None
     # float4 pages are written at addresses that the host chooses
-    if not hasattr(rotary, "in_tables") or cache.format.float4:
+    if _angles(model) is None or cache.format.float4:
         return False
     return not any(isinstance(module, Experts) for module in model.modules())
+
+
+def _angles(model: PreTrainedModel) -> Any:
+    """A fused model's rotary embedding, which has tables of angles; None without."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None) if hasattr(model, "get_decoder") else None
+    return rotary if hasattr(rotary, "in_tables") else None
