@@ -4,8 +4,10 @@ import importlib.util
 import json
 import re
 import string
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from anybit.cli import common, memory
 from anybit.cli import quantize as quantizing
 from anybit.hf.loading import load_model
+from anybit.hf.tasks import Accuracy, accuracies
 from anybit.quantization.methods.registry import METHODS, quantize_folder
 
 
@@ -131,6 +134,24 @@ metric_list: [{{metric: acc}}]
     out = run(*words[:-1], tmp_path / "all.yaml", "--limit", 1)[1]
     assert "own (1)" in out and "100.0%" in out and "±" not in out
     assert "lm-eval knows no such task" in run("eval", model, "--device", "cpu", "--tasks", "nosuchtask")[2]
+
+
+def test_groups_of_tasks_without_an_accuracy_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval lists them with a blank key, and since 0.4.13 by name alone."""
+    results: dict[str, dict[str, object]] = {
+        "older": {" ": " ", "alias": "a, b"},
+        "newer": {"name": "newer", "alias": "a, b", "sample_len": 2},
+        "own": {"alias": "own", "acc,none": 0.75, "acc_stderr,none": 0.125},
+    }
+    manager = SimpleNamespace(match_tasks=lambda names: names)
+    for name, value in {
+        "lm_eval": SimpleNamespace(simple_evaluate=lambda *_, **__: {"results": results}),
+        "lm_eval.models.huggingface": SimpleNamespace(HFLM=lambda **_: None),
+        "lm_eval.tasks": SimpleNamespace(TaskManager=lambda **_: manager),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, value)
+    loaded: Any = SimpleNamespace(model=None, tokenizer=None)
+    assert accuracies(loaded, ["all"]) == [Accuracy("own", "acc", 0.75, 0.125, 0)]
 
 
 def test_models_are_compared_in_a_table(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
