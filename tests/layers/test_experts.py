@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from anybit.codes.packing import QuantizedWeight
 from anybit.errors import LayerError
+from anybit.hf.graph import weights_of
 from anybit.layers.experts import Experts, Gate
 from anybit.layers.linear import QuantLinear
 from anybit.scheme import Scheme
@@ -254,3 +255,21 @@ def test_what_cannot_be_joined_is_said(change: Callable[[Experts], None], told: 
 def test_gates_that_the_op_lacks_are_said(gate: Gate, told: str) -> None:
     with pytest.raises(LayerError, match=told):
         quantized(gate=gate).prepare(together=True)
+
+
+def test_graphs_look_at_one_expert_of_an_op_and_see_changes_of_all() -> None:
+    """What ``generate`` compares to forget its graphs."""
+    model, alone = nn.ModuleList([quantized(bias=True).prepare(together=True)]), quantized(bias=True)
+    before = list(weights_of(model))
+    assert before == list(weights_of(model)) and len(before) < len(list(weights_of(alone))) / EXPERTS
+    changes: list[Callable[[Experts], object]] = [
+        lambda experts: setattr(experts[3], "up_proj", nn.Linear(HIDDEN, INNER)),
+        lambda experts: experts[4]["down_proj"].bias.zero_(),
+        lambda experts: experts.separate(),
+    ]
+    for change in changes:
+        with torch.no_grad():
+            change(model[0])  # type: ignore[arg-type]
+        assert list(weights_of(model)) != before
+        model[0] = quantized(bias=True).prepare(together=True)
+        before = list(weights_of(model))

@@ -19,10 +19,11 @@ import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.utils import logging
@@ -35,6 +36,7 @@ from anybit.hf.cache import AnyBitCache
 from anybit.hf.cache_attention import NAME, NotCausalError
 from anybit.hf.cache_name import CACHE, cache_of
 from anybit.hf.step_graph import BUCKET, CAPTURED, GreedyGraph, PromptGraph, StepGraph, pads_prompts
+from anybit.layers.experts import Experts
 from anybit.layers.linear import QuantLinear
 from anybit.scheme import KVFormat
 
@@ -139,11 +141,7 @@ class Decoder:
 
     def _check_weights(self) -> None:
         """Forget if weights moved, run on another backend or have an adapter: graphs would read freed addresses."""
-        weights = list[tuple[int, bool]]()
-        for module in self.model.modules():
-            if isinstance(module, QuantLinear):
-                weights.append((-1 if module._prepared is None else module._prepared.number, False))
-            weights += [(p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None]
+        weights = list(weights_of(self.model))
         if weights != self._weights:
             self.forget()
             self._weights = weights
@@ -319,6 +317,16 @@ def _is_plain(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> 
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         return False
     return {name for name, value in kwargs.items() if value is not None and value is not False} <= _STEP_ARGUMENTS
+
+
+def weights_of(module: nn.Module) -> Iterator[tuple[int, bool]]:
+    """What changes when a weight of a module moves; of experts in one op, whose layers may be 18,000, the first's."""
+    if isinstance(module, QuantLinear):
+        yield -1 if module._prepared is None else module._prepared.number, False
+    yield from ((p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None)
+    together = isinstance(module, Experts) and module._joined is not None and not module._joined.changed
+    for child in islice(module.children(), 1 if together else None):
+        yield from weights_of(child)
 
 
 def _is_first_prompt(cache: AnyBitCache, ids: Tensor, kwargs: Mapping[str, object]) -> bool:
