@@ -9,6 +9,7 @@ from tests.cases_calibration import Interrupted, interrupt, sequences, tiny
 from tests.quantization.test_lazy import model_of
 from transformers import AutoModelForCausalLM
 
+from anybit.device import memory_of
 from anybit.errors import CalibrationError
 from anybit.models.blocks import find_blocks, weight_of
 from anybit.quantization.learn.loop import Course
@@ -16,6 +17,7 @@ from anybit.quantization.methods import distill
 from anybit.quantization.methods.gptq import nearest
 from anybit.quantization.methods.learn_block import learn_block, relative_error, shuffled
 from anybit.quantization.methods.registry import quantize_folder
+from anybit.quantization.pipeline import calibrated
 from anybit.quantization.pipeline.blocks import Call, Examples, Store, run_block
 from anybit.scheme import Scheme
 
@@ -137,6 +139,32 @@ def test_without_a_text_nothing_learns_one_by_one(tmp_path: Path, monkeypatch: p
         quantize_folder(tmp_path / "source", tmp_path / "out", "w2a16g32asym", options={"device": "cpu", "minutes": 1})
     quantize_folder(tmp_path / "source", tmp_path / "rtn", "w2a16g32asym", "rtn")
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "rtn")}) == 1
+
+
+def test_a_model_that_can_write_needs_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_of("llama", tmp_path / "source")
+    size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(source).parameters())
+    monkeypatch.setattr(distill, "_SHARE", 8 * size / memory_of(torch.device("cpu")))
+    options = {"tokens": 512, "length": 64, "learn_tokens": 512, "step_tokens": 256, "device": "cpu"}
+    said: list[str] = []
+    with pytest.warns(UserWarning, match="one by one, and lose more"):
+        quantize_folder(
+            source, tmp_path / "out", "w3a16g32asym", "distill", options=options,
+            progress=lambda what, *_: said.append(what),
+        )  # fmt: skip
+    assert any("generating" in what for what in said) and any("learning: error" in what for what in said)
+
+
+def test_blocks_learn_from_more_text_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "_SHARE", 1e-9)
+    seen: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(calibrated, "calibrate", lambda model, text, *rest: seen.append(text) or {})
+    options = LEARN | {"generated_tokens": 256, "length": 64}
+    with pytest.warns(UserWarning, match="one by one"):
+        quantize_folder(
+            source_of("llama", tmp_path / "source"), tmp_path / "out", "w3a16g32", "distill", options=options
+        )
+    assert sum(row.numel() for row in seen[0]) == LEARN["tokens"] + 256
 
 
 def test_errors_count_relative_to_each_token() -> None:

@@ -112,7 +112,7 @@ def quantize_folder(
     """Quantize a model folder into another folder.
 
     method: one of ``METHODS``; None is ``default_method``'s. Models that are too large to learn as a whole learn block
-    by block, from a text; without one the default is ``rtn``. Both warn.
+    by block, from a text; without one, and too large to write it, the default is ``rtn``. Both warn.
     modules_to_not_convert: layers to leave unquantized; by default the output head, and always a head that is tied to
     the embedding. overrides: per-layer schemes, by name or by a pattern such as "*.down_proj"; a name takes precedence
     over patterns, and the last matching pattern over earlier ones. A head that is named is quantized, tied or not.
@@ -128,7 +128,7 @@ def quantize_folder(
     Raises CheckpointError for a bad source or output path, LayerError for a layer that does not fit the scheme or a
     name that matches no layer, SchemeError for an unknown scheme or method, OptionError for an unknown option,
     KernelError for a device that does not exist, CalibrationError if ``distill`` is named for a model that is
-    too large to learn as a whole, without a text.
+    too large to learn as a whole and to write text, without a text.
     A failed run leaves no output behind.
     """
     scheme = Scheme.parse(scheme)
@@ -168,8 +168,9 @@ def quantize_folder(
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"nested": nested, "overwrite": overwrite, "progress": progress or silent, "options": options}
     job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, trust_remote_code, **rest)
-    if METHODS[method].calibrated and (reason := _too_large(job)) is not None:
-        if "text" in options or "sequences" in options:
+    if METHODS[method].calibrated and (found := _too_large(job)) is not None:
+        reason, has_text = found
+        if has_text:
             warnings.warn(f"{reason}: blocks learn one by one, and lose more", stacklevel=2)
         elif named:
             raise CalibrationError(f"{reason}: give a text (--text), which blocks learn from one by one")
@@ -190,11 +191,13 @@ def quantize_folder(
     return METHODS[method].run(job)
 
 
-def _too_large(job: "Job") -> str | None:
-    """Why there is no room for a job's learning on the whole model, or None."""
-    from anybit.quantization.pipeline.calibrated import too_large
+def _too_large(job: "Job") -> tuple[str, bool] | None:
+    """Why there is no room for a job's learning on the whole model, and whether there is a text for blocks; or None."""
+    from anybit.quantization.pipeline.calibrated import can_write, too_large
 
-    return too_large(job)
+    reason = too_large(job)
+    given = any(job.options.get(name) is not None for name in ("text", "sequences"))
+    return None if reason is None else (reason, given or can_write(job))
 
 
 def _say_how_long(job: "Job") -> None:

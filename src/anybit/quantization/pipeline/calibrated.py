@@ -91,6 +91,8 @@ def run(job: Job) -> Saved:
     if writes:
         text = _generated(job, model, [], options, "start", options.calibration_tokens)
     used = first_of(text, options.calibration_tokens)
+    if apart is not None and options.generated_tokens:
+        used += _generated(job, model, used, options, "generated", options.generated_tokens)
     changes = _prepare(job, model, method, text, options)
     # In minutes the start is forgotten, all but masks, and GPTQ knows nothing of slices.
     brief = learning is None or not learning.minutes or job.scheme.weights.sparse or method != "distill"
@@ -137,6 +139,11 @@ def too_large(job: Job) -> str | None:
     """Why a job that learns cannot learn all weights at once, or None."""
     options, learned = Options.of(job.options), sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings))
     return None if options.learning(job.method, job.scheme) is None else why_not(job.model, learned, options.where)
+
+
+def can_write(job: Job) -> bool:
+    """Whether the model of a job that needs a text can write it on the device: as float32, before it is halved."""
+    return job.method == "distill" and why_not(job.model, 0, Options.of(job.options).where) is None
 
 
 def _calibrated(
