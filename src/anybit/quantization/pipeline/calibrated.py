@@ -118,7 +118,8 @@ def run(job: Job) -> Saved:
         return weight.with_group_index() if scattered and weight.group_index is None else weight
 
     # Writing is fast beside calibration: it reports no progress.
-    return replace(write_quantized(replace(job, progress=silent), quantize, changes), learned=told)
+    saved = write_quantized(replace(job, progress=silent), quantize, changes)
+    return replace(saved, learned={name: round(value, 1) for name, value in told.items()})
 
 
 def _nearest(
@@ -206,7 +207,7 @@ def _in_blocks(
         inside = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         found = learn_block(block, inside, examples, scheme_of, settings, course, tell)
         told["tokens"] = max(told["tokens"], course.tokens)
-        told["seconds"] = round(told["seconds"] + course.elapsed, 1)
+        told["seconds"] += course.elapsed
         return {prefix + name: weight for name, weight in found.items()}
 
     return learn
@@ -258,10 +259,10 @@ def _learned(
     course, count = found.course, sum(map(len, generated))
     return found, {
         "tokens": course.tokens,
-        "seconds": round(course.elapsed, 1),
-        "seconds_starting": round(course.starting, 1),
+        "seconds": course.elapsed,
+        "seconds_starting": course.starting,
         "tokens_written": count,
-        "seconds_writing": round(writing, 1),
+        "seconds_writing": writing,
     }
 
 
