@@ -73,6 +73,14 @@ def _tile(one: Candidate, row_warpgroups: int, tokens: int) -> bool:
     return shape == (row_warpgroups, 1, 1, 1)
 
 
+def test_twice_the_tokens_run_in_a_tile_of_all_of_them() -> None:
+    """Not in two of the tile that was measured, which would unpack every weight twice."""
+    one = product("w4a16g128", 16)
+    by = Map([policy((one, point(one, {"sm90_packed_gemm": 5.0})))])
+    tiles = [getattr(by.choose(replace(one, m=m)).candidate.config, "tile_m", 0) for m in (16, 24, 32)]
+    assert tiles == [16, 24, 32] and by.choose(replace(one, m=32)).us < 7
+
+
 def test_few_tokens_take_the_count_above_alone() -> None:
     one = product("w4a16g128", 4)
     lower, upper = replace(one, m=2), replace(one, m=6)

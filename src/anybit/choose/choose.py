@@ -170,7 +170,9 @@ def forms(candidate: Candidate, here: LinearProblem, there: LinearProblem) -> It
     factors = {config: 1.0}
     if isinstance(config, sm90_packed_gemm.Config) and here.m <= max(TOKENS) and here.m != there.m:
         tile = min(tile for tile in TOKENS if tile >= here.m)
-        factors.setdefault(replace(config, tile_m=tile), (_TILE + tile) / (_TILE + config.tile_m))
+        alone = replace(config, tile_m=tile)
+        fewer = work(replace(candidate, config=alone), here) / work(candidate, here)
+        factors.setdefault(alone, fewer * (_TILE + tile) / (_TILE + config.tile_m))
     for tried, factor in factors.items():
         if (one := family.fit(here, tried, there)) is not None:
             yield Candidate(candidate.kernel, one, here.activations), factor
