@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,21 @@ def test_scratch_goes_when_it_is_closed_or_nobody_holds_it(tmp_path: Path) -> No
     assert len(left(tmp_path)) == 1
     del held
     gc.collect()
+    assert left(tmp_path) == []
+
+
+def test_ctrl_c_during_the_removal_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = shutil.rmtree
+
+    def interrupted(path: Path, **_: bool) -> None:
+        monkeypatch.setattr(shutil, "rmtree", whole)
+        (path / "first").unlink()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Scratch(tmp_path) as path:
+        (path / "first").touch()
+        (path / "second").touch()
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
     assert left(tmp_path) == []
 
 

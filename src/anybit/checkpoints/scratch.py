@@ -83,6 +83,9 @@ def _locked_folder(parent: Path) -> tuple[Path, int | None]:
 
 
 def _remove(path: Path, lock: int | None) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    if lock is not None:
-        os.close(lock)
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    finally:  # again, if Ctrl-C came in between: a finalizer runs only once
+        shutil.rmtree(path, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
