@@ -166,7 +166,7 @@ def test_a_folder_is_replaced_by_two_renames_that_are_undone_if_one_fails(tmp_pa
     refusal = pytest.raises(CheckpointError, match="out cannot be written: Device or resource busy")
     with nullcontext() if fails == "nothing" else refusal, new_folder(old, overwrite=True) as work:
         (work / "config.json").write_text("{}")
-    assert len(seen) == {"nothing": 2, "first": 1, "second": 3}[fails]
+    assert len(seen) == {"nothing": 3, "first": 1, "second": 3}[fails]  # a third puts the old one elsewhere
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
     assert (old / "config.json").read_text() == ("{}" if fails == "nothing" else '{"model_type": "llama"}')
 

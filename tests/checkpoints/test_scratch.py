@@ -12,6 +12,7 @@ import pytest
 
 from anybit.checkpoints import scratch
 from anybit.checkpoints.scratch import PREFIX, REPLACED, Scratch, replace_file, sweep
+from anybit.checkpoints.writing import new_folder
 
 HOLD = """
 import sys
@@ -56,6 +57,20 @@ def test_ctrl_c_during_the_removal_leaves_nothing(tmp_path: Path, monkeypatch: p
         (path / "second").touch()
         monkeypatch.setattr(shutil, "rmtree", interrupted)
     assert left(tmp_path) == []
+
+
+def test_what_was_replaced_is_not_restored_once_its_removal_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+    for text in ("old", "new"):
+        with new_folder(tmp_path / "model", overwrite=True) as work:
+            (work / "config.json").write_text('{"model_type": "llama"}')
+            (work / "LICENSE").write_text(text)
+            if text == "new":
+                monkeypatch.setattr(shutil, "rmtree", lambda path, **_: found.append(left(path / REPLACED)))
+    assert found[0] == []
+    assert (tmp_path / "model" / "LICENSE").read_text() == "new"
 
 
 def test_sweep_removes_what_a_killed_run_left_and_restores_what_it_replaced(tmp_path: Path) -> None:

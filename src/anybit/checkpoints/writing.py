@@ -192,6 +192,7 @@ def _publish(work: Path, path: Path) -> None:
         if not path.exists():
             old.rename(path)
         raise
+    old.rename(work)  # out of REPLACED, or a later sweep might restore what is left of it
 
 
 def rewrite(source: Folder, folder: Path, config: Mapping[str, object], tensors: Iterable[tuple[str, Tensor]]) -> None:
