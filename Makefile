@@ -75,7 +75,7 @@ $(VLLM_VENV)/.done: scripts/vllm_requirements.py pyproject.toml | $(VENV)/.test
 perplexity: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	$(BIN)/python benchmarks/accuracy.py --model $(MODEL) --text $(CACHE)/wikipedia.txt
 
-$(QUANTIZED).saved: $(MODEL)/config.json $(wildcard src/anybit/quantization/*.py) | $(VENV)/.demo
+$(QUANTIZED).saved: $(MODEL)/config.json $(wildcard src/anybit/quantization/*/*.py) | $(VENV)/.demo
 	@$(BIN)/anybit quantize $(MODEL) --scheme $(SCHEME) --output $(QUANTIZED) --overwrite > $@.new
 	@mv $@.new $@
 
