@@ -73,6 +73,22 @@ def test_what_was_replaced_is_not_restored_once_its_removal_began(
     assert (tmp_path / "model" / "LICENSE").read_text() == "new"
 
 
+def test_ctrl_c_while_a_folder_is_renamed_away_brings_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        path.rename(target)
+        raise KeyboardInterrupt
+
+    with new_folder(tmp_path / "model") as work:
+        (work / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "model", overwrite=True) as work:
+        monkeypatch.setattr(Path, "rename", interrupted)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
 def test_sweep_removes_what_a_killed_run_left_and_restores_what_it_replaced(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

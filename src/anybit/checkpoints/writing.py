@@ -185,8 +185,8 @@ def _publish(work: Path, path: Path) -> None:
             os.fsync(written.fileno())
     old = work.parent / REPLACED / path.name
     old.parent.mkdir()
-    path.rename(old)
     try:
+        path.rename(old)  # Ctrl-C during it is raised after it
         work.rename(path)
     except BaseException:
         if not path.exists():
