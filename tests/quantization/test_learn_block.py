@@ -159,8 +159,8 @@ def test_a_model_that_can_write_needs_no_text(tmp_path: Path, monkeypatch: pytes
     assert any("generating" in what for what in said) and any("learning: error" in what for what in said)
 
 
+@pytest.mark.usefixtures("small")
 def test_blocks_learn_from_more_text_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "_SHARE", 1e-9)
     seen: list[list[torch.Tensor]] = []
     monkeypatch.setattr(calibrated, "calibrate", lambda model, text, *rest: seen.append(text) or {})
     options = LEARN | {"generated_tokens": 256, "length": 64}
